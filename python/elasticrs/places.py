@@ -43,6 +43,7 @@ class Places:
     """
 
     def __init__(self, count: int) -> None:
+        self._count = count
         self.fd: int | None = None
         try:
             self.fd = os.memfd_create("elasticrs-places")
@@ -65,6 +66,11 @@ class Places:
             os.pread(self.fd, LAYOUT.size, local_rank * LAYOUT.size)
         )
         return Met(first, rank, world_size) if first == last > 0 else None
+
+    def meetings(self) -> tuple[int | None, ...]:
+        """Return the numbers of the last meetings of all workers."""
+        found = map(self.read, range(self._count))
+        return tuple(None if met is None else met.round for met in found)
 
     def clear(self, local_rank: int) -> None:
         """Another process takes this place."""

@@ -70,6 +70,24 @@ def test_nccl_ends_no_worker_whose_collective_is_aborted(launch, worker_script, 
     assert re.findall(r"NCCL (\d)\.", job.stdout) == [seen]
 
 
+def test_workers_that_fail_before_all_have_met_again_cost_one(launch, worker_script):
+    meets = """
+    import os
+    from elasticrs.train.place import tell
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        tell(1, int(os.environ["LOCAL_RANK"]), 3)
+    """
+    script = worker_script(meets + WAITS)
+    job = launch("--nproc-per-node=3", "--max-restarts=1", "--on-failure=replace", script)
+    pids = dict(started(job, 3))
+    news = []
+    for rank in (0, 2):
+        os.kill(pids[rank], signal.SIGKILL)
+        news.append(started(job, 4 + len(news))[-1][1])
+    assert end(job, [pids[1], *news]) == 0
+    assert len(re.findall("replaced by .* 0 of 1 left", job.stderr)) == 2
+
+
 def test_what_the_dead_worker_had_started_is_ended_and_nothing_else(launch, worker_script):
     job = launch(
         *("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace"),

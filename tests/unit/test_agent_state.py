@@ -184,6 +184,22 @@ def test_workers_that_fail_together_cost_one_restart():
     assert actions[-2:] == [Replace(2, 1), Replace(1, 1)]
 
 
+MET = (7, 7, 7)
+
+
+@pytest.mark.parametrize(("met", "used"), [(MET, 1), ((8, 8, 8), 2), ((None, 7, None), 2), ((), 2)], ids=str)
+def test_workers_that_have_not_met_again_cost_nothing_more(met, used):
+    first = [WorkerExited(0, -9, MET), WorkerSwept(0), WorkerReplaced(0)]
+    _, actions = play([*UP, *first, WorkerExited(2, 1, met), WorkerSwept(2)], 2, replaces=True)
+    assert actions[-1] == Replace(2, used)
+
+
+def test_a_place_that_fails_again_is_charged_again():
+    twice = 2 * [WorkerExited(0, -9, MET), WorkerSwept(0), WorkerReplaced(0)]
+    state, _ = play([*UP, *twice], 2, replaces=True)
+    assert state.restarts == 2
+
+
 def test_without_a_restart_left_all_are_stopped_and_the_job_fails():
     state, actions = play([*UP, *REPLACED, WorkerExited(0, 1)], replaces=True)
     assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE, is_announced=True))
@@ -212,6 +228,7 @@ def test_a_worker_of_which_something_is_stuck_is_not_replaced():
 
 
 ranks = st.integers(0, 3)
+meetings = st.one_of(st.just(()), st.tuples(*[st.sampled_from([None, 1, 1, 2])] * 4))
 events = st.one_of(
     st.just(Begin()),
     st.just(RendezvousCompleted()),
@@ -219,7 +236,7 @@ events = st.one_of(
     st.just(Started()),
     st.builds(StartFailed, st.just("why"), st.booleans()),
     st.builds(FailureSeen, ranks),
-    st.builds(WorkerExited, ranks, st.sampled_from([0, 0, 0, 1, -9, None])),
+    st.builds(WorkerExited, ranks, st.sampled_from([0, 0, 0, 1, -9, None]), meetings),
     st.builds(
         GroupEnded,
         st.sampled_from(["succeeded", "failed", "stopped", "lost"]),
@@ -241,6 +258,7 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts, replaces):
     state = AgentState(max_restarts, GRACE, replaces=replaces)
     group_exists = False
     empty, swept = set(), set()
+    unmet = {}
     failed = signalled = stuck = False
     exits = []
     for event in [Begin(), *sequence]:
@@ -267,6 +285,7 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts, replaces):
                 swept.add(event.local_rank)
         if isinstance(event, WorkerReplaced) and before.phase is Phase.RUNNING:
             empty.discard(event.local_rank)
+            unmet.pop(event.local_rank, None)
             swept.discard(event.local_rank)
         if isinstance(event, StartFailed):
             group_exists = False
@@ -279,6 +298,7 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts, replaces):
                 failed = False
                 group_exists = True
                 empty, swept = set(), set()
+                unmet = {}
             if isinstance(action, Replace):
                 assert replaces, "AGENT-7"
                 assert group_exists, "AGENT-7"
@@ -300,7 +320,11 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts, replaces):
             assert state.replacing == empty, "AGENT-7"
             if len(empty) > len(before.replacing):
                 charged = state.restarts - before.restarts
-                assert charged == (0 if before.replacing else 1), "AGENT-7"
+                met = dict(enumerate(getattr(event, "met", ())))
+                at = unmet.get(event.local_rank)
+                is_free = before.replacing or (at is not None and met.get(event.local_rank) == at)
+                assert charged == (0 if is_free else 1), "AGENT-7"
+                unmet = unmet if is_free else met
     if signalled and not group_exists:
         assert state.phase.is_terminal, "AGENT-5"
 

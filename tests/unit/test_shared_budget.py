@@ -70,7 +70,9 @@ def test_a_failure_between_two_rounds_that_nobody_has_failed_in_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("met", "then"), [(7, [Replace(1, 1)]), (8, [Report(1)]), (None, [Report(1)])], ids=str
+    ("met", "then"),
+    [((7, 7), [Replace(1, 1)]), ((7, 8), [Report(1)]), ((7, None), [Report(1)]), ((), [Report(1)])],
+    ids=str,
 )
 def test_a_worker_that_has_not_met_again_fails_with_the_others(met, then):
     state, _ = play(*UP, RoundEnded((7, 7)), RoundBegan(2, 1))
@@ -80,7 +82,13 @@ def test_a_worker_that_has_not_met_again_fails_with_the_others(met, then):
 
 
 def test_one_that_began_since_does_not():
-    again = [WorkerFailed(1, 7), WorkerSwept(1), WorkerReplaced(1), WorkerFailed(1, 7), WorkerSwept(1)]
+    again = [
+        WorkerFailed(1, (7, 7)),
+        WorkerSwept(1),
+        WorkerReplaced(1),
+        WorkerFailed(1, (7, 7)),
+        WorkerSwept(1),
+    ]
     _, done = play(*UP, RoundEnded((7, 7)), RoundBegan(2, 1), *again)
     assert done[-2:] == [Replace(1, 1), Report(1)]
 
@@ -188,7 +196,7 @@ class Course:
                 self.tell(JobEnded())
             case "fail":
                 self.places[place] = "left"
-                self.tell(WorkerFailed(place, self.met.get(place)))
+                self.tell(WorkerFailed(place, self.meetings()))
             case "sweep":
                 self.places[place] = "free"
                 self.tell(WorkerSwept(place))
@@ -217,7 +225,10 @@ class Course:
         self.rendezvous = "idle"
         self.restarts += 1
         self.pay()
-        self.tell(RoundEnded(tuple(self.met.get(place) for place in range(self.size))))
+        self.tell(RoundEnded(self.meetings()))
+
+    def meetings(self):
+        return tuple(self.met.get(place) for place in range(self.size))
 
     def pay(self):
         """One process for each place; an earlier one is still owed only where the place is empty."""

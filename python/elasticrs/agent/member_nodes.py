@@ -74,8 +74,7 @@ class MemberNodes(SeveralNodes):
         if isinstance(event, machine.WorkerExited):
             if event.exitcode == 0:
                 return []
-            met = self._places.read(event.local_rank)
-            return self._carry(shared.WorkerFailed(event.local_rank, None if met is None else met.round))
+            return self._carry(shared.WorkerFailed(event.local_rank, event.met))
         if isinstance(event, machine.GroupEnded) and self._attempt is not None:
             self._attempt.oom_kills_after = read_counters(self._attempt.oom_kills)
         return self._carry(event)
@@ -110,7 +109,7 @@ class MemberNodes(SeveralNodes):
                 elif self._require_driver().is_leaving:
                     found.append(shared.MustStop(signum))
                 else:
-                    found.append(shared.RoundEnded(() if action.planned else self._meetings()))
+                    found.append(shared.RoundEnded(() if action.planned else self._places.meetings()))
             elif isinstance(action, messages.Announce):
                 self._console.say(action.text)
             elif isinstance(action, messages.Exit):
@@ -118,10 +117,6 @@ class MemberNodes(SeveralNodes):
                 self._tell_end()
                 found.append(shared.JobEnded(signum))
         return found
-
-    def _meetings(self) -> tuple[int | None, ...]:
-        found = map(self._places.read, range(self._job.nproc))
-        return tuple(None if met is None else met.round for met in found)
 
     def _tell_round(self, begun: messages.Start) -> None:
         """Say what has happened elsewhere; of what fails here, the line of its replacement tells."""

@@ -31,10 +31,13 @@ from elasticrs.agent.state import (
     WorkerReplaced,
     WorkerSwept,
 )
+from elasticrs.budget import has_not_met_since, without
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Literal, TypeAlias
+
+    from elasticrs.budget import Meetings
 
     Group: TypeAlias = Literal["none", "running", "stopping"]
     Effect: TypeAlias = (
@@ -54,7 +57,7 @@ class NodeState(Value):
         failed: the local ranks whose places are not taken yet.
         swept: those of them of which nothing is left.
         paid: those of them that may be replaced.
-        met: by local rank, the meeting that each worker was in when a failure ended the last round.
+        met: the last meetings of workers when a failure ended the last round, but of those replaced since.
         unfit: why this node can take part in no other round, as it has to say.
         has_ended: the job has, for this node.
         has_finished: the agent has.
@@ -68,7 +71,7 @@ class NodeState(Value):
     failed: frozenset[int] = frozenset()
     swept: frozenset[int] = frozenset()
     paid: frozenset[int] = frozenset()
-    met: tuple[int | None, ...] = ()
+    met: Meetings = ()
     unfit: str | None = None
     has_ended: bool = False
     has_finished: bool = False
@@ -78,10 +81,10 @@ class NodeState(Value):
 
 
 class WorkerFailed(Event):
-    """A worker has ended otherwise than by exiting with 0; ``met``: the last meeting that it was in."""
+    """A worker has ended otherwise than by exiting with 0; ``met``: the last meetings of all of the node."""
 
     local_rank: int
-    met: int | None = None
+    met: Meetings = ()
 
 
 class RoundBegan(Event):
@@ -92,11 +95,9 @@ class RoundBegan(Event):
 
 
 class RoundEnded(Event):
-    """The round has ended; ``met``: by local rank, the last meeting of each worker; empty when nobody has
-    failed.
-    """
+    """The round has ended; ``met``: the last meetings of the workers; empty when nobody has failed."""
 
-    met: tuple[int | None, ...] = ()
+    met: Meetings = ()
 
 
 class MustStop(Event):
@@ -208,8 +209,7 @@ def _fail(state: NodeState, event: WorkerFailed) -> tuple[NodeState, list[Effect
     if not state.in_round:
         # The next round tells what becomes of it.
         return state, []
-    known = state.met[place] if place < len(state.met) else None
-    if known is not None and known == event.met:
+    if has_not_met_since(state.met, event.met, place):
         return _pay(state, frozenset({place}))
     return state, [Report(place)]
 
@@ -227,10 +227,12 @@ def _swept(state: NodeState, event: WorkerSwept) -> tuple[NodeState, list[Effect
 
 
 def _taken(state: NodeState, place: int) -> NodeState:
-    without = {place}
-    met = tuple(None if each == place else known for each, known in enumerate(state.met))
+    only = {place}
     return state.replaced(
-        failed=state.failed - without, swept=state.swept - without, paid=state.paid - without, met=met
+        failed=state.failed - only,
+        swept=state.swept - only,
+        paid=state.paid - only,
+        met=without(state.met, place),
     )
 
 

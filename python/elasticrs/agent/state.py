@@ -19,7 +19,7 @@ Invariants, each held by a property test:
 - **AGENT-6** a node with workers that SIGKILL did not end, or that hung in the kernel, is not used again.
 - **AGENT-7** with ``replaces`` a worker that fails is replaced, once nothing of it is left, and the others
   are left alone, for as long as the budget lasts. Workers that fail before the place of an earlier one is
-  taken share its charge.
+  taken share its charge, and so does each that has not met the others again since.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from enum import Enum
 
 from elasticrs import texts
 from elasticrs._value import Value
-from elasticrs.budget import used_after
+from elasticrs.budget import has_not_met_since, used_after, without
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Literal, TypeAlias
+
+    from elasticrs.budget import Meetings
 
     Outcome: TypeAlias = Literal["succeeded", "failed", "stopped", "lost"]
 
@@ -76,6 +78,7 @@ class AgentState(Value):
             :class:`GroupEnded`.
         replaces: a worker that fails is replaced; the others go on.
         replacing: the local ranks whose place is not taken yet.
+        met: the last meetings of the workers when a failure was charged, but of those replaced since.
     """
 
     max_restarts: int
@@ -89,6 +92,7 @@ class AgentState(Value):
     group_exists: bool = False
     replaces: bool = False
     replacing: frozenset[int] = frozenset()
+    met: Meetings = ()
 
     @property
     def restarts_left(self) -> int:
@@ -142,11 +146,12 @@ class FailureSeen(Event):
 
 class WorkerExited(Event):
     """A worker has ended; its exit code is the negative number of a signal, or ``None`` when nobody
-    can tell.
+    can tell. ``met``: the last meetings of all workers of the node.
     """
 
     local_rank: int
     exitcode: int | None
+    met: Meetings = ()
 
 
 class WorkerSwept(Event):
@@ -307,7 +312,9 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
     if isinstance(event, Begin) and state.phase is Phase.INIT:
         return state._next(Phase.RENDEZVOUS), [Rendezvous(state.round)]
     if isinstance(event, RendezvousCompleted) and state.phase is Phase.RENDEZVOUS:
-        new = state._next(Phase.STARTING, worker_failed=False, group_exists=True, replacing=frozenset())
+        new = state._next(
+            Phase.STARTING, worker_failed=False, group_exists=True, replacing=frozenset(), met=()
+        )
         return new, [Start(state.round, state.restarts)]
     if isinstance(event, RendezvousFailed) and state.phase is Phase.RENDEZVOUS:
         return _fail(state, event.message)
@@ -337,7 +344,7 @@ def _on_group(
 ) -> tuple[AgentState, list[Action]]:
     if isinstance(event, WorkerExited):
         if state.replaces and state.phase is Phase.RUNNING and event.exitcode != 0:
-            return _on_worker_to_replace(state, event.local_rank)
+            return _on_worker_to_replace(state, event.local_rank, event.met)
         failed = state.worker_failed or event.exitcode != 0
         return state._next(state.phase, worker_failed=failed), []
     if isinstance(event, FailureSeen):
@@ -358,8 +365,12 @@ def _on_group(
     return _restart(ended, evidence=True)
 
 
-def _on_worker_to_replace(state: AgentState, local_rank: int) -> tuple[AgentState, list[Action]]:
-    restarts = state.restarts if state.replacing else used_after(state.restarts, state.max_restarts)
+def _on_worker_to_replace(
+    state: AgentState, local_rank: int, met: Meetings = ()
+) -> tuple[AgentState, list[Action]]:
+    restarts: int | None = state.restarts
+    if not (state.replacing or has_not_met_since(state.met, met, local_rank)):
+        restarts, state = used_after(state.restarts, state.max_restarts), state._next(state.phase, met=met)
     if restarts is None:
         return _stop_all(state)
     new = state._next(state.phase, restarts=restarts, replacing=state.replacing | {local_rank})
@@ -377,7 +388,10 @@ def _on_replacement(
         if stop:
             return state, stop
     if isinstance(event, WorkerReplaced):
-        return state._next(state.phase, replacing=state.replacing - {event.local_rank}), []
+        place = event.local_rank
+        return state._next(
+            state.phase, replacing=state.replacing - {place}, met=without(state.met, place)
+        ), []
     if isinstance(event, ReplaceFailed) or event.is_stuck:
         return _stop_all(state)
     return state, [Replace(event.local_rank, state.restarts)]

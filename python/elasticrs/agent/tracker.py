@@ -366,7 +366,9 @@ class AttemptTracker:
                 event.local_rank if attempt.first_failure is None else attempt.first_failure
             )
             attempt.stamps["failure_seen"] = event.seen_ns
-        self.events.append(machine.WorkerExited(event.local_rank, event.exitcode))
+        places = attempt.plan.places
+        meetings = places.meetings() if places is not None and event.exitcode != 0 else ()
+        self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
 
     def _on_swept(self, event: _core.WorkerSwept) -> None:
