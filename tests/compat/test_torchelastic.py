@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torchelastic
 import torchelastic.distributed as edist
+from torchelastic.worker_stats import WorkerStats  # noqa: F401
 from torchelastic.p2p import CoordinatorP2P
 
 
@@ -84,6 +85,7 @@ import torch.nn.functional as functional
 import torchelastic
 import torchelastic.checkpoint as checkpoint
 import torchelastic.distributed as edist
+from torchelastic.worker_stats import WorkerStats  # noqa: F401
 import torchelastic.event_logger as event_logger
 import torchelastic.metrics as metrics
 from torch.nn.parallel import DistributedDataParallel

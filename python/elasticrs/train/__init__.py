@@ -11,7 +11,7 @@ from elasticrs.train.coordinator import Coordinator
 from elasticrs.train.errors import NonRetryableException, RetryableException, StopException
 from elasticrs.train.running import run_train, train
 from elasticrs.train.state import State
-from elasticrs.train.stats import SimpleWorkerStats, WorkerStats
+from elasticrs.train.worker_stats import SimpleWorkerStats, WorkerStats
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

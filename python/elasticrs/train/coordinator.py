@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticrs.train.state import State
-    from elasticrs.train.stats import WorkerStats
+    from elasticrs.train.worker_stats import WorkerStats
 
 __all__ = ["Coordinator"]
 

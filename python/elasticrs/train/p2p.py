@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elasticrs.node_page import WorkerPage
     from elasticrs.train.membership import Round
     from elasticrs.train.state import State
-    from elasticrs.train.stats import WorkerStats
+    from elasticrs.train.worker_stats import WorkerStats
 
 __all__ = ["CoordinatorP2P"]
 

@@ -19,8 +19,8 @@ from elasticrs.train.loop import Action, Event, Loop
 from elasticrs.train.measuring import GROUP, Measured, Times
 from elasticrs.train.request_signals import RequestSignals
 from elasticrs.train.state import State
-from elasticrs.train.stats import WorkerStats
 from elasticrs.train.votes import Vote, disagreement, numbers_of, vote_of
+from elasticrs.train.worker_stats import WorkerStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
