@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+from helpers.ports import free
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.beyond_torchrun]
 
@@ -52,6 +53,7 @@ SCRIPT = """
 
     if folder:
         set_checkpoint_manager(FileSystemCheckpointManager(folder))
+    say(f"BEGINS pid={os.getpid()}")
     train(AgentCoordinator("gloo"), step, Count())
     say("END")
 """
@@ -148,3 +150,43 @@ def test_without_a_manager_the_agent_says_so(launch, worker_script, tmp_path):
     job.wait_for_line("a checkpoint is asked for, but set_checkpoint_manager was not called", "stderr")
     may_end.touch()
     assert job.wait() == 0
+
+
+def test_a_node_that_is_drained_saves_with_the_others_and_they_go_on(launch, worker_script, tmp_path):
+    folder, may_end = tmp_path / "checkpoints", tmp_path / "may end"
+    options = (
+        *("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--on-failure=replace"),
+        *("--rdzv-id=job", f"--rdzv-endpoint=localhost:{free()}", "--warm=torch"),
+    )
+    script = worker_script(SCRIPT), str(STEPS), folder, may_end
+    stays = launch(*options, "--rdzv-conf=is_host=1", *script)
+    drained = launch(*options, "--rdzv-conf=is_host=0", *script)
+    for job in (stays, drained):
+        job.wait_for_line(r"step=5$", "stdout")
+    os.kill(drained.pid, signal.SIGTERM)
+    assert drained.wait() == 1
+    last = max(steps_of(drained))
+    assert len(list(folder.iterdir())) == 1
+    stays.wait_for_line(rf"step={last + 3}$", "stdout")
+    may_end.touch()
+    assert stays.wait() == 0
+    # No step is lost or repeated, and nobody has failed.
+    assert steps_of(stays) == list(range(1, STEPS + 1))
+    assert "broken off" not in stays.stderr
+    assert "replaced" not in stays.stderr
+
+
+def test_a_worker_that_gets_sigterm_leaves_in_order_and_is_replaced(launch, worker_script, tmp_path):
+    folder, may_end = tmp_path / "checkpoints", tmp_path / "may end"
+    job = launch(
+        *("--nproc-per-node=2", "--on-failure=replace", "--max-restarts=1", "--warm=torch"),
+        *(worker_script(SCRIPT), str(STEPS), folder, may_end),
+    )
+    job.wait_for_lines(r"step=5$", 2, "stdout")
+    pid = int(job.wait_for_line(r"BEGINS pid=(\d+)$", "stdout")[1])
+    os.kill(pid, signal.SIGTERM)
+    job.wait_for_line(rf"pid {pid}\) died by SIGTERM; 1 other goes on; replaced by pid")
+    may_end.touch()
+    assert job.wait() == 0
+    assert len(list(folder.iterdir())) == 1
+    assert "broken off" not in job.stderr
