@@ -57,6 +57,18 @@ class Standing(Value):
     rate: float | None
 
 
+class Met(Value):
+    """A worker's last meeting with the others.
+
+    Args:
+        round: its number, from 1.
+        rank: of the worker.
+    """
+
+    round: int
+    rank: int
+
+
 class AgentPage:
     """The agent's side.
 
@@ -112,6 +124,18 @@ class AgentPage:
         pid, rank, world, number, steps, step_ns, has_rate = self._words[at : at + _RATE].tolist()
         rate = self._floats[at + _RATE] if has_rate else None
         return Standing(local_rank, pid, rank - 1 if rank else None, world, number, steps, step_ns, rate)
+
+    def last_met(self, local_rank: int) -> Met | None:
+        """Return the last meeting of a worker; ``None`` before the first one, and when this is closed."""
+        if self._fd < 0:
+            return None
+        standing = self._standing(local_rank)
+        return None if standing.rank is None else Met(standing.round, standing.rank)
+
+    def meetings(self) -> tuple[int | None, ...]:
+        """Return the numbers of the last meetings of all workers, by local rank."""
+        found = map(self.last_met, range(self._workers))
+        return tuple(None if met is None else met.round for met in found)
 
     def clear(self, local_rank: int) -> None:
         """Forget what a worker has said of itself: there is none in its place."""

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from dataclasses import KW_ONLY
 
-    from elasticrs.places import Places
+    from elasticrs.node_page import AgentPage
     from elasticrs.ports import StorePort
     from elasticrs.ranks import WorkerRanks
 
@@ -26,7 +26,7 @@ class Plan(Record):
         variables: what else all workers of the attempt have in their environment.
         members: how their registrations begin, by local rank, where they are members of the rendezvous
             themselves; of those that do not run yet, the names of the processes before them.
-        places: where those write in which meeting they are.
+        page: where those write in which meeting they are.
     """
 
     ranks: Sequence[WorkerRanks]
@@ -37,7 +37,7 @@ class Plan(Record):
     use_agent_store: bool = False
     variables: Mapping[str, str] = fresh(factory=dict)
     members: dict[int, str] | None = None
-    places: Places | None = None
+    page: AgentPage | None = None
 
     def close(self) -> None:
         """Give the port back, and end the store with its connections. Idempotent."""

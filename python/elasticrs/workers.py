@@ -138,13 +138,11 @@ class Workers(ABC):
         leftovers: what else there is to say of the end of an attempt; ``None`` until nothing is left of it.
         warm_command: the command line of all workers, as far as they have it in common; ``None`` if none of
             them is to be forked from a warm nursery.
-        pass_fds: descriptors that all of them get under the same numbers.
     """
 
     are_started: bool = True
     leftovers: Leftovers | None = Leftovers()
     warm_command: Sequence[str] | None = None
-    pass_fds: Sequence[int] = ()
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.setup = setup
@@ -229,7 +227,7 @@ def prepare_group(
     attempt.variables = variables
     for local_rank, own in variables.items():
         own["ELASTICRS_NOTICES"] = notices
-        own.update(_member(workers, attempt.plan, local_rank))
+        own.update(_member(attempt.plan, local_rank))
     processes = workers.specs(paths, {
         local_rank: {**environ, **own} for local_rank, own in variables.items()
     })  # fmt: skip
@@ -266,7 +264,7 @@ def prepare_replacement(
         raise RuntimeError("a worker is replaced that was never started")
     own = attempt.variables[local_rank]
     own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
-    own.update(_member(workers, attempt.plan, local_rank))
+    own.update(_member(attempt.plan, local_rank))
     error_file = paths.error_files.get(local_rank)
     if error_file and os.path.exists(error_file):
         os.rename(error_file, error_file_of(error_file, attempt.pids[local_rank]))
@@ -276,21 +274,17 @@ def prepare_replacement(
     return workers.replacement(paths, local_rank, {**setup.environ, **own})
 
 
-def _member(workers: Workers, plan: Plan, local_rank: int) -> dict[str, str]:
+def _member(plan: Plan, local_rank: int) -> dict[str, str]:
     """What tells a worker that is a member of the rendezvous which one it is, and in whose place: that of a
-    process of which nothing is left, so that nobody has to wait for the end of its lease. And where it writes
-    in which meeting it is.
+    process of which nothing is left, so that nobody has to wait for the end of its lease.
     """
     if plan.members is None:
         return {}
     before = plan.members.get(local_rank)
     plan.members[local_rank] = name = os.urandom(8).hex()
-    own = {"ELASTICRS_TRAIN_MEMBER": name if before is None else f"{name} {before}"}
-    if plan.places is None or plan.places.fd is None:
-        return own
-    plan.places.clear(local_rank)
-    workers.pass_fds = (plan.places.fd,)
-    return {**own, **plan.places.variables(local_rank)}
+    if plan.page is not None:
+        plan.page.clear(local_rank)
+    return {"ELASTICRS_TRAIN_MEMBER": name if before is None else f"{name} {before}"}
 
 
 def _streams(setup: WorkerSetup, attempt: Attempt, paths: LogPaths) -> list[_core.LogStream]:
@@ -470,7 +464,6 @@ class CommandWorkers(Workers):
                 paths.stdouts.get(local_rank),
                 paths.stderrs.get(local_rank),
                 cpus=None if cpus is None else cpus[local_rank],
-                pass_fds=self.pass_fds,
                 warm=self.warm_command is not None,
             )
             for local_rank, env in environments.items()

@@ -73,9 +73,9 @@ def test_nccl_ends_no_worker_whose_collective_is_aborted(launch, worker_script, 
 def test_workers_that_fail_before_all_have_met_again_cost_one(launch, worker_script):
     meets = """
     import os
-    from elasticrs.train.place import tell
+    from elasticrs.node_page import page_of
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        tell(1, int(os.environ["LOCAL_RANK"]), 3)
+        page_of(os.environ).place(int(os.environ["LOCAL_RANK"]), 3, 1)
     """
     script = worker_script(meets + WAITS)
     job = launch("--nproc-per-node=3", "--max-restarts=1", "--on-failure=replace", script)

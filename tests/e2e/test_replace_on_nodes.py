@@ -18,11 +18,11 @@ pytestmark = pytest.mark.beyond_torchrun
 WORKER = """
     # Meets the others, as elasticrs.train does, when SIGUSR2 comes: its agent reads the same bytes.
     import os, signal
-    from elasticrs.train.place import tell
-    began = int(os.environ["RANK"])
+    from elasticrs.node_page import page_of
+    began, page = int(os.environ["RANK"]), page_of(os.environ)
     def meet(*_):
         number = int(open("meeting").read())
-        tell(number, 10 + began, 4)
+        page.place(10 + began, 4, number)
         os.write(1, f"MET {number} rank={10 + began}\\n".encode())
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
     signal.signal(signal.SIGUSR2, meet)

@@ -24,12 +24,13 @@ EVENT, INNER = schemas("events.md")
 WORKER = """
     # Meets the others as elasticrs.train does: a node of two workers, whose ranks are not in order.
     import os, signal
-    from elasticrs.train.place import tell
+    from elasticrs.node_page import page_of
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
+    page = page_of(os.environ)
     local, life = int(os.environ["LOCAL_RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
     os.write(1, f"UP {local} {os.getpid()} {life}.\\n".encode())
     while signal.sigwait([signal.SIGUSR1, signal.SIGUSR2]) == signal.SIGUSR2:
-        tell(1, 5 - local, 6)
+        page.place(5 - local, 6, 1)
         os.write(1, f"MET {local}.\\n".encode())
 """
 
@@ -82,8 +83,8 @@ def test_the_report_tells_two_apart_that_had_a_rank_one_after_the_other(launch, 
     script = worker_script("""
         # Uses elasticrs.train
         import os, signal
-        from elasticrs.train.place import tell
-        tell(1 + int(os.environ["LOCAL_RANK"]), 7, 8)
+        from elasticrs.node_page import page_of
+        page_of(os.environ).place(7, 8, 1 + int(os.environ["LOCAL_RANK"]))
         os.write(1, f"UP {os.environ['LOCAL_RANK']} {os.getpid()}.\\n".encode())
         signal.pause()
     """)

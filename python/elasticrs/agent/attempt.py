@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.agent.cause import Cause
     from elasticrs.logs import LogPaths
-    from elasticrs.places import Met
+    from elasticrs.node_page import Met
     from elasticrs.plan import Plan
 
 
@@ -47,7 +47,7 @@ class Attempt(Record):
         pids: of the workers, by local rank; of those that were replaced, the last one's.
         exits: by local rank, in the order in which they were seen; not of workers that were replaced.
         met: by local rank, where each worker that has ended met the others last, where it has and tells of
-            that; see :mod:`elasticrs.places`.
+            that; see :mod:`elasticrs.node_page`.
         replaced_workers: those, each as an attempt of its own, with nothing but its part.
         first_failure: the local rank that failed first.
         raised: the local ranks that have recorded an exception that nobody caught, as far as was seen.
@@ -163,10 +163,10 @@ class Attempt(Record):
         """Return where a worker has met the others last; ``None`` before the first time, and where nobody
         tells.
         """
-        places = self.plan.places
-        if local_rank in self.met or local_rank in self.exits or places is None:
+        page = self.plan.page
+        if local_rank in self.met or local_rank in self.exits or page is None:
             return self.met.get(local_rank)
-        return places.read(local_rank)
+        return page.last_met(local_rank)
 
     def global_ranks(self) -> dict[int, int]:
         """Return them by local rank, all different.

@@ -219,6 +219,7 @@ class Agent:
             raise RuntimeError("workers are started without a rendezvous")
         if self.checkpoints is not None:
             plan.variables = {**plan.variables, **self.checkpoints.variables}
+            plan.page = self.checkpoints.page
         attempt = self._tracker.begin(action, plan)
         self._decisions.observe(attempt)
         try:

@@ -15,7 +15,6 @@ from elasticrs.agent import state as machine
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.member_workers import among_workers, variables_of_members
 from elasticrs.agent.several_nodes import SeveralNodes
-from elasticrs.places import Places
 from elasticrs.plan import Plan
 from elasticrs.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from elasticrs._core import WorkerExited
     from elasticrs.agent.cause import Cause
+    from elasticrs.budget import Meetings
     from elasticrs.config import JobConfig
     from elasticrs.console import Console
     from elasticrs.rendezvous.elastic.meeting_point import Home
@@ -59,7 +59,6 @@ class MemberNodes(SeveralNodes):
         # A worker has a session and a connection for its round.
         self._rendezvous = self._rendezvous.replaced(settings=settings, clients=2 * job.nproc + 2)
         self._node = shared.NodeState(job.shutdown_timeout)
-        self._places = Places(job.nproc)
         self._members: dict[int, str] = {}
         self._why = ""
         self._is_own = False
@@ -84,10 +83,6 @@ class MemberNodes(SeveralNodes):
         # The rendezvous may not know that there are workers: between two rounds.
         return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
 
-    def close(self) -> None:
-        super().close()
-        self._places.close()
-
     # --- what the rendezvous says ---
 
     def _translate(self, actions: Iterable[messages.LoopAction]) -> list[machine.Action]:
@@ -109,7 +104,7 @@ class MemberNodes(SeveralNodes):
                 elif self._require_driver().is_leaving:
                     found.append(shared.MustStop(signum))
                 else:
-                    found.append(shared.RoundEnded(() if action.planned else self._places.meetings()))
+                    found.append(shared.RoundEnded(() if action.planned else self._meetings()))
             elif isinstance(action, messages.Announce):
                 self._console.say(action.text)
             elif isinstance(action, messages.Exit):
@@ -117,6 +112,10 @@ class MemberNodes(SeveralNodes):
                 self._tell_end()
                 found.append(shared.JobEnded(signum))
         return found
+
+    def _meetings(self) -> Meetings:
+        page = None if self._attempt is None else self._attempt.plan.page
+        return (None,) * self._job.nproc if page is None else page.meetings()
 
     def _tell_round(self, begun: messages.Start) -> None:
         """Say what has happened elsewhere; of what fails here, the line of its replacement tells."""
@@ -204,7 +203,7 @@ class MemberNodes(SeveralNodes):
         workers = among_workers(self._rendezvous, job)
         name = f"{driver.meeting_point.job}#workers"
         plan.variables = variables_of_members(workers, driver.meeting_point, name)
-        plan.members, plan.places = self._members, self._places
+        plan.members = self._members
         if self._planned is not None:
             self._planned(plan, partial(driver.meeting_point.open_shared_store, begun.round))
 

@@ -14,7 +14,6 @@ from elasticrs.agent import state as machine
 from elasticrs.agent.decisions import OneNode
 from elasticrs.asked import Asked
 from elasticrs.config import LOOPBACK
-from elasticrs.places import Places
 from elasticrs.rendezvous.elastic.describe import describe
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
 from elasticrs.rendezvous.elastic.meeting_point import CannotHost, MeetingPoint
@@ -43,7 +42,6 @@ class MemberWorkers(OneNode):
     def __init__(self, job: JobConfig, planner: Planner | None = None) -> None:
         super().__init__(job, planner or OneNodePlanner(job))
         self._rendezvous = among_workers(_alone(job), job)
-        self._places = Places(job.nproc)
         self._supervisor: _core.Supervisor | None = None
         self._names: Asked | None = None
         self._begin: machine.Event | None = None
@@ -87,7 +85,6 @@ class MemberWorkers(OneNode):
         event = super().next_plan(supervisor)
         if self.plan is not None:
             self.plan.variables, self.plan.members = self._variables, self._members
-            self.plan.places = self._places
         return event
 
     def close(self) -> None:
@@ -95,7 +92,6 @@ class MemberWorkers(OneNode):
             self._names.close()
         if self._meeting_point is not None:
             self._meeting_point.close(stays=False)
-        self._places.close()
 
 
 def _alone(job: JobConfig) -> Rendezvous:

@@ -366,8 +366,8 @@ class AttemptTracker:
                 event.local_rank if attempt.first_failure is None else attempt.first_failure
             )
             attempt.stamps["failure_seen"] = event.seen_ns
-        places = attempt.plan.places
-        meetings = places.meetings() if places is not None and event.exitcode != 0 else ()
+        page = attempt.plan.page
+        meetings = page.meetings() if page is not None and event.exitcode != 0 else ()
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
 

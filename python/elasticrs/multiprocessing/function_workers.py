@@ -117,7 +117,7 @@ class FunctionWorkers(Workers):
             {rank: paths.stdouts.get(rank, "") for rank in environments},
             {rank: paths.stderrs.get(rank, "") for rank in environments},
             self.setup.job.cpus,
-            {rank: (*keeps.get(rank, ()), *self.pass_fds) for rank in environments},
+            keeps,
             self.warm_command is not None,
         )
         return BY_METHOD[self._start_method](functions)

@@ -56,7 +56,7 @@ class Functions(Value):
         stdouts: files, or empty.
         stderrs: the same.
         cpus: those that it may run on.
-        keeps: descriptors that it inherits besides.
+        keeps: descriptors that it inherits besides; not with ``spawn``.
         warm: they are forks of the nursery, where that is warm; with ``spawn`` only.
     """
 
@@ -192,8 +192,7 @@ class Spawn(FunctionStart):
         for rank in self._ranks():
             prepared = self._prepare(rank)
             files = (functions.stdouts[rank], functions.stderrs[rank])
-            how: Any = {"cpus": functions.cpus_of(rank), "warm": functions.warm}
-            how["pass_fds"] = [*prepared.fds, *functions.keeps.get(rank, ())]
+            how: Any = {"cpus": functions.cpus_of(rank), "pass_fds": prepared.fds, "warm": functions.warm}
             specs.append(process_spec(rank, prepared.argv, functions.envs[rank], *files, **how))
         return specs
 

@@ -6,6 +6,7 @@ import datetime
 import os
 from typing import TYPE_CHECKING
 
+from elasticrs.node_page import page_of
 from elasticrs.train import groups
 from elasticrs.train.agent import URL_VARIABLE, agent_url
 from elasticrs.train.meeting_url import parse
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from elasticrs.node_page import WorkerPage
     from elasticrs.rendezvous.elastic.messages import Stop
     from elasticrs.train.membership import Round
 
@@ -53,14 +55,17 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
         RuntimeError: no agent has started this process with ``--on-failure replace``.
         ValueError: a URL that makes no sense.
     """
+    page = None
     if init_method is not None:
         place = parse(init_method, os.environ)
     else:
         url, environ = agent_url()
         place = parse(url, environ, source=URL_VARIABLE, may_host=False)
-    return Participant(
-        Membership(place.rendezvous, place.backend, on_change=callback, stuck_timeout=place.stuck_timeout)
+        page = page_of(os.environ)
+    member = Membership(
+        place.rendezvous, place.backend, on_change=callback, stuck_timeout=place.stuck_timeout
     )
+    return Participant(member, page)
 
 
 class Participant:
@@ -69,10 +74,12 @@ class Participant:
 
     Args:
         member: of the rendezvous.
+        page: shared with the agent, where there is one.
     """
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: Membership, page: WorkerPage | None = None) -> None:
         self._member = member
+        self._page = page
         self._is_over = False
 
     def meet(self) -> Round:
@@ -84,7 +91,10 @@ class Participant:
                 :class:`~elasticrs.rendezvous.api.RendezvousClosedError` if the job has ended.
         """
         groups.destroy()
-        return self._member.meet()
+        current = self._member.meet()
+        if self._page is not None:
+            self._page.place(current.rank, current.world_size, current.number)
+        return current
 
     def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
         """Make the default group. One that is made in another way has to be made inside

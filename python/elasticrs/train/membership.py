@@ -28,7 +28,6 @@ from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
 from elasticrs.store import DistError
 from elasticrs.train.groups import Connections
 from elasticrs.train.leave_step import AT_ONCE, LeaveStep, agreed, heard, said
-from elasticrs.train.place import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,7 +167,6 @@ class Membership:
         with suppress(DistError):
             # Without it a planned change is not waited for.
             current.board.hold(f"here/{current.rank}")
-        tell(current.number, current.rank, current.world_size)
         self._since = time.monotonic()
         with self._changed:
             self._round = current
