@@ -17,7 +17,13 @@ class RendezvousError(Exception):
 
 
 class RendezvousClosedError(RendezvousError):
-    """The rendezvous is closed: the job has ended."""
+    """The rendezvous is closed: the job has ended.
+
+    Attributes:
+        has_failed: true if the job is known to have failed.
+    """
+
+    has_failed = False
 
 
 class RendezvousTimeoutError(RendezvousError):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from elasticrs.train.errors import NonRetryableException, StopException
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticrs.train.state import State
     from elasticrs.train.worker_stats import WorkerStats
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "NonRetryableException", "StopException"]
 
 
 class Coordinator(ABC):

@@ -128,7 +128,7 @@ class CoordinatorP2P(Coordinator):
 
         Raises:
             StopException: the job is closed.
-            NonRetryableException: too few workers came in time, or the store is lost.
+            NonRetryableException: the job has failed, too few workers came in time, or the store is lost.
             RuntimeError: the round ended before its store was reached: ask again.
         """
         record("rendezvous_started", self.rank)
@@ -150,9 +150,12 @@ class CoordinatorP2P(Coordinator):
         try:
             return self._member.meet()
         except RendezvousClosedError as error:
-            self.stop_training = True
             record("rendezvous_closed", self.rank)
             self._member.shutdown()
+            if error.has_failed:
+                # Whoever returned a state now would say that it is the last one.
+                raise NonRetryableException(f"the training has failed: {error}") from error
+            self.stop_training = True
             raise StopException(str(error)) from error
         except RendezvousTimeoutError as error:
             record("rendezvous_failed_timeout", self.rank)

@@ -389,4 +389,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 def error_of(outcome: messages.Outcome) -> RendezvousError:
     """Return torch's error for the end of a job."""
     kind = _ERRORS.get(outcome.kind, RendezvousClosedError)
-    return kind(outcome.message or f"the rendezvous is closed: {outcome.kind}")
+    error = kind(outcome.message or f"the rendezvous is closed: {outcome.kind}")
+    if isinstance(error, RendezvousClosedError):
+        error.has_failed = outcome.has_failed or outcome.kind == "failed"
+    return error

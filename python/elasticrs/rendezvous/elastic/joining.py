@@ -169,7 +169,8 @@ def _is_closed(member: Member, entry: Entry | None) -> bool:
     if member.joining.has_seen_round:
         member.exit(outcome_of(member, head))
     else:
-        member.exit(Outcome("closed", closed_line(member.agent.job, head), head.cause))
+        has_failed = head.outcome not in {"succeeded", "aborted"}
+        member.exit(Outcome("closed", closed_line(member.agent.job, head), head.cause, has_failed))
     return True
 
 

@@ -201,11 +201,13 @@ class Outcome(Value):
             job succeeded without this node).
         message: one line for the user.
         cause: the job's first failure.
+        has_failed: for ``closed``: the job had not succeeded, and nobody had closed it.
     """
 
     kind: OutcomeKind
     message: str | None = None
     cause: Cause | None = None
+    has_failed: bool = False
 
 
 class Exit(Value):

@@ -1,0 +1,31 @@
+"""Who comes when a job has failed does not return as if the training were done."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+from elasticrs.native_session import Server
+from elasticrs.train import NonRetryableException, groups
+from elasticrs.train.p2p import CoordinatorP2P
+
+# PyTorch is not needed before there is a round.
+groups.destroy = lambda: None
+server = Server([("127.0.0.1", 0)], run_id="job")
+conf = "is_host=0&join_timeout=0.3&close_timeout=1"
+url = f"elasticrs://127.0.0.1:{server.port}/job?min_workers=2&max_workers=2&{conf}"
+for _ in range(2):
+    worker = CoordinatorP2P("gloo", url, 2)
+    try:
+        worker.rendezvous_barrier()
+    except NonRetryableException as error:
+        print(worker.should_stop_training(), error)
+"""
+
+
+def test_too_few_came():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
+    first, late = done.stdout.splitlines()
+    assert first.startswith("False permanently stuck: only 1 of at least 2")
+    assert late.startswith("False the training has failed: job job is closed: timeout")
