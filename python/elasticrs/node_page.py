@@ -28,8 +28,8 @@ RATE_INTERVAL = 1_000_000_000
 
 # By words of 8 bytes.
 _MARK, _ASKED, _SERVED, _RESULT, _SERVED_NS = range(5)
-_FIRST, _SPAN = 16, 8
-_PID, _RANK, _WORLD, _ROUND, _STEPS, _STEP_NS, _HAS_RATE, _RATE = range(8)
+_FIRST, _SPAN = 16, 16
+_PID, _RANK, _WORLD, _ROUND, _STEPS, _STEP_NS, _HAS_RATE, _RATE, _HAS_FINISHED = range(9)
 _RESULTS: tuple[Result, ...] = ("saved", "failed", "no manager")
 
 
@@ -137,6 +137,11 @@ class AgentPage:
         found = map(self.last_met, range(self._workers))
         return tuple(None if met is None else met.round for met in found)
 
+    def is_training(self, local_rank: int) -> bool:
+        """True if a worker has met the others, and its training has not ended."""
+        at = _FIRST + _SPAN * local_rank
+        return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
+
     def clear(self, local_rank: int) -> None:
         """Forget what a worker has said of itself: there is none in its place."""
         at = _FIRST + _SPAN * local_rank
@@ -194,6 +199,11 @@ class WorkerPage:
         """Tell the place of this worker in the round that begins, and the number of that."""
         own = self._own
         own[_RANK], own[_WORLD], own[_ROUND] = rank + 1, world_size, number
+        own[_HAS_FINISHED] = 0
+
+    def finish(self) -> None:
+        """Tell that the training has ended."""
+        self._own[_HAS_FINISHED] = 1
 
     def stepped(self) -> bool:
         """Count a step; true if it is time for :meth:`tell_rate`."""

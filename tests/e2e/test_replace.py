@@ -29,6 +29,34 @@ DAEMON = """
     os.waitpid(pid, 0)
 """
 
+TRAINS = """
+    import os, signal
+    import torch
+    from torch import distributed
+    from elasticrs.train import AgentCoordinator, State, train
+
+    class Steps(State):
+        steps = torch.zeros(1)
+        def sync(self, world_size, rank):
+            distributed.all_reduce(self.steps, distributed.ReduceOp.MAX)
+        def capture_snapshot(self):
+            return self.steps.clone()
+        def apply_snapshot(self, snapshot):
+            self.steps = snapshot
+
+    def step(state):
+        if state.steps[0] == 20:
+            raise StopIteration
+        life = os.environ["LOCAL_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if state.steps[0] == 5 and life == ("1", "0"):
+            FAULT
+        distributed.all_reduce(torch.ones(1))
+        state.steps += 1
+        return state, None
+
+    print("DONE", int(train(AgentCoordinator("gloo"), step, Steps()).steps[0]), flush=True)
+"""
+
 UP = r"UP rank=(\d) pid=(\d+) life=(\d)"
 
 
@@ -190,33 +218,7 @@ def test_a_worker_that_hangs_is_replaced(launch, worker_script):
 @pytest.mark.slow
 @pytest.mark.torch
 def test_the_loop_gives_signs_of_life_for_a_program_that_gives_none(launch, worker_script):
-    script = worker_script("""
-        import os, signal
-        import torch
-        from torch import distributed
-        from elasticrs.train import AgentCoordinator, State, train
-
-        class Steps(State):
-            steps = torch.zeros(1)
-            def sync(self, world_size, rank):
-                distributed.all_reduce(self.steps, distributed.ReduceOp.MAX)
-            def capture_snapshot(self):
-                return self.steps.clone()
-            def apply_snapshot(self, snapshot):
-                self.steps = snapshot
-
-        def step(state):
-            if state.steps[0] == 20:
-                raise StopIteration
-            life = os.environ["LOCAL_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-            if state.steps[0] == 5 and life == ("1", "0"):
-                os.kill(os.getpid(), signal.SIGSTOP)
-            distributed.all_reduce(torch.ones(1))
-            state.steps += 1
-            return state, None
-
-        print("DONE", int(train(AgentCoordinator("gloo"), step, Steps()).steps[0]), flush=True)
-    """)
+    script = worker_script(TRAINS.replace("FAULT", "os.kill(os.getpid(), signal.SIGSTOP)"))
     options = (
         "--nproc-per-node=2",
         "--max-restarts=1",
@@ -226,4 +228,15 @@ def test_the_loop_gives_signs_of_life_for_a_program_that_gives_none(launch, work
     )
     job = launch(*options, script).exits(0)
     assert job.stdout.count("DONE 20") == 2
-    assert re.search(r"rank 1 .*hung: no heartbeat .*replaced by pid", job.stderr)
+    assert re.search(r"rank \d .*hung: no heartbeat .*replaced by pid", job.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_worker_that_exits_with_0_in_the_middle_of_the_training_has_not_succeeded(launch, worker_script):
+    script = worker_script(TRAINS.replace("FAULT", "os._exit(0)"))
+    options = ("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace", "--warm=auto")
+    job = launch(*options, script).exits(0)
+    assert job.stdout.count("DONE 20") == 2
+    assert len(re.findall(r"rank \d .*exited with code 0 in the middle", job.stderr)) == 1
+    assert "attempt 1 is running" in job.stderr

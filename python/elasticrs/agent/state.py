@@ -381,6 +381,9 @@ def _on_replacement(
     state: AgentState, event: WorkerSwept | WorkerReplaced | ReplaceFailed
 ) -> tuple[AgentState, list[Action]]:
     if event.local_rank not in state.replacing:
+        if isinstance(event, ReplaceFailed):
+            # It has exited with 0, and must not have.
+            return _stop_all(state)
         if not isinstance(event, WorkerSwept):
             return state, []
         # It has exited with 0 when its timer had expired: it has failed all the same.

@@ -370,6 +370,12 @@ class AttemptTracker:
         meetings = page.meetings() if page is not None and event.exitcode != 0 else ()
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
+        is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
+        if is_early and "stopped" not in attempt.stamps:
+            # The others would wait for it. For the core it has succeeded, and such a place is not given away.
+            who = self._who(event.local_rank, event.pid)
+            self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all")
+            self.events.append(machine.ReplaceFailed(event.local_rank))
 
     def _on_swept(self, event: _core.WorkerSwept) -> None:
         rank = event.local_rank

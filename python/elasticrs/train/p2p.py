@@ -305,6 +305,11 @@ class CoordinatorP2P(Coordinator):
         if isinstance(e, RuntimeError):
             record("train_step_runtime_error", self.rank)
 
+    def finish(self) -> None:
+        """The agent is told: from now on this worker may end."""
+        if self._page is not None:
+            self._page.finish()
+
     def leave(self) -> None:
         """The others go on without this worker; its groups are ended."""
         self._member.leave()
