@@ -46,7 +46,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode test test-rust test-python soak soak-store soak-hosted interop lint bench wheel clean force
+.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode test test-rust test-python soak soak-store soak-train soak-hosted interop lint bench wheel clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,11 @@ soak: build ## random schedules of the rendezvous for ten minutes; SOAK="--secon
 
 soak-store: build ## a store that keeps its state is killed and started again under a running job; KILLS=200
 	@ELASTICRS_STORE_KILLS=$(or $(KILLS),200) $(PY) -m pytest -q -n0 tests/store_away -k no_worker_ends
+
+soak-train: build ## workers of elasticrs.train are killed at random moments: started by hand, by an agent, by two; KILLS=200
+	@for agents in 0 1 2; do \
+	    PYTHONPATH=tests $(PY) -m tests.train.soak --kills $(or $(KILLS),200) --agents $$agents || exit 1; \
+	done
 
 soak-hosted: build ## nodes that host etcd are killed, stopped and cut off (root); ROUNDS=200
 	@ELASTICRS_HOSTED_ROUNDS=$(or $(ROUNDS),200) $(PY) -m pytest -q -n0 -s tests/network/hosted_etcd_monkey.py

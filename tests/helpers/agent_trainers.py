@@ -67,7 +67,7 @@ class UnderAgents(Trainers):
         for name, order in orders.items():
             more = {"stuck_timeout": self._stuck_timeout} if self._stuck_timeout else {}
             (self._folder / f"{name}.json").write_text(json.dumps({**order, "query": more}))
-        gate = os.open(self._gate, os.O_RDWR)
+        gate, begin = os.open(self._gate, os.O_RDWR), len(self.told)
         for names in [list(orders)] if self._together else [[name] for name in orders]:
             least, most = (max(1, count // len(names)) for count in self._workers)
             nodes = (least, most) if self._together else self._workers
@@ -77,7 +77,9 @@ class UnderAgents(Trainers):
                 env={"OMP_NUM_THREADS": "1"},
             )
             self.agents.update(dict.fromkeys(names, agent))
-        self.wait_until(lambda: {told["name"] for told in self.of("up")} >= set(orders))
+        self.wait_until(
+            lambda: {told["name"] for told in self.told[begin:] if told["what"] == "up"} >= set(orders)
+        )
         # Who waits for the end of the file goes on.
         os.close(gate)
 

@@ -112,6 +112,12 @@ class Trainers:
         self._seen += 1
         return self.told[self._seen - 1]
 
+    def take_for(self, seconds: float) -> None:
+        """Take what is told in this time."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.take(left)
+
     def wait(self, what: str, count: int = 1, timeout: float = HANG, **fields: Any) -> list[Told]:
         """Wait until `count` trainers tell this, after what was waited for before."""
         found: list[Told] = []
@@ -133,8 +139,13 @@ class Trainers:
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> float:
         """Send a signal; say when."""
+        return self.kill_pid(self.pids[name], signum)
+
+    @staticmethod
+    def kill_pid(pid: int, signum: int = signal.SIGKILL) -> float:
+        """Send a signal to one that has told of itself; say when."""
         moment = time.monotonic()
-        os.kill(self.pids[name], signum)
+        os.kill(pid, signum)
         return moment
 
 

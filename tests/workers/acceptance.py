@@ -25,30 +25,33 @@ from elasticrs.train.distributed import all_gather_return_max_long, broadcast_bi
 
 
 class Total(State):
-    """The sum of the samples that have been taken, and how many these are."""
+    """The sum of the samples that have been taken, how many these are, and weights that count the steps."""
 
     def __init__(self, trainer):
         self.trainer = trainer
         self.size, self.batch = trainer.order.get("size", 400), trainer.order.get("batch", 5)
         self.steps = self.taken = self.total = 0
-        self.shares = self.left = None
+        self.weights = torch.zeros(trainer.order.get("weights", 0), dtype=torch.long)
+        self.shares = None
 
     def sync(self, world_size, rank):
         self.trainer.fault("sync", self.steps)
         best, _ = all_gather_return_max_long(self.steps)
-        mine = torch.tensor([self.steps, self.taken, self.total])
-        packed = broadcast_binary(mine.view(torch.uint8), best)
-        self.steps, self.taken, self.total = packed.clone().view(torch.long).tolist()
+        mine = torch.cat((torch.tensor([self.steps, self.taken, self.total]), self.weights))
+        packed = broadcast_binary(mine.view(torch.uint8), best).clone().view(torch.long)
+        self.steps, self.taken, self.total = packed[:3].tolist()
+        self.weights = packed[3:]
         self.trainer.met(world_size, rank, self.steps)
-        self.shares = Shares(self.size, self.batch, world_size, rank, self.taken)
+        shuffle = self.trainer.order.get("shuffle", True)
+        self.shares = Shares(self.size, self.batch, world_size, rank, self.taken, shuffle=shuffle)
 
     def capture_snapshot(self):
         if self.trainer.order.get("rollback", True):
-            return self.steps, self.taken, self.total
+            return self.steps, self.taken, self.total, self.weights
         return None
 
     def apply_snapshot(self, snapshot):
-        self.steps, self.taken, self.total = snapshot
+        self.steps, self.taken, self.total, self.weights = snapshot
 
     def save(self, stream):
         self.trainer.fault("save", self.steps)
@@ -82,7 +85,7 @@ class Trainer:
         self._say(self.order["name"], what, **more)
 
     def met(self, world, rank, step):
-        self.world, self.rank = world, rank
+        self.has_stepped = False
         self.say("met", world=world, rank=rank, step=step)
 
     def fault(self, where, step):
@@ -116,23 +119,28 @@ class Trainer:
         signal.pause()
 
     def step(self, state):
-        if state.steps >= self.order.get("own_end", 1 << 30):
+        order = self.order
+        if state.steps >= order.get("own_end", 1 << 30) or os.path.exists(order.get("end_when", "")):
             raise StopIteration
         self.straggles = self.straggles or self.coordinator.is_worker_straggler
         mine = next(state.shares)
         self.fault("step", state.steps)
-        if not os.path.exists(self.order.get("slow_until", "/")):
-            select.select([], [], [], 0.05)
+        if not os.path.exists(order.get("slow_until", "/")):
+            select.select([], [], [], order.get("pause", 0.05))
         total = torch.tensor(sum(mine))
         dist.all_reduce(total)
+        ones = torch.ones_like(state.weights)
+        dist.all_reduce(ones)
         # Nothing is written before the last collective of the step.
+        state.weights = state.weights + ones // dist.get_world_size()
         state.total += int(total)
         state.taken = state.shares.after(state.taken)
         state.steps += 1
         self.done.append(state.steps)
-        if state.steps == self.order.get("tell", 2):
+        if not self.has_stepped:
+            self.has_stepped = True
             self.say("stepped", step=state.steps)
-        return state, SimpleWorkerStats(self.order["rate"]) if "rate" in self.order else None
+        return state, SimpleWorkerStats(order["rate"]) if "rate" in order else None
 
 
 def is_first(path):
@@ -201,6 +209,7 @@ def run(order, say):
         steps=state.steps,
         taken=state.taken,
         total=state.total,
-        done=trainer.done,
+        weights=sorted(set(state.weights.tolist())),
+        done=trainer.done[-1000:],
         straggler=trainer.straggles,
     )
