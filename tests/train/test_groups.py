@@ -1,6 +1,7 @@
 """Which sockets are shut down, and which are never touched."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -77,6 +78,98 @@ def test_a_thread_that_reads_is_woken():
     reader.join()
     assert got == [b""]
     close(listener, one, other)
+
+
+def test_who_waits_for_peers_is_visited_once_in_their_place():
+    connections = Connections()
+    before = socket.create_server(("127.0.0.1", 0))
+    with connections.recorded():
+        listener = socket.create_server(("127.0.0.1", 0))
+        assert connections.knock(3) == 1
+        assert connections.knock(3) == 0
+    after = socket.create_server(("127.0.0.1", 0))
+    assert connections.knock(3) == 0, "no group is being made"
+    numbers = []
+    for _ in range(3):
+        visitor, _ = listener.accept()
+        numbers.append(int.from_bytes(visitor.recv(8), sys.byteorder))
+        assert visitor.recv(1) == b""
+        visitor.close()
+    assert numbers == [0, 1, 2]
+    for each in (before, listener, after):
+        each.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            each.accept()
+    close(before, listener, after)
+
+
+def test_nobody_is_visited_where_descriptors_are_few_or_the_transport_is_another_one(monkeypatch):
+    connections = Connections()
+    with connections.recorded(), socket.create_server(("127.0.0.1", 0)):
+        assert connections.knock(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) == 0
+        monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
+        assert connections.knock(2) == 0
+
+
+MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE = """
+import datetime, os, struct, sys, threading
+from torch import distributed
+from elasticrs.train import groups
+
+class Store(distributed.Store):
+    # Rank 1 has told where it listens, behind this one's port: so this one waits for it. Then it has died.
+    def __init__(self):
+        super().__init__()
+        self.values = distributed.HashStore()
+        self.is_told = threading.Event()
+    def set(self, key, value):
+        self.values.set(key, value)
+        if key.endswith("/0"):
+            other = bytearray(value)
+            at = 8 + struct.unpack_from("=q", other)[0] + 8 + 2
+            port = struct.unpack_from("!H", other, at)[0]
+            struct.pack_into("!H", other, at, port + 1)
+            self.values.set(key[:-1] + "1", bytes(other))
+            self.is_told.set()
+    def get(self, key):
+        return self.values.get(key)
+    def wait(self, keys, *timeout):
+        return self.values.wait(keys)
+    def set_timeout(self, timeout):
+        pass
+
+store, connections, is_over = Store(), groups.Connections(), threading.Event()
+
+def watch():
+    store.is_told.wait()
+    while not is_over.wait(0.01):
+        connections.shut()
+        connections.knock(2)
+
+threading.Thread(target=watch).start()
+try:
+    with connections.recorded():
+        groups.create("gloo", store, 0, 2, datetime.timedelta(seconds=60))
+        distributed.barrier()
+except RuntimeError as error:
+    print("OUT", error)
+is_over.set()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.torch
+def test_a_group_is_not_waited_for_whose_peer_has_died_before_it_connected():
+    # Gloo waits five times the time-out for that.
+    made = subprocess.run(
+        [sys.executable, "-c", MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert made.stdout.startswith("OUT "), made
 
 
 def test_a_number_that_was_used_again_is_not_shut():

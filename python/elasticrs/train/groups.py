@@ -5,6 +5,9 @@ time-out. What works is to shut down the connections under it. So those that com
 made are remembered, by inode, and :meth:`Connections.shut` ends them from any thread; the collective raises
 at once, and so do those of the peers.
 
+A thread that makes a group may wait for a peer to connect to it. If that peer has died there is nothing to
+shut down: so :meth:`Connections.knock` connects in its place.
+
 - **GROUPS-1** a listening socket is never touched: gloo ends the process when ``accept`` fails.
 - **GROUPS-2** descriptors vanish and are used again at any moment: a duplicate is compared by inode before it
   is shut down, and it is the duplicate that is closed.
@@ -16,8 +19,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import resource
 import socket
 import stat
+import struct
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT = 1, 2, 8
+_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
 """States of TCP in which a shutdown ends something: not listening, nor on the way to that."""
 
@@ -40,6 +45,7 @@ class Connections:
     def __init__(self) -> None:
         self._recorded: set[int] = set()
         self._before: set[int] | None = None
+        self._knocked: set[int] = set()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -61,6 +67,35 @@ class Connections:
             if inode in self._recorded or _ports(fd) & ports:
                 os.dup2(null, fd, inheritable=False)
         os.close(null)
+
+    def knock(self, world_size: int) -> int:
+        """While a group is made: connect to its listener in the place of every peer, and hang up, so that
+        nobody waits for one that has died. Gloo's peers begin with a number, which goes by rank.
+
+        Each listener is visited once. One that a connection could cost its last descriptor is left alone, and
+        so is one of gloo's other transports.
+
+        Args:
+            world_size: of the group.
+
+        Returns:
+            How many listeners there were.
+        """
+        before, sockets = self._before, _sockets()
+        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+        is_plain = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") in ("", "TCP")
+        if before is None or room < 2 * world_size or not is_plain:
+            return 0
+        count = 0
+        for inode, fd in sockets.items():
+            if inode in before or inode in self._knocked:
+                continue
+            address = _listens_at(fd, inode)
+            if address is not None:
+                self._knocked.add(inode)
+                count += 1
+                _knock(address, world_size)
+        return count
 
     def shut(self) -> int:
         """Shut down what is connected; return how many that were."""
@@ -94,22 +129,48 @@ def _ports(fd: int) -> set[int]:
     return found
 
 
-def _shut(fd: int, inode: int) -> bool:
+@contextmanager
+def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None]:
+    """A duplicate of a TCP socket, and its state; ``None`` if the descriptor is no longer that."""
     try:
         duplicate = socket.socket(fileno=os.dup(fd))
     except OSError:
-        return False
+        yield None
+        return
     with duplicate:
         try:
-            if os.fstat(duplicate.fileno()).st_ino != inode:
-                return False
             state = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-            if state not in _TALKING:
-                return False
-            duplicate.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            state = -1
+        yield (duplicate, state) if os.fstat(duplicate.fileno()).st_ino == inode else None
+
+
+def _shut(fd: int, inode: int) -> bool:
+    with _duplicate(fd, inode) as found:
+        if found is None or found[1] not in _TALKING:
+            return False
+        try:
+            found[0].shutdown(socket.SHUT_RDWR)
         except OSError:
             return False
     return True
+
+
+def _listens_at(fd: int, inode: int) -> tuple[int, Any] | None:
+    """Return the family and the address, if the socket listens."""
+    with _duplicate(fd, inode) as found:
+        if found is None or found[1] != _LISTEN:
+            return None
+        return found[0].family, found[0].getsockname()
+
+
+def _knock(address: tuple[int, Any], count: int) -> None:
+    for number in range(count):
+        with suppress(OSError), socket.socket(address[0]) as visitor:
+            # The kernel itself answers, unless too many are waiting already.
+            visitor.settimeout(0.1)
+            visitor.connect(address[1])
+            visitor.sendall(struct.pack("=q", number))
 
 
 # --- groups ---

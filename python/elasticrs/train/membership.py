@@ -372,7 +372,7 @@ class Membership:
     def _break_off(self, current: Round) -> None:
         """Take the main thread out of whatever collective it is in."""
         self._set_leave_step(current, AT_ONCE)
-        limit = self._stuck_timeout + 2 * self._longest
+        connections, limit = current.connections, self._stuck_timeout + 2 * self._longest
         deadline = time.monotonic() + limit
         if self.abort is not None and self._is_in(current):
             try:
@@ -380,7 +380,8 @@ class Membership:
             except Exception:
                 _log.exception("round %s: a process group could not be aborted", current.number)
         while self._is_in(current):
-            current.connections.shut()
+            connections.shut()
+            connections.knock(current.world_size)
             if time.monotonic() > deadline:
                 _end_process(current, limit)
             time.sleep(_TICK)
