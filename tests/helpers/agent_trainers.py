@@ -4,7 +4,7 @@ import json
 import os
 import select
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class UnderAgents(Trainers):
         launch: starts an agent.
         folder: for the orders, and what is told.
         workers: how many trainers take part, at least and at most.
-        conf: settings of the rendezvous, and ``stuck_timeout``, which only workers know.
+        conf: settings of the rendezvous; those that concern the workers alone are given to them.
         port: of the store where several nodes meet.
         together: those that are started by one call are one node; else each has a node of its own.
     """
@@ -48,14 +48,19 @@ class UnderAgents(Trainers):
         # Ends never come to one that has the other end itself.
         super().__init__(os.open(told, os.O_RDWR))
         self._launch, self._workers, self._port = launch, workers, port
-        self._conf = dict(conf)
-        self._stuck_timeout = self._conf.pop("stuck_timeout", None)
+        self._query = {name: conf[name] for name in ("stuck_timeout", "join_timeout") if name in conf}
+        self._conf = {name: value for name, value in conf.items() if name not in self._query}
         self._together = together
         self.agents: dict[str, Launched] = {}
         self._failed = set[Launched]()
 
     def start_all(
-        self, orders: Mapping[str, Mapping[str, Any]], *, restarts: int = 4, meets: bool = False
+        self,
+        orders: Mapping[str, Mapping[str, Any]],
+        *,
+        restarts: int = 4,
+        meets: bool = False,
+        nodes: Sequence[str] = (),
     ) -> None:
         """Start these trainers, and let them begin when all are up.
 
@@ -63,30 +68,36 @@ class UnderAgents(Trainers):
             orders: by name.
             restarts: that each agent may make.
             meets: others may come to a job that is one node, too.
+            nodes: the names of those that share one, where that is neither all nor none.
         """
         for name, order in orders.items():
-            more = {"stuck_timeout": self._stuck_timeout} if self._stuck_timeout else {}
-            (self._folder / f"{name}.json").write_text(json.dumps({**order, "query": more}))
+            (self._folder / f"{name}.json").write_text(json.dumps({**order, "query": self._query}))
         gate, begin = os.open(self._gate, os.O_RDWR), len(self.told)
-        for names in [list(orders)] if self._together else [[name] for name in orders]:
+        for names in nodes or (["".join(orders)] if self._together else orders):
             least, most = (max(1, count // len(names)) for count in self._workers)
-            nodes = (least, most) if self._together else self._workers
-            agent = self._launch(
-                *self._options(len(names), nodes, restarts, meets=meets),
-                *(_PROGRAM, self._folder, *names),
-                env={"OMP_NUM_THREADS": "1"},
-            )
-            self.agents.update(dict.fromkeys(names, agent))
+            options = self._options(len(names), (least, most), restarts, meets=meets)
+            self.agents.update(dict.fromkeys(names, self._agent(options, names)))
         self.wait_until(
             lambda: {told["name"] for told in self.told[begin:] if told["what"] == "up"} >= set(orders)
         )
         # Who waits for the end of the file goes on.
         os.close(gate)
 
+    def _agent(self, options: Sequence[str], names: Iterable[str]) -> Launched:
+        return self._launch(*options, _PROGRAM, self._folder, *names, env={"OMP_NUM_THREADS": "1"})
+
+    def comes_late(self, names: str) -> str:
+        """Start one more node with these when the job has ended; return what its agent says."""
+        count = len(names)
+        least, most = (max(1, each // count) for each in self._workers)
+        agent = self._agent(self._options(count, (least, most), 4, meets=True), names)
+        agent.wait()
+        return agent.stderr
+
     def _options(self, nproc: int, nodes: tuple[int, int], restarts: int, *, meets: bool) -> list[str]:
         options = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
         options += ["--on-failure=replace", "--warm=auto"]
-        if nodes == (1, 1) and not (meets or "join_timeout" in self._conf):
+        if nodes == (1, 1) and not meets:
             return [*options, "--standalone"]
         options += [f"--nnodes={nodes[0]}:{nodes[1]}", "--rdzv-backend=c10d", "--rdzv-id=job"]
         conf = ",".join(f"{name}={value}" for name, value in self._conf.items())
@@ -107,7 +118,7 @@ class UnderAgents(Trainers):
     def replaced(self, name: str, code: int) -> None:
         """A trainer has ended like this, and the agent has told so when it started another one."""
         how = f"died by {signal.Signals(-code).name}" if code < 0 else rf"exited with code {code}|Error"
-        line = rf"\(pid {self.pids[name]}\).*(?:{how}).*replaced by pid {self.pids[name + NEXT]}"
+        line = rf"pid {self.pids[name]}\).*(?:{how}).*replaced by pid {self.pids[name + NEXT]}"
         self.agents[name].wait_for_line(line, "stderr")
 
     def fails(self, *names: str) -> None:
@@ -139,6 +150,6 @@ class UnderAgents(Trainers):
             if self._fd in ready or not ready:
                 return bool(ready)
 
-    def story(self) -> str:
+    def story(self, last: int | None = 200) -> str:
         agents = {*self.agents.values()}
-        return "\n".join([super().story(), *(f"---\n{agent.stdout}{agent.stderr}" for agent in agents)])
+        return "\n".join([super().story(last), *(f"---\n{agent.stdout}{agent.stderr}" for agent in agents)])

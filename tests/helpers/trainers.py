@@ -91,9 +91,9 @@ class Trainers:
         """Wait until they have told something."""
         return bool(select.select([self._fd], [], [], timeout)[0])
 
-    def story(self) -> str:
-        """All that is known."""
-        return "\n".join(map(str, self.told[-200:]))
+    def story(self, last: int | None = 200) -> str:
+        """What was told last, or all of it, and what else is known."""
+        return "\n".join(map(str, self.told[-last if last else 0 :]))
 
     def take(self, timeout: float) -> Told | None:
         """What is told next; `None` after a while of silence."""

@@ -94,8 +94,7 @@ class Soak:
     def run(self, kills: int) -> None:
         """Start all, kill so often, let the job end, and look at the end."""
         job, chance = self._job, self._chance
-        for node in self._nodes:
-            self._start(node)
+        self._start(*self._nodes)
         job.wait_until(lambda: len(self._holders()) == self._seats, LIMIT)
         while self.agents_killed + self.workers_killed < kills:
             self._kill()
@@ -120,9 +119,10 @@ class Soak:
         """How many workers have ended and were not killed."""
         return len({told["pid"] for told in self._job.of("up")} - self._dead) - self._seats
 
-    def _start(self, node: str) -> None:
+    def _start(self, *nodes: str) -> None:
         order = {"size": 1 << 40, "shuffle": False, "weights": 1 << 16, "pause": 0.001}
-        self._job.start_all({name: {**order, "end_when": str(self._end)} for name in node}, restarts=RESTARTS)
+        orders = {name: {**order, "end_when": str(self._end)} for node in nodes for name in node}
+        self._job.start_all(orders, restarts=RESTARTS, nodes=nodes)
 
     def _kill(self) -> None:
         """Kill a worker, two, or an agent, but never all that have the state."""
@@ -184,8 +184,8 @@ def launch(*arguments: str | Path, env: dict[str, str], folder: Path) -> Launche
     return Launched([*LAUNCHERS["elasticrs"], *arguments], env=environment, cwd=folder)
 
 
-def under_agents(folder: Path, agents: int, kills: int, seed: int) -> None:
-    """The soak under one agent or two."""
+def under_agents(folder: Path, agents: int, kills: int, seed: int, story: Path | None) -> None:
+    """The soak under one agent or two; all that was told goes to a file."""
     nodes = {1: ["abcd"], 2: ["ab", "cd"]}[agents]
     started: list[Launched] = []
 
@@ -199,10 +199,9 @@ def under_agents(folder: Path, agents: int, kills: int, seed: int) -> None:
         try:
             soak.run(kills)
             assert max(soak.recoveries()) < LONGEST, sorted(soak.recoveries())[-5:]
-        except BaseException:
-            print(job.story())
-            raise
         finally:
+            if story is not None:
+                story.write_text(job.story(None))
             for agent in started:
                 agent.close()
     assert not procs.children(), f"left behind: {procs.children()}"
@@ -240,12 +239,13 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=0, choices=(0, 1, 2), help="0: started by hand")
     parser.add_argument("--workers", type=int, default=4, help="by hand; 4 under agents")
     parser.add_argument("--pause", type=float, default=0.2, help="by hand: seconds between kills, at most")
+    parser.add_argument("--story", type=Path, help="under agents: a file for all that was told")
     options = parser.parse_args()
     # What a killed agent leaves is waited for here.
     procs.become_subreaper()
     with tempfile.TemporaryDirectory() as folder:
         if options.agents:
-            under_agents(Path(folder), options.agents, options.kills, options.seed)
+            under_agents(Path(folder), options.agents, options.kills, options.seed, options.story)
         else:
             by_hand(Path(folder), options.kills, options.seed, options.workers, options.pause)
 

@@ -55,12 +55,12 @@ def test_1_a_normal_run(job_of):
 
 
 def test_2_a_worker_that_does_not_come(job_of, how):
-    # One node has all its workers: there it is one that never comes so far as to meet the others.
+    # Under agents it is there, but never comes so far as to meet the others.
     job = job_of(*FIXED, join_timeout=1)
-    start(job, restarts=0, abc={}, **({"d": fails("hold", 0, **{"in": "begin"})} if how == ONE_NODE else {}))
+    start(job, restarts=0, abc={}, **({"d": fails("hold", 0, **{"in": "begin"})} if how != BY_HAND else {}))
     for told in job.wait("stuck", 3):
         assert "permanently stuck" in told["error"]
-    job.fails(*"abc")
+    job.fails(*("abc" if how == BY_HAND else "abcd"))
 
 
 def test_3_a_straggler_is_known(job_of):
@@ -92,11 +92,15 @@ def test_6_uneven_data_then_one_that_comes_late(job_of, how):
     # The first that has no more ends it, and all return the same.
     assert {(told["steps"], told["taken"]) for told in job.of("finished")} == {(3, 60)}
     assert len({told["total"] for told in job.of("finished")}) == 1
-    late = "efgh" if how == ONE_NODE else "e"
-    start(job, meets=True, **{late: {}})
-    for told in job.wait("finished", len(late)):
-        assert (told["name"] in late, told["steps"], told["taken"], told["done"]) == (True, 0, 0, [])
     job.over()
+    if how == BY_HAND:
+        start(job, e={})
+        told = job.wait("finished", name="e")[0]
+        assert (told["steps"], told["taken"], told["done"]) == (0, 0, [])
+    else:
+        # Its workers are not even started.
+        assert "is closed: succeeded" in job.comes_late("efgh" if how == ONE_NODE else "e")
+        assert {told["name"] for told in job.of("up")} == {*"abcd"}
 
 
 def test_7_two_fail_once_and_one_step_is_repeated(job_of):
