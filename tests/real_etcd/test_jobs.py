@@ -249,7 +249,7 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
         ca, cert, key = authority.issue("node")
         conf = {"ca_cert": ca, "ssl_cert": cert, "ssl_cert_key": key}
         given = ",".join(f"{name}={value}" for name, value in conf.items())
-        one = agent(nnodes="1", endpoint=endpoint, conf=f"lease_ttl=3,store_lost_timeout=1,{given}")
+        one = agent(nnodes="1", endpoint=endpoint, conf=f"lease_ttl=3,store_lost_timeout=3,{given}")
         (worker,) = formed([one])
         # etcd reads it anew for each connection.
         authority.issue("etcd", not_after=datetime.now() - timedelta(days=1))
@@ -263,7 +263,7 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
         server.bring_back(0)
         one.wait_for_line("lost etcd at .*; the workers of round 1 are killed", "stderr")
         one.exits(1)
-        (line,) = [line for line in one.stderr.splitlines() if "could not reach it again within 1 s" in line]
+        (line,) = [line for line in one.stderr.splitlines() if "could not reach it again within 3 s" in line]
         assert "its certificate has expired" in line
         assert len(one.stdout.splitlines()) == 1
     assert_gone([worker.pid])
