@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from elasticrs.train.groups import Connections, connect
+from elasticrs.train.membership import STUCK_TIMEOUT
 
 
 def pair():
@@ -237,3 +238,27 @@ for _ in range(3):
     assert sys.excepthook is before
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+@pytest.mark.torch
+def test_a_store_that_ends_just_before_it_is_connected_to_is_given_up_soon():
+    program = """
+import socket, threading, time
+from torch import distributed
+from elasticrs.train.groups import connect
+listener = socket.create_server(("127.0.0.1", 0))
+
+def end():
+    listener.accept()[0].close()
+    listener.close()
+
+threading.Thread(target=end).start()
+began = time.monotonic()
+try:
+    connect(*listener.getsockname(), lambda: False)
+except RuntimeError:
+    print(time.monotonic() - began)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    # Well before a worker that waits for it would end itself.
+    assert float(found.stdout) < STUCK_TIMEOUT * 0.7

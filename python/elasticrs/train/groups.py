@@ -180,6 +180,11 @@ MEETING_TIMEOUT = 10.0
 make has no descriptor yet that could be shut down.
 """
 
+CONNECT_TIMEOUT = 3.0
+"""Seconds for torch's client of a store that has just answered: one that has ended in between is tried again
+and again, and nothing wakes that, so it has to be over before a worker counts as stuck.
+"""
+
 
 def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
     """Return torch's client of the store at an address, once that answers.
@@ -201,9 +206,11 @@ def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
         time.sleep(0.01)
     from torch import distributed
 
-    return distributed.TCPStore(  # type: ignore[attr-defined]
-        host, port, None, False, timeout=datetime.timedelta(seconds=MEETING_TIMEOUT), wait_for_workers=False
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        host, port, None, False, timeout=datetime.timedelta(seconds=CONNECT_TIMEOUT), wait_for_workers=False
     )
+    store.set_timeout(datetime.timedelta(seconds=MEETING_TIMEOUT))
+    return store
 
 
 _hooks: list[Any] = []
