@@ -1,5 +1,7 @@
 """Workers that do what they must not, on real processes: one clear error, and nobody waits for ever."""
 
+import signal
+
 import pytest
 
 from .test_acceptance import ends, fails, start
@@ -14,6 +16,23 @@ def test_a_sync_that_never_returns_costs_its_worker_only(trainers):
     ends(job, *"abc")
     assert job.code("d") != 0
     assert "in hold" in job.stderr_text(), "it says where it was"
+
+
+def test_a_save_may_take_any_time_though_another_worker_dies(trainers, tmp_path):
+    job = trainers("min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0&stuck_timeout=0.5")
+    released = tmp_path / "released"
+    # One that does nothing, as a clock: it ends itself when the one that saves would.
+    faults = [
+        {"in": "save", "at": 2, "do": "keep", "once": str(tmp_path / "saves")},
+        {"in": "due", "at": 2, "do": "hold", "once": str(tmp_path / "holds")},
+    ]
+    start(job, abcd={"checkpoints": str(tmp_path / "c"), "faults": faults, "kept_until": str(released)})
+    did = {told["do"]: told["name"] for told in job.wait("does", 2)}
+    dead, left = sorted({*"abcd"} - set(did.values()))
+    job.kill(dead, signal.SIGKILL)
+    assert job.code(did["hold"]) == 1
+    released.touch()
+    ends(job, did["keep"], left)
 
 
 @pytest.mark.parametrize("savers", [[0], [1, 2]])

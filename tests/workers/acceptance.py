@@ -58,6 +58,8 @@ class Total(State):
         super().save(stream)
 
     def should_save_checkpoint(self, rank):
+        if rank > 0:
+            self.trainer.fault("due", self.steps)
         return bool(self.trainer.order.get("checkpoints")) and rank in self.trainer.order.get(
             "savers", range(9)
         )
@@ -117,6 +119,10 @@ class Trainer:
 
     def hold(self):
         signal.pause()
+
+    def keep(self):
+        while not os.path.exists(self.order["kept_until"]):
+            select.select([], [], [], 0.01)
 
     def step(self, state):
         order = self.order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.train.errors import NonRetryableException, StopException
@@ -60,6 +61,10 @@ class Coordinator(ABC):
         from elasticrs.train.distributed import all_gather_longs
 
         return all_gather_longs(numbers)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """What this worker does in this block is in no collective, and may take any time."""
+        return nullcontext()
 
     def should_save_checkpoint(self) -> bool:
         """True if the platform asks for a checkpoint; asked after every step, the same on all workers."""

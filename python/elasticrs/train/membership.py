@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from elasticrs._value import Record, fresh
@@ -30,7 +30,7 @@ from elasticrs.train.groups import Connections
 from elasticrs.train.leave_step import AT_ONCE, LeaveStep, agreed, heard, said
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from elasticrs.rendezvous.elastic.messages import Stop
     from elasticrs.rendezvous.elastic.settings import Rendezvous
@@ -105,6 +105,7 @@ class Membership:
         self.abort: Callable[[], None] | None = None
         self._on_change = on_change
         self._stuck_timeout = stuck_timeout
+        self._is_alone = False
         # Taken itself where each step passes: the condition around it costs as much again.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -207,6 +208,15 @@ class Membership:
                 # Before the round ends: whoever sets the step, sees it.
                 current.board.set("save", "")
         self._handler.ask_for_round(reason)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """In this block the main thread is in no collective, and may take any time to leave a round."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     @property
     def has_left_as_agreed(self) -> bool:
@@ -382,7 +392,9 @@ class Membership:
         while self._is_in(current):
             connections.shut()
             connections.knock(current.world_size)
-            if time.monotonic() > deadline:
+            if self._is_alone:
+                deadline = time.monotonic() + limit
+            elif time.monotonic() > deadline:
                 _end_process(current, limit)
             time.sleep(_TICK)
 

@@ -20,6 +20,7 @@ from elasticrs.train.membership import Membership
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from elasticrs.node_page import WorkerPage
     from elasticrs.train.membership import Round
@@ -265,6 +266,9 @@ class CoordinatorP2P(Coordinator):
     def should_leave(self) -> bool:
         has_tried = self._has_saved or get_checkpoint_manager() is None
         return self._leaves and has_tried and self._member.has_left_as_agreed
+
+    def alone(self) -> AbstractContextManager[None]:
+        return self._member.alone()
 
     def should_stop_training(self) -> bool:
         return self.stop_training

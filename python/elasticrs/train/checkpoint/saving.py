@@ -80,7 +80,8 @@ class CheckpointUtil:
         is_saved = True
         if rank == 0 and (manager := get_checkpoint_manager()) is not None:
             try:
-                _save(manager, state)
+                with self._coordinator.alone():
+                    _save(manager, state)
             except Exception as error:
                 if (of_disk := _of_the_disk(error)) is None:
                     raise
