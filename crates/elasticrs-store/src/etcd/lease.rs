@@ -46,8 +46,6 @@ pub(super) struct Lease<'a> {
     /// Which leases were asked about on this connection, and when.
     unanswered: VecDeque<(i64, u64)>,
     is_stalled: bool,
-    /// Why the last connection was left.
-    trouble: Option<String>,
 }
 
 impl<'a> Lease<'a> {
@@ -64,7 +62,6 @@ impl<'a> Lease<'a> {
             next_job: 0,
             unanswered: VecDeque::new(),
             is_stalled: false,
-            trouble: None,
         };
         lease.renew(opened.sent);
         lease
@@ -99,12 +96,13 @@ impl<'a> Lease<'a> {
             let why = format!("this program has not asked for events for {seconds} s, so its keep-alives were stopped");
             return Lost::new(LostKind::Silent, why);
         }
-        let trouble = self.trouble.as_ref().map_or_else(String::new, |trouble| format!(" ({trouble})"));
-        Lost::new(LostKind::Silent, format!("{SILENT}{trouble}"))
+        let (kind, message) = self.events.trouble().unwrap_or_else(|| (LostKind::Silent, SILENT.into()));
+        Lost::new(kind, message)
     }
 
-    pub(super) fn set_trouble(&mut self, trouble: String) {
-        self.trouble = Some(trouble);
+    /// Why etcd does not answer: told whoever is first to see that the lease is over.
+    pub(super) fn set_trouble(&self, trouble: &str) {
+        self.events.set_trouble(Some((LostKind::Silent, format!("{SILENT} ({trouble})"))));
     }
 
     /// The next moment at which there is something to do.
@@ -179,7 +177,7 @@ impl<'a> Lease<'a> {
             return Err(Lost::new(LostKind::Silent, why));
         }
         self.ttl = Duration::from_secs(unsigned(answer.ttl));
-        self.trouble = None;
+        self.events.set_trouble(None);
         self.renew(sent);
         Ok(())
     }

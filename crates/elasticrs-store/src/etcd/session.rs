@@ -430,7 +430,7 @@ impl<'a> Session<'a> {
         let count = if now.saturating_sub(self.breaks.1) > CALM { 1 } else { self.breaks.0 + 1 };
         self.breaks = (count, now);
         self.member = (self.member + 1) % self.options.endpoints.len().max(1);
-        self.lease.set_trouble(lost.message);
+        self.lease.set_trouble(&lost.message);
         if !matches!(self.tasks.front(), Some(Task::Job(Job::Look))) {
             self.tasks.push_front(Task::Job(Job::Look));
         }
