@@ -356,7 +356,7 @@ fn who_looks_into_a_worker_goes_with_the_group_that_is_stopped() {
     let mut job = Job::sleepers(1);
     job.is_asked_where_it_is();
     job.supervisor.stop(KILL).unwrap();
-    let (exits, _) = job.until_end();
-    assert_eq!(exits.len(), 1);
+    // Whether the timer is told before is chance.
+    while !matches!(job.event(), Event::GroupEnded { .. }) {}
     job.close();
 }
