@@ -54,7 +54,8 @@ TRAINS = """
         state.steps += 1
         return state, None
 
-    print("DONE", int(train(AgentCoordinator("gloo"), step, Steps()).steps[0]), flush=True)
+    done = int(train(AgentCoordinator("gloo"), step, Steps()).steps[0])
+    os.write(1, f"DONE {done}.\\n".encode())
 """
 
 UP = r"UP rank=(\d) pid=(\d+) life=(\d)"
@@ -102,10 +103,11 @@ def test_workers_that_fail_before_all_have_met_again_cost_one(launch, worker_scr
     meets = """
     import os
     from elasticrs.node_page import page_of
+    page = page_of(os.environ)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        page_of(os.environ).place(int(os.environ["LOCAL_RANK"]), 3, 1)
+        page.place(int(os.environ["LOCAL_RANK"]), 3, 1)
     """
-    script = worker_script(meets + WAITS)
+    script = worker_script(meets + WAITS.replace("os._exit(0)", "(page.finish(), os._exit(0))"))
     job = launch("--nproc-per-node=3", "--max-restarts=1", "--on-failure=replace", script)
     pids = dict(started(job, 3))
     news = []
@@ -227,7 +229,7 @@ def test_the_loop_gives_signs_of_life_for_a_program_that_gives_none(launch, work
         "--hang-timeout=2",
     )
     job = launch(*options, script).exits(0)
-    assert job.stdout.count("DONE 20") == 2
+    assert job.stdout.count("DONE 20.") == 2
     assert re.search(r"rank \d .*hung: no heartbeat .*replaced by pid", job.stderr)
 
 
@@ -237,6 +239,7 @@ def test_a_worker_that_exits_with_0_in_the_middle_of_the_training_has_not_succee
     script = worker_script(TRAINS.replace("FAULT", "os._exit(0)"))
     options = ("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace", "--warm=auto")
     job = launch(*options, script).exits(0)
-    assert job.stdout.count("DONE 20") == 2
+    assert job.stdout.count("DONE 20.") == 2
     assert len(re.findall(r"rank \d .*exited with code 0 in the middle", job.stderr)) == 1
+    assert re.search(r"rank \d .*exited with code 0 before .*; restarting, 0 of 1 left", job.stderr)
     assert "attempt 1 is running" in job.stderr

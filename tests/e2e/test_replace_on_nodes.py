@@ -24,7 +24,10 @@ WORKER = """
         number = int(open("meeting").read())
         page.place(10 + began, 4, number)
         os.write(1, f"MET {number} rank={10 + began}\\n".encode())
-    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+    def end(*_):
+        page.finish()
+        os._exit(0)
+    signal.signal(signal.SIGUSR1, end)
     signal.signal(signal.SIGUSR2, meet)
     group, life = os.environ["GROUP_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     os.write(1, f"UP rank={began} pid={os.getpid()} group={group} life={life}\\n".encode())

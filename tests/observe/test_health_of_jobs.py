@@ -64,6 +64,7 @@ RATES = """
         page.tell_rate(10.0 - rank)
     os.write(1, f"here {os.getpid()}.\\n".encode())
     signal.sigwait([signal.SIGUSR1])
+    page.finish()
 """
 
 

@@ -32,6 +32,7 @@ WORKER = """
     while signal.sigwait([signal.SIGUSR1, signal.SIGUSR2]) == signal.SIGUSR2:
         page.place(5 - local, 6, 1)
         os.write(1, f"MET {local}.\\n".encode())
+    page.finish()
 """
 
 

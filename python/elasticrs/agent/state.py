@@ -304,7 +304,8 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
     if isinstance(event, (WorkerExited, FailureSeen, GroupEnded)):
         return _on_group(state, event) if state.group_exists else (state, [])
     if isinstance(event, (WorkerSwept, WorkerReplaced, ReplaceFailed)):
-        return _on_replacement(state, event) if state.phase is Phase.RUNNING else (state, [])
+        is_for_us = state.replaces and state.phase is Phase.RUNNING
+        return _on_replacement(state, event) if is_for_us else (state, [])
     if isinstance(event, StartFailed):
         return _on_start_failed(state, event) if state.group_exists else (state, [])
     if isinstance(event, Started):

@@ -360,19 +360,20 @@ class AttemptTracker:
         if (met := attempt.last_met(event.local_rank)) is not None:
             attempt.met[event.local_rank] = met
         attempt.exits[event.local_rank] = event
-        if self._replaces and event.exitcode != 0 and "stopped" not in attempt.stamps:
+        page, is_stopped = attempt.plan.page, "stopped" in attempt.stamps
+        is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
+        if self._replaces and (event.exitcode != 0 or is_early) and not is_stopped:
             # Nobody is stopped for it, so nobody else tells of it.
             attempt.first_failure = (
                 event.local_rank if attempt.first_failure is None else attempt.first_failure
             )
             attempt.stamps["failure_seen"] = event.seen_ns
-        page = attempt.plan.page
         meetings = page.meetings() if page is not None and event.exitcode != 0 else ()
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
-        is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
-        if is_early and "stopped" not in attempt.stamps:
+        if is_early and not is_stopped:
             # The others would wait for it. For the core it has succeeded, and such a place is not given away.
+            attempt.silent |= {event.local_rank}
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all")
             self.events.append(machine.ReplaceFailed(event.local_rank))
