@@ -28,6 +28,7 @@ class Checks:
         self.tables = {}
         self.restarts = {}
         self.finished_ranks = set()
+        self.never_started = set()
         self.recorded = set()
         self.asked = False
         self.failures = {}
@@ -224,12 +225,16 @@ class Checks:
     def is_member_missing(self, number):
         """Whether workers that start now will miss a peer."""
         for rank, member in enumerate(self.rounds[number]):
-            if rank and (number, rank) in self.finished_ranks:
+            has_finished = (number, rank) in self.finished_ranks
+            # Who could not start says so itself: what it does next takes nothing from the others.
+            if (rank and has_finished) or (number, rank) in self.never_started:
                 continue
             for proc in self.world.procs:
                 if proc.member.agent.agent != agent_of(member):
                     continue
-                if not proc.alive or proc.is_lost or proc.leaving or proc.member.phase is Phase.FENCED:
+                # A signal ends workers at once, but the store of finished ones only when the agent hears of it.
+                is_leaving = proc.member.leaving is not None if has_finished else proc.leaving
+                if not proc.alive or proc.is_lost or is_leaving or proc.member.phase is Phase.FENCED:
                     return True
                 registered = proc.member.registered
                 if registered is not None and registered.member != member:
@@ -238,6 +243,9 @@ class Checks:
 
     def finished(self, group):
         self.finished_ranks.add((group.round, group.rank))
+
+    def start_failed(self, group):
+        self.never_started.add((group.round, group.rank))
 
     def failed(self, proc, group):
         cause = {

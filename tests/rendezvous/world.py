@@ -442,6 +442,7 @@ class World(Outages):
 
     def start_failed(self, proc):
         self.clock += 1000
+        self.checks.start_failed(proc.group)
         proc.group = None
         proc.queue.append(m.StartFailed("no memory", self.random() < 0.8))
         self.count("start_failed")
