@@ -243,3 +243,26 @@ def test_a_worker_that_exits_with_0_in_the_middle_of_the_training_has_not_succee
     assert len(re.findall(r"rank \d .*exited with code 0 in the middle", job.stderr)) == 1
     assert re.search(r"rank \d .*exited with code 0 before .*; restarting, 0 of 1 left", job.stderr)
     assert "attempt 1 is running" in job.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_loop_of_ones_own_has_ended_when_it_says_so(launch, worker_script):
+    script = worker_script("""
+        import os
+        import elasticrs.train
+        import torch
+        from torch import distributed
+
+        with elasticrs.train.on_change() as job:
+            job.meet()
+            job.init_process_group("gloo")
+            distributed.all_reduce(torch.ones(1))
+            job.passed()
+            job.close()
+        os.write(1, b"DONE.\\n")
+    """)
+    options = ("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace", "--warm=auto")
+    job = launch(*options, script).exits(0)
+    assert job.stdout.count("DONE.") == 2
+    assert "restarting" not in job.stderr

@@ -15,7 +15,6 @@ from elasticrs.config import JobConfig, ObserveSettings
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.multiprocessing.tail_log import replaced_streams
-from elasticrs.replaceable import why_not
 from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
 
 if TYPE_CHECKING:
@@ -67,8 +66,11 @@ class LocalJob:
         self.start_method = start_method
         self.logs_specs = logs_specs
         self._spec = spec
-        if spec.on_failure == "replace" and (why := why_not(_entry(spec, start_method), start_method)):
-            raise ValueError(f"on_failure: got 'replace', but {why}")
+        if spec.on_failure == "replace":
+            from elasticrs.replaceable import why_not
+
+            if why := why_not(_entry(spec, start_method), start_method):
+                raise ValueError(f"on_failure: got 'replace', but {why}")
         self._preload = _preload(spec, start_method)
         self._shutdown_timeout = shutdown_timeout
         self._prefix_template = prefix_template

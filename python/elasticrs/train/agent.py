@@ -34,7 +34,7 @@ class AgentCoordinator(CoordinatorP2P):
         url, environ = agent_url()
         timeouts = process_group_timeout, coordinator_pg_timeout
         self._begin(c10d_backend, (url, URL_VARIABLE), environ, None, timeouts, may_host=False)
-        self._page = page_of(os.environ)
+        self._member.page = page_of(os.environ)
 
 
 def agent_url() -> tuple[str, dict[str, str]]:

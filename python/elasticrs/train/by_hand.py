@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from elasticrs.node_page import WorkerPage
     from elasticrs.rendezvous.elastic.messages import Stop
     from elasticrs.train.membership import Round
 
@@ -55,17 +54,17 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
         RuntimeError: no agent has started this process with ``--on-failure replace``.
         ValueError: a URL that makes no sense.
     """
-    page = None
     if init_method is not None:
         place = parse(init_method, os.environ)
     else:
         url, environ = agent_url()
         place = parse(url, environ, source=URL_VARIABLE, may_host=False)
-        page = page_of(os.environ)
     member = Membership(
         place.rendezvous, place.backend, on_change=callback, stuck_timeout=place.stuck_timeout
     )
-    return Participant(member, page)
+    if init_method is None:
+        member.page = page_of(os.environ)
+    return Participant(member)
 
 
 class Participant:
@@ -74,12 +73,10 @@ class Participant:
 
     Args:
         member: of the rendezvous.
-        page: shared with the agent, where there is one.
     """
 
-    def __init__(self, member: Membership, page: WorkerPage | None = None) -> None:
+    def __init__(self, member: Membership) -> None:
         self._member = member
-        self._page = page
         self._is_over = False
 
     def meet(self) -> Round:
@@ -91,10 +88,7 @@ class Participant:
                 :class:`~elasticrs.rendezvous.api.RendezvousClosedError` if the job has ended.
         """
         groups.destroy()
-        current = self._member.meet()
-        if self._page is not None:
-            self._page.place(current.rank, current.world_size, current.number)
-        return current
+        return self._member.meet()
 
     def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
         """Make the default group. One that is made in another way has to be made inside

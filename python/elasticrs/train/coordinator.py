@@ -149,8 +149,5 @@ class Coordinator(ABC):
             e: the error.
         """
 
-    def finish(self) -> None:  # noqa: B027 -- may be left out
-        """Called when the loop returns: the training has ended."""
-
     def leave(self) -> None:  # noqa: B027 -- may be left out
         """Called when the loop ends by an exception: the others shall not wait for this worker any more."""

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from elasticrs._value import Record, fresh
-from elasticrs.rendezvous.api import RendezvousError
+from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
 from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
 from elasticrs.store import DistError
 from elasticrs.train.groups import Connections
@@ -32,6 +32,7 @@ from elasticrs.train.leave_step import AT_ONCE, LeaveStep, agreed, heard, said
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from elasticrs.node_page import WorkerPage
     from elasticrs.rendezvous.elastic.messages import Stop
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.store import Store
@@ -91,6 +92,8 @@ class Membership:
     Attributes:
         abort: ends what is no connection of a recorded group, such as communicators of NCCL; called once for
             each broken round, by the watching thread.
+        page: shared with the agent, where there is one: it is told of each round, and when the training has
+            ended.
     """
 
     def __init__(
@@ -103,9 +106,10 @@ class Membership:
     ) -> None:
         self._handler = ElasticRendezvousHandler(rendezvous, backend, on_stop=self._told)
         self.abort: Callable[[], None] | None = None
+        self.page: WorkerPage | None = None
         self._on_change = on_change
         self._stuck_timeout = stuck_timeout
-        self._is_alone = False
+        self._is_alone = self._has_failed = False
         # Taken itself where each step passes: the condition around it costs as much again.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -153,7 +157,12 @@ class Membership:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="elasticrs-train", daemon=True)
             self._thread.start()
-        info = self._handler.next_rendezvous()
+        try:
+            info = self._handler.next_rendezvous()
+        except RendezvousClosedError as error:
+            self._has_failed = error.has_failed
+            self._finish()
+            raise
         address = info.bootstrap_store_info
         assert address is not None
         place = (info.rank, info.world_size, address.master_addr, address.master_port)
@@ -165,6 +174,8 @@ class Membership:
             MASTER_PORT=str(current.master_port),
             TORCHELASTIC_USE_AGENT_STORE=str(self._handler.use_agent_store),
         )
+        if self.page is not None:
+            self.page.place(current.rank, current.world_size, current.number)
         with suppress(DistError):
             # Without it a planned change is not waited for.
             current.board.hold(f"here/{current.rank}")
@@ -278,6 +289,7 @@ class Membership:
         All come here after the last barrier. The end of the job breaks off who is still in that, and the
         store of the round ends with rank 0: so each waits for the others first, 5 s at most.
         """
+        self._finish()
         with self._changed:
             current, self._round = self._round, None
         if current is not None:
@@ -286,6 +298,11 @@ class Membership:
         if self in _members:
             _members.remove(self)
         self._handler.shutdown()
+
+    def _finish(self) -> None:
+        """From now on this worker may end, for the agent."""
+        if self.page is not None and not self._has_failed:
+            self.page.finish()
 
     # --- what the rendezvous tells, under its lock ---
 

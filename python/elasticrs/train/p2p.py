@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from elasticrs.node_page import WorkerPage
     from elasticrs.train.membership import Round
     from elasticrs.train.state import State
     from elasticrs.train.worker_stats import WorkerStats
@@ -112,7 +111,6 @@ class CoordinatorP2P(Coordinator):
         self.monitor_progress_step = 0
         self._gathered = 0
         self._store: Any = None
-        self._page: WorkerPage | None = None
         self._is_asked = self._leaves = False
         self._ask_again_at = 0.0
         self._serves = 0
@@ -138,8 +136,6 @@ class CoordinatorP2P(Coordinator):
         self.rank, self.world_size, self.rounds_before = current.rank, current.world_size, current.number - 1
         self.is_worker_straggler, self.monitor_progress_step, self._gathered = False, 0, 0
         self._has_saved, self._ask_again_at = False, 0.0
-        if self._page is not None:
-            self._page.place(self.rank, self.world_size, current.number)
         with current.connections.recorded():
             self._store = groups.connect(
                 current.master_addr, current.master_port, lambda: self._member.is_broken
@@ -214,7 +210,7 @@ class CoordinatorP2P(Coordinator):
         """True if this worker leaves the round here: a member was lost, or all have agreed to let others in,
         or to save. Without a change it is a look at memory.
         """
-        if self._is_asked or (self._page is not None and self._page.is_asked):
+        if self._is_asked or (self._member.page is not None and self._member.page.is_asked):
             self._ask_the_others()
         return self._member.passed()
 
@@ -233,7 +229,7 @@ class CoordinatorP2P(Coordinator):
 
     def _ask_the_others(self) -> None:
         """End the round at a step that all agree on."""
-        page = self._page
+        page = self._member.page
         has_manager = get_checkpoint_manager() is not None
         if not has_manager:
             _log.warning(
@@ -253,13 +249,13 @@ class CoordinatorP2P(Coordinator):
     def should_save_before_meeting(self) -> bool:
         saves = self._member.saves
         # What is asked for from now on may have come too late.
-        self._serves = 0 if self._page is None else self._page.asked
+        self._serves = 0 if self._member.page is None else self._member.page.asked
         return saves
 
     def saved(self, is_saved: bool) -> None:
         """See the base class. Returns when all have come here, or are gone."""
-        if self._page is not None:
-            self._page.serve(self._serves, "saved" if is_saved else "failed")
+        if self._member.page is not None:
+            self._member.page.serve(self._serves, "saved" if is_saved else "failed")
         self._is_asked, self._has_saved = self._leaves, True
         self._member.wait_for_others()
 
@@ -290,7 +286,7 @@ class CoordinatorP2P(Coordinator):
         That is two messages to the store in a thousand steps, some 0.3 µs a step, and none on the way of the
         step's own collectives.
         """
-        page = self._page
+        page = self._member.page
         if page is not None and page.stepped() and worker_stats is not None:
             page.tell_rate(worker_stats.get_progress_rate())
         self.monitor_progress_step += 1
@@ -308,11 +304,6 @@ class CoordinatorP2P(Coordinator):
         """Record an error that may be tried again as an event."""
         if isinstance(e, RuntimeError):
             record("train_step_runtime_error", self.rank)
-
-    def finish(self) -> None:
-        """The agent is told: from now on this worker may end."""
-        if self._page is not None:
-            self._page.finish()
 
     def leave(self) -> None:
         """The others go on without this worker; its groups are ended."""

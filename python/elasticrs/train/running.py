@@ -191,7 +191,6 @@ class _Run:
                         continue
                     for action in actions:
                         if action is Action.RETURN:
-                            self._plain.finish()
                             return self._state
                         event = effects[action]() or event
         except BaseException as error:

@@ -1,7 +1,7 @@
 """What ``--warm`` means for a job: which modules are imported once, before the workers are forked.
 
 This package decides and reads; it starts nothing and imports nothing of the user's. It is loaded only where
-``--warm`` is not ``off``::
+``--warm`` is not ``off``, or ``--on-failure`` is ``replace``::
 
     from elasticrs import warm
 
