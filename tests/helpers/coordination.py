@@ -79,6 +79,16 @@ class Client:
             del self.inner
 
 
+class Patient(Client):
+    """Its session is taken up again, and how long that takes does not matter."""
+
+    def next(self, kind: type | tuple[type, ...] = object, timeout: float = HANG) -> Any:
+        while isinstance(event := super().next(timeout=timeout), _core.StoreNotice):
+            continue
+        assert isinstance(event, kind), event
+        return event
+
+
 MAGIC = b"\x93ERS\r\n\x1a\n"
 READY, REFUSED, REPLY, ALIVE = 0x82, 0x83, 0x84, 0x86
 

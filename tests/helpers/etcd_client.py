@@ -8,14 +8,14 @@ import pytest
 
 from elasticrs import _core
 from helpers.control import Program
-from helpers.coordination import Client
+from helpers.coordination import Patient
 
 Endpoints = Sequence[tuple[str, int]]
 Connect = Callable[..., "EtcdClient"]
 
 
-class EtcdClient(Client):
-    """As :class:`Client`, with etcd; options as those of ``CoordinationClient.etcd``."""
+class EtcdClient(Patient):
+    """As :class:`Patient`, with etcd; options as those of ``CoordinationClient.etcd``."""
 
     def __init__(self, endpoints: Endpoints, prefix: str, **options: Any) -> None:
         defaults: dict[str, Any] = {

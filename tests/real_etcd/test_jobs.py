@@ -272,6 +272,24 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
     assert_gone([worker.pid])
 
 
+def test_this_nodes_certificate_expires_under_a_job_and_is_renewed(agent, etcd_tls, authority, relay_to):
+    ca, cert, key = authority.issue("node")
+    relay = relay_to(etcd_tls.server.endpoints[0])
+    conf = f"{LONG},ca_cert={ca},ssl_cert={cert},ssl_cert_key={key}"
+    one = agent(
+        nnodes="1", endpoint=f"https://127.0.0.1:{relay.endpoint[1]}", prefix=etcd_tls.prefix, conf=conf
+    )
+    workers = formed([one])
+    authority.issue("node", not_after=datetime.now() - timedelta(days=1))
+    relay.reset()
+    line = one.wait_for_line(r"does not answer .*; nothing is stopped for up to \d+", "stderr")
+    assert f"it refused this client, whose certificate {cert} has expired" in line.string
+    authority.issue("node")
+    one.wait_for_line("answers again after .*; nothing was restarted", "stderr")
+    finish([one], workers)
+    assert len(one.stdout.splitlines()) == 1
+
+
 @pytest.fixture
 def password(tmp_path):
     """Writes a password to a file."""

@@ -11,7 +11,7 @@ import pytest
 from helpers.procs import HANG
 from rendezvous import agents
 
-from elasticrs.coordination import ConnectionLost, Txn, Unwatch, Watch
+from elasticrs.coordination import ConnectionLost, Notice, Txn, Unwatch, Watch
 from elasticrs.native_session import Client, NativeSession
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import step
@@ -97,7 +97,7 @@ class Agent:
     def turn(self):
         while (session := self.session) is not None and (events := session.take()):
             for event in events:
-                if self.session is session:
+                if self.session is session and not isinstance(event, Notice):
                     self.tell(event)
         for name in self.timers.take_due():
             self.tell(m.TimerFired(name))

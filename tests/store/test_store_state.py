@@ -9,15 +9,19 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from helpers import procs
-from helpers.coordination import MAGIC, READY, RUN, Client, RawClient, store_command, text
+from helpers.coordination import MAGIC, READY, RUN, Client, Patient, RawClient, store_command, text
 
 from elasticrs import _core
+from elasticrs.coordination import Notice, Put
+from elasticrs.native_session import NativeSession
+from elasticrs.store.requests import Requests
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -69,16 +73,6 @@ def keep(state: Path) -> Iterator[Callable[..., Kept]]:
         store.end()
         for client in store.clients:
             client.close()
-
-
-class Patient(Client):
-    """Its session is taken up again, and how long that takes does not matter."""
-
-    def next(self, kind: type | tuple[type, ...] = object, timeout: float = procs.HANG) -> Any:
-        while isinstance(event := super().next(timeout=timeout), _core.StoreNotice):
-            continue
-        assert isinstance(event, kind), event
-        return event
 
 
 class Ready(NamedTuple):
@@ -209,6 +203,26 @@ def test_a_client_that_may_resume_has_lost_nothing(keep, signum):
             watcher.watch("mine", exact=True)
             client.close()
             assert watcher.changes() == [("mine", None)]
+
+
+def test_who_waits_for_an_answer_is_not_told_of_a_loss_while_the_store_is_away(keep):
+    host = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.2"
+    store, heard = keep("--host", host), []
+
+    class Listening(NativeSession):
+        def take(self):
+            found = super().take()
+            heard.extend(map(type, found))
+            return found
+
+    client = _core.CoordinationClient(host, store.port, run_id=RUN, interval=60.0, resume=True)
+    with closing(Requests(lambda: Listening(client))) as requests, ThreadPoolExecutor(1) as other:
+        requests.connect()
+        store.end()
+        reply = other.submit(requests.txn, (), [Put("mine", b"1", False)])
+        procs.wait_until(lambda: Notice in heard)
+        keep("--host", host, "--port", str(store.port))
+        assert reply.result(procs.HANG).ok
 
 
 def test_a_store_that_starts_empty_or_from_a_copy_is_not_the_one_that_was_met(keep, state, tmp_path):

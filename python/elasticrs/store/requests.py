@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from elasticrs.coordination import Changes, Connected, Reply, Txn, Unwatch, Watch
+from elasticrs.coordination import Changes, Connected, ConnectionLost, Reply, Txn, Unwatch, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -185,5 +185,5 @@ class Requests:
                         self._puts[change.key] += 1
             elif isinstance(event, Connected):
                 self._is_connected = True
-            else:
+            elif isinstance(event, ConnectionLost):
                 self._lost = event.message

@@ -14,8 +14,9 @@ const UNNOTICED: u64 = 1_000_000_000;
 
 /// Since a connection was lost. All times are on the boot clock, in nanoseconds.
 #[derive(Debug)]
-pub(super) struct Away {
-    endpoint: String,
+pub(crate) struct Away {
+    /// Such as "the store at HOST:PORT".
+    what: String,
     begun: u64,
     /// When what the store answered last was sent.
     answered: u64,
@@ -25,8 +26,8 @@ pub(super) struct Away {
 }
 
 impl Away {
-    pub(super) fn new(endpoint: String, now: u64, answered: u64, deadline: u64) -> Self {
-        Self { endpoint, begun: now, answered, deadline, next_pause: Duration::ZERO, is_told: false }
+    pub(crate) fn new(what: String, now: u64, answered: u64, deadline: u64) -> Self {
+        Self { what, begun: now, answered, deadline, next_pause: Duration::ZERO, is_told: false }
     }
 
     /// How long to wait before the next attempt. Half of it is left to chance, so that many clients do not come at once.
@@ -39,29 +40,28 @@ impl Away {
     /// What is told if the session is not taken up again.
     pub(super) fn trouble(&self, kind: LostKind, why: &str) -> (LostKind, String) {
         let seconds = seconds(self.deadline - self.answered);
-        (kind, format!("the store at {} has not answered for {seconds} s ({why})", self.endpoint))
+        (kind, format!("{} has not answered for {seconds} s ({why})", self.what))
     }
 
     /// When there is something to tell.
-    pub(super) fn next_news(&self) -> u64 {
+    pub(crate) fn next_news(&self) -> u64 {
         if self.is_told { u64::MAX } else { self.begun + UNNOTICED }
     }
 
     /// A line for the user, once.
-    pub(super) fn news(&mut self, now: u64, why: &str) -> Option<String> {
+    pub(crate) fn news(&mut self, now: u64, why: &str) -> Option<String> {
         if now < self.next_news() {
             return None;
         }
         self.is_told = true;
         let left = seconds(self.deadline.saturating_sub(now));
-        Some(format!("the store at {} does not answer ({why}); nothing is stopped for up to {left} s", self.endpoint))
+        Some(format!("{} does not answer ({why}); nothing is stopped for up to {left} s", self.what))
     }
 
     /// A line for whoever was told that the store is away.
-    pub(super) fn over(&self, now: u64) -> Option<String> {
+    pub(crate) fn over(&self, now: u64) -> Option<String> {
         let was = seconds(now.saturating_sub(self.answered));
-        self.is_told
-            .then(|| format!("the store at {} answers again after {was} s; nothing was restarted", self.endpoint))
+        self.is_told.then(|| format!("{} answers again after {was} s; nothing was restarted", self.what))
     }
 }
 

@@ -372,7 +372,8 @@ impl<'a> Session<'a> {
 
     /// Takes the session up on another connection, for as long as the lease lasts. The last connection stays open until then.
     async fn move_on(&mut self, lost: Lost, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
-        let mut away = Away::new(self.options.endpoint(), boot_now(), self.answered, self.deadline);
+        let mut away =
+            Away::new(format!("the store at {}", self.options.endpoint()), boot_now(), self.answered, self.deadline);
         let mut why = lost;
         loop {
             self.events.set_trouble(Some(away.trouble(why.kind, &why.message)));

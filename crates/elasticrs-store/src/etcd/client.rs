@@ -109,8 +109,11 @@ fn size(txn: &Txn) -> usize {
 }
 
 fn credentials(options: &Options) -> Result<Credentials, String> {
-    let tls = options.tls.as_ref().map(tls::config).transpose()?;
-    Ok(Credentials { tls, user: options.user.clone() })
+    if let Some(files) = &options.tls {
+        // What is wrong with them is told before anything begins.
+        tls::config(files)?;
+    }
+    Ok(Credentials { tls: options.tls.clone(), user: options.user.clone() })
 }
 
 /// How long the end of a session that has hardly begun may take.

@@ -5,7 +5,6 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -16,13 +15,13 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::Error as TlsError;
 use tokio_rustls::rustls::pki_types::ServerName;
-use tokio_rustls::rustls::{ClientConfig, Error as TlsError};
 
 use super::grpc::{CallError, Channel, code};
 use super::messages::{AuthenticateRequest, AuthenticateResponse};
 use super::probe::{is_own_store, speaks_plainly, speaks_tls};
-use super::tls::explain;
+use super::tls::{self, Files, explain};
 use crate::coordination::connect::{Lost, connect, endpoint, plain, resolve};
 use crate::coordination::probe::is_tcp_store;
 use crate::coordination::types::LostKind;
@@ -30,7 +29,8 @@ use crate::coordination::types::LostKind;
 /// Who we are to the servers.
 #[derive(Debug, Clone)]
 pub(super) struct Credentials {
-    pub(super) tls: Option<Arc<ClientConfig>>,
+    /// Read for each connection: certificates are renewed in place.
+    pub(super) tls: Option<Files>,
     /// Name and password.
     pub(super) user: Option<(String, String)>,
 }
@@ -46,7 +46,7 @@ pub(super) struct Link {
     /// Moves the bytes; ends with the connection, which ends with this.
     driver: JoinSet<Result<(), h2::Error>>,
     heard: Rc<RefCell<Heard>>,
-    is_encrypted: bool,
+    tls: Option<Files>,
 }
 
 impl Link {
@@ -55,8 +55,8 @@ impl Link {
         let why = match self.driver.join_next().await {
             Some(Ok(Err(error))) => {
                 // HTTP/2 keeps no more than the text of it.
-                if let Some(error) = &self.heard.borrow().tls {
-                    return tls_lost(&self.at, error);
+                if let (Some(error), Some(files)) = (&self.heard.borrow().tls, &self.tls) {
+                    return tls_lost(&self.at, error, files);
                 }
                 error.get_io().map_or_else(|| error.to_string(), plain)
             }
@@ -64,6 +64,18 @@ impl Link {
             Some(Err(error)) => error.to_string(),
         };
         Lost::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
+    }
+
+    /// What the connection itself says, when a call found it broken: a server may refuse a certificate only after the
+    /// handshake.
+    pub(super) async fn last_words(&mut self, lost: Lost) -> Lost {
+        if lost.kind != LostKind::Closed {
+            return lost;
+        }
+        match timeout(LAST_WORDS, self.ended()).await {
+            Ok(own) if own.kind == LostKind::Tls => own,
+            _ => lost,
+        }
     }
 
     /// Ends the connection, and waits until it has ended.
@@ -96,7 +108,7 @@ impl Link {
 impl Link {
     /// Whether nothing has come on this connection, which anybody could have read.
     fn is_dumb(&self) -> bool {
-        !self.is_encrypted && self.heard.borrow().opening.is_empty()
+        self.tls.is_none() && self.heard.borrow().opening.is_empty()
     }
 }
 
@@ -184,9 +196,9 @@ pub(super) async fn dial(
     let heard = Rc::<RefCell<Heard>>::default();
     let (requests, driver) = match &credentials.tls {
         None => start(Overheard { stream, heard: Rc::clone(&heard) }).await,
-        Some(config) => {
+        Some(files) => {
             stage.set(Stage::Tls(peer));
-            let stream = match encrypted(&at, host, config, stream).await {
+            let stream = match encrypted(&at, host, files, stream).await {
                 Err(Trouble::Again(_)) if speaks_plainly(peer).await => {
                     let why = format!("etcd at {at} does not speak TLS, which was asked for here");
                     return Err(Trouble::Fatal(Lost::new(LostKind::Tls, why)));
@@ -200,8 +212,8 @@ pub(super) async fn dial(
     stage.set(Stage::Calls(peer));
     let scheme = if credentials.tls.is_some() { "https" } else { "http" };
     let channel = Channel::new(requests, format!("{scheme}://{at}"));
-    let is_encrypted = credentials.tls.is_some();
-    let mut link = Link { channel, at, local, peer, driver, heard, is_encrypted };
+    let tls = credentials.tls.clone();
+    let mut link = Link { channel, at, local, peer, driver, heard, tls };
     authenticate(&mut link, credentials).await?;
     Ok(link)
 }
@@ -223,14 +235,16 @@ async fn start<S: AsyncRead + AsyncWrite + Unpin + 'static>(stream: S) -> Result
 async fn encrypted(
     at: &str,
     host: &str,
-    config: &Arc<ClientConfig>,
+    files: &Files,
     stream: TcpStream,
 ) -> Result<tokio_rustls::client::TlsStream<TcpStream>, Trouble> {
     let name = ServerName::try_from(host.to_owned());
     let name = name.map_err(|error| Trouble::Fatal(Lost::new(LostKind::Tls, format!("`{host}`: {error}"))))?;
-    TlsConnector::from(Arc::clone(config)).connect(name, stream).await.map_err(|error| {
+    // They may be half written.
+    let config = tls::config(files).map_err(|why| Trouble::Again(Lost::new(LostKind::Tls, why)))?;
+    TlsConnector::from(config).connect(name, stream).await.map_err(|error| {
         match tls_error(&error) {
-            Some(error) => Trouble::Fatal(tls_lost(at, error)),
+            Some(error) => Trouble::Fatal(tls_lost(at, error, files)),
             // A member that ends just now looks the same as one that knows no TLS.
             None => Trouble::Again(Lost::new(
                 LostKind::Closed,
@@ -244,8 +258,8 @@ fn tls_error(error: &io::Error) -> Option<&TlsError> {
     error.get_ref()?.downcast_ref()
 }
 
-fn tls_lost(at: &str, error: &TlsError) -> Lost {
-    Lost::new(LostKind::Tls, format!("no TLS connection with etcd at {at}: {}", explain(error)))
+fn tls_lost(at: &str, error: &TlsError, files: &Files) -> Lost {
+    Lost::new(LostKind::Tls, format!("no TLS connection with etcd at {at}: {}", explain(error, files)))
 }
 
 async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), Trouble> {

@@ -10,7 +10,8 @@ use super::mapping::unsigned;
 use super::messages as pb;
 use super::open::Opened;
 use super::options::Options;
-use crate::coordination::connect::Lost;
+use crate::coordination::away::Away;
+use crate::coordination::connect::{Lost, endpoint};
 use crate::coordination::events::{Events, SILENT};
 use crate::coordination::guard::Guard;
 use crate::coordination::types::LostKind;
@@ -38,6 +39,8 @@ pub(super) struct Lease<'a> {
     id: i64,
     cluster: u64,
     ttl: Duration,
+    /// Boot clock: when the keep-alive that was answered last was sent.
+    answered: u64,
     /// Boot clock: when this side gives up.
     deadline: u64,
     next_beat: u64,
@@ -57,6 +60,7 @@ impl<'a> Lease<'a> {
             id: opened.keys.lease,
             cluster: opened.cluster,
             ttl: opened.ttl,
+            answered: 0,
             deadline: 0,
             next_beat: 0,
             next_job: 0,
@@ -83,6 +87,13 @@ impl<'a> Lease<'a> {
 
     pub(super) fn deadline(&self) -> u64 {
         self.deadline
+    }
+
+    /// Of a time without answers that begins now.
+    pub(super) fn away(&self) -> Away {
+        let endpoints = &self.options.endpoints;
+        let members: Vec<_> = endpoints.iter().map(|(host, port)| endpoint(host, *port)).collect();
+        Away::new(format!("etcd at {}", members.join(", ")), boot_now(), self.answered, self.deadline)
     }
 
     pub(super) fn is_over(&self, now: u64) -> bool {
@@ -156,8 +167,8 @@ impl<'a> Lease<'a> {
         Ok(())
     }
 
-    /// A keep-alive was answered.
-    pub(super) fn answered(&mut self, answer: &pb::KeepAliveResponse, at: &str) -> Result<(), Lost> {
+    /// Takes the answer to a keep-alive; true if it renews the lease of the session.
+    pub(super) fn take(&mut self, answer: &pb::KeepAliveResponse, at: &str) -> Result<bool, Lost> {
         let cluster = answer.header.as_ref().map_or(0, |header| header.cluster_id);
         if cluster != self.cluster {
             let why = format!("etcd at {at} belongs to another cluster than the endpoint used before");
@@ -170,7 +181,7 @@ impl<'a> Lease<'a> {
         let sent = self.unanswered.remove(at).map_or(0, |(_, sent)| sent);
         if answer.id != self.id {
             // The job's lease is made again when it is needed.
-            return Ok(());
+            return Ok(false);
         }
         if answer.ttl <= 0 {
             let why = "the lease of this session has ended: etcd did not hear of it in time, or somebody revoked it";
@@ -179,10 +190,11 @@ impl<'a> Lease<'a> {
         self.ttl = Duration::from_secs(unsigned(answer.ttl));
         self.events.set_trouble(None);
         self.renew(sent);
-        Ok(())
+        Ok(true)
     }
 
     fn renew(&mut self, sent: u64) {
+        self.answered = sent;
         self.deadline = sent + nanoseconds(self.ttl.saturating_sub(self.interval()));
         self.guard.deadline(self.deadline);
         self.events.renewed(self.deadline, sent, boot_now(), None);

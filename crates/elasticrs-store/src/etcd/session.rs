@@ -19,7 +19,7 @@ use super::messages as pb;
 use super::open::{Opened, again, compare, revoke};
 use super::options::Options;
 use super::watching::{Heard, Watches};
-use crate::coordination::away::half_by_chance;
+use crate::coordination::away::{Away, half_by_chance};
 use crate::coordination::connect::Lost;
 use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
@@ -103,6 +103,8 @@ pub(super) struct Session<'a> {
     watches: Watches,
     closing: Option<Closing>,
     member: usize,
+    /// Since the first of several connections broke, until a keep-alive is answered.
+    away: Option<Away>,
     /// How many connections broke shortly after each other, and when the last one did.
     breaks: (u32, u64),
     /// The highest revision that an answer had.
@@ -138,6 +140,7 @@ impl<'a> Session<'a> {
             watches: Watches::default(),
             closing: None,
             member,
+            away: None,
             breaks: (0, 0),
             seen: marker,
             told: 0,
@@ -176,15 +179,22 @@ impl<'a> Session<'a> {
         }
     }
 
-    async fn enter(&mut self, link: Link) -> Result<Live, Halt> {
+    async fn enter(&mut self, mut link: Link) -> Result<Live, Halt> {
         self.channels.send_replace(Some(link.channel.clone()));
-        let beats = link.channel.stream("/etcdserverpb.Lease/LeaseKeepAlive").await;
-        let beats = beats.map_err(|error| Trouble::of(error, &link.at))?;
+        let beats = match link.channel.stream("/etcdserverpb.Lease/LeaseKeepAlive").await {
+            Ok(beats) => beats,
+            Err(error) => {
+                let trouble = Trouble::of(error, &link.at);
+                return Err(last_words(&mut link, trouble.into()).await);
+            }
+        };
         self.lease.begin_connection();
         let comparing = (!self.is_compared).then(|| self.compare());
         let mut live = Live { link, beats, watching: None, running: None, comparing };
         for number in self.watches.numbers() {
-            self.create(&mut live, number).await?;
+            if let Err(halt) = self.create(&mut live, number).await {
+                return Err(last_words(&mut live.link, halt).await);
+            }
         }
         Ok(live)
     }
@@ -197,8 +207,9 @@ impl<'a> Session<'a> {
     /// Ends a connection; one that is left by the user takes the lease along.
     async fn leave(&mut self, live: Live, halt: Halt) -> Halt {
         self.channels.send_replace(None);
-        let Live { link, beats, watching, running, comparing } = live;
+        let Live { mut link, beats, watching, running, comparing } = live;
         drop((running, comparing, beats, watching));
+        let halt = last_words(&mut link, halt).await;
         if let (Halt::Ended(Ended::Closed(_)), Some(closing)) = (&halt, &self.closing) {
             let left = Duration::from_nanos(closing.until.saturating_sub(boot_now()));
             // Without an answer, the lease ends by itself.
@@ -233,7 +244,14 @@ impl<'a> Session<'a> {
                 self.is_compared = true;
                 Ok(compared?)
             }
-            Turn::Beat(answer) => Ok(self.lease.answered(&answer.map_err(trouble)?, &live.link.at)?),
+            Turn::Beat(answer) => {
+                if self.lease.take(&answer.map_err(trouble)?, &live.link.at)?
+                    && let Some(message) = self.away.take().and_then(|away| away.over(boot_now()))
+                {
+                    self.events.push(Event::Notice { message }, 0);
+                }
+                Ok(())
+            }
             Turn::Watch(message) => {
                 let message = message.map_err(trouble)?;
                 self.hear(message)
@@ -431,6 +449,7 @@ impl<'a> Session<'a> {
         self.breaks = (count, now);
         self.member = (self.member + 1) % self.options.endpoints.len().max(1);
         self.lease.set_trouble(&lost.message);
+        self.away.get_or_insert_with(|| self.lease.away());
         if !matches!(self.tasks.front(), Some(Task::Job(Job::Look))) {
             self.tasks.push_front(Task::Job(Job::Look));
         }
@@ -444,8 +463,12 @@ impl<'a> Session<'a> {
         loop {
             let now = boot_now();
             self.check(now)?;
+            if let Some(message) = self.away.as_mut().and_then(|away| away.news(now, &lost.message)) {
+                self.events.push(Event::Notice { message }, 0);
+            }
+            let news = self.away.as_ref().map_or(u64::MAX, Away::next_news);
             let closing = self.closing.as_ref().map_or(u64::MAX, |closing| closing.until);
-            let left = self.lease.deadline().min(closing).saturating_sub(now);
+            let left = self.lease.deadline().min(closing).min(news).saturating_sub(now);
             tokio::select! {
                 link = &mut dialled => return link.map_err(Halt::Broken),
                 command = inbox.recv(), if self.closing.is_none() => self.command(command),
@@ -453,6 +476,13 @@ impl<'a> Session<'a> {
                 () = self.events.wake_task.notified() => {}
             }
         }
+    }
+}
+
+async fn last_words(link: &mut Link, halt: Halt) -> Halt {
+    match halt {
+        Halt::Broken(lost) => Halt::Broken(link.last_words(lost).await),
+        ended @ Halt::Ended(_) => ended,
     }
 }
 

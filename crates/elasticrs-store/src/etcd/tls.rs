@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
+use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{AlertDescription, CertificateError, ClientConfig, Error, RootCertStore};
 
 /// Files in PEM.
@@ -69,8 +70,31 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
     fs::read(path).map_err(|error| format!("could not read {}: {error}", path.display()))
 }
 
+/// Why no server would take our own certificate any more; `None`: its time has come and is not over.
+///
+/// Many servers send the same alert whatever they dislike.
+fn out_of_time(files: &Files) -> Option<String> {
+    let (cert, _) = files.client.as_ref()?;
+    let chain = certificates(cert).ok()?;
+    let roots = Arc::new(roots(files.ca_cert.as_deref()).ok()?);
+    let provider = Arc::new(ring::default_provider());
+    let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider).build().ok()?;
+    let (own, others) = chain.split_first()?;
+    let what = match verifier.verify_client_cert(own, others, UnixTime::now()).err()? {
+        Error::InvalidCertificate(CertificateError::Expired | CertificateError::ExpiredContext { .. }) => "has expired",
+        Error::InvalidCertificate(CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. }) => {
+            "is not valid yet"
+        }
+        _ => return None,
+    };
+    Some(format!("it refused this client, whose certificate {} {what}, or this host's clock is wrong", cert.display()))
+}
+
 /// What an error of TLS means to whoever has set it up.
-pub(super) fn explain(error: &Error) -> String {
+pub(super) fn explain(error: &Error, files: &Files) -> String {
+    if let (Error::AlertReceived(_), Some(hint)) = (error, out_of_time(files)) {
+        return format!("{hint} ({error})");
+    }
     let hint = match error {
         Error::InvalidMessage(_) => "it does not speak TLS",
         Error::InvalidCertificate(CertificateError::Expired | CertificateError::ExpiredContext { .. }) => {
