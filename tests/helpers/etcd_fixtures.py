@@ -62,7 +62,16 @@ def serving(folder: Path, size: int = 1, files: Files | None = None, *options: s
 
 
 @pytest.fixture(scope="session")
-def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+def etcd_program(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Which program the servers run: the installed one, unless a module is run over another one, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if (program := getattr(request, "param", None)) is not None:
+            patch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", program)
+        yield
+
+
+@pytest.fixture(scope="session")
+def etcd_server(tmp_path_factory: pytest.TempPathFactory, etcd_program: None) -> Iterator[Etcd]:
     """One server without TLS, for all tests of this process."""
     yield from serving(tmp_path_factory.mktemp("etcd"))
 
@@ -81,7 +90,7 @@ def either_store(request: pytest.FixtureRequest) -> Etcd | None:
 
 
 @pytest.fixture(scope="module")
-def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+def _cluster(tmp_path_factory: pytest.TempPathFactory, etcd_program: None) -> Iterator[Etcd]:
     yield from serving(tmp_path_factory.mktemp("cluster"), 3)
 
 
@@ -126,7 +135,9 @@ def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="session")
-def _tls_server(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Etcd]:
+def _tls_server(
+    tmp_path_factory: pytest.TempPathFactory, authority: Authority, etcd_program: None
+) -> Iterator[Etcd]:
     files = authority.issue("server")
     yield from serving(tmp_path_factory.mktemp("etcd_tls"), 1, files, "--client-cert-auth")
 
@@ -141,7 +152,7 @@ def etcd_tls(_tls_server: Etcd) -> Site:
 
 
 @pytest.fixture(scope="session")
-def _auth_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+def _auth_server(tmp_path_factory: pytest.TempPathFactory, etcd_program: None) -> Iterator[Etcd]:
     for server in serving(tmp_path_factory.mktemp("etcd_auth")):
         server.enable_auth("/mine/")
         yield server

@@ -1,5 +1,17 @@
 """Clients of etcd."""
 
+from helpers.etcd import of_wheel
 from helpers.etcd_client import connect_etcd, relay_to
 
 __all__ = ["connect_etcd", "relay_to"]
+
+OVER_EACH = ("test_client", "test_client_cluster", "test_client_troubles", "test_hosted")
+"""What depends on the release of etcd: its interface, its words, and how members come and go."""
+
+
+def pytest_generate_tests(metafunc):
+    name = metafunc.module.__name__.rpartition(".")[2]
+    program = of_wheel()
+    if name in OVER_EACH and "etcd_program" in metafunc.fixturenames and program is not None:
+        programs = {"installed": None, "wheel": program}
+        metafunc.parametrize("etcd_program", programs.values(), ids=programs, indirect=True)

@@ -82,7 +82,7 @@ class Job:
 
 
 @pytest.fixture
-def job(launch, tmp_path):
+def job(launch, tmp_path, etcd_program):
     return Job(launch, tmp_path)
 
 

@@ -232,7 +232,7 @@ class Checks:
             for proc in self.world.procs:
                 if proc.member.agent.agent != agent_of(member):
                     continue
-                # A signal ends workers at once, but the store of finished ones only when the agent hears of it.
+                # A signal ends workers at once, the store of finished ones when the agent hears of it.
                 is_leaving = proc.member.leaving is not None if has_finished else proc.leaving
                 if not proc.alive or proc.is_lost or is_leaving or proc.member.phase is Phase.FENCED:
                     return True
