@@ -133,7 +133,7 @@ lint: build ## formatters, linters, types, the stub of the extension, floors and
 	@$(PY) tools/check_tree.py
 
 bench: build ## measure side by side with torchrun; results go to benchmarks/results
-	@$(PY) -m benchmarks $(BENCH)
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m benchmarks $(BENCH)
 
 wheel: ## sdist, wheel and `pip install .` of a clone, each launched in an empty environment (needs no `make setup`)
 	@$(or $(PYTHON),python3) tools/wheel.py
