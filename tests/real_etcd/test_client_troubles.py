@@ -14,7 +14,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from helpers import ports
-from helpers.coordination import serving
+from helpers.coordination import Client, serving
 from helpers.etcd_client import EtcdClient
 from helpers.etcd_fixtures import serving as serving_etcd
 from helpers.procs import HANG, wait_until
@@ -424,6 +424,17 @@ def test_a_request_without_an_answer_in_time(etcd, relay, connect_etcd):
     send(client, ("get", "k"))
     lost = client.lost()
     assert (lost.kind, "within 0.5 s" in lost.message) == ("timeout", True)
+
+
+def test_a_request_waits_for_an_etcd_that_is_away_as_long_as_the_lease_lasts(etcd, relay, connect_etcd):
+    client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=0.5).connected()
+    relay.set(is_stalled_up=True)
+    relay.reset()
+    assert "does not answer" in Client.next(client, _core.StoreNotice).message
+    send(client, ("get", "k"))
+    relay.set(is_stalled_up=False)
+    assert "answers again" in Client.next(client, _core.StoreNotice).message
+    assert client.reply().ok
 
 
 def test_who_does_not_ask_for_events_is_no_member(etcd, connect_etcd):

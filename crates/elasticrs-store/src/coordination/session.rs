@@ -64,6 +64,8 @@ pub(super) struct Session<'a> {
     /// The keep-alive that was answered last, or the hello.
     answered: u64,
     is_stalled: bool,
+    /// Boot clock: when the user was told last that the store was away.
+    told_away: Option<u64>,
     chunk: Box<[u8]>,
 }
 
@@ -88,6 +90,7 @@ impl<'a> Session<'a> {
             next_beat: boot_now(),
             answered: opened.met.sent,
             is_stalled: false,
+            told_away: None,
             chunk: vec![0; CHUNK].into(),
         }
     }
@@ -372,8 +375,9 @@ impl<'a> Session<'a> {
 
     /// Takes the session up on another connection, for as long as the lease lasts. The last connection stays open until then.
     async fn move_on(&mut self, lost: Lost, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
-        let mut away =
-            Away::new(format!("the store at {}", self.options.endpoint()), boot_now(), self.answered, self.deadline);
+        let what = format!("the store at {}", self.options.endpoint());
+        let unanswered = self.connection.beats.front().copied();
+        let mut away = Away::new(what, boot_now(), unanswered, self.answered, self.deadline, self.told_away);
         let mut why = lost;
         loop {
             self.events.set_trouble(Some(away.trouble(why.kind, &why.message)));
@@ -440,6 +444,7 @@ impl<'a> Session<'a> {
         self.events.meet(opened.met.store, opened.met.revision);
         self.events.renewed(self.deadline, opened.met.sent, opened.met.sent, None);
         self.events.set_trouble(None);
+        self.told_away = away.told();
         if let Some(message) = away.over(boot_now()) {
             self.events.push(Event::Notice { message }, 0);
         }

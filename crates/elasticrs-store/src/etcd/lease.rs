@@ -18,6 +18,8 @@ use crate::coordination::types::LostKind;
 
 /// Keep-alives in the life of a lease; one interval before its end it is given up.
 const BEATS: u32 = 5;
+/// Keep-alives are sent at least so often, however long the lease is: nothing else says that etcd has fallen silent.
+const MAX_INTERVAL: Duration = Duration::from_secs(15);
 /// The most that an unanswered keep-alive lets us wait on one connection.
 const MAX_PATIENCE: Duration = Duration::from_secs(3);
 /// The least that a new connection may take.
@@ -89,11 +91,13 @@ impl<'a> Lease<'a> {
         self.deadline
     }
 
-    /// Of a time without answers that begins now.
-    pub(super) fn away(&self) -> Away {
+    /// Of a time without answers that begins now; `told`: when the user was told of one before.
+    pub(super) fn away(&self, told: Option<u64>) -> Away {
         let endpoints = &self.options.endpoints;
         let members: Vec<_> = endpoints.iter().map(|(host, port)| endpoint(host, *port)).collect();
-        Away::new(format!("etcd at {}", members.join(", ")), boot_now(), self.answered, self.deadline)
+        let unanswered = self.unanswered.front().map(|(_, sent)| *sent);
+        let what = format!("etcd at {}", members.join(", "));
+        Away::new(what, boot_now(), unanswered, self.answered, self.deadline, told)
     }
 
     pub(super) fn is_over(&self, now: u64) -> bool {
@@ -150,7 +154,7 @@ impl<'a> Lease<'a> {
         if now < self.next_beat {
             return Ok(());
         }
-        self.next_beat = now + nanoseconds(self.interval());
+        self.next_beat = now + nanoseconds(self.interval().min(MAX_INTERVAL));
         self.is_stalled = self.events.is_stalled(self.options.stall_timeout);
         if self.is_stalled {
             return Ok(());

@@ -105,6 +105,8 @@ pub(super) struct Session<'a> {
     member: usize,
     /// Since the first of several connections broke, until a keep-alive is answered.
     away: Option<Away>,
+    /// Boot clock: when the user was told last that etcd was away.
+    told_away: Option<u64>,
     /// How many connections broke shortly after each other, and when the last one did.
     breaks: (u32, u64),
     /// The highest revision that an answer had.
@@ -141,6 +143,7 @@ impl<'a> Session<'a> {
             closing: None,
             member,
             away: None,
+            told_away: None,
             breaks: (0, 0),
             seen: marker,
             told: 0,
@@ -245,10 +248,8 @@ impl<'a> Session<'a> {
                 Ok(compared?)
             }
             Turn::Beat(answer) => {
-                if self.lease.take(&answer.map_err(trouble)?, &live.link.at)?
-                    && let Some(message) = self.away.take().and_then(|away| away.over(boot_now()))
-                {
-                    self.events.push(Event::Notice { message }, 0);
+                if self.lease.take(&answer.map_err(trouble)?, &live.link.at)? {
+                    self.is_back(boot_now());
                 }
                 Ok(())
             }
@@ -431,7 +432,22 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
+    /// A keep-alive was answered.
+    fn is_back(&mut self, now: u64) {
+        let Some(away) = self.away.take() else { return };
+        self.told_away = away.told();
+        // Nobody could have answered meanwhile.
+        self.since = self.since.map(|since| since + now.saturating_sub(away.silent().max(since)));
+        if let Some(message) = away.over(now) {
+            self.events.push(Event::Notice { message }, 0);
+        }
+    }
+
+    /// When the time of the first task is over. While etcd is away it is the lease that says how long to wait.
     fn overdue(&self) -> u64 {
+        if self.away.is_some() {
+            return u64::MAX;
+        }
         self.since.map_or(u64::MAX, |since| since.saturating_add(nanoseconds(self.options.read_timeout)))
     }
 
@@ -449,7 +465,7 @@ impl<'a> Session<'a> {
         self.breaks = (count, now);
         self.member = (self.member + 1) % self.options.endpoints.len().max(1);
         self.lease.set_trouble(&lost.message);
-        self.away.get_or_insert_with(|| self.lease.away());
+        self.away.get_or_insert_with(|| self.lease.away(self.told_away));
         if !matches!(self.tasks.front(), Some(Task::Job(Job::Look))) {
             self.tasks.push_front(Task::Job(Job::Look));
         }
