@@ -230,7 +230,38 @@ def test_the_loop_gives_signs_of_life_for_a_program_that_gives_none(launch, work
     )
     job = launch(*options, script).exits(0)
     assert job.stdout.count("DONE 20.") == 2
-    assert re.search(r"rank \d .*hung: no heartbeat .*replaced by pid", job.stderr)
+    assert re.search(r"rank 1\b.*hung: no heartbeat .*replaced by pid", job.stderr)
+    assert job.stderr.count(" hung: ") == 1
+
+
+def test_who_waits_for_a_worker_that_hangs_is_not_replaced(launch, worker_script, tmp_path):
+    script = worker_script("""
+        # A script that uses elasticrs.train
+        import os, signal, sys
+        from elasticrs.timer import heartbeat
+
+        ready, done = sys.argv[1:]
+        rank, life = os.environ["LOCAL_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        heartbeat(0)
+        os.write(1, f"UP rank={rank} life={life}\\n".encode())
+        if rank == "0":
+            # Its heartbeat is the older one.
+            os.write(os.open(ready, os.O_WRONLY), b"x")
+            os.read(os.open(done, os.O_RDONLY), 1)
+        elif life == "0":
+            os.read(os.open(ready, os.O_RDONLY), 1)
+            heartbeat(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            os.write(os.open(done, os.O_WRONLY), b"x")
+    """)
+    fifos = [tmp_path / name for name in ("ready", "done")]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    options = ("--nproc-per-node=2", "--max-restarts=2", "--on-failure=replace", "--hang-timeout=1")
+    job = launch(*options, script, *map(str, fifos)).exits(0)
+    assert re.search(r"rank 1\b.*hung: no heartbeat .*replaced by pid", job.stderr)
+    assert (job.stderr.count(" hung: "), job.stdout.count("UP")) == (1, 3)
 
 
 @pytest.mark.slow

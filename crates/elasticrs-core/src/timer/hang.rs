@@ -13,7 +13,8 @@
 //! - **HANG-6** who has given a sign of life since the look is not hung, whatever was seen then: see [`still_late`];
 //! - **HANG-7** [`Watch::unwatched`] names only ranks that no limit is for, and only once for a group;
 //! - **HANG-8** while a rank is replaced, which ends with the first sign of life of its new process, the time of the others
-//!   does not count: they may wait for it. Looks are [`LOOK_FOR_ABSENT`] apart then.
+//!   does not count, nor what has passed since their last sign of life before: they may wait for it. Looks are
+//!   [`LOOK_FOR_ABSENT`] apart then.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -144,8 +145,10 @@ impl Credit {
         if self.since == since { self.amount } else { 0 }
     }
 
-    fn add(&mut self, since: u64, amount: u64) {
-        *self = Self { since, amount: self.of(since).saturating_add(amount) };
+    /// All that has passed until `now`, at most.
+    fn add(&mut self, since: u64, amount: u64, now: u64) {
+        let amount = self.of(since).saturating_add(amount).min(now.saturating_sub(since));
+        *self = Self { since, amount };
     }
 }
 
@@ -158,6 +161,8 @@ pub struct Watch {
     starts: Vec<u64>,
     /// Ranks that are being replaced.
     absent: BTreeSet<usize>,
+    /// Whether one was lost since the last look.
+    has_lost: bool,
     /// By rank, and one more for the lines.
     credits: Vec<Credit>,
     looked: u64,
@@ -174,6 +179,7 @@ impl Watch {
             started,
             starts: vec![started; ranks],
             absent: BTreeSet::new(),
+            has_lost: false,
             credits: vec![Credit::default(); ranks + 1],
             looked: started,
             frozen_at: None,
@@ -185,6 +191,7 @@ impl Watch {
     /// This rank has failed, and the others go on.
     pub fn lose(&mut self, rank: usize) {
         self.absent.insert(rank);
+        self.has_lost = true;
     }
 
     /// Another process has begun in its place.
@@ -251,10 +258,11 @@ impl Watch {
 
     /// Who is late, and when the next one will be due.
     fn late(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
-        let gap = now.saturating_sub(self.looked);
-        if gap > nanoseconds(LOOK_EVERY + SLACK) {
+        let is_first = std::mem::take(&mut self.has_lost);
+        let gap = if is_first { u64::MAX } else { now.saturating_sub(self.looked) };
+        if !is_first && gap > nanoseconds(LOOK_EVERY + SLACK) {
             self.forgive(gap, now, seen, line);
-        } else if !self.absent.is_empty() {
+        } else if is_first || !self.absent.is_empty() {
             let own: Vec<(usize, Credit)> = self.absent.iter().map(|&rank| (rank, self.credits[rank])).collect();
             self.forgive(gap, now, seen, line);
             for (rank, credit) in own {
@@ -333,7 +341,7 @@ impl Watch {
         });
         let signs: Vec<u64> = signs.chain([line.unwrap_or(self.started)]).collect();
         for (credit, since) in self.credits.iter_mut().zip(signs) {
-            credit.add(since, gap.min(now.saturating_sub(since)));
+            credit.add(since, gap, now);
         }
     }
 }

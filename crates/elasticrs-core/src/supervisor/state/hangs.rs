@@ -90,11 +90,11 @@ impl Group {
         self.look(effects);
     }
 
-    /// Judges, and sets the time of the next look.
+    /// Judges, and sets the time of the next look. Nobody hangs while another one has to end: it may be what the others
+    /// wait for.
     pub(super) fn look(&mut self, effects: &mut Vec<Effect>) {
-        let Some(watch) = self.watch.as_mut().filter(|_| self.phase == Phase::Running && self.waiting.is_none()) else {
-            return;
-        };
+        let is_time = self.phase == Phase::Running && self.waiting.is_none() && !self.is_anyone_condemned();
+        let Some(watch) = self.watch.as_mut().filter(|_| is_time) else { return };
         let Sight { at, seen, line } = &self.sight;
         match watch.look(at.0, seen, *line) {
             Verdict::LookAgain(next) => {
@@ -163,9 +163,22 @@ impl Group {
         let is_due = |then: &Then| {
             ends_group && matches!(then, Then::Timer(_) | Then::Exit(_)) || then.concerns(index, local_rank)
         };
-        let (due, others) = std::mem::take(waiting).into_iter().partition(is_due);
+        let (due, others): (Vec<_>, _) = std::mem::take(waiting).into_iter().partition(is_due);
         *waiting = others;
-        self.follow_all_up(due, &[], effects);
+        if !self.survives(index) {
+            return self.follow_all_up(due, &[], effects);
+        }
+        for then in due {
+            match then {
+                // Of the others it says nothing: they may have waited for this one.
+                Then::Hung(look) => {
+                    if let Some(hung) = self.judge(look, &[]).filter(|hung| hung.local_rank == local_rank) {
+                        self.on_hung(hung, effects);
+                    }
+                }
+                then => self.follow_up(then, &[], effects),
+            }
+        }
     }
 
     /// True if something about this member is still to be judged, from the time when it lived.
@@ -188,9 +201,7 @@ impl Group {
             Then::Timer(timer) => self.on_timer_due(timer, effects),
             Then::Exit(local_rank) => self.on_exit_overdue(local_rank, effects),
             Then::Hung(look) => {
-                let look = self.without_those_that_went_on(look);
-                let hung = self.verdict(&look, found, blame);
-                if let Some(hung) = hung.filter(|_| self.holds(&look) && self.anyone_is_due(&look)) {
+                if let Some(hung) = self.judge(look, found) {
                     self.on_hung(hung, effects);
                 }
             }
@@ -205,6 +216,16 @@ impl Group {
                 self.on_stop(policy, effects);
             }
         }
+    }
+
+    fn judge(&self, look: Look, found: &[Found]) -> Option<WorkerHung> {
+        let look = self.without_those_that_went_on(look);
+        let is_for_nothing = !self.holds(&look) || !self.anyone_is_due(&look) || self.is_anyone_condemned();
+        self.verdict(&look, found, blame).filter(|_| !is_for_nothing)
+    }
+
+    fn is_anyone_condemned(&self) -> bool {
+        self.members.iter().any(|member| member.runs() && member.condemned.is_some())
     }
 
     /// Nothing that a hung worker could do on SIGTERM is worth its grace: it did not come to that for much longer.

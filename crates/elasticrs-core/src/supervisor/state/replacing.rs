@@ -58,6 +58,8 @@ impl Group {
         self.members[index].place = Place::Left;
         if let Some(watch) = &mut self.watch {
             watch.lose(index);
+            // Nobody was looked at while it had to end.
+            effects.push(Effect::Arm(Timer::Hang, Duration::ZERO));
         }
         self.left.push_back(index);
         if self.left.len() == 1 {

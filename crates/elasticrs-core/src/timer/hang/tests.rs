@@ -61,6 +61,18 @@ fn nobody_hangs_who_waits_for_a_rank_that_is_replaced() {
 }
 
 #[test]
+fn who_has_waited_for_a_rank_that_is_lost_begins_anew() {
+    // HANG-8
+    let mut ranks = Watch::new(fixed(10), 2, 0);
+    assert_eq!(watch(&mut ranks, 1, 9, &[beat(0), beat(0)], None), None);
+    ranks.lose(1);
+    assert_eq!(watch(&mut ranks, 10, 10, &[beat(0), Seen::Ended], None), None);
+    ranks.restart(1, 10 * SECOND);
+    assert_eq!(watch(&mut ranks, 11, 40, &[beat(0), beat(10)], None), Some((20, vec![1])), "its own time counts");
+    assert_eq!(watch(&mut ranks, 21, 40, &[beat(0), beat(20)], None), Some((21, vec![0])));
+}
+
+#[test]
 fn a_rank_that_is_replaced_has_the_time_of_a_start() {
     let limits = Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) };
     let mut ranks = Watch::new(limits, 2, 0);

@@ -153,3 +153,60 @@ fn who_may_keep_another_node_waiting_is_told_and_gets_its_grace() {
     let effects = lingering().on_input(Input::StopForHang(TERM_30, elsewhere()));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "nobody is watched");
 }
+
+/// A group whose workers are replaced; of two that are silent rank 2 is the one for which rank 1 waits.
+fn waiting_for_one() -> Group {
+    let mut group = lingering().replacing();
+    let _ = group.on_input(sight(0, [Some(0); 4]));
+    let _ = group.on_input(Input::Watch(FOUR_SECONDS));
+    let _ = group.on_input(sight(5, [Some(5), Some(0), Some(1), Some(5)]));
+    group
+}
+
+/// A second later.
+fn without_rank_2() -> Input {
+    let Input::Sight(mut sight) = sight(6, [Some(6), Some(0), None, Some(6)]) else { unreachable!() };
+    sight.seen[2] = Seen::Ended;
+    Input::Sight(sight)
+}
+
+fn hung(effects: &[Effect]) -> Vec<u32> {
+    let rank = |effect: &Effect| match effect {
+        Effect::Tell(Event::WorkerHung(hung)) => Some(hung.local_rank),
+        _ => None,
+    };
+    effects.iter().filter_map(rank).collect()
+}
+
+#[test]
+fn who_waited_for_one_that_is_replaced_has_not_hung() {
+    let mut group = waiting_for_one();
+    let stopped = Found { local_rank: 2, state: 'T', ..Found::default() };
+    let effects = after(&mut group, LOOK, vec![stopped]);
+    assert_eq!(hung(&effects), [2]);
+    assert!(!effects.iter().any(|effect| matches!(effect, Effect::TakeEvidence { .. })), "{effects:?}");
+    assert_eq!(group.on_input(LOOK), [], "it has to end first");
+    let effects = group.on_input(exited(102, WorkerExit::Signaled { signal: 9, core_dumped: false }));
+    assert!(effects.contains(&Effect::Arm(Timer::Hang, Duration::ZERO)), "{effects:?}");
+    let _ = group.on_input(without_rank_2());
+    let effects = group.on_input(LOOK);
+    assert!(matches!(effects[..], [Effect::Arm(Timer::Hang, _)]), "{effects:?}");
+}
+
+#[test]
+fn one_that_fails_while_evidence_is_taken_blames_no_other() {
+    let mut group = waiting_for_one();
+    assert!(matches!(group.on_input(LOOK)[..], [Effect::TakeEvidence { .. }]));
+    let effects = group.on_input(exited(102, FAILED));
+    assert_eq!(hung(&effects), [] as [u32; 0], "rank 1, whose sign of life is older, waited for it");
+    let _ = group.on_input(without_rank_2());
+    let effects = group.on_input(Input::Evidence(Vec::new()));
+    assert!(matches!(effects[..], [Effect::Arm(Timer::Hang, _)]), "{effects:?}");
+}
+
+#[test]
+fn one_that_hangs_and_ends_while_evidence_is_taken_has_hung() {
+    let mut group = waiting_for_one();
+    assert!(matches!(group.on_input(LOOK)[..], [Effect::TakeEvidence { .. }]));
+    assert_eq!(hung(&group.on_input(exited(101, FAILED))), [1]);
+}
