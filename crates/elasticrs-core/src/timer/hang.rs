@@ -390,7 +390,7 @@ pub enum Ground {
     Stopped,
     /// It is steps behind all others.
     Behind,
-    /// All others stand at one place of the program, and it elsewhere.
+    /// All others stand at one place of the program, or wait in torch, and it elsewhere.
     Elsewhere,
     /// Its sign of life is the oldest, and no other stands where it does.
     Apart,
@@ -401,8 +401,8 @@ pub enum Ground {
 /// Which of several ranks keeps the others waiting, by index, and why it: most of those that are late wait in a collective for it.
 ///
 /// In this order: one that a signal has stopped; the one that is steps behind all others; the only one that stands
-/// elsewhere in the program than all the others, of three or more; the one with the oldest sign of life, first of
-/// those whose limit has passed. Where several are behind the others, it is one of them. `None` when nobody is late.
+/// elsewhere in the program than all the others, of three or more; the only one that does not wait in torch for others; the
+/// one with the oldest sign of life, first of those whose limit has passed. Where several are behind the others, it is one of them. `None` when nobody is late.
 pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     if let Some((stopped, _)) = late().find(|(_, suspect)| suspect.is_stopped) {
@@ -438,22 +438,30 @@ pub fn blame_beside(suspects: &[Suspect], elsewhere: &Elsewhere) -> Option<(usiz
     Some((index.checked_sub(1)?, ground))
 }
 
+/// The only one that stands elsewhere than all the others, of three or more; or the only one that does not wait in torch.
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
-    let placed: Vec<(usize, &str)> = suspects
-        .iter()
-        .enumerate()
-        .filter(|(_, suspect)| suspect.is_late)
-        .filter_map(|(index, suspect)| suspect.frame.as_deref().map(|frame| (index, frame)))
-        .collect();
-    if placed.len() < 3 {
-        return None;
-    }
+    let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
+    let placed: Vec<(usize, &str)> =
+        late().filter_map(|(index, suspect)| suspect.frame.as_deref().map(|frame| (index, frame))).collect();
     let alone = |frame: &str| placed.iter().filter(|(_, other)| *other == frame).count() == 1;
-    let mut odd = placed.iter().filter(|(_, frame)| alone(frame));
-    let (index, frame) = odd.next()?;
-    let first_of_others = placed.iter().map(|(_, other)| other).find(|other| *other != frame)?;
-    let others_agree = placed.iter().all(|(_, other)| other == frame || other == first_of_others);
-    (odd.next().is_none() && others_agree).then_some(*index)
+    let odd = only(&placed, alone).filter(|(_, frame)| {
+        let mut others = placed.iter().map(|(_, other)| other).filter(|other| other != &frame);
+        let first = others.next();
+        placed.len() >= 3 && others.all(|other| Some(other) == first)
+    });
+    // One that nobody could ask may not wait, too.
+    let are_known = placed.len() > 1 && placed.len() == late().count();
+    odd.or_else(|| only(&placed, |frame| !waits(frame)).filter(|_| are_known)).map(|(index, _)| index)
+}
+
+fn only<'a>(placed: &[(usize, &'a str)], is: impl Fn(&str) -> bool) -> Option<(usize, &'a str)> {
+    let mut found = placed.iter().filter(|(_, frame)| is(frame));
+    found.next().copied().filter(|_| found.next().is_none())
+}
+
+/// Whether this is where torch waits for other ranks: in a collective, or in those of a backward pass.
+fn waits(frame: &str) -> bool {
+    frame.contains("/torch/distributed/") || frame.ends_with(" in _engine_run_backward")
 }
 
 #[cfg(test)]

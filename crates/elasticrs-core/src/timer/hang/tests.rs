@@ -247,6 +247,24 @@ fn the_one_who_keeps_the_others_waiting_is_blamed() {
 }
 
 #[test]
+fn the_only_one_that_does_not_wait_in_torch_is_blamed() {
+    let in_all_reduce =
+        |last| suspect(7, last, r#"File "/lib/torch/distributed/distributed_c10d.py", line 3 in all_reduce"#);
+    let in_backward = |last| suspect(7, last, r#"File "/lib/torch/autograd/graph.py", line 4 in _engine_run_backward"#);
+    let cases: [(&str, &[Suspect], _); 6] = [
+        ("the other one waits", &[in_all_reduce(1), suspect(7, 4, "loop")], Some((1, Ground::Elsewhere))),
+        ("all others wait", &[in_all_reduce(1), suspect(7, 4, "loop"), in_backward(2)], Some((1, Ground::Elsewhere))),
+        ("two do not wait", &[in_all_reduce(1), suspect(7, 4, "a"), suspect(7, 3, "b")], Some((0, Ground::Apart))),
+        ("both wait", &[in_all_reduce(3), in_backward(1)], Some((1, Ground::Apart))),
+        ("nobody knows of the other", &[in_all_reduce(1), suspect(7, 4, "")], Some((0, Ground::Oldest))),
+        ("it waits alone", &[in_all_reduce(1)], Some((0, Ground::Oldest))),
+    ];
+    for (why, suspects, blamed) in cases {
+        assert_eq!(blame(suspects), blamed, "{why}");
+    }
+}
+
+#[test]
 fn what_keeps_another_node_waiting_need_not_be_due() {
     let mut group = Watch::new(fixed(60), 3, 0);
     let seen = [beat(41), beat(52), section(0, None)];
