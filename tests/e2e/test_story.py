@@ -67,6 +67,7 @@ def test_what_stopped_ranks_print_comes_behind_a_line_that_says_so(launch, worke
     before, _, after = job.stderr.partition(piece)
     assert re.search(r"rank 2 \(pid \d+\) exited with code 3.*stopping the other 2 ranks", before)
     assert piece in after
+    assert "stopped in the middle" in after
 
 
 def test_the_folder_of_logs_is_named_at_the_start_and_after_a_failure(launch, worker_script, tmp_path):

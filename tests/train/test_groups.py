@@ -260,5 +260,5 @@ except RuntimeError:
     print(time.monotonic() - began)
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    # Torch's own client tries for twice as long as a worker that waits for this one.
-    assert float(found.stdout) < STUCK_TIMEOUT * 1.5
+    # Before a worker that waits for it would end itself.
+    assert float(found.stdout) < STUCK_TIMEOUT

@@ -401,8 +401,9 @@ pub enum Ground {
 /// Which of several ranks keeps the others waiting, by index, and why it: most of those that are late wait in a collective for it.
 ///
 /// In this order: one that a signal has stopped; the one that is steps behind all others; the only one that stands
-/// elsewhere in the program than all the others, of three or more; the only one that does not wait in torch for others; the
-/// one with the oldest sign of life, first of those whose limit has passed. Where several are behind the others, it is one of them. `None` when nobody is late.
+/// elsewhere in the program than all the others, of three or more; the only one that does not wait in torch for others;
+/// the one with the oldest sign of life, first of those whose limit has passed. Where several are behind the others, it is
+/// one of them. `None` when nobody is late.
 pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     if let Some((stopped, _)) = late().find(|(_, suspect)| suspect.is_stopped) {
