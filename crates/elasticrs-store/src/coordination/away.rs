@@ -22,8 +22,6 @@ pub(crate) struct Away {
     begun: u64,
     /// Since when nothing was answered; what was asked then may be noticed later.
     silent: u64,
-    /// When what the store answered last was sent.
-    answered: u64,
     deadline: u64,
     next_pause: Duration,
     is_told: bool,
@@ -33,16 +31,9 @@ pub(crate) struct Away {
 
 impl Away {
     /// `unanswered`: when the first question was sent that waits for its answer; `told`: when the user was told before.
-    pub(crate) fn new(
-        what: String,
-        now: u64,
-        unanswered: Option<u64>,
-        answered: u64,
-        deadline: u64,
-        told: Option<u64>,
-    ) -> Self {
+    pub(crate) fn new(what: String, now: u64, unanswered: Option<u64>, deadline: u64, told: Option<u64>) -> Self {
         let silent = unanswered.map_or(now, |sent| sent.min(now));
-        Self { what, begun: now, silent, answered, deadline, next_pause: Duration::ZERO, is_told: false, told }
+        Self { what, begun: now, silent, deadline, next_pause: Duration::ZERO, is_told: false, told }
     }
 
     /// Since when nothing is answered.
@@ -62,9 +53,9 @@ impl Away {
         half_by_chance(most)
     }
 
-    /// What is told if the session is not taken up again.
-    pub(super) fn trouble(&self, kind: LostKind, why: &str) -> (LostKind, String) {
-        let seconds = seconds(self.deadline - self.answered);
+    /// What is told if the session is not taken up again; `answered`: when what the store answered last was sent.
+    pub(super) fn trouble(&self, kind: LostKind, why: &str, answered: u64) -> (LostKind, String) {
+        let seconds = seconds(self.deadline - answered);
         (kind, format!("{} has not answered for {seconds} s ({why})", self.what))
     }
 
@@ -125,7 +116,7 @@ mod tests {
             for (there, absent) in times {
                 now += there;
                 let deadline = now + lease * SECOND;
-                let mut away = Away::new("it".into(), now, None, now, deadline, told);
+                let mut away = Away::new("it".into(), now, None, deadline, told);
                 let due = away.next_news();
                 prop_assert!(due >= now + UNNOTICED && due < deadline);
                 prop_assert!(told.is_some() || due == now + UNNOTICED);
@@ -148,7 +139,7 @@ mod tests {
     #[test]
     fn how_long_it_was_away_is_counted_from_the_first_unanswered_question() {
         let over = |unanswered| {
-            let mut away = Away::new("it".into(), 103 * SECOND, unanswered, 7 * SECOND, 200 * SECOND, None);
+            let mut away = Away::new("it".into(), 103 * SECOND, unanswered, 200 * SECOND, None);
             away.news(104 * SECOND, "why");
             away.over(105 * SECOND).unwrap()
         };

@@ -377,10 +377,10 @@ impl<'a> Session<'a> {
     async fn move_on(&mut self, lost: Lost, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
         let what = format!("the store at {}", self.options.endpoint());
         let unanswered = self.connection.beats.front().copied();
-        let mut away = Away::new(what, boot_now(), unanswered, self.answered, self.deadline, self.told_away);
+        let mut away = Away::new(what, boot_now(), unanswered, self.deadline, self.told_away);
         let mut why = lost;
         loop {
-            self.events.set_trouble(Some(away.trouble(why.kind, &why.message)));
+            self.events.set_trouble(Some(away.trouble(why.kind, &why.message, self.answered)));
             let opened = self.attempt(&mut away, &why.message, inbox).await?;
             match opened {
                 Ok(opened) => {

@@ -41,8 +41,6 @@ pub(super) struct Lease<'a> {
     id: i64,
     cluster: u64,
     ttl: Duration,
-    /// Boot clock: when the keep-alive that was answered last was sent.
-    answered: u64,
     /// Boot clock: when this side gives up.
     deadline: u64,
     next_beat: u64,
@@ -62,7 +60,6 @@ impl<'a> Lease<'a> {
             id: opened.keys.lease,
             cluster: opened.cluster,
             ttl: opened.ttl,
-            answered: 0,
             deadline: 0,
             next_beat: 0,
             next_job: 0,
@@ -97,7 +94,7 @@ impl<'a> Lease<'a> {
         let members: Vec<_> = endpoints.iter().map(|(host, port)| endpoint(host, *port)).collect();
         let unanswered = self.unanswered.front().map(|(_, sent)| *sent);
         let what = format!("etcd at {}", members.join(", "));
-        Away::new(what, boot_now(), unanswered, self.answered, self.deadline, told)
+        Away::new(what, boot_now(), unanswered, self.deadline, told)
     }
 
     pub(super) fn is_over(&self, now: u64) -> bool {
@@ -198,7 +195,6 @@ impl<'a> Lease<'a> {
     }
 
     fn renew(&mut self, sent: u64) {
-        self.answered = sent;
         self.deadline = sent + nanoseconds(self.ttl.saturating_sub(self.interval()));
         self.guard.deadline(self.deadline);
         self.events.renewed(self.deadline, sent, boot_now(), None);
