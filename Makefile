@@ -24,6 +24,7 @@ export PYTHON
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find crates -type f \( -name '*.rs' -o -name Cargo.toml \))
 PYTHON_SOURCES := $(shell find python -name '*.py')
 PYTHON_TREES := python tests benchmarks examples tools
+GPU_KIT_SOURCES := $(addprefix tests/gpu_kit/,job.py checks.py __main__.py)
 
 BENCH ?=
 PYTEST ?=
@@ -46,7 +47,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode test test-rust test-python soak soak-store soak-train soak-hosted interop lint bench wheel clean force
+.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint bench wheel clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +106,12 @@ test-python: build $(PYTEST_NEEDS)
 interop: build ## the workers' store with the clients of another torch: TORCH='2.6.*'
 	@tools/interop.sh '$(TORCH)'
 
+GPU_KIT ?=
+test-gpu: ## checks for a machine with a GPU and torch: needs a wheel in dist/ (`make wheel`), no Rust, no .venv, no network
+	@wheel=$$(ls -t dist/elasticrs-*.whl 2>/dev/null | head -n 1); \
+	[ -n "$$wheel" ] || { echo "no wheel in dist/: make one with 'make wheel' on a machine with Rust, and copy it there" >&2; exit 1; }; \
+	$(or $(PYTHON),python3) -m tests.gpu_kit --wheel "$$wheel" $(GPU_KIT)
+
 SOAK ?= --seconds 600
 
 soak: build ## random schedules of the rendezvous for ten minutes; SOAK="--seconds N --seed S"
@@ -126,7 +133,7 @@ lint: build ## formatters, linters, types, the stub of the extension, floors and
 	@cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
 	@$(PY) -m ruff check --quiet $(PYTHON_TREES)
 	@$(PY) -m ruff format --quiet --check $(PYTHON_TREES)
-	@$(PY) -m mypy python tools tests/helpers tests/conftest.py benchmarks
+	@$(PY) -m mypy python tools tests/helpers tests/conftest.py benchmarks $(GPU_KIT_SOURCES)
 	@$(PY) -m mypy.stubtest --concise --allowlist tools/stubtest-allowlist.txt elasticrs._core
 	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 	@$(PY) tools/circles.py

@@ -1,0 +1,206 @@
+"""The checks. Each returns its figures, or raises what :mod:`.job` defines."""
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .job import PROGRAMS, CheckFailedError, Context, Job, Skipped
+
+Figures = dict[str, Any]
+MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+MULTI_RANK_SINCE = (2, 30)
+"""The first NCCL that lets several ranks share a device."""
+CONTEXT_BYTES = 128 << 20
+"""Device memory that may differ between two attempts, because contexts vary in size."""
+
+
+def expect(condition: object, message: str) -> None:
+    """Fail the check unless the condition holds."""
+    if not condition:
+        raise CheckFailedError(message)
+
+
+def check_kernel(context: Context) -> Figures:
+    """A launch where the kernel has pidfds; where it has none, one line that says so."""
+    has_pidfds = True
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        has_pidfds = False
+    command = [sys.executable, "-m", "elasticrs.launch", "--standalone", str(PROGRAMS / "plain.py")]
+    before = time.monotonic()
+    done = subprocess.run(
+        command, env=context.environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    figures = {"kernel": platform.release(), "pidfds": has_pidfds, "launch_s": time.monotonic() - before}
+    if has_pidfds:
+        expect((done.returncode, done.stdout) == (0, "ran\n"), f"exit {done.returncode}: {done.stderr}")
+        return figures
+    expect(done.returncode != 0, "the launch succeeded on a kernel without pidfds")
+    expect("pidfd" in done.stderr and "Traceback" not in done.stderr, f"no clear line: {done.stderr}")
+    return {**figures, "says": done.stderr.strip()}
+
+
+def check_count(context: Context) -> Figures:
+    """A worker for each device, each with a device of its own."""
+    word = "gpu" if context.device == "cuda" else "cpu"
+    with Job(context, ["--nproc-per-node", word], "count.py") as job:
+        (first,) = job.wait("counted")
+        seen = job.wait("counted", first["count"])
+        job.exits()
+    devices = {each["device"] for each in seen}
+    expect(len(job.seen) == len(devices) == first["count"], f"{len(job.seen)} workers on {sorted(devices)}")
+    return {"devices": first["count"]}
+
+
+def check_warm(context: Context) -> Figures:
+    """Workers forked from a nursery that has imported torch use the device, also after a restart."""
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--warm", "torch"]
+    with Job(context, options, "warm.py") as job:
+        victim = job.wait("used", 2, attempt=0)[1]
+        os.kill(victim["pid"], 9)
+        killed = time.monotonic()
+        again = job.wait("used", 2, attempt=1)
+        job.exits()
+    for each in job.seen:
+        expect(each["is_warm"], "a worker started without the imports of the nursery")
+        expect(not each["was_initialized"], "CUDA was initialized before the fork")
+        expect(not each["parent_uses_gpu"], "the nursery has a device of the GPU driver open")
+    return {"kill_to_device_used_ms": 1e3 * (max(each["at"] for each in again) - killed)}
+
+
+def check_killed_kernel(context: Context) -> Figures:
+    """SIGKILL while a kernel runs: the device memory is free when the next attempt starts."""
+    with Job(context, ["--max-restarts", "1"], "running_kernel.py") as job:
+        (running,) = job.wait("running")
+        os.kill(running["pid"], 9)
+        killed = time.monotonic()
+        (again,) = job.wait("restarted")
+        job.exits()
+    figures: Figures = {"kill_to_device_used_ms": 1e3 * (again["at"] - killed)}
+    if running["free"] is not None:
+        missing = running["free"] - again["free"]
+        expect(missing < CONTEXT_BYTES, f"{missing >> 20} MiB of device memory are still in use")
+        figures["missing_mib"] = missing / (1 << 20)
+    return figures
+
+
+def several_ranks(context: Context, number: int) -> dict[str, str]:
+    """Return the variables with which this many ranks form a group here; raise ``Skipped`` if they cannot."""
+    if context.nccl is None or context.gpus >= number:
+        return {}
+    if context.nccl < MULTI_RANK_SINCE:
+        have = ".".join(map(str, context.nccl))
+        raise Skipped(f"{number} ranks need {number} GPUs, or NCCL 2.30 to share one; here: NCCL {have}")
+    return MULTI_RANK
+
+
+def check_replace(number: int) -> Callable[[Context], Figures]:
+    """Return the check that replaces one worker of a group of ``number``."""
+
+    def check(context: Context) -> Figures:
+        """One worker is killed in a step and replaced; the sum at the end is exact."""
+        options = ["--nproc-per-node", str(number), "--max-restarts", "1", "--on-failure", "replace"]
+        options += ["--warm", "auto"]
+        with Job(
+            context, options, "replace.py", [str(number)], variables=several_ranks(context, number)
+        ) as job:
+            (death,) = job.wait("dies")
+            before = len([event for event in job.seen if event["what"] == "met"])
+            met = job.wait("met", before + number)[before:]
+            trained = job.wait("trained", number)
+            job.exits()
+        for each in trained:
+            expect(each["value"] == each["step"] == 40, f"trained to {each['value']} in {each['step']} steps")
+        return {"kill_to_regrouped_ms": 1e3 * (max(each["at"] for each in met) - death["at"])}
+
+    return check
+
+
+def check_abort(context: Context) -> Figures:
+    """A thread aborts the communicators of a group that waits; a new group works."""
+    number = 2
+    try:
+        variables = several_ranks(context, number)
+    except Skipped:
+        number, variables = 1, {}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with Job(
+        context, ["--nproc-per-node", str(number)], "abort.py", [str(number), str(port)], variables
+    ) as job:
+        ended = job.wait("aborted", number)
+        job.exits()
+    for each in ended:
+        expect(each["total"] == number, f"the new group summed to {each['total']}, not {number}")
+        expect(each["error"] != "the collective returned without an error", each["error"])
+    waited = next(each for each in ended if each["rank"] == 0)
+    return {"ranks": number, "abort_to_error_ms": 1e3 * waited["seconds"]}
+
+
+def check_watchdog(context: Context) -> Figures:
+    """A collective outlasts its timeout: the process fails, NCCL leaves a dump, and the job restarts."""
+    ranks, limit = ("1", 5.0) if context.device == "cuda" else ("2", 3.0)
+    variables = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(context.folder / "dump_"),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(context.folder / "dump_"),
+    }
+    options = ["--nproc-per-node", ranks, "--max-restarts", "1"]
+    with Job(context, options, "watchdog.py", [str(limit)], variables) as job:
+        (waiting,) = job.wait("waiting", attempt=0)
+        (again, *_) = job.wait("again", int(ranks), attempt=1)
+        job.exits()
+    figures: Figures = {"limit_s": limit, "wait_to_restarted_s": again["at"] - waiting["at"]}
+    if context.device == "cuda":
+        dumps = sorted(context.folder.glob("dump_*"))
+        expect(dumps, "the watchdog ended the process without a flight recorder dump")
+        figures["dump_bytes"] = dumps[0].stat().st_size
+    return figures
+
+
+def check_flight_recorder(context: Context) -> Figures:
+    """The flight recorder can be read in the process while the job runs."""
+    variables = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    with Job(context, [], "flight_recorder.py", variables=variables) as job:
+        (recorded,) = job.wait("recorded")
+        job.exits()
+    names = [name for name in recorded["names"] if "all_reduce" in name]
+    expect(len(names) == 3, f"recorded {recorded['names']}, not three all_reduce")
+    return {"entries": len(recorded["names"]), "bytes": recorded["bytes"]}
+
+
+def check_hang(context: Context) -> Figures:
+    """A kernel that does not end: ``--hang-timeout`` finds it, keeps the stack and restarts."""
+    with Job(context, ["--max-restarts", "1", "--hang-timeout", "3"], "hang.py") as job:
+        (stepped,) = job.wait("stepped", attempt=0)
+        (again,) = job.wait("stepped", attempt=1)
+        job.exits()
+    expect(len(job.job_events("worker hung")) == 1, "no event 'worker hung'")
+    stacks = [path.read_text() for path in (context.folder / "logs").rglob("hang.txt")]
+    expect(any("wait_for_device" in stack for stack in stacks), "no stack of the hung worker was kept")
+    return {"limit_s": 3.0, "last_step_to_restarted_s": again["at"] - stepped["at"]}
+
+
+CHECKS: dict[str, Callable[[Context], Figures]] = {
+    "kernel": check_kernel,
+    "count": check_count,
+    "warm": check_warm,
+    "killed-kernel": check_killed_kernel,
+    "hang": check_hang,
+    "flight-recorder": check_flight_recorder,
+    "watchdog": check_watchdog,
+    "abort": check_abort,
+    "replace-1": check_replace(1),
+    "replace-2": check_replace(2),
+    "replace-4": check_replace(4),
+}
+"""In this order: what others need comes first."""

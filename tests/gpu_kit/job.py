@@ -1,0 +1,166 @@
+"""A launched job of the kit, and the events that its workers report through a FIFO."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+PROGRAMS = Path(__file__).parent / "programs"
+LEADING = ("-m", "elasticrs.launch", "--standalone", "--shutdown-timeout", "3")
+
+
+class CheckFailedError(Exception):
+    """A check did not see what it expects. The message says what it saw."""
+
+
+class Skipped(Exception):  # noqa: N818 -- a skipped check is no error
+    """A check cannot run on this machine. The message says why."""
+
+
+class Context(NamedTuple):
+    """What every check is given.
+
+    Attributes:
+        device: ``"cuda"`` or ``"cpu"``.
+        gpus: the number of GPUs; 0 with ``"cpu"``.
+        nccl: the version of NCCL, such as ``(2, 30, 7)``; ``None`` with ``"cpu"``.
+        folder: an existing folder for the files of this check.
+        deadline: the monotonic time at which the check has to end, in seconds.
+        environment: variables of the launcher.
+    """
+
+    device: str
+    gpus: int
+    nccl: tuple[int, ...] | None
+    folder: Path
+    deadline: float
+    environment: dict[str, str]
+
+
+class Job:
+    """An ``elasticrun`` of one of the kit's programs. On exit from its context the launcher is stopped."""
+
+    def __init__(
+        self,
+        context: Context,
+        options: Sequence[str],
+        program: str,
+        arguments: Sequence[str] = (),
+        variables: dict[str, str] | None = None,
+    ) -> None:
+        self._context = context
+        self.seen: list[dict[str, Any]] = []
+        self._partial = b""
+        fifo = context.folder / "events"
+        os.mkfifo(fifo)
+        # Opened for both directions, so that the FIFO has no end of file while no worker has it open.
+        self._fifo = os.open(fifo, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._output = context.folder / "output.txt"
+        self.events = context.folder / "events.jsonl"
+        environment = {
+            **context.environment,
+            "KIT_DEVICE": context.device,
+            "KIT_EVENTS": str(fifo),
+            **(variables or {}),
+        }
+        command = [sys.executable, *LEADING, "--log-dir", str(context.folder / "logs")]
+        command += ["--event-log-handler", f"file:{self.events}", *options]
+        command += [str(PROGRAMS / program), *arguments]
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=context.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Job":  # noqa: PYI034 -- `Self` needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        os.close(self._fifo)
+
+    @property
+    def output(self) -> str:
+        """What launcher and workers have printed so far."""
+        return self._output.read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, what: str, count: int = 1, **facts: object) -> list[dict[str, Any]]:
+        """Wait for events of one kind.
+
+        Args:
+            what: the kind, as a program names it.
+            count: how many to wait for.
+            facts: values that a counted event must have.
+
+        Returns:
+            The first ``count`` of them.
+
+        Raises:
+            CheckFailedError: the job ended, or the time is over, before there were as many.
+        """
+
+        def matching() -> list[dict[str, Any]]:
+            return [
+                event
+                for event in self.seen
+                if event["what"] == what and all(event.get(name) == value for name, value in facts.items())
+            ]
+
+        self._until(lambda: len(matching()) >= count, f"{count} events {what!r} {facts or ''}")
+        return matching()[:count]
+
+    def exits(self, expected: int = 0) -> None:
+        """Wait for the launcher's end.
+
+        Raises:
+            CheckFailedError: another exit code, or no end in time.
+        """
+        self._until(lambda: self._process.poll() is not None, "the end of the launcher", may_end=True)
+        if self._process.returncode != expected:
+            raise CheckFailedError(
+                f"elasticrun ended with exit code {self._process.returncode}, not {expected}: {self._last()}"
+            )
+
+    def job_events(self, name: str) -> list[dict[str, Any]]:
+        """Return the events that the launcher recorded under a name; call it after the launcher's end."""
+        lines = self.events.read_text(encoding="utf-8").splitlines()
+        return [event for event in map(json.loads, lines) if event["name"] == name]
+
+    def _until(self, is_there: Callable[[], bool], wanted: str, *, may_end: bool = False) -> None:
+        while not is_there():
+            # Looked at before the events are read: what was written before the end is read for certain.
+            has_ended = self._process.poll() is not None
+            left = self._context.deadline - time.monotonic()
+            if left <= 0:
+                raise CheckFailedError(f"no {wanted} in time: {self._last()}")
+            if select.select([self._fifo], [], [], min(left, 0.1))[0]:
+                self._read()
+            elif has_ended and not may_end:
+                raise CheckFailedError(f"the job ended before {wanted}: {self._last()}")
+
+    def _read(self) -> None:
+        *lines, self._partial = (self._partial + os.read(self._fifo, 1 << 16)).split(b"\n")
+        self.seen += map(json.loads, lines)
+
+    def _last(self) -> str:
+        return " | ".join(self.output.strip().splitlines()[-12:])

@@ -1,0 +1,49 @@
+"""Functions that all programs of the kit use: where tensors live, endless kernels, and reports to the kit."""
+
+import json
+import os
+import time
+
+import torch
+
+DEVICE = os.environ["KIT_DEVICE"]
+ON_GPU = DEVICE == "cuda"
+BACKEND = "nccl" if ON_GPU else "gloo"
+ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+RANK = int(os.environ["RANK"])
+LOCAL_RANK = int(os.environ["LOCAL_RANK"])
+
+
+def report(what: str, **facts: object) -> None:
+    """Send one event to the kit, in one write, so that events of several workers do not mix."""
+    event = {"what": what, "at": time.monotonic(), "pid": os.getpid(), "rank": RANK, "attempt": ATTEMPT}
+    fd = os.open(os.environ["KIT_EVENTS"], os.O_WRONLY)
+    os.write(fd, (json.dumps({**event, **facts}) + "\n").encode())
+    os.close(fd)
+
+
+def choose_device() -> None:
+    """Select this worker's GPU; several workers share one if there are fewer GPUs than workers."""
+    if ON_GPU:
+        torch.cuda.set_device(LOCAL_RANK % torch.cuda.device_count())
+
+
+def free_memory() -> int | None:
+    """Return the free bytes of this worker's GPU, or ``None`` on a CPU."""
+    return torch.cuda.mem_get_info()[0] if ON_GPU else None
+
+
+def start_endless_kernel() -> None:
+    """Queue a kernel that runs for days; on a CPU this is left to :func:`wait_for_device`."""
+    if ON_GPU:
+        torch.cuda._sleep(10**15)
+
+
+def wait_for_device() -> None:
+    """Wait for all kernels; on a CPU, compute forever, because nothing is queued there."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+        return
+    matrix = torch.ones(256, 256)
+    while True:
+        torch.mm(matrix, matrix)

@@ -1,0 +1,77 @@
+"""The kit for machines with a GPU, on a CPU with gloo."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from helpers.launcher import clean_environment
+
+from gpu_kit.checks import CHECKS
+
+ROOT = Path(__file__).parents[2]
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+
+pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.torch]
+
+
+def run_kit(results, *options, prefix=(), env=None):
+    command = [*prefix, sys.executable, "-m", "tests.gpu_kit", "--json", results, *options]
+    return subprocess.run(
+        command, cwd=ROOT, env=clean_environment(env), capture_output=True, text=True, check=False
+    )
+
+
+def rows_of(results):
+    return {row["check"]: row for row in json.loads(results.read_text())["checks"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_checks_pass_on_a_cpu(tmp_path):
+    results = tmp_path / "results.json"
+    done = run_kit(results, "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(results)
+    assert list(rows) == list(CHECKS)
+    assert {name for name, row in rows.items() if row["outcome"] != "passed"} == set()
+    assert all(row["figures"] for row in rows.values())
+
+
+def test_a_kernel_without_pidfds_is_refused_and_skips_the_other_checks(tmp_path):
+    results = tmp_path / "results.json"
+    old_kernel = (TARGET / "debug" / "testkit-worker", "old-kernel", "pidfd_open")
+    done = run_kit(results, "--device", "cpu", "--only", "kernel", "--only", "count", prefix=old_kernel)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(results)
+    assert (rows["kernel"]["outcome"], rows["kernel"]["figures"]["pidfds"]) == ("passed", False)
+    assert "pidfd_open" in rows["kernel"]["figures"]["says"]
+    assert rows["count"]["outcome"] == "skipped"
+
+
+def test_the_wheel_is_what_is_tested_and_a_broken_one_fails(tmp_path):
+    wheel = tmp_path / "elasticrs-0-py3-none-any.whl"
+    info = "elasticrs-0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("elasticrs/__init__.py", "")
+        archive.writestr("elasticrs/launch.py", "raise SystemExit(93)")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: elasticrs\nVersion: 0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    results = tmp_path / "results.json"
+    done = run_kit(results, "--device", "cpu", "--only", "count", "--wheel", wheel)
+    assert done.returncode == 1, done.stdout + done.stderr
+    row = rows_of(results)["count"]
+    assert row["outcome"] == "failed"
+    assert "ended before" in row["detail"]
+
+
+def test_a_machine_without_a_gpu_is_refused_in_one_line(tmp_path):
+    results = tmp_path / "results.json"
+    done = run_kit(results, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 1
+    assert "no GPU" in done.stderr
+    assert not results.exists()
