@@ -22,6 +22,7 @@ from elasticrs.compat.worker_group import WorkerSpec
 from elasticrs.metrics import MetricsConfig, initialize_metrics
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.multiprocessing.main_guard import refuse_while_main_is_imported
 from elasticrs.rendezvous import registry as rdzv_registry
 from elasticrs.rendezvous.api import RendezvousParameters
 from elasticrs.rendezvous.elastic.settings import exit_barrier_timeout_of
@@ -198,7 +199,9 @@ def launch_agent(
         ChildFailedError: workers failed.
         SignalException: a signal asked to stop.
         ValueError: the configuration makes no sense.
+        SystemExit: a function worker imports the main module, which has no ``__name__`` guard.
     """
+    refuse_while_main_is_imported()
     if not config.run_id:
         config.run_id = defaults.random_run_id()
     parameters = RendezvousParameters(

@@ -75,9 +75,12 @@ def start_processes(
         RuntimeError: local ranks do not match, or the processes could not be started; also a
             ``FileNotFoundError`` or ``PermissionError`` for a program that is not there or may not be run.
         ValueError: no such start method.
+        SystemExit: a function worker imports the main module, which has no ``__name__`` guard.
     """
     from elasticrs.multiprocessing import api, interrupts
+    from elasticrs.multiprocessing.main_guard import refuse_while_main_is_imported
 
+    refuse_while_main_is_imported()
     nprocs = len(args)
     api._validate_full_rank(args, nprocs, "args")
     api._validate_full_rank(envs, nprocs, "envs")
