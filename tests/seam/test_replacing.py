@@ -192,7 +192,7 @@ def forking(tmp_path):
     script = tmp_path / "forked.py"
     script.write_text(FORKED)
     command = [sys.executable, str(script)]
-    preload = Preload(modules=("colorsys",), is_explicit=True)
+    preload = Preload(("colorsys",), is_explicit=True)
     env = warm_environment(dict(os.environ), preload, os.path.abspath(_core.__file__))
     report = os.memfd_create("report")
     nursery = _core.WarmNursery(_core.ProcessSpec(0, command, env=env), report_fd=report, limit=HANG)

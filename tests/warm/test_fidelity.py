@@ -30,12 +30,12 @@ def facts(*parts, modules=MODULES):
     return (FACTS, "facts", modules, *parts)
 
 
-def assert_is_warm(outcome, n=2, mark=MARK):
+def assert_is_warm(outcome, n=2):
     """All ran, from a process that had imported what was asked for."""
     assert outcome.code == 0, outcome.stderr
     assert len(outcome.workers) == n
     for worker in outcome.workers.values():
-        assert mark in worker.facts["seen_first"]["modules"], outcome.stderr
+        assert MARK in worker.facts["seen_first"]["modules"], outcome.stderr
 
 
 @pytest.mark.parametrize("modules", [MODULES, WIDE], ids=["few", "many"])
@@ -44,8 +44,18 @@ def test_all_facts(launch, tmp_path, modules):
     assert_is_warm(job.compare("--nproc-per-node=2", *facts(modules=modules)))
 
 
-def test_what_the_script_imports_is_found(launch, tmp_path):
-    assert_is_warm(Job(launch, tmp_path, "auto").compare(*facts()), 1, mark="ctypes")
+def test_what_the_script_imports_is_found(launch, tmp_path, worker_script):
+    script = worker_script(f"""
+        import sys
+        IS_WARM = "{MARK}" in sys.modules
+        import {MARK}, runpy
+        runpy.run_path({str(FACTS)!r}, run_name="__main__")
+        with open("was_warm", "w") as file:
+            file.write(str(IS_WARM))
+    """)
+    outcome = Job(launch, tmp_path, "auto").compare(script, *facts(*QUICK)[1:])
+    assert outcome.code == 0, outcome.stderr
+    assert (tmp_path / "was_warm").read_text() == "True"
 
 
 def test_children_by_multiprocessing(job):

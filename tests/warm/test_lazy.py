@@ -32,6 +32,26 @@ def test_what_uses_no_torch_gets_none_of_it(tmp_path):
     assert warm.preload("auto", warm.entry_of_script(str(script))).modules == ("scipy", "scipy:optimize")
 
 
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("os.environ['TORCH_COMPILE_DISABLE'] = '1'", None),
+        ("def f(): os.environ['MASTER_PORT'] = os.environ['TORCHELASTIC_RUN_ID'] + '1'", None),
+        ("def f(): os.environ['TORCH_COMPILE_DISABLE'] = '1'", "TORCH_COMPILE_DISABLE"),
+        ("def f(): os.environ.update(settings)", "environ.update"),
+        ("def f(): dotenv.load_dotenv()", "load_dotenv"),
+    ],
+)
+def test_what_a_function_may_set_before_torch_reads_it_is_not_preloaded(tmp_path, lines, why):
+    from elasticrs import warm
+
+    script = tmp_path / "train.py"
+    script.write_text(f"import os, torch\n{lines}\ntorch.optim.SGD\n")
+    found = warm.preload("auto", warm.entry_of_script(str(script)))
+    assert (DYNAMO in found.modules) == (why is None)
+    assert [why in remark and DYNAMO in remark for remark in found.remarks] == ([] if why is None else [True])
+
+
 PROBE = """
 import json, os, runpy, sys
 from elasticrs import warm

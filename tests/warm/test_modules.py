@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from elasticrs import warm
 from elasticrs.config import UsageError
-from elasticrs.warm.modules import imports
+from elasticrs.warm.steps import Import, steps
+
+
+def imports(source, package=""):
+    """The modules that a source imports, each once."""
+    return list(dict.fromkeys(step.name for step in steps(source, package) if isinstance(step, Import)))
 
 
 @pytest.fixture
@@ -116,16 +121,18 @@ def test_the_imports_of_its_own_modules_count(write):
     write("tools/data.py", "import model.layers, wave")
     write("broken.py", "import cmd\n(")
     path = write("train.py", "from tools import data\nfrom model import Net\nimport json, broken")
-    expected = ("csv", "torch", "torch:nn", "bz2", "wave", "json", "torch._dynamo")
+    expected = ("csv", "torch", "torch:nn", "bz2", "json", "wave", "torch._dynamo")
     assert of_script(path).modules == expected
 
 
 def test_own_modules_are_read_to_a_limit(write):
     for number in range(30):
-        lines = f"import own{number + 1}, only{number}\n" + "# " + "x" * 50_000
+        lines = f"import only{number}, own{number + 1}\n" + "# " + "x" * 50_000
         write(f"own{number}.py", lines)
-    found = of_script(write("train.py", "import own0")).modules
-    assert found == tuple(f"only{number}" for number in reversed(range(11)))
+    found = of_script(write("train.py", "import own0\nimport json"))
+    assert found.modules == tuple(f"only{number}" for number in range(11))
+    [remark] = found.remarks
+    assert re.search(r"own11\.py, which was not read.* json ", remark)
 
 
 def test_a_script_is_read_as_python_reads_it(write):
@@ -175,15 +182,15 @@ def test_a_folder_is_its_main_program(write, tmp_path):
         (["-um", "pkg.run"], ("heapq", "csv", "json", "ftplib")),
         (["-m", "pkg"], ("heapq", "bz2")),
         (["-m", "space.deep.run"], ("ast",)),
-        (["-m", "json.tool"], ("argparse", "json", "sys")),
+        (["-m", "json.tool"], ("json", "argparse", "sys")),
     ],
 )
 def test_what_an_interpreter_runs(write, tmp_path, monkeypatch, arguments, modules):
     write("train.py", "import json")
     write("pkg/__init__.py", "import heapq\nraise SystemExit('imported')")
+    write("pkg/__main__.py", "import bz2")
     write("pkg/model.py", "from . import deeper")
     write("pkg/deeper.py", "from .model import x\nimport ftplib")
-    write("pkg/__main__.py", "import bz2")
     write("pkg/run.py", "import csv, train\nfrom . import model")
     write("space/deep/run.py", "import ast, space.deep.run")
     monkeypatch.chdir(tmp_path)
@@ -202,6 +209,7 @@ def test_modules_of_an_installed_package_are_not_beside_it(write, tmp_path, monk
         monkeypatch.syspath_prepend(tmp_path / folder)
     command = [sys.executable, "-m"]
     assert warm.preload("auto", warm.entry_of_command([*command, "pkg.run"])).modules == (
+        "pkg",
         "pkg.model",
         "other",
     )

@@ -58,7 +58,7 @@ def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[s
     import json
 
     entries = [entry for entry in (env.get("PYTHONPATH") or _HOOK).split(os.pathsep) if entry != _HOOK]
-    settings = {name: getattr(preload, name) for name in ("modules", "is_explicit", "folders")}
+    settings = {name: getattr(preload, name) for name in ("steps", "is_explicit", "folders")}
     return {
         **env,
         "PYTHONPATH": os.pathsep.join([_WARM, *entries]),

@@ -8,13 +8,17 @@ This package decides and reads; it starts nothing and imports nothing of the use
     entry = warm.entry_of_command(command)          # or entry_of_script, entry_of_function
     preload = warm.preload(value, entry)            # UsageError: a module that cannot exist
 
-``preload.modules`` are to be imported in their order by the interpreter that the workers are forked from.
-Each is written in one of two forms:
+``preload.steps`` are taken in their order by the interpreter that the workers are forked from. Each has one
+of three forms:
 
-- ``a.b``: as ``import a.b`` does;
-- ``a.b:c``: as ``from a.b import c`` does, thus ``__import__("a.b", fromlist=["c"])``. That imports ``c``
-  where only a module has the name, and loads what ``a.b`` loads when it is asked for ``c``. It raises nothing
-  where ``c`` is missing: the script itself will.
+- ``a.b``: import it as ``import a.b`` does;
+- ``a.b:c``: import it as ``from a.b import c`` does, thus ``__import__("a.b", fromlist=["c"])``. That imports
+  ``c`` where only a module has the name, and loads what ``a.b`` loads when it is asked for ``c``. It raises
+  nothing where ``c`` is missing: the script itself will;
+- ``NAME=value``: set an environment variable, as the script does before its next import. Workers start
+  without it, and set it themselves.
+
+``preload.modules`` are the steps of the first two forms.
 
 ``preload.is_explicit`` is true if the user has named the modules: then one that is not found, or raises, is
 told in full. Otherwise the script's source has, which may well not import it when it runs (``if``, ``try``, a

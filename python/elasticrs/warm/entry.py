@@ -30,6 +30,7 @@ class Entry(Value):
         interpreter: of the workers; ``None`` for this one.
         why_cold: why nothing can be preloaded at all.
         package: of the file, for its relative imports; empty for a script.
+        is_main: the file runs with ``"__main__"`` as its ``__name__``.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Entry(Value):
     interpreter: str | None = None
     why_cold: str | None = None
     package: str = ""
+    is_main: bool = True
 
 
 def entry_of_command(command: Sequence[str]) -> Entry:
@@ -95,7 +97,7 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
     files = getattr(top, "__path__", None) or [getattr(top, "__file__", None)]
     folders = _own(os.path.dirname(file) for file in files if file)
     package = getattr(module, "__package__", None) or ""
-    return Entry(name, getattr(module, "__file__", None), folders, package=package)
+    return Entry(name, getattr(module, "__file__", None), folders, package=package, is_main=False)
 
 
 def entry_of_script(path: str, interpreter: str | None = None, *, start_method: str = "spawn") -> Entry:

@@ -8,22 +8,24 @@ imports at the first step only; see :data:`LAZY`.
 
 from __future__ import annotations
 
-import _ast
 import os
 import stat
-import warnings
+import sys
 from contextlib import suppress
 
 from elasticrs._value import Value
 from elasticrs.config import UsageError
+from elasticrs.texts import printable
 from elasticrs.warm.entry import found_spec, is_beside, own_sources
+from elasticrs.warm.steps import Import, Variable, steps
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import ast
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from elasticrs.warm.entry import Entry
+    from elasticrs.warm.steps import Unknown
 
 LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
     # The first optimizer, DDP, checkpointed or sharded module of a process imports some 900 modules: each
@@ -46,9 +48,16 @@ LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
 Starting a process group, collectives, a data loader and schedulers import nothing more. A script without
 these words does without the modules: they take 80 MB, and triton among them prints to stderr at exit."""
 
-_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
+_READ_LAZILY = (
+    rb"""["']((?!TORCH(?:ELASTIC|_NCCL|_DISTRIBUTED|_CPP|_HOME))"""
+    rb"""(?:PYTORCH|TORCH|TRITON)[A-Z]*_[A-Z0-9_]+)["']"""
+)
+"""Variables that torch may read when it imports modules of :data:`LAZY`."""
+_SETS_ANY = (b"environ.update", b"putenv", b"load_dotenv")
+
 _CANNOT_PARSE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _NEVER = ("__future__", "__main__")
+_WIDTH, _SHOWN = 60, 4
 _ENOUGH = 1 << 19
 """Bytes of sources, of which a millisecond parses some 5000: the launch waits for it."""
 
@@ -57,16 +66,21 @@ class Preload(Value):
     """What is imported before the workers are forked; see :mod:`elasticrs.warm` for the forms of the names.
 
     Args:
-        modules: in the order in which they are imported; none: workers start cold.
+        steps: in their order; none: workers start cold.
         is_explicit: the user has named them.
         remarks: lines for the user.
         folders: no module that lies in one of these may come into ``sys.modules``; see :mod:`elasticrs.warm`.
     """
 
-    modules: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
     is_explicit: bool = False
     remarks: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules to import, in their order."""
+        return tuple(step for step in self.steps if "=" not in step)
 
 
 def preload(value: str, entry: Entry) -> Preload:
@@ -88,62 +102,165 @@ def preload(value: str, entry: Entry) -> Preload:
 
 
 def _of_list(names: Sequence[str], entry: Entry) -> Preload:
-    chosen, left_out = [], []
+    chosen, remarks = [], []
     for name in dict.fromkeys(names):
         top = name.partition(".")[0]
         if is_beside(top, entry.folders):
-            left_out.append(f"{name} was left out: it lies beside {entry.name}, and is always read anew")
+            remarks.append(f"{name} was left out: it lies beside {entry.name}, and is always read anew")
         elif entry.interpreter is None and found_spec(top) is None:
             raise UsageError(f"there is no module {top!r}")
         else:
             chosen.append(name)
-    return Preload(tuple(chosen), is_explicit=True, remarks=tuple(left_out), folders=entry.folders)
+    plan = _Plan(entry)
+    # Without a source that can be read, nothing is known of what it does before its imports.
+    with suppress(OSError, *_CANNOT_PARSE):
+        plan.read_entry()
+    tops = {_top(name) for name in chosen}
+    variables = plan.variables_before(tops)
+    late = [name for name in chosen if _top(name) in map(_top, plan.left_out)]
+    if plan.unknown is not None and late:
+        remarks.append(
+            f"{plan.unknown} runs before the script imports {_listed(late)}, but cannot affect what --warm "
+            "imports by name; use --warm auto if it has to"
+        )
+    return Preload((*variables, *chosen), is_explicit=True, remarks=tuple(remarks), folders=entry.folders)
 
 
 def _of_source(entry: Entry) -> Preload:
     if entry.path is None:
         return _cold(f"there is no file of {entry.name} that could be read")
+    plan = _Plan(entry)
     try:
-        chosen, sources = _read_all(entry.path, entry)
+        plan.read_entry()
     except OSError as error:
         return _cold(f"{entry.path} cannot be read: {error.strerror}")
     except _CANNOT_PARSE as error:
         return _cold(f"{entry.path} cannot be parsed: {_reason(error)}")
-    if not chosen:
-        return _cold(f"{entry.path} imports nothing but its own modules")
-    if any(_top(name) == "torch" for name in chosen):
-        chosen |= dict.fromkeys(name for source in sources for name in lazily_imported(source))
-    return Preload(tuple(chosen), folders=entry.folders)
+    remarks = []
+    tops = dict.fromkeys(map(_top, plan.left_out))
+    # As without such a line, what is found nowhere is passed over in silence.
+    late = [top for top in tops if entry.interpreter is not None or found_spec(top) is not None]
+    if plan.unknown is not None and late:
+        late.sort(key=sys.stdlib_module_names.__contains__)  # Those that take long come first.
+        remarks.append(
+            f"{plan.unknown} may change what later imports do, so each worker imports {_listed(late)} by "
+            "itself; to preload them, import them before that line"
+        )
+    if not plan.modules:
+        return Preload(
+            remarks=tuple(remarks) or _cold(f"{entry.path} imports nothing but its own modules").remarks
+        )
+    lazy: list[str] = []
+    if any(_top(name) == "torch" for name in plan.modules):
+        lazy = [name for source in plan.sources for name in lazily_imported(source)]
+        lazy = [name for name in dict.fromkeys(lazy) if name not in plan.modules]
+    if lazy and (why := why_not_lazily(plan.sources, {step.partition("=")[0] for step in plan.steps})):
+        remarks.append(f"{_listed(lazy)} is imported by each worker, because the source {why}")
+        lazy = []
+    return Preload((*plan.steps, *lazy), remarks=tuple(remarks), folders=entry.folders)
 
 
-def _read_all(path: str, entry: Entry) -> tuple[dict[str, None], list[bytes]]:
-    """What an entry imports, itself and by way of the user's own modules, in that order; and all sources."""
-    chosen: dict[str, None] = {}
-    sources: dict[str, bytes] = {}
-    is_own = dict.fromkeys(_NEVER, True)
+class _Plan:
+    """What an entry does until all is imported, itself and by way of the user's own modules, in that order.
 
-    def read(file: str, package: str) -> None:
-        sources[file] = b""
-        sources[file] = source = _read(file)
-        for name in imports(source, package):
-            top = _top(name)
-            if top not in is_own:
-                is_own[top] = is_beside(top, entry.folders)
-            if is_own[top]:
-                read_own(name)
-            else:
-                chosen[name] = None
+    Args:
+        entry: what the workers run.
 
-    def read_own(name: str) -> None:
-        for file, package in own_sources(name, entry.folders):
-            if file not in sources and sum(map(len, sources.values())) < _ENOUGH:
-                # The worker will tell what is wrong with it.
-                with suppress(OSError, *_CANNOT_PARSE):
-                    read(file, package)
+    Attributes:
+        steps: see :class:`Preload`, up to the first statement that is unknown.
+        modules: those of the steps that are imports.
+        unknown: that statement, for the user; ``None`` if there is none.
+        left_out: modules that are imported after it.
+    """
 
-    read_own(entry.package)
-    read(path, entry.package)
-    return chosen, list(sources.values())
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self._sources: dict[str, bytes] = {}
+        self._is_own = dict.fromkeys(_NEVER, True)
+        self._read: set[tuple[str, bool]] = set()
+        self.steps: list[str] = []
+        self.modules: dict[str, None] = {}
+        self.unknown: str | None = None
+        self.left_out: dict[str, None] = {}
+
+    @property
+    def sources(self) -> list[bytes]:
+        """All sources that were read."""
+        return list(self._sources.values())
+
+    def read_entry(self) -> None:
+        """Read the entry and the user's own modules that it imports.
+
+        Raises:
+            OSError: the entry cannot be read; another of :data:`_CANNOT_PARSE`: it cannot be parsed.
+        """
+        if self._entry.path is None:
+            return
+        if self._entry.package:
+            self._import(Import(self._entry.package))
+        self._read_source(self._entry.path, self._entry.package, is_main=self._entry.is_main)
+
+    def variables_before(self, tops: AbstractSet[str]) -> list[str]:
+        """Return the variables that are set before the first import of one of these modules."""
+        found = []
+        for step in self.steps:
+            if "=" in step:
+                found.append(step)
+            elif _top(step) in tops:
+                break
+        return found
+
+    def _read_source(
+        self, file: str, package: str, *, is_main: bool = False, is_certain: bool = True
+    ) -> None:
+        self._read.add((file, is_main))
+        self._sources[file] = b""
+        self._sources[file] = source = _read(file)
+        for step in steps(source, package, is_main=is_main):
+            if isinstance(step, Import):
+                self._import(step if is_certain else Import(step.name, is_certain=False))
+            elif isinstance(step, Variable) and is_certain and self.unknown is None:
+                self.steps.append(f"{step.name}={step.value}")
+            elif self.unknown is None:
+                self.unknown = _quoted(file, step)
+
+    def _import(self, step: Import) -> None:
+        name, top = step.name, _top(step.name)
+        if top not in self._is_own:
+            self._is_own[top] = is_beside(top, self._entry.folders)
+        if self._is_own[top]:
+            self._import_own(step)
+        elif self.unknown is not None:
+            if name not in self.modules:
+                self.left_out[name] = None
+        elif name not in self.modules:
+            self.modules[name] = None
+            self.steps.append(name)
+
+    def _import_own(self, step: Import) -> None:
+        for file, package in own_sources(step.name, self._entry.folders):
+            if (file, False) in self._read:
+                continue
+            if sum(map(len, self._sources.values())) >= _ENOUGH:
+                self.unknown = (
+                    self.unknown or f"{file}, which was not read because the sources are too large,"
+                )
+                return
+            # The worker will tell what is wrong with it.
+            with suppress(OSError, *_CANNOT_PARSE):
+                self._read_source(file, package, is_certain=step.is_certain)
+
+
+def _quoted(file: str, step: Variable | Unknown) -> str:
+    """A statement for the user."""
+    return f"{file}, line {step.line} ({printable(step.text, _WIDTH)})"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names for the user: the first ones, and the number of the others."""
+    all_names = list(dict.fromkeys(name.replace(":", ".") for name in names))
+    shown = ", ".join(all_names[:_SHOWN])
+    return shown if len(all_names) <= _SHOWN else f"{shown} and {len(all_names) - _SHOWN} more"
 
 
 def _reason(error: BaseException) -> str:
@@ -168,64 +285,6 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def imports(source: bytes, package: str = "") -> list[str]:
-    """What a source imports at its top level, each once, in order; see :mod:`elasticrs.warm` for the forms.
-
-    Args:
-        source: as it is in the file: the parser sees to the encoding.
-        package: to which it belongs; relative imports are left out without one.
-
-    Raises:
-        SyntaxError: or another of :data:`_CANNOT_PARSE`.
-    """
-    with warnings.catch_warnings():
-        # The worker shows those of its script.
-        warnings.simplefilter("ignore")
-        tree = compile(source, "<script>", "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
-    found: dict[str, None] = {}
-    for node in _statements(tree):
-        if isinstance(node, _ast.Import):
-            found.update(dict.fromkeys(alias.name for alias in node.names))
-        elif isinstance(node, _ast.ImportFrom) and (module := _absolute(node, package)):
-            found[module] = None
-            found.update(dict.fromkeys(f"{module}:{alias.name}" for alias in node.names))
-    return list(found)
-
-
-def _absolute(node: ast.ImportFrom, package: str) -> str:
-    """The module of a ``from … import …``; empty for a relative one that leads nowhere."""
-    parents = package.split(".")
-    if node.level == 0 or not package or node.level > len(parents):
-        return "" if node.level else node.module or ""
-    parts = parents[: len(parents) - node.level + 1]
-    return ".".join([*parts, node.module] if node.module else parts)
-
-
-def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """All statements that run when the module does, in order; no recursion, as code may be nested deeply."""
-    left: list[ast.AST] = [tree]
-    while left:
-        node = left.pop()
-        if isinstance(node, (_ast.FunctionDef, _ast.AsyncFunctionDef, _ast.ClassDef)):
-            continue
-        yield node
-        blocks: Sequence[str] = _BLOCKS
-        if isinstance(node, _ast.If) and (skipped := _for_type_checkers(node.test)) is not None:
-            blocks = [block for block in _BLOCKS if block != skipped]
-        for block in reversed(blocks):
-            inner = getattr(node, block, ())
-            if isinstance(inner, list):
-                left.extend(reversed(inner))
-
-
-def _for_type_checkers(test: ast.expr) -> str | None:
-    """The branch of an ``if`` that only type checkers take: ``body``, ``orelse``, or ``None``."""
-    if isinstance(test, _ast.UnaryOp) and isinstance(test.op, _ast.Not):
-        return "orelse" if _for_type_checkers(test.operand) == "body" else None
-    name = test.id if isinstance(test, _ast.Name) else getattr(test, "attr", None)
-    return "body" if name == "TYPE_CHECKING" else None
-
-
 def mentions(entry: Entry, words: Sequence[bytes]) -> bool:
     """Return true if one of the user's own sources has one of these words, or none of them can be read.
 
@@ -239,11 +298,12 @@ def mentions(entry: Entry, words: Sequence[bytes]) -> bool:
         # As a rule it is the script itself, and nothing has to be parsed.
         if _has(_read(entry.path), words):
             return True
-        _, sources = _read_all(entry.path, entry)
+        plan = _Plan(entry)
+        plan.read_entry()
     except (OSError, *_CANNOT_PARSE):
         # The worker will tell.
         return True
-    return any(_has(source, words) for source in sources)
+    return any(_has(source, words) for source in plan.sources)
 
 
 def _has(source: bytes, words: Sequence[bytes]) -> bool:
@@ -257,3 +317,25 @@ def lazily_imported(source: bytes) -> list[str]:
         source: of which words count, wherever they are.
     """
     return [name for words, name in LAZY if _has(source, words)]
+
+
+def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
+    """Return why modules of :data:`LAZY` may not be preloaded, for the user; ``None`` if they may.
+
+    A worker that starts cold imports them when the training begins. By then functions may have set variables
+    that these modules read when they are imported.
+
+    Args:
+        sources: of which words count, wherever they are.
+        known: variables that are set before in the nursery as well.
+    """
+    import re
+
+    for source in sources:
+        for word in _SETS_ANY:
+            if word in source:
+                return f"mentions {word.decode()}, which may set variables that it reads when it is imported"
+        for found in re.findall(_READ_LAZILY, source):
+            if found.decode() not in known:
+                return f"mentions {found.decode()}, which it may read when it is imported"
+    return None

@@ -29,8 +29,9 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOOK = os.path.join(os.path.dirname(_HERE), "hook")
 
 _SETTINGS = "ELASTICRS_WARM"
-"""JSON: ``modules`` (``a.b`` is imported as by ``import a.b``, ``a.b:c`` as by ``from a.b import c``), and
-``is_explicit``: the user has named them; ``folders``: of modules that must win over others of their name.
+"""JSON: ``steps`` (``a.b`` is imported as by ``import a.b``, ``a.b:c`` as by ``from a.b import c``,
+``NAME=value`` sets a variable), and ``is_explicit``: the user has named the modules; ``folders``: of modules
+that must win over others of their name.
 """
 _CORE = "ELASTICRS_WARM_CORE"
 """The file of ``elasticrs._core``."""
@@ -46,17 +47,8 @@ _SINCE = "ELASTICRS_WARM_SINCE"
 _RESERVED = min(256, os.sysconf("SC_OPEN_MAX") // 2)
 """Workers are given descriptors below this: none that a module opens is among them."""
 
-_QUIET = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Keeps libraries from starting threads when they are imported."""
-
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
-
-_OF_ATTEMPTS = frozenset(
-    b"RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
-    b"MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
-)
-"""What no import may ask for: workers have it, and attempts differ in it."""
 
 _RANK_ZERO = {
     "lightning.fabric.utilities.rank_zero": "RANK",
@@ -134,9 +126,14 @@ def _name_of_function(finalizer: Any) -> object:
     return getattr(found[1], "__qualname__", None) if found else None
 
 
-def _uses_cuda() -> bool:
+def _mapped(name: str) -> set[str]:
+    """The files that are mapped and have this in their path."""
     with open("/proc/self/maps") as maps:
-        found = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "/libcuda.so" in line}
+        return {line.split(maxsplit=5)[-1].rstrip() for line in maps if name in line}
+
+
+def _uses_cuda() -> bool:
+    found = _mapped("/libcuda.so")
     if not found:
         return False
     import ctypes
@@ -155,41 +152,10 @@ def _settings(stream: Any) -> dict[str, object]:
     return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
 
 
-class _Variables(dict):  # type: ignore[type-arg]
-    """The environment while modules are imported: notes what they ask for too early."""
-
-    def __init__(self) -> None:
-        self._environments: list[Any] = [os.environ, os.environb]
-        for name in _OF_ATTEMPTS:
-            os.environb.pop(name, None)
-        self._real = self._environments[0]._data
-        super().__init__(self._real)
-        self.asked: list[str] = []
-        self._use(self)
-
-    def __missing__(self, name: bytes) -> NoReturn:
-        if name in _OF_ATTEMPTS:
-            frame: Any = sys._getframe(1)
-            while frame is not None and frame.f_code.co_name != "<module>":
-                frame = frame.f_back
-            if frame is None or frame.f_globals.get("__name__") not in _RANK_ZERO:
-                self.asked.append(name.decode())
-        raise KeyError(name)
-
-    def end(self) -> None:
-        self._real.clear()
-        self._real.update(self)
-        self._use(self._real)
-
-    def _use(self, data: dict[bytes, bytes]) -> None:
-        for environ in self._environments:
-            environ._data = data
-
-
 class _Surroundings:
     """What a worker must have as it was before the imports, until its script imports."""
 
-    def __init__(self, folders: list[str]) -> None:
+    def __init__(self, folders: list[str], variables: Any) -> None:
         import signal
 
         self._folders, self._known = folders, set(sys.modules)
@@ -197,7 +163,9 @@ class _Surroundings:
         self._umask, self._nice = os.umask(0), os.getpriority(os.PRIO_PROCESS, 0)
         os.umask(self._umask)
         self._streams = [_settings(stream) for stream in _standard_streams()]
-        self.variables = _Variables()
+        self.variables = variables
+        self.blas: dict[str, dict[str, str]] = {}
+        """Each OpenBLAS, and the variables that the script had set when it was loaded."""
 
     def restore(self) -> str | None:
         """Restore what has changed, and name it."""
@@ -281,6 +249,9 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
         return "it makes a temporary folder at import"
     if surroundings.variables.asked:
         return f"it reads {surroundings.variables.asked[0]} at import"
+    variable = surroundings.variables.changed()
+    if variable:
+        return f"it changes {variable} at import, which the script has set"
     changed = surroundings.restore()
     if changed:
         return f"it changes {changed} at import"
@@ -406,50 +377,71 @@ def _left_out_before(environ: dict[str, str]) -> set[str]:
     return ended | {record["left_out"] for record in records if "left_out" in record}
 
 
-def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
-    """Import everything; what was printed, and what was done to the environment."""
+class _Imported:
+    """What imports have done that each worker does again.
+
+    Args:
+        printed: what they have printed, by descriptor.
+        done: to the environment.
+        blas: each OpenBLAS, and the variables that the script had set when it was loaded.
+    """
+
+    def __init__(self, printed: dict[int, bytes], done: _Done, blas: dict[str, dict[str, str]]) -> None:
+        self.printed, self.done, self.blas = printed, done, blas
+
+
+def _import_all(environ: dict[str, str]) -> _Imported:
+    """Take all steps."""
     import json
     import time
 
     begun = time.monotonic()
     settings = json.loads(environ[_SETTINGS])
     gone = _left_out_before(environ)
-    names = [name for name in settings["modules"] if name.partition(":")[0] not in gone]
+    steps = [step for step in settings["steps"] if step.partition(":")[0] not in gone]
     is_explicit = settings["is_explicit"]
-    surroundings, reserved, captured = _Surroundings(settings["folders"]), _reserve(), _Captured()
+    shielded = {"PYTHONPATH": environ["PYTHONPATH"], _PID: str(os.getpid())}
+    variables = _beside("variables").Variables(shielded, _RANK_ZERO)
+    surroundings = _Surroundings(settings["folders"], variables)
+    reserved, captured = _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)
-    os.environ.update(_QUIET)
-    # As C sees it only.
-    os.putenv("PYTHONPATH", environ["PYTHONPATH"])
-    os.putenv(_PID, str(os.getpid()))
+    variables.hide()
     python: Any = os
     python.execv, python.execve = _refusing(_execv), _refusing(_execve)
-    for name in names:
+    for step in steps:
+        name, is_variable, value = step.partition("=")
+        if is_variable:
+            variables.assign(name, value)
+            continue
+        environment = dict(variables)
         found = _import(name, is_explicit, before, surroundings)
         if found is not None:
             why, text = found
             module = name.partition(":")[0]
+            rest = steps
+            if not is_explicit and dict(variables) != environment:
+                # In the order of the script, later imports see what this one has changed.
+                rest = steps[: steps.index(step)]
+                why += "; later imports were left out as well, because it changes the environment"
+            rest = [other for other in rest if other.partition(":")[0] != module]
             _report(left_out=module, why=why, traceback=text)
-            rest = [other for other in names if other.partition(":")[0] != module]
             surroundings.restore()
             captured.end()
-            _begin_again(environ, {**settings, "modules": rest})
-    for name, value in _QUIET.items():
-        if os.environ.get(name) == value:
-            del os.environ[name]
-            os.environ.update({name: untouched[name]} if name in untouched else {})
+            _begin_again(environ, {**settings, "steps": rest})
+        if variables.assigned:
+            for path in _mapped("openblas") - surroundings.blas.keys():
+                surroundings.blas[path] = dict(variables.assigned)
+    for path in _mapped("openblas") - surroundings.blas.keys():
+        surroundings.blas[path] = {}
     printed = captured.end()
     python.execv, python.execve = _execv, _execve
-    surroundings.variables.end()
-    os.unsetenv(_PID)
-    os.unsetenv("PYTHONPATH")
-    if "PYTHONPATH" in os.environ:
-        os.putenv("PYTHONPATH", os.environ["PYTHONPATH"])
+    variables.end()
     for fd in reserved:
         os.close(fd)
     both = {name: (untouched.get(name), os.environ.get(name)) for name in {*untouched, *os.environ}}
     _tell_ready(begun, surroundings)
-    return printed, {name: change for name, change in both.items() if change[0] != change[1]}
+    done = {name: change for name, change in both.items() if change[0] != change[1]}
+    return _Imported(printed, done, surroundings.blas)
 
 
 def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
@@ -507,12 +499,13 @@ def _core() -> types.ModuleType:
     return core
 
 
-def _renewal() -> types.ModuleType:
+def _beside(name: str) -> types.ModuleType:
+    """Load a file beside this one."""
     from importlib.machinery import SourceFileLoader
 
-    renewal = type(sys)("renewal")
-    SourceFileLoader("renewal", os.path.join(_HERE, "renewal.py")).exec_module(renewal)
-    return renewal
+    module = type(sys)(name)
+    SourceFileLoader(name, os.path.join(_HERE, f"{name}.py")).exec_module(module)
+    return module
 
 
 def _become_worker(
@@ -520,17 +513,16 @@ def _become_worker(
     argv: list[bytes],
     env: list[bytes],
     arguments: list[str],
-    printed: dict[int, bytes],
-    done: _Done,
+    imported: _Imported,
 ) -> None:
     renewal.last_collection(_open_files)
     renewal.main_module()
-    renewal.environment(env, done)
+    renewal.environment(env, imported.done)
     renewal.arguments(argv, arguments)
     renewal.streams(_standard_streams())
     renewal.seeds(_RANK_ZERO)
-    renewal.blas()
-    renewal.output(printed)
+    renewal.blas(imported.blas)
+    renewal.output(imported.printed)
 
 
 def _serve() -> None:
@@ -553,10 +545,10 @@ def _serve() -> None:
     else:
         del os.environ["PYTHONPATH"]
     try:
-        core, renewal = _core(), _renewal()
+        core, renewal = _core(), _beside("renewal")
         core.warm_nursery_begin(start)
         del os.environ[_CORE]
-        printed, done = _import_all(environ)
+        imported = _import_all(environ)
         import gc
 
         gc.freeze()
@@ -565,7 +557,7 @@ def _serve() -> None:
         _report(failed=f"{type(error).__name__}: {error}")
         raise
     argv, env = core.warm_nursery_main(start)
-    _become_worker(renewal, argv, env, arguments, printed, done)
+    _become_worker(renewal, argv, env, arguments, imported)
     hooked = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
     if hooked == _HOOK:
         sys.path.insert(0, hooked)

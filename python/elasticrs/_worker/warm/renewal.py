@@ -112,23 +112,27 @@ def seeds(rank_zero: dict[str, str]) -> None:
             loaded[name].rank_zero_only.rank = int(os.environ[variable])
 
 
-def blas() -> None:
-    """OpenBLAS, which was kept from starting threads, gets the number that it would have read."""
-    given = [os.environ.get(name, "") for name in _BLAS_THREADS]
-    counts = [int(text) for text in given if text.isdecimal() and text != "0"]
-    count = counts[0] if counts else len(os.sched_getaffinity(0))
-    if count == 1:
-        return
-    with open("/proc/self/maps") as maps:
-        found = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "openblas" in line}
-    if found:
+def blas(assigned: dict[str, dict[str, str]]) -> None:
+    """Tell each OpenBLAS, which was kept from starting threads, the number that it would have read.
+
+    Args:
+        assigned: by library, the variables that the script sets before it loads that.
+    """
+    processors = len(os.sched_getaffinity(0))
+    for path, overriding in assigned.items():
+        variables = {**os.environ, **overriding}
+        given = [variables.get(name, "") for name in _BLAS_THREADS]
+        counts = [int(text) for text in given if text.isdecimal() and text != "0"]
+        # OpenBLAS takes the lower one, too, when it reads the variables.
+        count = min([processors, *counts[:1]])
+        if count == 1:
+            continue
         import ctypes
 
-        for path in found:
-            library = ctypes.CDLL(path)
-            for name in _SET_BLAS_THREADS:
-                if hasattr(library, name):
-                    getattr(library, name)(count)
+        library = ctypes.CDLL(path)
+        for name in _SET_BLAS_THREADS:
+            if hasattr(library, name):
+                getattr(library, name)(count)
 
 
 def output(printed: dict[int, bytes]) -> None:

@@ -1,0 +1,316 @@
+"""What the top level of a source does, as far as that matters for imports: pure, nothing is run.
+
+A worker that starts cold runs the top level of its script in order, so an import sees everything that the
+statements before it have done: environment variables, ``sys.path``, warning filters, chosen back ends. To
+preload a module is only correct if the nursery can do the same before it imports. :func:`steps` splits a
+source into
+
+- :class:`Import`, which can be preloaded;
+- :class:`Variable`, an assignment of a constant to ``os.environ``, which the nursery can repeat;
+- :class:`Unknown`, a statement that may change what later imports do, in a way that cannot be told without
+  running it. Every call is one, except those of :data:`_HARMLESS`.
+
+Other statements cannot affect an import and are skipped. Functions are skipped as well, because a call of
+one is unknown by itself.
+"""
+
+from __future__ import annotations
+
+import _ast
+import warnings
+
+from elasticrs._value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import ast
+    from collections.abc import Iterator, Sequence
+
+_FUNCTIONS = (_ast.FunctionDef, _ast.AsyncFunctionDef)
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
+_HEADS = ("test", "iter", "subject", "guard", "type", "value", "exc", "msg")
+"""Fields of statements with expressions that run before, or instead of, the blocks of the statement."""
+
+_CONTAINER = "{}"
+"""Stands for a dict, list or set that was made in the same source."""
+_TEXT = "str()"
+_ENVIRON = "os.environ"
+
+_HARMLESS = frozenset((
+    "abc.abstractmethod", "bool", "bytes", "classmethod", "collections.OrderedDict",
+    "collections.defaultdict", "collections.deque", "collections.namedtuple", "contextlib.contextmanager",
+    "contextlib.nullcontext", "contextlib.suppress", "dataclasses.dataclass", "dataclasses.field",
+    "datetime.datetime.now", "dict", "enum.auto", "enumerate", "exit", "float", "frozenset",
+    "functools.cache", "functools.lru_cache", "functools.partial", "functools.total_ordering",
+    "functools.wraps", "getattr", "hasattr", "importlib.util.find_spec", "int", "isinstance", "issubclass",
+    "len", "list", "logging.getLogger", "logging.getLogger().debug", "logging.getLogger().error",
+    "logging.getLogger().info", "logging.getLogger().warning", "object", "os.cpu_count", "os.environ.get",
+    "os.getcwd", "os.getenv", "os.getpid", "print", "property", "quit", "range", "re.compile", "repr",
+    "reversed", "round", "set", "staticmethod", "str", "sum", "super", "sys.exit", "time.localtime",
+    "time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns", "time.process_time",
+    "time.strftime", "time.time", "time.time_ns", "tuple", "type", "warnings.warn", "zip",
+))  # fmt: skip
+"""Functions that change nothing that an import could see."""
+_HARMLESS_ROOTS = ("os.path.", "pathlib.Path", "typing.", "typing_extensions.", f"{_TEXT}.", f"{_CONTAINER}.")
+_CONTEXTS = ("contextlib.nullcontext()", "contextlib.suppress()")
+"""Context managers that change nothing, either."""
+
+
+class Import(Value):
+    """A module that is imported.
+
+    Args:
+        name: in one of the forms of :mod:`elasticrs.warm`.
+        is_certain: false if the statement is in a block that may not run.
+    """
+
+    name: str
+    is_certain: bool = True
+
+
+class Variable(Value):
+    """An environment variable that is set to a constant.
+
+    Args:
+        name: of the variable.
+        value: of the variable.
+        line: number of the line.
+        text: the line.
+    """
+
+    name: str
+    value: str
+    line: int
+    text: str
+
+
+class Unknown(Value):
+    """A statement that may change what later imports do.
+
+    Args:
+        line: number of the line.
+        text: the line.
+    """
+
+    line: int
+    text: str
+
+
+def steps(source: bytes, package: str = "", *, is_main: bool = True) -> Iterator[Import | Variable | Unknown]:
+    """Split a source into the steps that matter for imports, in the order in which they run.
+
+    Args:
+        source: as it is in the file: the parser sees to the encoding.
+        package: to which it belongs; relative imports are left out without one.
+        is_main: ``__name__`` is ``"__main__"``.
+
+    Raises:
+        SyntaxError: or ValueError, RecursionError, MemoryError: the source cannot be parsed.
+    """
+    with warnings.catch_warnings():
+        # The worker shows the warnings of its script.
+        warnings.simplefilter("ignore")
+        tree = compile(source, "<script>", "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
+    return _Reader(source, package, is_main).read(tree)
+
+
+class _Reader:
+    """Walks the statements of one source."""
+
+    def __init__(self, source: bytes, package: str, is_main: bool) -> None:
+        self._lines = source.splitlines()
+        self._package = package
+        self._is_main = is_main
+        self._names: dict[str, str | None] = {}
+        """What names stand for, as a dotted path; ``None`` for anything unknown."""
+        self._has_lost = False
+        """There was an unknown statement: further ones add nothing."""
+
+    def read(self, tree: ast.AST) -> Iterator[Import | Variable | Unknown]:
+        # A stack instead of a recursion, because code may be nested deeply.
+        left: list[tuple[ast.AST, bool]] = [(tree, True)]
+        while left:
+            node, is_certain = left.pop()
+            yield from self._steps(node, is_certain)
+            left += reversed(self._blocks(node, is_certain))
+
+    def _steps(self, node: ast.AST, is_certain: bool) -> Iterator[Import | Variable | Unknown]:
+        if isinstance(node, (_ast.Import, _ast.ImportFrom)):
+            for name in self._imported(node):
+                yield Import(name, is_certain)
+        elif not self._has_lost:
+            variables = self._variables(node) if is_certain else []
+            yield from variables
+            if not variables and not self._is_harmless(node):
+                self._has_lost = True
+                yield Unknown(*self._place(node))
+
+    def _place(self, node: ast.AST) -> tuple[int, str]:
+        line: int = getattr(node, "lineno", 0)
+        text = self._lines[line - 1] if 0 < line <= len(self._lines) else b""
+        return line, text.decode("utf-8", "replace").strip()
+
+    def _blocks(self, node: ast.AST, is_certain: bool) -> list[tuple[ast.AST, bool]]:
+        """Return the statements inside of a statement that may run, each with whether it certainly does."""
+        if isinstance(node, (*_FUNCTIONS, _ast.ClassDef)):
+            return []
+        names: Sequence[str] = _BLOCKS
+        if isinstance(node, _ast.If):
+            taken = self._branch(node.test)
+            names = _BLOCKS if taken is None else (taken,)
+            is_certain = is_certain and taken is not None
+        elif not isinstance(node, _ast.Module):
+            is_certain = False
+        blocks = [getattr(node, name, None) for name in names]
+        return [(inner, is_certain) for block in blocks if isinstance(block, list) for inner in block]
+
+    def _branch(self, test: ast.expr) -> str | None:
+        """Return the branch that is taken: ``body`` or ``orelse``; ``None`` if that is not known."""
+        if isinstance(test, _ast.UnaryOp) and isinstance(test.op, _ast.Not):
+            taken = self._branch(test.operand)
+            return {"body": "orelse", "orelse": "body", None: None}[taken]
+        match test:
+            case _ast.Name("TYPE_CHECKING") | _ast.Attribute(attr="TYPE_CHECKING"):
+                return "orelse"
+            case _ast.Compare(_ast.Name("__name__"), [_ast.Eq()], [_ast.Constant("__main__")]):
+                return "body" if self._is_main else "orelse"
+        return None
+
+    def _imported(self, node: ast.Import | ast.ImportFrom) -> dict[str, None]:
+        if isinstance(node, _ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                self._names[alias.asname or top] = alias.name if alias.asname else top
+            return dict.fromkeys(alias.name for alias in node.names)
+        module = _absolute(node, self._package)
+        for alias in node.names:
+            self._names[alias.asname or alias.name] = f"{module}.{alias.name}"
+        return dict.fromkeys([module, *(f"{module}:{alias.name}" for alias in node.names)] if module else ())
+
+    def _variables(self, node: ast.AST) -> list[Variable]:
+        """Return the variables that a statement sets, if it does nothing else."""
+        match node:
+            case _ast.Assign(targets, _ast.Constant(str(value))) if "\0" not in value:
+                names = [self._variable(target) for target in targets]
+                return [Variable(name, value, *self._place(node)) for name in names if all(names)]
+        return []
+
+    def _variable(self, target: ast.expr) -> str:
+        match target:
+            case _ast.Subscript(place, _ast.Constant(str(name))) if self._path(place) == _ENVIRON:
+                return "" if {"=", "\0"} & {*name} else name
+        return ""
+
+    def _is_harmless(self, node: ast.AST) -> bool:
+        """Return true if a statement by itself, without its blocks, cannot affect an import."""
+        if isinstance(node, _FUNCTIONS):
+            self._names[node.name] = None
+            defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+            return self._decorate_harmlessly(node.decorator_list) and self._are_harmless(defaults)
+        if isinstance(node, _ast.ClassDef):
+            return self._is_harmless_class(node)
+        if isinstance(node, (_ast.With, _ast.AsyncWith)):
+            return all(self._path(item.context_expr) in _CONTEXTS for item in node.items)
+        if isinstance(node, (_ast.Assign, _ast.AnnAssign, _ast.AugAssign)):
+            return self._is_harmless_assignment(node)
+        if isinstance(node, _ast.Delete):
+            return all(self._binds(target) for target in node.targets)
+        if isinstance(node, _ast.Raise):
+            return True  # Nothing follows it.
+        if isinstance(node, (_ast.For, _ast.AsyncFor)) and not self._binds(node.target):
+            return False
+        heads = [getattr(node, name, None) for name in _HEADS]
+        return self._are_harmless([head for head in heads if isinstance(head, _ast.AST)])
+
+    def _is_harmless_class(self, node: ast.ClassDef) -> bool:
+        before = self._names.copy()
+        inner = (*_FUNCTIONS, _ast.ClassDef, _ast.Assign, _ast.AnnAssign, _ast.Expr, _ast.Pass)
+        is_harmless = (
+            self._decorate_harmlessly(node.decorator_list)
+            and self._are_harmless([*node.bases, *node.keywords])
+            and all(isinstance(each, inner) and self._is_harmless(each) for each in node.body)
+        )
+        self._names = {**before, node.name: None}
+        return is_harmless
+
+    def _decorate_harmlessly(self, decorators: Sequence[ast.expr]) -> bool:
+        functions = [each.func if isinstance(each, _ast.Call) else each for each in decorators]
+        return self._are_harmless(decorators) and all(map(self._is_harmless_function, functions))
+
+    def _is_harmless_function(self, function: ast.expr) -> bool:
+        if isinstance(function, _ast.Attribute) and function.attr in ("setter", "deleter"):
+            return True
+        path = self._path(function) or ""
+        return path in _HARMLESS or path.startswith(_HARMLESS_ROOTS)
+
+    def _is_harmless_assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> bool:
+        if node.value is None:
+            return True
+        if not self._are_harmless([node.value]):
+            return False
+        if isinstance(node, _ast.AugAssign):
+            # `paths = sys.path; paths += ["…"]` changes more than a name.
+            known = self._path(node.target) if isinstance(node.target, _ast.Name) else ""
+            return known in (None, _CONTAINER, _TEXT)
+        path = self._path(node.value)
+        targets = node.targets if isinstance(node, _ast.Assign) else [node.target]
+        return all(self._binds(target, path) for target in targets)
+
+    def _binds(self, target: ast.expr, path: str | None = None) -> bool:
+        """Note that names are bound again. Return false if anything other than a name changes."""
+        match target:
+            case _ast.Name(name):
+                self._names[name] = path
+                return True
+            case _ast.Tuple(inner) | _ast.List(inner):
+                return all(self._binds(each) for each in inner)
+            case _ast.Starred(inner):
+                return self._binds(inner)
+            case _ast.Subscript(place, key):
+                return self._path(place) == _CONTAINER and self._are_harmless([key])
+        return False
+
+    def _are_harmless(self, expressions: Sequence[ast.AST]) -> bool:
+        left = [*expressions]
+        while left:
+            node = left.pop()
+            if isinstance(node, _ast.Lambda):
+                left += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+                continue
+            if isinstance(node, _ast.NamedExpr):
+                self._binds(node.target)
+            if isinstance(node, _ast.Call) and not self._is_harmless_function(node.func):
+                return False
+            for name in node._fields:
+                found = getattr(node, name)
+                inner = found if isinstance(found, list) else [found]
+                left += [each for each in inner if isinstance(each, _ast.AST)]
+        return True
+
+    def _path(self, node: ast.expr) -> str | None:
+        """Return what an expression stands for, as a dotted path from a module; a call adds ``()``."""
+        match node:
+            case _ast.Name(name):
+                return self._names.get(name, name)
+            case _ast.Attribute(place, name):
+                path = self._path(place)
+                return None if path is None else f"{path}.{name}"
+            case _ast.Call(function):
+                path = self._path(function)
+                return None if path is None else f"{path}()"
+            case _ast.BinOp(left):
+                return self._path(left)
+            case _ast.Constant(str()) | _ast.JoinedStr():
+                return _TEXT
+            case _ast.Dict() | _ast.List() | _ast.Set():
+                return _CONTAINER
+        return None
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    """The module of a ``from … import …``; empty for a relative one that leads nowhere."""
+    parents = package.split(".")
+    if node.level == 0 or not package or node.level > len(parents):
+        return "" if node.level else node.module or ""
+    parts = parents[: len(parents) - node.level + 1]
+    return ".".join([*parts, node.module] if node.module else parts)

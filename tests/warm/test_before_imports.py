@@ -1,0 +1,241 @@
+"""What a script does before its imports affects them under ``--warm auto`` as it does when it starts cold."""
+
+import importlib.util
+import re
+
+import pytest
+
+pytestmark = pytest.mark.beyond_torchrun
+
+LIBRARY = """
+import os, sys, warnings
+MODE = os.environ.get("LIBRARY_MODE", "default")
+BLAS = os.environ.get("OPENBLAS_NUM_THREADS", "default")
+WHERE = sys.path[-1]
+FILTERS = str(warnings.filters[:1])
+"""
+SECOND = """
+import os
+MODE = os.environ.get("LIBRARY_MODE", "default")
+"""
+PORT = """
+import os
+MODE = os.environ["MASTER_PORT"]
+"""
+SHOW = """
+import os
+os.write(1, f"{os.environ['RANK']} {at_start} {seen} {os.environ.get('LIBRARY_MODE')}\\n".encode())
+"""
+AT_START = """
+import builtins, os, sys
+builtins.at_start = os.environ.get("LIBRARY_MODE")
+with open(f"warm.{os.environ['RANK']}", "w") as file:
+    file.write(str("a_library" in sys.modules))
+"""
+"""A worker's ``sitecustomize``: it runs before the script, and sees what that will find."""
+
+
+@pytest.fixture
+def compare(launch, tmp_path, worker_script):
+    """Run a script cold and warm. Return what its workers saw, if they had preloaded, and the remarks."""
+
+    def run(text, modes=("off", "auto"), env=None, command=None, **files):
+        folder = tmp_path / "library"
+        folder.mkdir()
+        (folder / "a_library.py").write_text(LIBRARY)
+        (folder / "b_library.py").write_text(SECOND)
+        (folder / "port_library.py").write_text(PORT)
+        (folder / "sitecustomize.py").write_text(AT_START)
+        for name, content in files.items():
+            (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
+            (tmp_path / f"{name}.py").write_text(content)
+        script = worker_script(text + SHOW)
+        shown = []
+        for mode in modes:
+            for old in tmp_path.glob("warm.*"):
+                old.unlink()
+            options = ("--nproc-per-node=2", f"--warm={mode}", *(command or (script,)))
+            job = launch(*options, env={**(env or {}), "PYTHONPATH": f"{folder}:lib"}, cwd=tmp_path).exits(0)
+            shown.append(sorted(job.stdout.splitlines()))
+        assert shown[0] == shown[1]
+        assert len(shown[0]) == 2
+        preloaded = {path.read_text() for path in tmp_path.glob("warm.*")}
+        remarks = re.findall(r"warm: (.*)", job.stderr)
+        return shown[0], preloaded, remarks
+
+    return run
+
+
+KNOWN = {
+    "a constant": 'import os\nos.environ["LIBRARY_MODE"] = "fast"\n',
+    "another name": 'import os as o\no.environ["LIBRARY_MODE"] = "fast"\n',
+    "from os": 'from os import environ\nenviron["LIBRARY_MODE"] = "fast"\n',
+    "an alias": 'import os\nenv = os.environ\nenv["LIBRARY_MODE"] = "fast"\n',
+    "two targets": 'import os\nos.environ["OTHER"] = os.environ["LIBRARY_MODE"] = "fast"\n',
+    "twice": 'import os\nos.environ["LIBRARY_MODE"] = "slow"\nos.environ["LIBRARY_MODE"] = "fast"\n',
+    "after harmless lines": (
+        "import logging, os\nfrom pathlib import Path\nlogger = logging.getLogger(__name__)\n"
+        "ROOT = Path(__file__).resolve().parent\nNAMES = {}\nNAMES['a'] = [len(name) for name in ()]\n"
+        "def f(x=1): os.environ['LIBRARY_MODE'] = 'never'\nclass C:\n    x = 1\n    def g(self): f()\n"
+        'try:\n    import no_such_module\nexcept ImportError:\n    logger.debug("none")\n'
+        'os.environ["LIBRARY_MODE"] = "fast"\n'
+    ),
+    "in the main program": 'import os\nif __name__ == "__main__":\n    os.environ["LIBRARY_MODE"] = "fast"\n',
+    "beside": "import mine\n",
+    "threads": 'import os\nos.environ["OPENBLAS_NUM_THREADS"] = "7"\n',
+    "a port": 'import os\nos.environ["MASTER_PORT"] = "12345"\nimport port_library\n',
+}
+IMPORTS = "import a_library\nseen = a_library.MODE, a_library.BLAS, a_library.WHERE, a_library.FILTERS\n"
+
+
+@pytest.mark.parametrize("how", KNOWN)
+def test_a_constant_is_set_before_the_import_and_not_before_the_script(compare, how):
+    mine = 'import os\nos.environ["LIBRARY_MODE"] = "fast"\n'
+    shown, preloaded, remarks = compare(
+        KNOWN[how] + IMPORTS,
+        env={"LIBRARY_MODE": "from outside"},
+        mine=mine,
+    )
+    assert preloaded == {"True"}, remarks
+    assert remarks == []
+    expected = {"threads": "'from outside', '7'", "a port": "'from outside'"}.get(how, "'fast'")
+    assert f"0 from outside ({expected}" in shown[0]
+
+
+UNKNOWN = {
+    "setdefault": 'os.environ.setdefault("LIBRARY_MODE", "fast")',
+    "update": 'os.environ.update(LIBRARY_MODE="fast")',
+    "or": 'os.environ |= {"LIBRARY_MODE": "fast"}',
+    "putenv": 'os.putenv("LIBRARY_MODE", "fast")',
+    "a call": 'os.environ["LIBRARY_MODE"] = str(2 + 3)',
+    "a rank": 'os.environ["LIBRARY_MODE"] = os.environ["RANK"]',
+    "a function": 'def f(): os.environ["LIBRARY_MODE"] = "fast"\nf()',
+    "a decorator": 'def f(g): os.environ["LIBRARY_MODE"] = "fast"\n@f\ndef g(): pass',
+    "a class": 'class C:\n    os.environ["LIBRARY_MODE"] = "fast"',
+    "a branch": 'if len(sys.argv) < 9:\n    os.environ["LIBRARY_MODE"] = "fast"',
+    "a try": 'try:\n    os.environ["LIBRARY_MODE"] = "fast"\nexcept OSError:\n    pass',
+    "a loop": 'for name in ("LIBRARY_MODE",):\n    os.environ[name] = "fast"',
+    "a removal": 'del os.environ["LIBRARY_MODE"]',
+    "filters": 'import warnings\nwarnings.simplefilter("ignore", UserWarning)',
+    "a path": 'sys.path.append("/added")',
+    "a path by another name": 'paths = sys.path\npaths += ["/added"]',
+    "a patched module": "import csv\ncsv.mine = 1",
+    "arguments": "import argparse\nargparse.ArgumentParser().parse_known_args()",
+    "a context": (
+        "import contextlib\n@contextlib.contextmanager\ndef f():\n"
+        '    os.environ["LIBRARY_MODE"] = "fast"\n    yield\nwith f():\n    pass'
+    ),
+    "beside": "import mine",
+    "beside, in a function": "import harmless\nharmless.f()",
+}
+
+
+@pytest.mark.parametrize("how", UNKNOWN)
+def test_after_what_is_not_known_nothing_is_preloaded_and_a_line_says_so(compare, how):
+    _, preloaded, remarks = compare(
+        f"import os, sys\n{UNKNOWN[how]}\n{IMPORTS}",
+        env={"LIBRARY_MODE": "from outside"},
+        mine='import os\nos.environ.update(LIBRARY_MODE="fast")\n',
+        harmless='import os\ndef f():\n    os.environ["LIBRARY_MODE"] = "fast"\n',
+    )
+    assert preloaded == {"False"}
+    (remark,) = remarks
+    assert re.search(r"\.py, line \d+ \(.+\) may change what later imports do", remark)
+    assert "a_library" in remark
+
+
+def test_what_comes_before_an_unknown_statement_is_preloaded(compare):
+    text = (
+        "import a_library, os\nos.environ.setdefault('LIBRARY_MODE', 'fast')\nimport b_library\n"
+        "seen = a_library.MODE, b_library.MODE\n"
+    )
+    shown, preloaded, remarks = compare(text)
+    assert "('default', 'fast')" in shown[0]
+    assert preloaded == {"True"}
+    assert len(remarks) == 1
+    assert "b_library" in remarks[0]
+    assert "a_library" not in remarks[0].replace("b_library", "")
+
+
+def test_a_variable_that_an_import_changes_again_leaves_that_module_out(compare):
+    text = "import os\nos.environ['LIBRARY_MODE'] = 'fast'\nimport changes, a_library\n"
+    text += "seen = a_library.MODE, changes.before\n"
+    library = "import os\nbefore = os.environ['LIBRARY_MODE']\nos.environ['LIBRARY_MODE'] = 'changed'\n"
+    shown, _, remarks = compare(text, **{"lib/changes": library})
+    assert "('changed', 'fast') changed" in shown[0]
+    assert any("changes was left out: it changes LIBRARY_MODE at import" in remark for remark in remarks)
+
+
+def test_modules_that_are_named_see_the_variables_of_the_script(compare):
+    text = "import os\nos.environ['LIBRARY_MODE'] = 'fast'\nimport a_library\n"
+    shown, preloaded, remarks = compare(text + "seen = a_library.MODE\n", modes=("off", "a_library"))
+    assert "fast" in shown[0]
+    assert (preloaded, remarks) == ({"True"}, [])
+
+
+def test_a_module_that_is_run(compare):
+    files = {
+        "pkg/__init__": "import os\nos.environ['LIBRARY_MODE'] = 'fast'\n",
+        "pkg/run": "import os, a_library\nseen = a_library.MODE\n" + SHOW,
+    }
+    shown, preloaded, remarks = compare("", command=("-m", "pkg.run"), **files)
+    assert "fast" in shown[0]
+    assert (preloaded, remarks) == ({"True"}, [])
+
+
+BACK_END = """
+import os
+os.environ["MPLBACKEND"] = "svg"
+import matplotlib.pyplot
+seen = matplotlib.get_backend()
+"""
+USES = """
+import matplotlib
+matplotlib.use("pdf")
+import matplotlib.pyplot
+seen = matplotlib.get_backend()
+"""
+THREADS = """
+import os
+os.environ["OPENBLAS_NUM_THREADS"] = "{count}"
+import numpy, ctypes
+with open("/proc/self/maps") as maps:
+    paths = {{line.split()[-1] for line in maps if "openblas" in line}}
+names = [f"{{p}}openblas_get_num_threads{{s}}" for p in ("", "scipy_") for s in ("", "64_")]
+libraries = [ctypes.CDLL(path) for path in paths]
+seen = [getattr(each, name)() for each in libraries for name in names if hasattr(each, name)]
+"""
+
+
+def needs(module):
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(BACK_END, "svg", marks=needs("matplotlib")),
+        pytest.param(USES, "pdf", marks=needs("matplotlib")),
+        pytest.param(THREADS.format(count=1), "", marks=needs("numpy")),
+        pytest.param(THREADS.format(count=2), "", marks=needs("numpy")),
+        pytest.param(THREADS.format(count=64), "", marks=needs("numpy")),
+    ],
+    ids=["back end", "use", "one thread", "two threads", "many threads"],
+)
+def test_effects_on_real_libraries(compare, text, expected):
+    shown, _, _ = compare(text)
+    assert expected in shown[0]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_effects_on_torch(compare):
+    text = (
+        "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nos.environ['TORCH_COMPILE_DISABLE'] = '1'\n"
+        "import torch\nthreads = torch.get_num_threads()\n"
+        "torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)\n"
+        "import torch._dynamo\nseen = [threads, torch._dynamo.config.disable]\n"
+    )
+    shown, _, _ = compare(text)
+    assert "[2, True]" in shown[0]
