@@ -259,7 +259,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                "etcd those of its members, separated by commas (port 2379); the same on all nodes", "",
                Kind(str, "ENDPOINT")),
         Option("rdzv-id", "name of the job, the same on all nodes", "none", Kind(str, "ID")),
-        Option("rdzv-conf", "rendezvous settings, listed below", {}, PAIRS, typed=""),
+        Option("rdzv-conf", "rendezvous settings; --help rdzv lists them", {}, PAIRS, typed=""),
         Option("node-rank", "rank of this node (static), or its place in the order of nodes (c10d, etcd); "
                "default 0", 0, COUNT),
         Option("master-addr", "address of node rank 0, for the static rendezvous", "127.0.0.1", HOST),

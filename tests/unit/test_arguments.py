@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elasticrs.config import UsageError
 from elasticrs.launcher.arguments import HelpRequested, parse, resolve
-from elasticrs.launcher.help import WIDTH, help_text
+from elasticrs.launcher.help import COMMON, TOPICS, WIDTH, help_text
 from elasticrs.options import OPTIONS, OURS
 from elasticrs.rendezvous.elastic import etcd_site
 from elasticrs.rendezvous.elastic.settings import KEYS
@@ -206,8 +206,8 @@ def test_ranks_of_two_digits_can_be_named():
         (["x"], {"PET_MAX_RESTARTS": "many"}, "PET_MAX_RESTARTS: got 'many', expected a whole number, 0 or more"),  # noqa: E501
         (["x"], {"PET_STANDALONE": "yes"}, "PET_STANDALONE: got 'yes', expected 0 or 1"),
         (["--nproc-per-nod3=1", "x"], {}, "unknown option --nproc-per-nod3 (did you mean --nproc-per-node?)"),
-        (["--zzz", "x"], {}, "unknown option --zzz; --help lists them all"),
-        (["-x", "x"], {}, "unknown option -x; --help lists them all"),
+        (["--zzz", "x"], {}, "unknown option --zzz; --help all lists the options"),
+        (["-x", "x"], {}, "unknown option -x; --help all lists the options"),
         (["-nproc-per-node", "2"], {}, "unknown option -nproc-per-node (did you mean --nproc-per-node?)"),
         (["--NNODES=1", "x"], {}, "unknown option --NNODES (did you mean --nnodes?)"),
         (["--rdzv_endpont=1", "x"], {}, "unknown option --rdzv_endpont (did you mean --rdzv-endpoint?)"),
@@ -351,26 +351,64 @@ def test_help_is_asked_for(argv):
         parse(argv, {})
 
 
-def test_help_names_every_option_and_setting_once():
-    heads = [
-        re.match(r"[* ] (?:-\w, )?(--[\w-]+|[a-z]\w+)(?: |$)", line) for line in help_text("x").splitlines()
-    ]
-    names = sorted(match[1] for match in heads if match)
+@pytest.mark.parametrize(
+    ("argv", "topic"),
+    [
+        (["--help", "train.py"], ""),
+        (["--help", "all"], "all"),
+        (["--help=rdzv"], "rdzv"),
+        (["-h", "rdzv"], "rdzv"),
+        (["-hrdzv"], "rdzv"),
+    ],
+)
+def test_help_may_have_a_topic(argv, topic):
+    with pytest.raises(HelpRequested) as request:
+        parse(argv, {})
+    assert (request.value.what, request.value.topic) == ("help", topic)
+
+
+def test_a_topic_that_does_not_exist_is_refused():
+    with pytest.raises(UsageError, match="expected all or rdzv"):
+        parse(["--help=rendezvous"], {})
+
+
+def heads_in(text):
+    """The options and settings that have a row of their own."""
+    heads = [re.match(r"[* ] (?:-\w, )?(--[\w-]+|[a-z]\w+)(?: |$)", line) for line in text.splitlines()]
+    return sorted(match[1] for match in heads if match)
+
+
+def test_help_all_has_a_row_for_every_option():
+    names = heads_in(help_text("x", "all"))
+    assert names == sorted([*(option.flag for option in OPTIONS), "--help", "--version"])
+
+
+def test_help_rdzv_has_a_row_for_every_setting():
     settings = [key.name for key in (*KEYS, *etcd_site.KEYS) if key.is_stored or key.default is None]
-    assert names == sorted([*(option.flag for option in OPTIONS), "--help", "--version", *settings])
+    assert heads_in(help_text("x", "rdzv")) == sorted(settings)
 
 
-def test_help_fits_a_terminal_and_breaks_lines_between_words():
+def test_help_names_every_option_and_fits_a_screen_and_a_half():
     text = help_text("elasticrun")
-    assert max(map(len, text.splitlines())) <= WIDTH == 80
-    flat = " ".join(text.split())
+    assert all(option.flag in text for option in OPTIONS)
+    assert {f"--{name}" for name in COMMON} < set(heads_in(text))
+    assert len(text.splitlines()) <= 75
+
+
+@pytest.mark.parametrize("topic", ["", *TOPICS])
+def test_help_fits_a_terminal_and_breaks_lines_between_words(topic):
+    assert max(map(len, help_text("elasticrun", topic).splitlines())) <= WIDTH == 80
+
+
+def test_help_has_the_whole_texts():
+    flat = " ".join((help_text("elasticrun", "all") + help_text("elasticrun", "rdzv")).split())
     for entry in (*OPTIONS, *(key for key in KEYS if key.is_stored)):
         assert entry.help in flat, entry.name
     assert "join_timeout seconds to wait until MIN nodes have joined (default 600)" in flat
 
 
 def test_help_marks_what_torchrun_does_not_have():
-    marked = set(re.findall(r"(?m)^\* (--[\w-]+)", help_text("x")))
+    marked = set(re.findall(r"(?m)^\* (--[\w-]+)", help_text("x", "all")))
     assert marked == {option.flag for option in OPTIONS if option.group == OURS}
 
 
@@ -383,7 +421,7 @@ def test_the_examples_of_help_are_commands(script):
 
 
 def test_help_says_what_torchs_settings_do():
-    flat = " ".join(help_text("x").split())
+    flat = " ".join(help_text("x", "rdzv").split())
     idle = flat.split("Torch's timeout is the join_timeout of static")[1]
     assert all(key.name in flat for key in KEYS)
     without_effect = idle.split("Torch's ")[1].split(" are accepted")[0]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from elasticrs.warm import Entry, Preload
 
 _BY_NAME = {option.name: option for option in OPTIONS}
-_ALL = "; --help lists them all"
+_ALL = "; --help all lists the options"
 _MANY = 32
 """Workers for each CPU; more are most likely a mistake."""
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
@@ -69,11 +69,13 @@ class HelpRequested(Exception):  # noqa: N818 -- not an error
 
     Args:
         what: ``help``, ``version``, or the name of a shell.
+        topic: the word after ``--help``; empty without one.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, topic: str = "") -> None:
         super().__init__(what)
         self.what = what
+        self.topic = topic
 
 
 class Launch(Value):
@@ -228,7 +230,12 @@ def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]
 def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     if argument.startswith("--"):
         name, equals, text = argument.partition("=")
-        option = _find(name)
+        try:
+            option = _find(name)
+        except HelpRequested as request:
+            if request.what == "help":
+                raise _help(text if equals else next(arguments, ""), is_exact=bool(equals)) from None
+            raise
         if option.is_flag:
             if equals:
                 raise UsageError(f"{option.flag}: got {text!r}, expected no value")
@@ -239,7 +246,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
         return {option.dest: value}
     letter, tail = argument[1], argument[2:]
     if letter == "h":
-        raise HelpRequested("help")
+        raise _help(tail or next(arguments, ""), is_exact=False)
     found = _BY_LETTER.get(letter)
     if found is None:
         near = _suggestion(argument[1:])
@@ -250,6 +257,23 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
         return {found.dest: True, **more}
     text = tail[1:] if tail.startswith("=") else tail
     return {found.dest: _convert(found, "-" + letter, text or _value(found, arguments))}
+
+
+def _help(word: str, *, is_exact: bool) -> HelpRequested:
+    """Return the request for help on the topic that this word names.
+
+    Args:
+        word: the text after ``--help=``, or the next argument, which may also be the script.
+        is_exact: the user gave the word as the value of ``--help``, so it has to be a topic.
+
+    Raises:
+        UsageError: there is no such topic.
+    """
+    from elasticrs.launcher.help import TOPICS
+
+    if is_exact and word not in TOPICS:
+        raise UsageError(f"--help: got {word!r}, expected " + " or ".join(TOPICS))
+    return HelpRequested("help", word if word in TOPICS else "")
 
 
 def _find(typed: str) -> Option:

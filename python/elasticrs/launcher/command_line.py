@@ -81,7 +81,7 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
         _check_limits(launch)
         return _run(launch, signals)
     except HelpRequested as request:
-        return _print_help(request.what)
+        return _print_help(request.what, request.topic)
     except UsageError as error:
         return _fail(str(error), 2)
 
@@ -234,12 +234,12 @@ def _check_limits(launch: Launch) -> None:
         raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
 
 
-def _print_help(what: str) -> int:
+def _print_help(what: str, topic: str) -> int:
     from elasticrs import __version__
     from elasticrs.launcher.help import help_text
 
     if what == "help":
-        text = help_text("elasticrun")
+        text = help_text("elasticrun", topic)
     elif what == "version":
         text = f"elasticrs {__version__}{os.linesep}"
     else:

@@ -22,10 +22,6 @@ _EXAMPLES = (
         "--nproc-per-node gpu --max-restarts 3 train.py",
     ),
     (
-        "output of each rank in files, and on the console",
-        "--nproc-per-node 4 --log-dir logs --tee 3 train.py",
-    ),
-    (
         "two to four nodes; the same command on each",
         "--nnodes 2:4 --nproc-per-node gpu --rdzv-backend c10d \\\n"
         "      --rdzv-id job1 --rdzv-endpoint node1:29400 train.py --epochs 10",
@@ -33,37 +29,61 @@ _EXAMPLES = (
 )
 
 
-def help_text(program: str) -> str:
-    """Return what ``--help`` prints, at most :data:`WIDTH` columns wide; ``program``: how the launcher was
-    called.
+COMMON = frozenset(
+    (
+        *("nproc-per-node", "max-restarts", "on-failure", "warm"),
+        *("nnodes", "standalone", "rdzv-backend", "rdzv-endpoint", "rdzv-id"),
+        *("log-dir", "redirects", "tee"),
+        *("shutdown-timeout", "hang-timeout"),
+    )
+)
+"""The options that ``--help`` explains; it only names the others."""
+
+TOPICS = ("all", "rdzv")
+"""What may follow ``--help``."""
+
+
+def help_text(program: str, topic: str = "") -> str:
+    """Return what ``--help`` prints, at most :data:`WIDTH` columns wide.
+
+    Args:
+        program: the name under which the launcher was called.
+        topic: ``""`` for the common options, ``"all"`` for all of them, ``"rdzv"`` for the settings of
+            ``--rdzv-conf``.
     """
-    lines = [
-        f"usage: {program} [options] script [arguments of the script]",
-        "",
-        *_wrapped("Start the workers of a distributed PyTorch job, watch them, and restart all of them "
-                  "when one fails.", ""),
-        "",
-        "Examples:",
-    ]  # fmt: skip
-    for meaning, command in _EXAMPLES:
-        lines += [f"  # {meaning}", *f"  {program} {command}".split("\n")]
-    for title, options in SECTIONS.items():
-        lines += ["", f"{title}:"]
-        if title == "Other":
-            lines += [*_row("  -h, --help", "show this text"), *_row("  --version", "show the version")]
-        for option in options:
-            lines += _row(_head(option), option.help)
-    lines += ["", *_settings()]
-    lines += [
-        "",
-        *_wrapped(
-            "Options marked * are not in torchrun. Underscores may stand for dashes, and a name may be "
-            "shortened while it is clear. PET_<NAME> in the environment sets the default of an option, such "
-            "as PET_MAX_RESTARTS=3. Times are in seconds and may have fractions.",
-            "",
-        ),
-    ]
+    lines = _settings() if topic == "rdzv" else _overview(program, shows_all=topic == "all")
     return os.linesep.join(lines) + os.linesep
+
+
+def _overview(program: str, *, shows_all: bool) -> Iterator[str]:
+    yield f"usage: {program} [options] script [arguments of the script]"
+    yield ""
+    yield from _wrapped(
+        "Start the workers of a distributed PyTorch job, watch them, and restart all of them when one fails.",
+        "",
+    )
+    yield from ("", "Examples:")
+    for meaning, command in _EXAMPLES:
+        yield f"  # {meaning}"
+        yield from f"  {program} {command}".split("\n")
+    for title, options in SECTIONS.items():
+        yield from ("", f"{title}:")
+        for option in options:
+            if shows_all or option.name in COMMON:
+                yield from _row(_head(option), option.help)
+        if title == "Other":
+            yield from _row("  -h, --help [TOPIC]", "this text, --help all (every option) or --help rdzv")
+            yield from _row("  --version", "show the version")
+        others = [option.flag for option in options if option.name not in COMMON]
+        if others and not shows_all:
+            yield from _wrapped(f"also: {', '.join(others)}", "  ")
+    yield ""
+    yield from _wrapped(
+        "Options marked * are not in torchrun. Underscores may stand for dashes, and a name may be "
+        "shortened while it is clear. PET_<NAME> in the environment sets the default of an option, such "
+        "as PET_MAX_RESTARTS=3. Times are in seconds and may have fractions.",
+        "",
+    )
 
 
 def _head(option: Option) -> str:
