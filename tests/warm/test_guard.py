@@ -3,10 +3,14 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
+from helpers import procs
 from helpers.fidelity import ARGUED, FACTS, Job
+from helpers.steady import send
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -127,6 +131,37 @@ def test_shared_memory_of_what_is_left_out_is_gone(preload):
     module = f"from multiprocessing import shared_memory as m; kept = m.SharedMemory({name!r}, True, 8)"
     assert list(preload({"shared": module})[1]) == ["shared"]
     assert name not in os.listdir("/dev/shm")
+
+
+LEAVES_A_SLOW_TRACKER = """
+import os, signal, subprocess
+from multiprocessing import resource_tracker, shared_memory
+kept = shared_memory.SharedMemory({name!r}, True, 8)
+tracker = resource_tracker._resource_tracker._pid
+os.kill(tracker, signal.SIGSTOP)
+child = subprocess.Popen(["sleep", "1000"])
+with open("pids.new", "w") as file:
+    file.write(f"{{tracker}} {{child.pid}}")
+os.rename("pids.new", "pids")
+"""
+
+
+def test_a_slow_resource_tracker_removes_the_shared_memory(launch, tmp_path, worker_script):
+    """On a busy machine it takes longer than the time after which other processes are killed."""
+    library = tmp_path / "library"
+    library.mkdir()
+    name = f"elasticrs-test-{os.getpid()}-slow"
+    (library / "leaves.py").write_text(LEAVES_A_SLOW_TRACKER.format(name=name))
+    job = launch("--warm=leaves", worker_script(""), env={"PYTHONPATH": str(library)}, cwd=tmp_path)
+    procs.wait_until((tmp_path / "pids").exists)
+    tracker, child = map(int, (tmp_path / "pids").read_text().split())
+    try:
+        procs.assert_gone([child], 20)
+        send(tracker, signal.SIGCONT)
+        job.exits(0)
+        assert name not in os.listdir("/dev/shm")
+    finally:
+        Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     import types
     from typing import Any, NoReturn
 
-    _Done = dict[str, tuple["str | None", "str | None"]]
-    """What imports have done to the environment: the values before and after, by variable."""
+    _Done = tuple[dict[int, bytes], dict[str, tuple["str | None", "str | None"]], dict[str, dict[str, str]]]
+    """What imports have printed, by descriptor; what they have done to the environment: the values before and
+    after, by variable; and each OpenBLAS with the variables that the script had set when it was loaded."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOOK = os.path.join(os.path.dirname(_HERE), "hook")
@@ -312,25 +313,48 @@ def _end_if_cut_off(before: dict[int, str]) -> None:
 
 def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoReturn:
     import json
-    import signal
-    import time
 
     for remove in _temporary_folders():
         remove()
     # The resource tracker of multiprocessing ends with its pipe, and cleans up.
     os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
-    end = time.monotonic() + 0.5
-    pids = _children()
-    while pids:
-        for pid in pids:
-            if time.monotonic() > end:
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.005)
-        pids = _children()
+    _end_children()
     for fd in _AGENT:
         os.set_inheritable(fd, True)
     _execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
+
+
+def _end_children() -> None:
+    """Kill the children that do not end by themselves soon, and wait for all of them.
+
+    A resource tracker is never killed, because what it has not removed yet would be left in ``/dev/shm``. It
+    ends once no process has its pipe, so at the latest after the others. The agent limits the wait, as it
+    limits the whole import.
+    """
+    import select
+    import signal
+    import time
+
+    end = time.monotonic() + 0.5
+    while pids := _children():
+        others = [pid for pid in pids if not _is_resource_tracker(pid)]
+        left = end - time.monotonic()
+        if left <= 0:
+            for pid in others:
+                os.kill(pid, signal.SIGKILL)
+        poll, pidfds = select.poll(), [os.pidfd_open(pid) for pid in pids]
+        for pidfd in pidfds:
+            poll.register(pidfd, select.POLLIN)
+        poll.poll(1000 * left if others and left > 0 else None)
+        for pid, pidfd in zip(pids, pidfds, strict=True):
+            os.close(pidfd)
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """True for the tracker of multiprocessing, and for that of loky."""
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return b"resource_tracker" in file.read()
 
 
 class _Captured:
@@ -377,21 +401,8 @@ def _left_out_before(environ: dict[str, str]) -> set[str]:
     return ended | {record["left_out"] for record in records if "left_out" in record}
 
 
-class _Imported:
-    """What imports have done that each worker does again.
-
-    Args:
-        printed: what they have printed, by descriptor.
-        done: to the environment.
-        blas: each OpenBLAS, and the variables that the script had set when it was loaded.
-    """
-
-    def __init__(self, printed: dict[int, bytes], done: _Done, blas: dict[str, dict[str, str]]) -> None:
-        self.printed, self.done, self.blas = printed, done, blas
-
-
-def _import_all(environ: dict[str, str]) -> _Imported:
-    """Take all steps."""
+def _import_all(environ: dict[str, str]) -> _Done:
+    """Take all steps, and return what each worker has to do again."""
     import json
     import time
 
@@ -441,7 +452,7 @@ def _import_all(environ: dict[str, str]) -> _Imported:
     both = {name: (untouched.get(name), os.environ.get(name)) for name in {*untouched, *os.environ}}
     _tell_ready(begun, surroundings)
     done = {name: change for name, change in both.items() if change[0] != change[1]}
-    return _Imported(printed, done, surroundings.blas)
+    return printed, done, surroundings.blas
 
 
 def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
@@ -513,16 +524,17 @@ def _become_worker(
     argv: list[bytes],
     env: list[bytes],
     arguments: list[str],
-    imported: _Imported,
+    imported: _Done,
 ) -> None:
+    printed, done, blas = imported
     renewal.last_collection(_open_files)
     renewal.main_module()
-    renewal.environment(env, imported.done)
+    renewal.environment(env, done)
     renewal.arguments(argv, arguments)
     renewal.streams(_standard_streams())
     renewal.seeds(_RANK_ZERO)
-    renewal.blas(imported.blas)
-    renewal.output(imported.printed)
+    renewal.blas(blas)
+    renewal.output(printed)
 
 
 def _serve() -> None:
