@@ -415,7 +415,7 @@ def test_help_marks_what_torchrun_does_not_have():
 def test_the_examples_of_help_are_commands(script):
     text = help_text("elasticrun").replace("\\\n", "")
     examples = re.findall(r"(?m)^  elasticrun (.*)$", text)
-    assert len(examples) == 3
+    assert len(examples) == 2
     for example in examples:
         assert parse(example.split(), {}).training_script == "train.py"
 
