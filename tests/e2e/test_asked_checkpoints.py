@@ -38,6 +38,8 @@ SCRIPT = """
         def apply_snapshot(self, snapshot):
             self.step = snapshot
 
+        state_dict, load_state_dict = capture_snapshot, apply_snapshot
+
     def step(state):
         if state.step == STEPS:
             raise StopIteration
@@ -136,8 +138,8 @@ def test_a_request_outlasts_the_worker_that_dies_before_it_could_save(launch, wo
         assert job.wait() == 0
     assert "RESULT SUCCEEDED" in job.stdout
     assert "no workers run that could be asked" in job.stdout
-    # One for both requests, of the first step of the next life.
-    assert len(list(folder.iterdir())) == 1
+    # One for both requests, of the first step of the next life, and one of the final state.
+    assert len(list(folder.iterdir())) == 2
     assert len(re.findall("checkpoint saved", job.stderr)) == 1
 
 
@@ -188,5 +190,6 @@ def test_a_worker_that_gets_sigterm_leaves_in_order_and_is_replaced(launch, work
     job.wait_for_line(rf"pid {pid}\) died by SIGTERM; 1 other goes on; replaced by pid")
     may_end.touch()
     assert job.wait() == 0
-    assert len(list(folder.iterdir())) == 1
+    # One that the worker saved before it left, and one of the final state.
+    assert len(list(folder.iterdir())) == 2
     assert "broken off" not in job.stderr

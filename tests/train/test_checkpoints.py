@@ -214,7 +214,8 @@ def test_without_a_manager_nobody_is_asked():
 
 def test_rank_0_saves_when_it_is_due(saving):
     assert Job(3).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 3
-    assert [json.loads(read(each))[0] for each in saving.list_checkpoints()] == [8, 4]
+    # The last one is the final state.
+    assert [json.loads(read(each))[0] for each in saving.list_checkpoints()] == [10, 8, 4]
 
 
 def test_a_new_run_goes_on_from_the_newest_and_loads_it_once(saving):
@@ -248,7 +249,7 @@ def test_the_platform_may_ask_for_one(saving):
         return train_sum(coordinator, length=2, state=Quiet)
 
     Job(2).run(work)
-    assert len(saving.list_checkpoints()) == 2
+    assert len(saving.list_checkpoints()) == 2, "the last one is that of the final state"
 
 
 def test_a_checkpoint_that_cannot_be_read_ends_all_with_one_error_each(saving, caplog):
@@ -261,23 +262,82 @@ def test_a_checkpoint_that_cannot_be_read_ends_all_with_one_error_each(saving, c
     assert str(second) == f"rank 0 cannot load the checkpoint: CheckpointError: {first}"
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_a_full_disk_costs_the_checkpoint_only(saving, monkeypatch, caplog, is_wrapped):
-    def refuse(*_):
-        try:
-            raise OSError(28, "No space left on device")
-        finally:
-            if is_wrapped:
-                # As torch.save does.
-                raise RuntimeError("unexpected pos 704 vs 598")
+class FullDisk(FileSystemCheckpointManager):
+    """Its streams go to a device that is full."""
 
-    monkeypatch.setattr(Saved, "save", refuse)
+    def create_checkpoint(self):
+        made = super().create_checkpoint()
+        os.symlink("/dev/full", os.path.join(made._path, "default.stream"))
+        return made
+
+
+def as_torch_save_does(_, stream):
+    try:
+        stream.write(bytes(100_000))
+    finally:
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+
+def with_a_cause(_, stream):
+    try:
+        stream.write(bytes(100_000))
+    except OSError as error:
+        raise ValueError("cannot save") from error
+
+
+@pytest.mark.parametrize("save", [None, as_torch_save_does, with_a_cause])
+def test_a_full_disk_costs_the_checkpoint_only(saving, monkeypatch, caplog, save):
+    set_checkpoint_manager(FullDisk(saving.directory))
+    if save is not None:
+        monkeypatch.setattr(Saved, "save", save)
     with caplog.at_level(logging.WARNING):
         assert Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 2
+    # Two were due, and one is that of the final state.
     assert [record.getMessage() for record in caplog.records] == [
         "no checkpoint was written: [Errno 28] No space left on device"
-    ] * 2
+    ] * 3
     assert os.listdir(saving.directory) == []
+
+
+def while_an_error_is_handled(*_):
+    try:
+        os.stat("/no/such/file")
+    except OSError:
+        raise ValueError("a mistake")  # noqa: B904 -- the case that is tested
+
+
+def caused_by_itself(*_):
+    error = ValueError("a mistake")
+    raise error from error
+
+
+@pytest.mark.parametrize("save", [while_an_error_is_handled, caused_by_itself])
+def test_a_mistake_in_save_is_no_failure_of_the_disk(saving, monkeypatch, save):
+    monkeypatch.setattr(Saved, "save", save)
+    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, state=Saved))
+    assert isinstance(found, ValueError)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_void_the_new_one(tmp_path, caplog):
+    manager = FileSystemCheckpointManager(tmp_path, keep=1)
+    # A directory with this name cannot be moved over the empty one that is made for what is removed.
+    (tmp_path / "0").write_bytes(b"")
+    made = write(manager, b"new")
+    assert read(made) == b"new"
+    (record,) = caplog.records
+    assert "1 was written, but 0 cannot be removed" in record.getMessage()
+
+
+def test_a_state_that_cannot_be_saved_is_refused_with_a_manager(saving):
+    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, state=Sum))
+    assert isinstance(found, TypeError)
+    assert "Sum has neither state_dict nor save and neither load_state_dict nor load" in str(found)
+
+
+def test_a_finished_job_that_runs_again_writes_no_further_checkpoint(saving):
+    for _ in range(2):
+        assert Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 2
+    assert len(saving.list_checkpoints()) == 3
 
 
 @pytest.mark.parametrize("yes", [{0}, {1, 2}])

@@ -127,36 +127,83 @@ def test_chances_that_make_no_sense(arguments, message):
 
 
 SAVES = """
-import io
-from elasticrs.train import State
+import io, logging, sys
+from fractions import Fraction
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+if sys.argv[1] == "old":
+    import elasticrs.alias
+    elasticrs.alias.activate()
+    from torchelastic import State
+else:
+    from elasticrs.train import State
 
 class Counter(State):
-    count = 0
+    def __init__(self, count):
+        self.count = count
 
     def sync(self, world_size, rank):
         pass
 
-    def capture_snapshot(self):
+    def state_dict(self):
         return {"count": self.count}
 
-    def apply_snapshot(self, snapshot):
-        self.count = snapshot["count"]
+    def load_state_dict(self, content):
+        self.count = content["count"]
 
-stream, state, loaded = io.BytesIO(), Counter(), Counter()
-state.count = 4
-state.save(stream)
-stream.seek(0)
-loaded.load(stream)
-print(loaded.count, state.should_save_checkpoint(0))
+class OldCounter(Counter):
+    state_dict, load_state_dict = State.state_dict, State.load_state_dict
+    capture_snapshot, apply_snapshot = Counter.state_dict, Counter.load_state_dict
+
+def copy(state):
+    stream, loaded = io.BytesIO(), type(state)(0)
+    state.save(stream)
+    stream.seek(0)
+    loaded.load(stream)
+    return loaded.count
+
+print(copy(Counter(4)))
+if sys.argv[1] == "fraction":
+    print(copy(Counter(Fraction(1, 3))))
+try:
+    print(copy(OldCounter(5)))
+except NotImplementedError as error:
+    print(error)
+Counter.state_dict = Counter.capture_snapshot
+try:
+    copy(Counter(4))
+except TypeError as error:
+    print(error)
 """
+
+NOTHING = "the state Counter has nothing to save: its state_dict is None"
 
 
 @pytest.mark.torch
-def test_a_snapshot_is_saved_and_loaded():
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [
+        ("new", ["4", "OldCounter has no state_dict", NOTHING]),
+        # In torchelastic 0.1 a checkpoint was a snapshot.
+        ("old", ["4", "5", NOTHING]),
+    ],
+)
+def test_states_are_saved_and_loaded(which, expected):
+    assert saves(which) == expected
+
+
+@pytest.mark.torch
+def test_content_that_needs_unpickling_is_loaded_with_a_warning():
+    first, warning, second, *_ = saves("fraction")
+    assert (first, second) == ("4", "1/3")
+    assert "unpickled in full" in warning
+
+
+def saves(which):
     done = subprocess.run(
-        [sys.executable, "-c", SAVES], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SAVES, which], check=True, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "4 False\n"
+    return done.stdout.splitlines()
 
 
 def test_where_to_meet_may_be_given_in_parts():

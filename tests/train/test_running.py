@@ -18,6 +18,7 @@ from elasticrs.train import (
     run_train,
     train,
 )
+from elasticrs.train.coordinator import FinalState
 
 from .threads import Job, Sum, add, train_sum
 
@@ -194,11 +195,57 @@ def test_the_first_that_has_no_more_data_ends_the_job_and_all_return_the_same():
     assert found == [DONE] * 4
 
 
-def test_who_comes_after_the_end_returns_its_state():
+class Saved(Sum):
+    """It can be saved, and loaded from what another worker has saved."""
+
+    def save(self, stream):
+        stream.write(b"%d %d" % (self.steps, self.total))
+
+    def load(self, stream):
+        self.steps, self.total = map(int, stream.read().split())
+
+
+def late(final, state=Saved):
+    """What a worker returns or raises that starts when a job of two has ended."""
     job = Job(2)
     job.run(lambda _, coordinator: train_sum(coordinator))
     job.alive = {7}
-    assert job.run(lambda _, coordinator: train_sum(coordinator)) == [(0, 0)]
+
+    def work(_, coordinator):
+        coordinator.final_state = lambda: final
+        return train_sum(coordinator, state=state)
+
+    (found,) = job.run(work)
+    return found
+
+
+def test_a_late_worker_returns_the_final_state():
+    assert late(FinalState(b"10 550", False, "")) == DONE
+
+
+@pytest.mark.parametrize(
+    ("final", "state", "reason"),
+    [
+        (None, Saved, "its coordinator cannot get the final state"),
+        (FinalState(None, False, "all are gone"), Saved, "all are gone"),
+        (FinalState(None, True, "no checkpoint"), Saved, "no checkpoint"),
+        (FinalState(b"10 550", False, ""), Sum, "Sum has neither state_dict nor save"),
+        (FinalState(b"torn", False, ""), Saved, "cannot be loaded: ValueError"),
+    ],
+)
+def test_a_late_worker_never_returns_its_own_initial_state(final, state, reason):
+    found = late(final, state)
+    assert isinstance(found, NonRetryableException)
+    assert reason in str(found)
+
+
+def test_a_job_that_is_closed_before_the_first_sync_returns_no_state():
+    class Closed(Sum):
+        def sync(self, *_):
+            raise StopException
+
+    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, state=Closed))
+    assert isinstance(found, NonRetryableException)
 
 
 METHODS = (

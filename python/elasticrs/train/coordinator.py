@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from elasticrs._value import Value
 from elasticrs.train.errors import NonRetryableException, StopException
 
 if TYPE_CHECKING:
@@ -14,7 +15,21 @@ if TYPE_CHECKING:
     from elasticrs.train.state import State
     from elasticrs.train.worker_stats import WorkerStats
 
-__all__ = ["Coordinator", "NonRetryableException", "StopException"]
+__all__ = ["Coordinator", "FinalState", "NonRetryableException", "StopException"]
+
+
+class FinalState(Value):
+    """What a worker that starts after the end of the training can have.
+
+    Args:
+        content: what ``State.save`` wrote on another worker; ``None`` if no living worker has it.
+        in_checkpoint: the newest checkpoint holds the final state.
+        trouble: why there is no content, and what to do, for the user.
+    """
+
+    content: bytes | None
+    in_checkpoint: bool
+    trouble: str
 
 
 class Coordinator(ABC):
@@ -23,9 +38,11 @@ class Coordinator(ABC):
     Attributes:
         rounds_before: how many rounds the job had before the present one, as far as that is known.
         takes_requests: it has :meth:`request` and what belongs to it.
+        keeps_final_state: it can pass the final state to workers that start after the end.
     """
 
     rounds_before: int = 0
+    keeps_final_state: bool = False
     takes_requests: bool = False
 
     @abstractmethod
@@ -122,6 +139,24 @@ class Coordinator(ABC):
         A worker that has not finished the last step yet shall do so; none shall wait for this one in a later
         step.
         """
+
+    def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- may be left out
+        """Keep the final state for workers that start after the end. Called on all workers, when they have
+        the same state and before :meth:`signal_training_done`.
+
+        Args:
+            content: what ``State.save`` wrote; ``None`` if this worker has no copy.
+            in_checkpoint: the newest checkpoint holds the final state.
+        """
+
+    def final_state(self) -> FinalState | None:
+        """Return the final state of a job that ended without this worker; ``None`` if this coordinator does
+        not know.
+
+        Raises:
+            NonRetryableException: this worker cannot have it.
+        """
+        return None
 
     @abstractmethod
     def signal_training_done(self) -> None:

@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from elasticrs._value import Record, fresh
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.messages import Stop
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.store import Store
+    from elasticrs.train.final_state import Late
 
 __all__ = ["Membership", "Round"]
 
@@ -260,6 +261,50 @@ class Membership:
         if current is not None:
             with suppress(DistError):
                 current.board.compare_set("done", "", str(current.step.done))
+
+    def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
+        """Publish the final state for workers that start after the end.
+
+        Args:
+            content: a copy, to be served to them; ``None`` if there is none here.
+            in_checkpoint: the newest checkpoint holds it.
+        """
+        from elasticrs.train import final_state
+
+        current = self._round
+        if current is None:
+            return
+        near = current.master_addr, current.master_port
+        place, seat = self._place(), (current.rank, current.world_size)
+        try:
+            with closing(self._handler.open_job_store()) as store:
+                final_state.publish(store, place, *seat, content, near, in_checkpoint=in_checkpoint)
+        except (DistError, OSError, RendezvousError) as error:
+            _log.warning(
+                "rank %d: the final state is not kept, so a worker that is replaced from now on may fail: %s",
+                current.rank,
+                error,
+            )
+
+    def join_late(self) -> Late | None:
+        """Find the final state of a job that has ended, and a rank for this process, which has not taken part
+        in its last round; ``None`` if no worker has published it. Sets ``RANK`` and ``WORLD_SIZE``.
+
+        Raises:
+            DistError, OSError, RendezvousError: it cannot be looked up.
+        """
+        from elasticrs.train import final_state
+
+        with closing(self._handler.open_job_store()) as store:
+            late = final_state.join_late(store, self._place())
+        if late is not None:
+            os.environ.update(RANK=str(late.rank), WORLD_SIZE=str(late.world_size))
+        return late
+
+    def _place(self) -> str | None:
+        from elasticrs.train import final_state
+
+        return None if self.page is None else final_state.place_of(os.environ)
 
     def leave(self) -> None:
         """Leave the job at once, and let the others go on: they break off what they are doing."""

@@ -10,9 +10,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from elasticrs.store import DistError
 from elasticrs.train import groups
 from elasticrs.train.checkpoint import get_checkpoint_manager
-from elasticrs.train.coordinator import Coordinator
+from elasticrs.train.coordinator import Coordinator, FinalState
 from elasticrs.train.errors import NonRetryableException, StopException
 from elasticrs.train.events import record
 from elasticrs.train.meeting_url import parse
@@ -38,6 +39,9 @@ STRAGGLER_THRESHOLD = 0.8
 
 ASK_AGAIN = 5.0
 """Seconds between two attempts to end a round for a checkpoint that is asked for."""
+
+_trained: set[tuple[str, str]] = set()
+"""Stores and names of the jobs in which this process has trained to the end."""
 
 
 class CoordinatorP2P(Coordinator):
@@ -115,6 +119,8 @@ class CoordinatorP2P(Coordinator):
         self._ask_again_at = 0.0
         self._serves = 0
         self._has_saved = False
+        self._final: FinalState | None = None
+        self._job = place.rendezvous.endpoint, place.rendezvous.job or place.rendezvous.run_id
         self._member = Membership(place.rendezvous, place.backend, stuck_timeout=place.stuck_timeout)
         if "nccl" in c10d_backend:
             self._member.abort = groups.abort
@@ -148,6 +154,8 @@ class CoordinatorP2P(Coordinator):
             return self._member.meet()
         except RendezvousClosedError as error:
             record("rendezvous_closed", self.rank)
+            if not error.has_failed and self._job not in _trained:
+                self._join_late()
             self._member.shutdown()
             if error.has_failed:
                 # Whoever returned a state now would say that it is the last one.
@@ -160,6 +168,15 @@ class CoordinatorP2P(Coordinator):
         except RendezvousError as error:
             record("rendezvous_failed", self.rank)
             raise NonRetryableException(str(error)) from error
+
+    def _join_late(self) -> None:
+        try:
+            late = self._member.join_late()
+        except (DistError, OSError, RendezvousError) as error:
+            self._final = FinalState(None, False, f"the store cannot be reached: {error}")
+            return
+        if late is not None:
+            self._final, self.rank, self.world_size = late.final, late.rank, late.world_size
 
     def init_process_group(self) -> None:
         """Make the default group.
@@ -273,9 +290,30 @@ class CoordinatorP2P(Coordinator):
         """The data has ended here; the others do the steps that were done here, then all meet once more."""
         self._member.announce_end()
 
+    keeps_final_state = True
+
+    def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
+        """See the base class."""
+        _trained.add(self._job)
+        self._member.keep_final_state(content, in_checkpoint=in_checkpoint)
+
+    def final_state(self) -> FinalState | None:
+        """Return the final state of the job, which has ended without this worker, and take a rank of its own.
+
+        Raises:
+            NonRetryableException: this process has trained in the job, so it wants to train a second time.
+        """
+        if self._job in _trained:
+            raise NonRetryableException(
+                f"this process has already trained in job {self._job[1]}, which has ended: a process trains "
+                "once in a job"
+            )
+        return self._final
+
     def signal_training_done(self) -> None:
-        """Close the job: who comes later returns at once."""
+        """Close the job: a worker that comes later gets the final state, or fails."""
         self.stop_training = True
+        _trained.add(self._job)
         self._member.shutdown()
         groups.destroy()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import random
 import sys
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from elasticrs.metrics import api as metrics
 from elasticrs.train import forked, heartbeats, loop
 from elasticrs.train.checkpoint import CheckpointUtil, get_checkpoint_manager
+from elasticrs.train.checkpoint.saving import load_newest
 from elasticrs.train.coordinator import Coordinator
 from elasticrs.train.errors import NonRetryableException, StopException
 from elasticrs.train.loop import Action, Event, Loop
 from elasticrs.train.measuring import GROUP, Measured, Times
 from elasticrs.train.request_signals import RequestSignals
-from elasticrs.train.state import State
+from elasticrs.train.state import State, why_not_saved
 from elasticrs.train.votes import Vote, disagreement, numbers_of, vote_of
 from elasticrs.train.worker_stats import WorkerStats
 
@@ -50,7 +52,8 @@ def train(
     """Call a train step again and again, until the data of some worker have ended; return the state.
 
     A step that raises something retryable is rolled back; the workers meet anew and go on from the state that
-    has come furthest. All workers return the same state.
+    has come furthest. All workers return the same state. A worker that starts after the end gets it from a
+    worker that is still alive, or from the final checkpoint, and otherwise fails.
 
     Args:
         coordinator: who brings the workers together.
@@ -63,7 +66,8 @@ def train(
     Raises:
         NonRetryableException: this process cannot go on.
         RuntimeError: too many failures without progress.
-        TypeError: an argument, or what the step returns, has the wrong type.
+        TypeError: an argument, or what the step returns, has the wrong type; or there is a checkpoint
+            manager, but the state cannot be saved.
     """
 
     def steps(state: State) -> Iterator[Any]:
@@ -126,6 +130,12 @@ def run_train(
     return _Run(coordinator, steps, state, retryable, max_failures).run()
 
 
+def _require_saving(state: State) -> None:
+    """Refuse a checkpoint manager for a state that cannot be saved: what it wrote would hold no model."""
+    if get_checkpoint_manager() is not None and (reason := why_not_saved(state)) is not None:
+        raise TypeError(f"set_checkpoint_manager was called, but {reason}")
+
+
 def _is_of_a_collective(error: Exception) -> bool:
     """True if PyTorch raised it because another worker did not take part. Errors of gloo have no type of
     their own, but name the file of gloo that they come from.
@@ -149,6 +159,7 @@ class _Run:
             raise TypeError(f"coordinator: got {coordinator!r}, expected a Coordinator")
         if not isinstance(state, State):
             raise TypeError(f"state: got {state!r}, expected a State")
+        _require_saving(state)
         self._plain = coordinator
         self._coordinator: Any = coordinator
         self._state = state
@@ -165,6 +176,10 @@ class _Run:
         self._round = 0
         self._asked = self._said_yes = 0
         self._is_saving = False
+        # The state as it is now is in the newest checkpoint.
+        self._is_stored = False
+        # The state is the one that all workers return.
+        self._is_final = False
         self._rank, self._world_size = -1, 0
         self._signals = RequestSignals(coordinator)
         self._times: Times | None = None
@@ -216,14 +231,15 @@ class _Run:
         self._listen()
         try:
             self._close_steps()
+            _require_saving(self._state)
             if self._coordinator.should_stop_training():
-                return Event.ENDED
+                return self._come_late()
             self._snapshot = self._state.capture_snapshot()
             self._is_meeting = True
             try:
                 _, self._rank, self._world_size = self._coordinator.rendezvous_barrier()
             except StopException:
-                return Event.ENDED
+                return self._come_late()
             self._coordinator.init_process_group()
             self._coordinator.barrier()
             self._exchange_votes()
@@ -277,7 +293,10 @@ class _Run:
             # What has been received whole stays, whatever becomes of the others.
             self._is_loaded, self._snapshot = True, _NOTHING
             self._coordinator.barrier()
-            if not self._loop.at_the_end:
+            if self._loop.at_the_end:
+                self._is_final = True
+                self._keep_final_state()
+            else:
                 self._steps = self._steps_of(self._state)
                 if self._times is not None:
                     self._times.inner = time.perf_counter()
@@ -290,9 +309,77 @@ class _Run:
         is_found = self._checkpoints is not None and self._checkpoints.load_checkpoint(
             self._state, self._rank
         )
+        self._is_stored = is_found
         if self._coordinator.rounds_before and self._rank == 0:
             where = "the newest checkpoint" if is_found else "the beginning"
             _log.warning("no worker is left that holds the state of the last round: starting from %s", where)
+
+    # --- the final state ---
+
+    def _keep_final_state(self) -> None:
+        """Keep the final state for workers that start after the end, before the job is closed.
+
+        It is in the newest checkpoint or, without a checkpoint manager, in the memory of each worker.
+        """
+        in_checkpoint = False
+        if self._checkpoints is not None:
+            in_checkpoint = all(flag for (flag,) in self._coordinator.exchange([int(self._is_stored)]))
+            if not in_checkpoint:
+                in_checkpoint = self._checkpoints.save_checkpoint(self._state, self._rank)
+            self._is_stored = in_checkpoint
+        content = None
+        if self._plain.keeps_final_state and not in_checkpoint and why_not_saved(self._state) is None:
+            content = self._saved_content()
+        self._coordinator.keep_final_state(content, in_checkpoint=in_checkpoint)
+        self._coordinator.barrier()
+
+    def _saved_content(self) -> memoryview | None:
+        stream = io.BytesIO()
+        try:
+            self._state.save(stream)
+        except Exception:
+            # The training itself has succeeded.
+            _log.warning(
+                "rank %d: the final state cannot be saved: a worker that is replaced now cannot get it from"
+                " this one",
+                self._rank,
+                exc_info=True,
+            )
+            return None
+        return stream.getbuffer()
+
+    def _come_late(self) -> Event:
+        """The job has ended: get its final state, unless this worker has it already.
+
+        Raises:
+            NonRetryableException: the final state cannot be had.
+        """
+        final = None if self._is_final else self._plain.final_state()
+        if final is None:
+            if not (self._is_final or self._is_loaded):
+                raise NonRetryableException(
+                    "the training had ended before this worker took part in it, and its coordinator cannot "
+                    "get the final state"
+                )
+            return Event.ENDED
+        ended = "the training had ended before this worker joined"
+        reason = why_not_saved(self._state)
+        try:
+            if reason is None and final.content is not None:
+                self._state.load(io.BytesIO(final.content))
+                self._is_final = True
+            elif reason is None and final.in_checkpoint:
+                self._is_final = load_newest(self._state)
+        except Exception as error:
+            raise NonRetryableException(
+                f"{ended}, and its final state cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+        if not self._is_final:
+            raise NonRetryableException(
+                f"{ended}, and its final state cannot be had: {reason or final.trouble}"
+            )
+        _log.warning("%s: the final state was loaded", ended)
+        return Event.ENDED
 
     # --- a step ---
 
@@ -310,6 +397,7 @@ class _Run:
             if result is _END:
                 coordinator.announce_end()
                 return Event.OUT_OF_DATA
+            self._is_stored = False
             self._state, stats = result[0], result[1]
             if self._times is not None:
                 self._times.put("train_step", began)
@@ -333,7 +421,7 @@ class _Run:
         if is_due:
             self._said_yes, self._is_saving = self._asked, True
             is_saved: bool = checkpoints.save_checkpoint(self._state, self._rank)
-            self._is_saving = False
+            self._is_saving, self._is_stored = False, is_saved
             return is_saved
         return None
 
@@ -342,15 +430,14 @@ class _Run:
         which all have done. So a save that is broken off takes nothing back.
 
         Args:
-            is_saved: the state has been saved already after this step, as far as this worker knows; ``None``:
-                it was not due.
+            is_saved: the state has been saved already after this step; ``None``: it was not due.
         """
         coordinator, self._snapshot = self._coordinator, _NOTHING
         if self._checkpoints is not None and coordinator.should_save_before_meeting():
             if is_saved is None:
                 is_saved = self._checkpoints.save_checkpoint(self._state, self._rank)
-            # Rank 0 knows.
-            coordinator.saved(bool(coordinator.exchange([int(is_saved)])[0][0]))
+                self._is_stored = is_saved
+            coordinator.saved(is_saved)
         return Event.LEAVES if coordinator.should_leave() else Event.CHANGED
 
     def _leave(self) -> None:
@@ -368,7 +455,9 @@ class _Run:
             )
             return Event.BROKE
         if isinstance(error, StopException):
-            return Event.CUT
+            if self._is_loaded:
+                return Event.CUT
+            error = NonRetryableException("the job was closed before this worker had the state of the others")
         self._plain.on_error(error)
         self._error = error
         if isinstance(error, _MISTAKES) or not isinstance(error, self._retryable):

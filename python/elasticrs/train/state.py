@@ -1,11 +1,16 @@
-"""What a job changes while it trains."""
+"""The part of a job that training changes."""
 
 from __future__ import annotations
 
+import logging
+import pickle
+import sys
 from abc import ABC, abstractmethod
 from typing import IO, Any
 
 __all__ = ["State"]
+
+_log = logging.getLogger("elasticrs.train")
 
 
 class State(ABC):
@@ -29,7 +34,8 @@ class State(ABC):
     def capture_snapshot(self) -> Any:
         """Return a picture of what changes, kept in memory; taken before every step.
 
-        With ``None`` nothing is rolled back: a step that failed halfway leaves what it has done.
+        With ``None`` nothing is rolled back: a step that failed halfway leaves what it has done. A snapshot
+        is never written to disk, so it may leave out what a failed step cannot have changed.
         """
         return None
 
@@ -42,27 +48,72 @@ class State(ABC):
         if snapshot is not None:
             raise NotImplementedError(f"{type(self).__name__} has capture_snapshot, but no apply_snapshot")
 
+    def state_dict(self) -> Any:
+        """Return everything that a new process needs to continue the training: the weights, the optimizer's
+        state and the progress, for instance as a dictionary of ``state_dict`` results.
+
+        Checkpoints are made of it, and so is the copy for workers that are replaced after the training has
+        ended. Tensors, numbers, strings and plain containers can be loaded without running code.
+
+        For programs written for torchelastic 0.1, which had no such method, the default is
+        :meth:`capture_snapshot`.
+        """
+        if _is_torchelastic_program():
+            return self.capture_snapshot()
+        raise NotImplementedError(f"{type(self).__name__} has no state_dict")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Set this state to what :meth:`state_dict` returned, perhaps in another process.
+
+        :meth:`sync` follows, unless the training has already ended.
+
+        Args:
+            state_dict: the content of a checkpoint.
+        """
+        if not _is_torchelastic_program():
+            raise NotImplementedError(f"{type(self).__name__} has no load_state_dict")
+        self.apply_snapshot(state_dict)
+
     def save(self, stream: IO[bytes]) -> None:
-        """Write a checkpoint: the snapshot, as ``torch.save`` writes it.
+        """Write a checkpoint: :meth:`state_dict`, as ``torch.save`` writes it.
 
         Args:
             stream: to write to.
+
+        Raises:
+            TypeError: there is nothing to write.
         """
         import torch
 
-        torch.save(self.capture_snapshot(), stream)
+        content = self.state_dict()
+        if content is None:
+            raise TypeError(f"the state {type(self).__name__} has nothing to save: its state_dict is None")
+        torch.save(content, stream)
 
     def load(self, stream: IO[bytes]) -> None:
-        """Read what :meth:`save` wrote. :meth:`sync` follows.
+        """Read what :meth:`save` wrote, and pass it to :meth:`load_state_dict`.
 
-        A snapshot may hold any object, so this unpickles: read only what you wrote.
+        Content that ``torch.load`` accepts with ``weights_only=True`` is read that way. Other content is
+        unpickled, which can run code from the file, and a warning says so.
 
         Args:
-            stream: to read from.
+            stream: to read from; it can be rewound.
         """
         import torch
 
-        self.apply_snapshot(torch.load(stream, weights_only=False))
+        start = stream.tell()
+        try:
+            content = torch.load(stream, weights_only=True)
+        except pickle.UnpicklingError as error:
+            reason = str(error).partition("\n")[0]
+            _log.warning(
+                "the checkpoint holds more than tensors and plain containers, so it is unpickled in full, "
+                "which can run code from the file: %s",
+                reason,
+            )
+            stream.seek(start)
+            content = torch.load(stream, weights_only=False)
+        self.load_state_dict(content)
 
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 -- for those that override it
         """True if it is time for a checkpoint; asked after every step, where checkpoints are configured.
@@ -73,3 +124,30 @@ class State(ABC):
             rank: of this worker.
         """
         return False
+
+
+def why_not_saved(state: State) -> str | None:
+    """Return why a state cannot be saved and loaded, and what to do; ``None`` if it can be.
+
+    Args:
+        state: of a job.
+    """
+    kind, is_old = type(state), _is_torchelastic_program()
+    saves = ("state_dict", "save", *(("capture_snapshot",) if is_old else ()))
+    loads = ("load_state_dict", "load", *(("apply_snapshot",) if is_old else ()))
+    missing = [
+        f"neither {names[0]} nor {names[1]}"
+        for names in (saves, loads)
+        if all(getattr(kind, name) is getattr(State, name) for name in names)
+    ]
+    if not missing:
+        return None
+    return (
+        f"{kind.__name__} has {' and '.join(missing)}: define state_dict and load_state_dict with everything "
+        "that a new process needs to continue"
+    )
+
+
+def _is_torchelastic_program() -> bool:
+    """True if this program imports ``torchelastic``: in version 0.1 a checkpoint was a snapshot."""
+    return "torchelastic" in sys.modules

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.store import Store
 
 __all__ = ["ElasticRendezvousHandler", "error_of"]
 
@@ -192,6 +193,20 @@ class ElasticRendezvousHandler(RendezvousHandler):
         with self._news:
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.AskForRound(reason))
+
+    def open_job_store(self) -> Store:
+        """Open a store that all members of the job share, whatever round they are in. The caller closes it.
+        Not in torch.
+
+        Raises:
+            DistNetworkError: no connection.
+            RendezvousStateError: this member has not begun to take part, or has been shut down.
+        """
+        with self._news:
+            driver = self._driver
+        if driver is None:
+            raise RendezvousStateError(f"the rendezvous of job {self.get_run_id()} has no connection")
+        return driver.meeting_point.open_job_store()
 
     def set_succeeded(self) -> None:
         """The workers here have finished, and nothing of them is left; :meth:`shutdown` then does not end the

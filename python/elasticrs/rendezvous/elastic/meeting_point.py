@@ -269,6 +269,7 @@ class MeetingPoint:
             from elasticrs.store import DistNetworkError
 
             try:
+                self.close_shared_store()
                 self._shared = self._open_store("")
             except DistNetworkError:
                 # The connection of the agent itself, which comes next, tells why, if it fails as well.
@@ -457,14 +458,22 @@ class MeetingPoint:
         prefix = f"torch.rendezvous.{self.job}.{round}/"
         if self._shares_early and self._shared is not None:
             return self._shared.with_prefix(prefix)
+        self.close_shared_store()
         self._shared = self._open_store(prefix)
         return self._shared
+
+    def open_job_store(self) -> Store:
+        """Open a store that all processes of the job share, whatever round they are in. The caller closes it.
+
+        Raises:
+            DistNetworkError: no connection.
+        """
+        return self._open_store(f"torch.rendezvous.{self.job}.job/")
 
     def _open_store(self, prefix: str) -> Store:
         from elasticrs.store import connect
         from elasticrs.store.store import connected
 
-        self.close_shared_store()
         settings, etcd = self._rendezvous.settings, self._rendezvous.etcd
         if etcd is not None:
             seconds, below = settings.connect_timeout, "/elasticrs-stores/"

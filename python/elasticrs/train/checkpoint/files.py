@@ -109,7 +109,10 @@ class FileSystemCheckpointManager(CheckpointManager):
         return found
 
     def place(self, unfinished: str) -> str:
-        """Give a directory that is complete the next number; return its path. Older ones make room."""
+        """Give a complete directory the next number; return its path. Remove checkpoints that are too old.
+
+        One that cannot be removed is named in a warning, because the new checkpoint is there all the same.
+        """
         numbers = self._numbers()
         number = numbers[0] + 1 if numbers else 0
         while True:
@@ -124,8 +127,14 @@ class FileSystemCheckpointManager(CheckpointManager):
                 number += 1
         _flush(self.directory)
         for old in self._numbers()[self._keep :] if self._keep else ():
-            self._remove(self._path(old))
+            self._prune(old, path)
         return path
+
+    def _prune(self, old: int, new: str) -> None:
+        try:
+            self._remove(self._path(old))
+        except OSError as error:
+            _log.warning("checkpoint %s was written, but %s cannot be removed: %s", new, old, error)
 
     def manifest(self, files: dict[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint says of itself."""

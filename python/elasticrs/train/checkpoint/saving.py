@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from elasticrs.metrics import prof
 from elasticrs.train.checkpoint.api import CheckpointError, get_checkpoint_manager
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
     from elasticrs.train.checkpoint.api import CheckpointManager
     from elasticrs.train.coordinator import Coordinator
     from elasticrs.train.state import State
@@ -49,9 +53,9 @@ class CheckpointUtil:
             CheckpointError: it cannot be used; on all workers.
         """
         found, trouble, reason = 0, None, b""
-        if rank == 0 and (manager := get_checkpoint_manager()) is not None:
+        if rank == 0:
             try:
-                found = int(_load(manager, state))
+                found = int(load_newest(state))
             except Exception as error:
                 # The others are told before it is raised: they wait.
                 trouble, reason = error, f"{type(error).__name__}: {error}".encode()[:_MAX_REASON]
@@ -66,40 +70,35 @@ class CheckpointUtil:
 
     @prof
     def save_checkpoint(self, state: State, rank: int) -> bool:
-        """Write a checkpoint. All workers call it together, and all return when it is there.
+        """Write a checkpoint. All workers call it together, and all return when rank 0 has finished.
 
-        A disk that does not take it costs this checkpoint, not the job: a line says so.
+        An error of the disk costs this checkpoint, not the job; a line says so.
 
         Args:
             state: to write.
             rank: of this worker.
 
         Returns:
-            False on rank 0 if it was not written.
+            True if rank 0 has written it; the same on all workers.
         """
-        is_saved = True
+        is_saved = False
         if rank == 0 and (manager := get_checkpoint_manager()) is not None:
-            try:
-                with self._coordinator.alone():
-                    _save(manager, state)
-            except Exception as error:
-                if (of_disk := _of_the_disk(error)) is None:
-                    raise
-                _log.warning("no checkpoint was written: %s", of_disk)
-                is_saved = False
-        self._coordinator.barrier()
-        return is_saved
+            with self._coordinator.alone():
+                is_saved = _save(manager, state)
+        return bool(self._coordinator.exchange([int(is_saved)])[0][0])
 
 
-def _of_the_disk(error: BaseException | None) -> OSError | None:
-    """What an error is about, if that is a disk: ``torch.save`` makes a RuntimeError of it."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
+def load_newest(state: State) -> bool:
+    """Load the newest checkpoint in this process; false if there is no checkpoint, or no manager of them.
 
+    Args:
+        state: to load into.
 
-def _load(manager: CheckpointManager, state: State) -> bool:
-    checkpoint = manager.get_latest_checkpoint()
+    Raises:
+        CheckpointError: it cannot be used.
+    """
+    manager = get_checkpoint_manager()
+    checkpoint = None if manager is None else manager.get_latest_checkpoint()
     if checkpoint is None:
         return False
     with checkpoint.open_input_stream(KEY) as stream:
@@ -107,11 +106,75 @@ def _load(manager: CheckpointManager, state: State) -> bool:
     return True
 
 
-def _save(manager: CheckpointManager, state: State) -> None:
-    checkpoint = manager.create_checkpoint()
+def _save(manager: CheckpointManager, state: State) -> bool:
+    """Save a state; false if the disk failed. Any other error is a mistake in the program, and is raised."""
+    failed: list[OSError] = []
     try:
-        with checkpoint.open_output_stream(KEY) as stream:
-            state.save(stream)
-        checkpoint.commit()
-    finally:
-        checkpoint.discard()
+        checkpoint = manager.create_checkpoint()
+        try:
+            with _Watched(checkpoint.open_output_stream(KEY), failed) as stream:
+                state.save(cast("IO[bytes]", stream))
+            checkpoint.commit()
+        finally:
+            checkpoint.discard()
+    except Exception as error:
+        trouble = failed[0] if failed else _os_error(error)
+        if trouble is None:
+            raise
+        _log.warning("no checkpoint was written: %s", trouble)
+        return False
+    return True
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """Return the OSError that an exception is, or that it names as its cause.
+
+    An OSError that was merely being handled when the exception was raised (``__context__``) does not count.
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, OSError):
+            return error
+        seen.append(error)
+        error = error.__cause__
+    return None
+
+
+class _Watched:
+    """A stream that notes the errors of its writes: ``torch.save`` turns them into a RuntimeError.
+
+    Args:
+        stream: to write to.
+        failed: receives the errors.
+    """
+
+    def __init__(self, stream: IO[bytes], failed: list[OSError]) -> None:
+        self._stream = stream
+        self._failed = failed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, data: Any) -> int:
+        return cast("int", self._noted(self._stream.write, data))
+
+    def flush(self) -> None:
+        self._noted(self._stream.flush)
+
+    def close(self) -> None:
+        self._noted(self._stream.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _noted(self, call: Any, *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except OSError as error:
+            self._failed.append(error)
+            raise

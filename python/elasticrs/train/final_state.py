@@ -1,0 +1,230 @@
+"""The final state of a job, for workers that start after the training has ended.
+
+Each worker keeps a copy in memory and serves it over HTTP. Its URL and digest are in the coordination store,
+beside the place of the worker: so a process that takes the place later finds the copies and its rank.
+
+- **FINAL-1** all workers publish before the job is closed, so one that finds the job closed finds them.
+- **FINAL-2** a copy is used only if it has the digest that is in the store.
+- **FINAL-3** no two living processes have the same rank: a replacement gets the rank of the process before it
+  in the same place, and a process in a new place gets a rank that nobody has had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+import json
+import os
+import random
+import secrets
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from elasticrs._value import Value
+from elasticrs.node_page import VARIABLE
+from elasticrs.train.coordinator import FinalState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from elasticrs.store import Store
+
+CONNECT_TIMEOUT = 3.0
+"""Seconds for one worker to answer: a node that is down does not refuse the connection."""
+
+TRANSFER_TIMEOUT = 30.0
+"""Seconds without a byte after which a transfer has failed."""
+
+FETCH_TIMEOUT = 60.0
+"""Seconds after which no other worker is tried."""
+
+_END, _SEAT, _LATE = "end", "seat/", "late"
+
+
+class Late(Value):
+    """The part of a process that starts after the end.
+
+    Args:
+        rank, world_size: of this process.
+        final: the state.
+    """
+
+    rank: int
+    world_size: int
+    final: FinalState
+
+
+def place_of(environ: Mapping[str, str]) -> str | None:
+    """Return a name for the place of this worker under its agent, which stays the same when its process is
+    replaced; ``None`` without an agent.
+    """
+    mark, local_rank = environ.get(VARIABLE, "").partition(":")[0], environ.get("LOCAL_RANK")
+    return f"{mark} {local_rank}" if mark and local_rank else None
+
+
+def publish(
+    store: Store,
+    place: str | None,
+    rank: int,
+    world_size: int,
+    content: memoryview | None,
+    near: tuple[str, int],
+    *,
+    in_checkpoint: bool,
+) -> None:
+    """Serve a copy of the final state, and say in the store where.
+
+    Args:
+        store: of the job.
+        place: see :func:`place_of`.
+        rank: of this worker in the last round.
+        world_size: of the last round.
+        content: the copy; ``None`` if there is none here.
+        near: host and port of another worker: the copy is served on the interface that leads there.
+        in_checkpoint: the newest checkpoint holds the final state.
+
+    Raises:
+        DistError: the store cannot be reached.
+        OSError: the copy cannot be served.
+    """
+    _take_seat(store, place, rank, content, near)
+    store.set(_END, json.dumps({"world_size": world_size, "in_checkpoint": in_checkpoint}))
+
+
+def join_late(store: Store, place: str | None) -> Late | None:
+    """Find the final state for this process, and its rank; ``None`` if no worker has published one.
+
+    Raises:
+        DistError: the store cannot be reached.
+        OSError: the copy cannot be served to others.
+    """
+    if not store.check([_END]):
+        return None
+    end: dict[str, Any] = json.loads(store.get(_END))
+    keys = [key for key in store.list_keys() if key.startswith(_SEAT)]
+    seats: dict[int, dict[str, str]] = {
+        int(key.removeprefix(_SEAT)): json.loads(value)
+        for key, value in zip(keys, store.multi_get(keys), strict=True)
+    }
+    world_size = end["world_size"]
+    rank = next((rank for rank, seat in seats.items() if place and seat["place"] == place), None)
+    if rank is None:
+        rank = world_size + store.add(_LATE, 1) - 1
+    world_size = max(world_size, rank + 1)
+    content, near = _fetch(list(seats.values()))
+    _take_seat(store, place, rank, None if content is None else memoryview(content), near)
+    trouble = (
+        "no worker that has it is alive, and there is no final checkpoint; with set_checkpoint_manager the"
+        " final state is saved"
+    )
+    return Late(rank, world_size, FinalState(content, end["in_checkpoint"], trouble))
+
+
+def _take_seat(
+    store: Store, place: str | None, rank: int, content: memoryview | None, near: tuple[str, int] | None
+) -> None:
+    url = digest = ""
+    if content is not None and near is not None:
+        url, digest = _serve(content, near), hashlib.sha256(content).hexdigest()
+    store.set(f"{_SEAT}{rank}", json.dumps({"place": place or "", "url": url, "sha256": digest}))
+
+
+# --- copies ---
+
+
+class _Server(ThreadingTCPServer):
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+_servers: list[_Server] = []
+"""At most one in this process."""
+
+
+def _serve(content: memoryview, near: tuple[str, int]) -> str:
+    """Serve a copy until this process ends, in the place of an older one; return its URL."""
+    secret = f"/{secrets.token_urlsafe(32)}"
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = TRANSFER_TIMEOUT
+
+        def do_GET(self) -> None:
+            if not hmac.compare_digest(self.path.encode(), secret.encode()):
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Write nothing to stderr of the worker."""
+
+    stop_serving()
+    family, host = _address_towards(near)
+    server = (_Server6 if family == socket.AF_INET6 else _Server)((host, 0), Handler)
+    _servers.append(server)
+    threading.Thread(target=server.serve_forever, name="elasticrs-final-state", daemon=True).start()
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{server.server_address[1]}{secret}"
+
+
+def stop_serving() -> None:
+    """Release the copy of this process. Idempotent."""
+    while _servers:
+        server = _servers.pop()
+        server.shutdown()
+        server.server_close()
+
+
+def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
+    """Return the family and the address of the interface that leads to another host, or to this one."""
+    family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return family, probe.getsockname()[0]
+
+
+def _fetch(seats: list[dict[str, str]]) -> tuple[bytes | None, tuple[str, int] | None]:
+    """Return a copy from a living worker, and where that was; ``None`` twice if there is none."""
+    deadline = time.monotonic() + FETCH_TIMEOUT
+    # Replacements that start together do not all ask the same one.
+    random.shuffle(seats)
+    for seat in seats:
+        if not seat["url"] or time.monotonic() > deadline:
+            continue
+        parts = urlsplit(seat["url"])
+        near = parts.hostname or "", parts.port or 0
+        connection = http.client.HTTPConnection(*near, timeout=CONNECT_TIMEOUT)
+        try:
+            connection.connect()
+            connection.sock.settimeout(TRANSFER_TIMEOUT)
+            connection.request("GET", parts.path)
+            content = connection.getresponse().read()
+        except (OSError, http.client.HTTPException):
+            # This worker has ended, as most do soon after the training.
+            continue
+        finally:
+            connection.close()
+        if hashlib.sha256(content).hexdigest() == seat["sha256"]:
+            return content, near
+    return None, None
+
+
+def _after_fork_in_child() -> None:
+    # A child would keep the port of a parent that has died, and answer nobody.
+    while _servers:
+        _servers.pop().server_close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

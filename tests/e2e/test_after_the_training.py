@@ -1,0 +1,134 @@
+"""A worker that is replaced after the training has ended: it gets the final state, or fails."""
+
+import os
+import re
+
+import pytest
+from helpers import procs
+
+pytestmark = [pytest.mark.torch, pytest.mark.beyond_torchrun]
+
+SCRIPT = """
+    import os, signal, sys
+    import torch.distributed as dist
+    from torch import ones, zeros
+    from elasticrs.train import AgentCoordinator, State, train
+    from elasticrs.train.checkpoint import FileSystemCheckpointManager, set_checkpoint_manager
+    from elasticrs.train.distributed import all_gather_return_max_long
+
+    folder, kind, everybody_exits, victim = sys.argv[1:]
+
+    def say(what):
+        os.write(1, f"{what}\\n".encode())
+
+    class Plain(State):
+        step, weights = 0, zeros(2)
+
+        def sync(self, world_size, rank):
+            leader, self.step = all_gather_return_max_long(self.step)
+            dist.broadcast(self.weights, leader)
+
+    class Saved(Plain):
+        def state_dict(self):
+            return {"step": self.step, "weights": self.weights}
+
+        def load_state_dict(self, content):
+            self.step, self.weights = content["step"], content["weights"]
+
+    def step(state):
+        if state.step == 5:
+            raise StopIteration
+        dist.all_reduce(ones(1))
+        state.weights += 1
+        state.step += 1
+        return state, None
+
+    if folder:
+        set_checkpoint_manager(FileSystemCheckpointManager(folder))
+    state = train(AgentCoordinator("gloo"), step, {"plain": Plain, "saved": Saved}[kind]())
+    rank, life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    say(f"RETURNED rank={rank} world={os.environ['WORLD_SIZE']} pid={os.getpid()} life={life}"
+        f" step={state.step} weights={state.weights.tolist()}")
+    if life == "0" and rank == victim:
+        with open(os.environ["ALL_HAVE_RETURNED"]) as fifo:
+            fifo.read()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if everybody_exits == "no":
+        with open(os.environ["MAY_EXIT"]) as fifo:
+            fifo.read()
+"""
+
+RETURNED = r"RETURNED rank=(\d) world=(\d) pid=(\d+) life=(\d) step=(\d) weights=\[([\d.]+), "
+
+
+@pytest.fixture
+def job(launch, worker_script, tmp_path):
+    """Starts 3 workers, of which one is killed when all have returned from the training."""
+    gates = {name: tmp_path / name for name in ("ALL_HAVE_RETURNED", "MAY_EXIT")}
+    for path in gates.values():
+        os.mkfifo(path)
+
+    def start(*, folder="", kind="saved", everybody_exits="no", victim="1", restarts=1):
+        return launch(
+            *("--standalone", "--nproc-per-node=3", f"--max-restarts={restarts}"),
+            *("--on-failure=replace", "--warm=torch", worker_script(SCRIPT)),
+            *(str(folder), kind, everybody_exits, victim),
+            env={name: str(path) for name, path in gates.items()},
+        )
+
+    def open_gate(name):
+        gates[name].open("w").close()
+
+    return start, open_gate
+
+
+def returned(job, count):
+    return job.wait_for_lines(RETURNED, count, "stdout")
+
+
+def others_exit(job, victim="1"):
+    """Wait until all workers but one have returned from the training and exited."""
+    for each in returned(job, 3):
+        if each[1] != victim:
+            procs.wait_gone(int(each[3]))
+
+
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_living_worker_hands_over_the_final_state(job, victim):
+    start, open_gate = job
+    running = start(victim=victim)
+    before = returned(running, 3)
+    assert {each[1] for each in before} == {"0", "1", "2"}
+    open_gate("ALL_HAVE_RETURNED")
+    late = returned(running, 4)[-1]
+    # It has the rank of the dead worker, which no living worker has.
+    assert late.group(1, 2, 4, 5, 6) == (victim, "3", "1", "5", "5.0")
+    open_gate("MAY_EXIT")
+    running.exits(0)
+
+
+def test_the_final_checkpoint_is_used_when_all_other_workers_have_exited(job, tmp_path):
+    start, open_gate = job
+    running = start(folder=tmp_path / "checkpoints", everybody_exits="yes")
+    others_exit(running)
+    open_gate("ALL_HAVE_RETURNED")
+    assert returned(running, 4)[-1].group(1, 4, 5, 6) == ("1", "1", "5", "5.0")
+    running.exits(0)
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        ({"everybody_exits": "yes"}, "there is no final checkpoint"),
+        ({"kind": "plain"}, "Plain has neither state_dict nor save"),
+    ],
+)
+def test_without_the_final_state_the_job_fails(job, order, reason):
+    start, open_gate = job
+    running = start(**order)
+    others_exit(running) if "everybody_exits" in order else returned(running, 3)
+    open_gate("ALL_HAVE_RETURNED")
+    running.wait_for_line("the training had ended before this worker joined", "stderr")
+    running.exits(1)
+    assert reason in running.stderr
+    assert len(re.findall(RETURNED, running.stdout)) == 3, "nobody returned an untrained state"
