@@ -5,7 +5,9 @@ A stamp holds the list that was installed, so that a change elsewhere in pyproje
 """
 
 import compileall
+import importlib.util
 import json
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -38,6 +40,11 @@ def requirements(pyproject: dict[str, Any], group: str | None) -> list[str]:
 def install(what: str, wanted: list[str]) -> None:
     """Fetch and install, in one go, so that pip sees all constraints together."""
     print(f"setup: installing {what}; this takes minutes, and is done once", flush=True)
+    if importlib.util.find_spec("torch") is None and platform.machine() == "x86_64":
+        print(
+            "setup: torch comes with CUDA, about 3.1 GB; docs/development.md says how to use a CPU build",
+            flush=True,
+        )
     command = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", *wanted]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as pip:
         for line in pip.stdout or ():
