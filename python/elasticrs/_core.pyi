@@ -347,8 +347,11 @@ class WorkerRaised:
     def pid(self) -> int:
         """The process that recorded it: the worker, or a descendant."""
     @property
+    def text(self) -> str:
+        """End of the traceback, as the process sent it; empty if it sent none."""
+    @property
     def seen_ns(self) -> int:
-        """When the record was seen; monotonic."""
+        """When it was recorded, or when the notice was received if the process did not say; monotonic."""
     @property
     def limit(self) -> float | None:
         """Seconds from then; ``None``: it may take any time."""

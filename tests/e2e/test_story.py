@@ -70,6 +70,59 @@ def test_what_stopped_ranks_print_comes_behind_a_line_that_says_so(launch, worke
     assert "stopped in the middle" in after
 
 
+BLAMES_THE_FIRST = """
+    import atexit, os, signal, sys
+    fifo, rank = sys.argv[1], int(os.environ["RANK"])
+    if rank == 1:
+        @atexit.register
+        def exit_slowly():
+            with open(fifo, "w") as file:
+                file.write("recorded")
+            signal.pause()
+        def load():
+            raise FileNotFoundError("data.bin")
+        load()
+    elif rank == 0:
+        open(fifo).read(1)
+        raise RuntimeError("the other rank is gone")
+    signal.pause()
+"""
+
+
+def test_the_line_that_stops_the_others_names_the_exception_of_the_first_rank(
+    launch, worker_script, tmp_path
+):
+    os.mkfifo(tmp_path / "fifo")
+    job = launch("--nproc-per-node=3", worker_script(BLAMES_THE_FIRST), tmp_path / "fifo").exits(1)
+    (line,) = re.findall(r"^elasticrs: (.*); stopping the other 2 ranks", job.stderr, re.MULTILINE)
+    assert re.fullmatch(r"rank 1 \(pid \d+\): FileNotFoundError: data\.bin \(worker\.py:\d+\)", line)
+
+
+def test_the_root_cause_is_the_line_above_the_report_and_part_of_the_last_line(launch, worker_script):
+    job = launch("--nproc-per-node=3", "--max-restarts=1", worker_script(RAISES)).exits(1)
+    before, _, report = job.stderr.partition("\n======")
+    root = r"rank 1 of 3: FileNotFoundError: data\.bin \(worker\.py:\d+\)"
+    assert re.search(rf"^elasticrs: {root}$", before.rstrip(), re.MULTILINE)
+    assert before.rstrip().splitlines()[-1].startswith("elasticrs: rank 1 of 3")
+    assert re.fullmatch(rf"elasticrs: failed after [\d.]+ s: {root}; 1 of 1 .*", report.splitlines()[-1])
+    (earlier,) = re.findall(r"  note      : (earlier.*)", report)
+    assert re.search(r"attempt 0: rank 1: FileNotFoundError: data\.bin \(worker\.py:\d+\)$", earlier)
+
+
+def test_equal_causes_of_earlier_attempts_are_one_line(launch, worker_script):
+    script = worker_script("""
+        import os
+        raise KeyError(os.environ["TORCHELASTIC_RESTART_COUNT"] == "2")
+    """)
+    job = launch("--max-restarts=4", script).exits(1)
+    earlier = re.findall(r"  note      : earlier, (.*): rank 0: KeyError: (\w+)", job.stderr)
+    assert earlier == [
+        ("2 times in a row from attempt 0 to 1", "False"),
+        ("in attempt 2", "True"),
+        ("in attempt 3", "False"),
+    ]
+
+
 def test_the_folder_of_logs_is_named_at_the_start_and_after_a_failure(launch, worker_script, tmp_path):
     env = {"TMPDIR": str(tmp_path)}
     job = launch("-r", "3", worker_script("raise ValueError"), env=env).exits(1)
@@ -77,7 +130,7 @@ def test_the_folder_of_logs_is_named_at_the_start_and_after_a_failure(launch, wo
     folder = logs_folder(job.stderr)
     assert folder.startswith(f"{tmp_path}/elasticrs_")
     assert os.path.isfile(f"{folder}/attempt_0/0/stderr.log")
-    assert re.search(r"elasticrs: failed after [\d.]+ s\D*0 of 0 ", job.stderr)
+    assert re.search(r"elasticrs: failed after [\d.]+ s: .*; 0 of 0 ", job.stderr)
 
 
 def test_a_folder_without_files_is_neither_named_nor_kept(launch, worker_script, tmp_path):
@@ -130,6 +183,22 @@ def test_agents_of_one_host_are_told_apart(launch, worker_script):
     for agent in agents:
         prefixes = set(re.findall(r"^elasticrs\S*", agent.stderr, re.MULTILINE))
         assert prefixes == {f"elasticrs[{os.uname().nodename}:{agent.pid}]:"}
-        assert re.search(
-            r"rank 1 .*: FileNotFoundError: data\.bin \(worker\.py:\d+\);.*restart 1 of 3", agent.stderr
-        )
+        assert re.search(r"rank 1 .*: FileNotFoundError: data\.bin \(worker\.py:\d+\)", agent.stderr)
+        assert "restart 1 of 3" in agent.stderr
+
+
+def test_every_node_names_the_exception_when_it_stops_its_workers(launch, worker_script, tmp_path):
+    from helpers import ports
+
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free()}"
+    arguments = ("--nnodes=2", "--nproc-per-node=3", "--rdzv-backend=c10d", "--rdzv-id=j", endpoint)
+    os.mkfifo(tmp_path / "fifo")
+    script = worker_script(BLAMES_THE_FIRST)
+    agents = [launch(*arguments, "--max-restarts=0", script, tmp_path / "fifo") for _ in range(2)]
+    assert [agent.wait() for agent in agents] == [1, 1]
+    root = r"FileNotFoundError: data\.bin \(worker\.py:\d+\)"
+    for agent in agents:
+        (line,) = re.findall(r"\]: (.*): stopping the workers of round 1", agent.stderr)
+        assert re.fullmatch(rf"rank 1 \(pid \d+\) on node \S+: {root}", line)
+        assert re.search(rf"\]: rank 1 of 6( on node \S+)?: {root}$", agent.stderr, re.MULTILINE)
+        assert re.search(rf"failed after .* rank 1 of 6( on node \S+)?: {root}; ", agent.stderr)

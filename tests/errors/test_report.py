@@ -222,6 +222,22 @@ def test_an_equal_traceback_is_shown_once(tmp_path: Path) -> None:
     assert text.count("  traceback : the same as [0]\n") == 2
 
 
+def test_ranks_that_failed_alike_share_one_entry(tmp_path: Path) -> None:
+    def failure(rank: int, callstack: str) -> ProcessFailure:
+        return ProcessFailure(rank, rank, 1, recorded(tmp_path, str(rank), callstack), seen_ns=NOW + rank)
+
+    lost = "Traceback:\n a\n b\nRuntimeError: Connection closed by peer [127.0.0.1]:{}\n"
+    callstacks = {0: "Traceback:\n a\nE: x\n", 16: "Traceback:\n a\nE: y\n"}
+    callstacks |= {rank: lost.format(4000 + 7919 * rank) for rank in range(1, 16)}
+    text = str(ChildFailedError("train.py", {rank: failure(rank, callstacks[rank]) for rank in range(17)}))
+    assert len(text.splitlines()) < 45
+    assert re.findall(r"^  rank      : (\d+)", text, re.MULTILINE) == ["1", "16", "0"]
+    assert text.count("closed by peer") == 1
+    assert re.findall(r"^  like it   : (.*), until \S+ \((\S+) ms after", text, re.MULTILINE) == [
+        ("ranks 2-15", "0.000")
+    ]
+
+
 def test_a_traceback_of_a_child_or_long_before_the_end_is_marked(tmp_path: Path) -> None:
     path = recorded(tmp_path, "a", "Traceback\n")
     data = json.loads(Path(path).read_text())

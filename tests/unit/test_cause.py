@@ -145,7 +145,7 @@ def test_a_rank_that_hung_is_told_with_what_speaks_against_it():
     clock = Clock()
     attempt = hung_attempt(1, 1, 7)
     told = "hung: no heartbeat for 61.0 s (limit 60 s); stopped at step 7, 1 step behind them"
-    for cause in (first_word(attempt, attempt.exits[1], PLACE, clock), own_cause(attempt, PLACE, clock)):
+    for cause in (first_word(attempt, 1, PLACE, clock), own_cause(attempt, PLACE, clock)):
         assert (cause.rank, cause.ground, cause.silence, cause.step) == (3, "behind", 61.0, 7)
         assert cause.message.splitlines()[-1] == told
         assert failure_of(cause.encoded()) == f"rank 3 (pid 101) on node b: {told}"

@@ -135,6 +135,7 @@ pub struct WorkerHung {
 pub struct WorkerRaised {
     local_rank: u32,
     pid: i32,
+    text: String,
     seen_ns: u64,
     limit: Option<f64>,
     is_overdue: bool,
@@ -260,9 +261,9 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         Event::TimerExpired(timer) => object(py, timer_expired(timer)),
         Event::WorkerHung(hung) => object(py, worker_hung(*hung)),
         Event::WorkerRaised(raised) => {
-            let supervisor::WorkerRaised { local_rank, pid, seen, limit, is_overdue } = raised;
+            let supervisor::WorkerRaised { local_rank, pid, text, seen, limit, is_overdue } = raised;
             let limit = limit.map(|limit| limit.as_secs_f64());
-            object(py, WorkerRaised { local_rank, pid, seen_ns: seen.0, limit, is_overdue })
+            object(py, WorkerRaised { local_rank, pid, text, seen_ns: seen.0, limit, is_overdue })
         }
         Event::WorkerPaused { local_rank, pid, signal } => object(py, WorkerPaused { local_rank, pid, signal }),
         Event::WorkerResumed { local_rank, pid } => object(py, WorkerResumed { local_rank, pid }),

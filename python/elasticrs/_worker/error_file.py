@@ -10,6 +10,9 @@ import os
 import time
 import traceback
 
+_NOTICE_PART = 2000
+"""Characters of each of the two parts of a notice; the agent takes 4096 bytes."""
+
 FROM_HOOK = '"written_by": "hook"'
 """Occurs in a file that the worker's hook wrote."""
 
@@ -84,21 +87,28 @@ def write_uncaught(path: str, error: BaseException) -> None:
         write_whole(path, error_document(error, "hook"))
 
 
-def give_notice(name: str) -> None:
+def give_notice(name: str, error: BaseException) -> None:
     """Tell the agent that this process has written its error file and is about to end.
 
+    The notice carries the time and the end of the traceback, so that the agent can name the exception
+    without reading a file.
+
     Args:
-        name: ``ELASTICRS_NOTICES``, the agent's abstract socket; the kernel tells the agent who sent to it.
+        name: ``ELASTICRS_NOTICES``, the agent's abstract socket; the kernel adds the sender's pid.
+        error: the exception.
     """
     if not name:
         return
     from _socket import AF_UNIX, SOCK_DGRAM, socket
 
+    # The innermost frames, and the beginning of the message: together they fit into one notice.
+    *frames, message = traceback.format_exception(type(error), error, error.__traceback__)
+    text = f"{time.monotonic_ns()}\n{''.join(frames)[-_NOTICE_PART:]}{message[:_NOTICE_PART]}"
     notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
         # The agent empties it at once; one that is stopped must not hold up a worker's end.
         notices.settimeout(1)
-        notices.sendto(b"", "\0" + name)
+        notices.sendto(text.encode("utf-8", "backslashreplace"), "\0" + name)
     except OSError:
         return  # The agent learns of it when the process has ended.
     finally:

@@ -50,13 +50,14 @@ class Attempt(Record):
             that; see :mod:`elasticrs.node_page`.
         replaced_workers: those, each as an attempt of its own, with nothing but its part.
         first_failure: the local rank that failed first.
-        raised: the local ranks that have recorded an exception that nobody caught, as far as was seen.
+        raised: the notice of each worker that has recorded an uncaught exception, by local rank.
         expired: by local rank, the timer, the silence or the exit that took too long, for which we ended the
             worker.
         heartbeats: the last one of each worker that gave any, when it had ended.
         oom_kills: the counters of the OOM killer when it started.
         oom_kills_after: the same counters when it had failed.
         signalled: siblings that were signalled for it.
+        cause: why it ended before the last attempt of the job, in one line; ``None`` until that is known.
         silent: the workers that exited with 0 before their function returned, when no other one failed.
         warm: its workers were forked from a process that had imported; ``None`` without ``--warm``.
         why_cold: why they were not, where ``--warm`` was given.
@@ -77,12 +78,13 @@ class Attempt(Record):
     met: dict[int, Met] = fresh(factory=dict)
     replaced_workers: list[Attempt] = fresh(factory=list)
     first_failure: int | None = None
-    raised: set[int] = fresh(factory=set)
+    raised: dict[int, WorkerRaised] = fresh(factory=dict)
     expired: dict[int, Overdue] = fresh(factory=dict)
     heartbeats: list[Heartbeat] = fresh(factory=list)
     oom_kills: dict[str, int] = fresh(factory=dict)
     oom_kills_after: dict[str, int] = fresh(factory=dict)
     signalled: int = 0
+    cause: str | None = None
     silent: frozenset[int] = frozenset()
     nursery_exitcode: int | None = None
     nursery_hung: bool = False
@@ -90,6 +92,11 @@ class Attempt(Record):
     why_cold: str | None = None
     phases: dict[str, float] = fresh(factory=dict)
     stamps: dict[str, int] = fresh(factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers on all nodes."""
+        return self.plan.ranks[0].world_size
 
     def running(self) -> dict[int, int]:
         """Pids of the workers that have not ended, by local rank: those of others may be anybody's by now."""
@@ -118,7 +125,8 @@ class Attempt(Record):
         failed.oom_kills, failed.oom_kills_after = self.oom_kills, read_counters(self.oom_kills)
         failed.stamps["failure_seen"] = failed.exits[local_rank].seen_ns
         self.oom_kills = failed.oom_kills_after
-        self.raised.discard(local_rank)
+        if local_rank in self.raised:
+            failed.raised[local_rank] = self.raised.pop(local_rank)
         self.replaced_workers.append(failed)
         self.pids[local_rank] = pid
         others = [rank for rank, worker in self.exits.items() if worker.exitcode != 0]
@@ -247,6 +255,8 @@ class JobResult(Record):
         exit_code: of the launcher.
         signum: the signal that ended it, if one did.
         message: the reason of a failure that is not a worker's.
+        ending: the last line of a failed job, before and after the root cause; the launcher prints it below
+            the report.
         start_errno: the system's error for which the last attempt could not be started.
         first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
         clock: of the store in which the nodes met.
@@ -258,6 +268,7 @@ class JobResult(Record):
     exit_code: int = 1
     signum: int | None = None
     message: str | None = None
+    ending: tuple[str, str] | None = None
     start_errno: int | None = None
     first_cause: Cause | None = None
     clock: Clock = Clock()

@@ -29,7 +29,8 @@ class Cause(Value):
         rank: of the worker; ``None`` when the workers could not be started.
         local_rank: the same, on its node.
         pid: of the worker.
-        exitcode: as in ``ProcessFailure``.
+        exitcode: as in ``ProcessFailure``; ``None`` as well if the worker raised and was stopped while it
+            exited.
         message: its traceback or what else is known, shortened.
         lines: its last ones on stderr, shortened.
         ground: of a worker that hung: why it of all that were late (see ``WorkerHung``).

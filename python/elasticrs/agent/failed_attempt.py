@@ -9,24 +9,25 @@ import os
 
 from elasticrs import texts
 from elasticrs.agent.evidence import oom_note, probably_oom
-from elasticrs.console import prefix_of
 from elasticrs.logs import hang_file
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
-from elasticrs.multiprocessing.errors.report import traceback_text
+from elasticrs.multiprocessing.errors.report import how_it_failed
 from elasticrs.multiprocessing.errors.root_cause import root_cause, victims
 from elasticrs.multiprocessing.failed_process import failure_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.config import JobConfig
 
 _MAX_RESTARTS = 3
-"""So many are told of in the report."""
+"""Number of restarts whose duration the report gives."""
+_MAX_EARLIER = 8
+"""Number of different causes of earlier attempts in the report."""
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
@@ -35,31 +36,84 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
     return {ranks[worker.local_rank]: _failure(attempt, worker) for worker in attempt.failed_exits()}
 
 
-def first_of(attempt: Attempt) -> str:
-    """Say in one line which worker of an attempt failed first, and why."""
+def first_of(attempt: Attempt) -> tuple[int, str]:
+    """Return the local rank that failed first in an attempt, and how it failed, to follow its name."""
     failed = failures(attempt)
-    rank = root_cause(failed)
-    failure = failed[rank]
-    who = attempt.who(failure.local_rank, failure.pid)
+    failure = failed[root_cause(failed)]
+    return failure.local_rank, _how(attempt, failure)
+
+
+def _how(attempt: Attempt, failure: ProcessFailure) -> str:
     worker = attempt.exits[failure.local_rank]
     why = attempt.why_expired(failure.local_rank)
     if why is not None:
-        return f"{who}: {why}"
-    # Of a rank that raised, and that we stopped before it had ended, the exception is the reason.
-    ended_by_itself = worker.sent_signal is None and bool(failure.signal_number())
-    if failure.error_file != NOT_AVAILABLE and not ended_by_itself:
-        from elasticrs.headline import headline
-
-        return f"{who}: {headline(traceback_text(failure)) or attempt.how_it_ended(worker)}"
+        return f": {why}"
+    if worker.local_rank in attempt.silent:
+        return f" {texts.SILENT}"
     is_oom = probably_oom(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
-    oom = " (probably by the kernel's OOM killer)" if is_oom else ""
-    return f"{who} {attempt.how_it_ended(worker)}{oom}"
+    return how_it_failed(failure) + (" (probably by the kernel's OOM killer)" if is_oom else "")
+
+
+def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
+    """Return the root cause of a failed job in one line: ``rank 3 of 8: KeyError: 1 (train.py:4)``.
+
+    Args:
+        result: of the job.
+        failed: see :func:`all_failures`; not empty.
+    """
+    rank = root_cause(failed)
+    failure, cause = failed[rank], result.first_cause
+    attempt = result.attempts[-1] if result.attempts else None
+    if failure.host is not None and cause is not None:
+        from elasticrs.rendezvous.elastic.announcements import how_it_failed as how_elsewhere
+
+        is_same_round = attempt is not None and cause.round in (None, attempt.round)
+        world = f" of {attempt.world_size}" if attempt is not None and is_same_round else ""
+        return f"rank {rank}{world} on node {cause.node}{how_elsewhere(cause.encoded())}"
+    assert attempt is not None
+    who = attempt.who(failure.local_rank)
+    if attempt.plan.members is None:
+        who = f"rank {rank} of {attempt.world_size}"
+    return who + _how(attempt, failure)
+
+
+def earlier_causes(attempts: Sequence[Attempt]) -> list[str]:
+    """Return why each attempt ended before the last one, and why workers were replaced, in order. Equal
+    causes in a row are one line.
+    """
+    found: list[tuple[str, list[str]]] = []
+    for attempt in attempts:
+        replaced = [each.cause for each in attempt.replaced_workers]
+        own = [] if attempt is attempts[-1] else [attempt.cause]
+        for cause in filter(None, [*replaced, *own]):
+            if not found or found[-1][0] != cause:
+                found.append((cause, []))
+            found[-1][1].append(attempt.name)
+    shown = [f"{_named(names)}: {cause}" for cause, names in found[-_MAX_EARLIER:]]
+    left_out = len(found) - len(shown)
+    return [*([f"{left_out} causes before these are not shown"] if left_out else []), *shown]
+
+
+def _named(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"earlier, in attempt {names[0]}"
+    times = f"{len(names)} times in a row"
+    if names[0] == names[-1]:
+        return f"earlier, {times} in attempt {names[0]}"
+    return f"earlier, {times} from attempt {names[0]} to {names[-1]}"
 
 
 def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     """Return the failures of this node in the last attempt, and the first of the whole job if that was
-    elsewhere.
+    elsewhere. The root cause tells what happened before it.
     """
+    failed = _last_failures(result)
+    if failed:
+        _add_history(result, failed)
+    return failed
+
+
+def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
     if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
@@ -92,28 +146,41 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     return failed
 
 
-def child_failed_error(job: JobConfig, result: JobResult) -> ChildFailedError | None:
-    """Return the error of a failed job; ``None`` when no worker failed (none could be started)."""
-    failed = all_failures(result)
-    if not failed:
-        return None
-    root = failed[root_cause(failed)]
+def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
+    """Add the causes of earlier attempts, and how long restarts took, to the notes of the root cause."""
     restarts = [each for each in result.attempts if each.phases][-_MAX_RESTARTS:]
     began = (f"attempt {each.name} was running {each.how_it_began()}" for each in restarts)
-    root.more_notes = [*root.more_notes, *began]
-    return ChildFailedError(job.name, failed)
+    root = failed[root_cause(failed)]
+    root.more_notes = [*root.more_notes, *earlier_causes(result.attempts), *began]
 
 
-def print_report(job: JobConfig, result: JobResult, write: Callable[[str], None]) -> None:
-    """Write the report, and the root cause's error file to the launcher's own, if it has one."""
-    error = child_failed_error(job, result)
+def print_report(
+    job: JobConfig, result: JobResult, say: Callable[[str], None], write: Callable[[str], None]
+) -> str | None:
+    """Print why a job failed: a line, and below it the report. Copy the root cause's error file to the
+    launcher's own, if it has one.
+
+    Args:
+        job: the job.
+        result: of the job.
+        say: prints a line with the launcher's prefix.
+        write: prints a text as it is.
+
+    Returns:
+        The line; ``None`` if nothing is known.
+    """
+    failed = all_failures(result)
     if result.message is not None:
-        write(prefix_of(job.rendezvous is not None) + result.message + os.linesep)
-    if error is None:
-        return
+        say(result.message)
+    if not failed:
+        return result.message
+    headline = headline_of(result, failed)
+    say(headline)
+    error = ChildFailedError(job.name, failed)
     write(error.format_msg() + os.linesep)
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         hand_on(error)
+    return headline
 
 
 def hand_on(error: ChildFailedError) -> None:

@@ -25,7 +25,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from elasticrs._core import WorkerExited
     from elasticrs.agent.cause import Cause
     from elasticrs.budget import Meetings
     from elasticrs.config import JobConfig
@@ -182,8 +181,7 @@ class MemberNodes(SeveralNodes):
 
         attempt = self._attempt
         assert attempt is not None
-        worker: WorkerExited = attempt.exits[local_rank]
-        self._first_word = first_word(attempt, worker, self._place(), self._clock()).replaced(round=None)
+        self._first_word = first_word(attempt, local_rank, self._place(), self._clock()).replaced(round=None)
         return self._first_word
 
     def _own_cause(self) -> messages.Cause | None:

@@ -18,7 +18,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs._core import WorkerExited
     from elasticrs.agent.attempt import Attempt
     from elasticrs.clock import Clock
     from elasticrs.multiprocessing.errors import ProcessFailure
@@ -41,19 +40,30 @@ class Place(Value):
     group_rank: int
 
 
-def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Clock) -> Cause:
-    """Say what can be said at once of the worker that failed first, without reading any file."""
-    why = attempt.why_expired(worker.local_rank)
+def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) -> Cause:
+    """Describe the first failure with what is known at once, without reading any file.
+
+    Args:
+        attempt: that has failed.
+        local_rank: of the worker that failed first.
+        place: of this node.
+        clock: of the store.
+    """
+    worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
+    message = attempt.why_expired(local_rank) or (raised.text if raised is not None else "")
+    failed_ns = raised.seen_ns if raised is not None else 0
+    if worker is not None and (raised is None or local_rank in attempt.expired):
+        failed_ns = attempt.failed_ns(worker)
     return Cause(
         **place.fields(),
         round=attempt.round,
-        rank=attempt.global_ranks()[worker.local_rank],
-        local_rank=worker.local_rank,
-        pid=worker.pid,
-        exitcode=worker.exitcode,
-        message=None if why is None else _end(why, MAX_MESSAGE),
-        **_hang(attempt, worker.local_rank),
-        time_ns=clock.from_monotonic(attempt.failed_ns(worker)),
+        rank=attempt.global_ranks()[local_rank],
+        local_rank=local_rank,
+        pid=attempt.pids[local_rank] if worker is None else worker.pid,
+        exitcode=None if worker is None else worker.exitcode,
+        message=_end(message, MAX_MESSAGE) or None,
+        **_hang(attempt, local_rank),
+        time_ns=clock.from_monotonic(failed_ns),
         error_ns=clock.error_ns,
     )
 
@@ -91,7 +101,8 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
         rank=rank,
         local_rank=first.local_rank,
         pid=first.pid,
-        exitcode=first.exitcode,
+        # The signal that ended it while it was exiting was ours, and says nothing.
+        exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=_end(_message(attempt, first), MAX_MESSAGE),
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
         **_hang(attempt, first.local_rank),

@@ -214,10 +214,10 @@ class SeveralNodes(Decisions):
         attempt = self._attempt
         if attempt is None or event.local_rank != self._first_failure:
             return []
+        from elasticrs.agent.first_failure import first_seen
         from elasticrs.agent.own_cause import first_word
 
-        worker = attempt.exits[event.local_rank]
-        self._first_word = first_word(attempt, worker, self._place(), self._clock())
+        self._first_word = first_word(attempt, first_seen(attempt), self._place(), self._clock())
         return self._tell(messages.WorkerFailed(self._first_word.encoded()))
 
     def _on_group_ended(self, event: machine.GroupEnded) -> list[machine.Action]:
@@ -274,6 +274,8 @@ class SeveralNodes(Decisions):
         return found
 
     def _start(self, action: messages.Start) -> list[machine.Action]:
+        if self._attempt is not None and self._attempt.round == action.round - 1:
+            self._attempt.cause = action.earlier
         driver = self._require_driver()
         trouble = driver.open_store() if action.serves_store else None
         if trouble is not None:

@@ -51,6 +51,7 @@ class Story(Observer):
         self._job = job
         self._result = result
         self._say = say
+        self._owns_process = owns_process
         self._tells_all = owns_process and is_talkative(os.environ.get("LOGLEVEL", ""))
         self._begun_ns = time.monotonic_ns()
         self._failed: tuple[Attempt, AnnounceRestart] | None = None
@@ -91,7 +92,7 @@ class Story(Observer):
         # With several nodes the rendezvous says it, on all of them.
         is_first = worker.local_rank == attempt.first_failure and self._job.rendezvous is None
         if is_first and attempt.signalled:
-            self._tell_first(attempt, worker)
+            self._tell_first(attempt)
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
         """A worker failed, and only it was started again."""
@@ -137,24 +138,36 @@ class Story(Observer):
             how = f"stopped by {texts.signal_name(result.signum)}"
         folder = folder_with_files(result.attempts)
         logs = f"; logs in {folder}" if folder else ""
-        self._say(f"{how} after {took}; {used} of {self._job.max_restarts} restarts used{logs}")
+        ending = f"{how} after {took}", f"; {used} of {self._job.max_restarts} restarts used{logs}"
+        if self._owns_process:
+            # The launcher prints it below the report, together with the root cause.
+            result.ending = ending
+        else:
+            self._say("".join(ending))
 
-    def _tell_first(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        who = f"rank {attempt.plan.ranks[worker.local_rank].global_rank} (pid {worker.pid})"
-        how = "has hung" if worker.local_rank in attempt.expired else attempt.how_it_ended(worker)
+    def _tell_first(self, attempt: Attempt) -> None:
+        from elasticrs.agent.first_failure import first_seen, how_it_failed
+
+        first = first_seen(attempt)
+        who = attempt.who(first, attempt.pids[first]) + how_it_failed(attempt, first)
         others = "the other rank" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks"
-        self._say(f"{who} {how}; stopping {others}: errors that follow here are a consequence")
+        self._say(f"{who}; stopping {others}: errors that follow here are a consequence")
 
     def _cause(self, attempt: Attempt) -> str:
+        """Say why an attempt ended, and keep that for the report."""
         failed = attempt.failed_exits()
         if attempt.first_failure is None or not failed:
             if "started" in attempt.stamps:
                 how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
-                return f"the nursery {how}"
-            return self._result.message or "the workers could not be started"
+                attempt.cause = f"the nursery {how}"
+            else:
+                attempt.cause = self._result.message or "the workers could not be started"
+            return attempt.cause
         from elasticrs.agent.failed_attempt import first_of
 
-        return first_of(attempt)
+        local_rank, how = first_of(attempt)
+        attempt.cause = attempt.who(local_rank) + how
+        return attempt.who(local_rank, attempt.exits[local_rank].pid) + how
 
 
 def productive_ns(attempts: Iterable[Attempt]) -> int:

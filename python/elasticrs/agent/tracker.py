@@ -351,7 +351,7 @@ class AttemptTracker:
         self.result.attempts[-1].expired.setdefault(local_rank, why)
 
     def _on_raised(self, event: _core.WorkerRaised) -> None:
-        self.result.attempts[-1].raised.add(event.local_rank)
+        self.result.attempts[-1].raised[event.local_rank] = event
         if event.is_overdue:
             self._is_overdue(event.local_rank, Overdue(event.seen_ns, raised=event))
 

@@ -200,8 +200,11 @@ def _report(result: RunResult, name: str, write: Callable[[str], None]) -> None:
         write(f"{texts.PREFIX}the job has failed{os.linesep}")
         return
     from elasticrs.agent.failed_attempt import hand_on
+    from elasticrs.multiprocessing.errors.report import how_it_failed
 
     error = ChildFailedError(name, result.failures)
+    rank, first = error.get_first_failure()
+    write(f"{texts.PREFIX}rank {rank}{how_it_failed(first)}{os.linesep}")
     write(error.format_msg() + os.linesep)
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         hand_on(error)

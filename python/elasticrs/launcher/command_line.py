@@ -162,11 +162,25 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
         result = agent.run()
     except (SupervisorError, OSError) as error:
         return _fail(f"the job was stopped: {error}", 1)
-    if result.exit_code != 0 and (result.signum is None or _has_raised(result)):
+    if result.exit_code != 0:
+        _tell_failure(
+            launch, result, console, lambda text: _write(console, text, signals, launch.job.forwarded)
+        )
+    return result.exit_code
+
+
+def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Callable[[str], None]) -> None:
+    """Print the report, and below it the last line, which repeats the root cause."""
+    headline = None
+    if result.signum is None or _has_raised(result):
         from elasticrs.agent.failed_attempt import print_report
 
-        print_report(launch.job, result, lambda text: _write(console, text, signals, launch.job.forwarded))
-    return result.exit_code
+        headline = print_report(launch.job, result, console.say, write)
+    if result.ending is not None:
+        how, more = result.ending
+        console.say(how + (f": {headline}" if headline else "") + more)
+        # Waits for a reader, unlike `say`: nothing follows.
+        write("")
 
 
 def _has_raised(result: JobResult) -> bool:

@@ -215,10 +215,10 @@ def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], re
         value = record(function)(*arguments)
         # A value that cannot be pickled is the worker's failure as well, and multiprocessing only prints it.
         record(_send)(value, result)
-    except Exception:
+    except Exception as error:
         from elasticrs._worker.error_file import give_notice
 
-        give_notice(os.environ.get("ELASTICRS_NOTICES", ""))
+        give_notice(os.environ.get("ELASTICRS_NOTICES", ""), error)
         raise
 
 

@@ -133,11 +133,14 @@ pub struct TimerExpired {
 }
 
 /// A worker, or a program below it, has recorded an exception that nobody has caught: it is about to end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerRaised {
     pub local_rank: u32,
     /// The process that has recorded it: the worker, or a descendant.
     pub pid: i32,
+    /// End of the traceback, as the process sent it; empty if it sent none.
+    pub text: String,
+    /// When it was recorded, or when the notice was received if the process did not say.
     pub seen: Stamp,
     /// How long it may take; `None`: any time.
     pub limit: Option<Duration>,

@@ -198,7 +198,10 @@ impl Task {
                 Wake::Nursery(FromNursery::Reply(reply, fds)) => self.on_reply(reply, fds),
                 Wake::Nursery(FromNursery::Died(exit)) => self.on_nursery_death(exit),
                 Wake::Nursery(FromNursery::GivenUp) => self.give_up_nursery(),
-                Wake::Member(Watched { pid, exit, seen }) => self.input(Input::Exited { pid, exit, usage: None, seen }),
+                Wake::Member(Watched { pid, exit, seen }) => {
+                    self.on_notices();
+                    self.input(Input::Exited { pid, exit, usage: None, seen });
+                }
                 Wake::Swept(swept) => self.on_swept(swept),
                 Wake::Task(ended) => self.on_task_end(ended),
                 Wake::Command(command) => self.on_command(command),
@@ -267,6 +270,7 @@ impl Task {
                 }
             }
             FromLink::Exited { pid, exit, usage, seen } => {
+                self.on_notices();
                 self.input(Input::Exited { pid, exit, usage: Some(usage), seen });
             }
             FromLink::Stopped { pid, signal } => self.input(Input::Paused { pid, signal }),

@@ -139,7 +139,7 @@ def _install(path: str) -> None:
             exec(code, writer)
             writer["write_uncaught"](path, error)  # type: ignore[operator]
             if is_end:
-                writer["give_notice"](notices)  # type: ignore[operator]
+                writer["give_notice"](notices, error)  # type: ignore[operator]
         except Exception as problem:
             if sys.stderr is not None:
                 sys.stderr.write("elasticrs: cannot write %s: %r\n" % (path, problem))  # noqa: UP031

@@ -1,8 +1,9 @@
 """The text of the failure report.
 
-Torch's layout, line by line, since people and tools know it: title, ``Failures:``, ``Root Cause``, six lines
-for each failure. What torch cannot say follows these six, so that the last thing on the screen is the root
-cause and what is known about it. Workers that we stopped are no failures and take one line together.
+It keeps torch's layout, line by line, because people and tools know it: title, ``Failures:``, ``Root Cause``,
+six lines for each failure. What torch does not report follows these six lines, so that the root cause and
+what is known about it come last on the screen. Ranks that failed alike share one entry. Workers that were
+stopped have not failed, and share one line.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, in_order, root_cause, victims
-from elasticrs.texts import describe_exit, signal_name
+from elasticrs.texts import describe_exit, how_it_ended, signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 _WIDTH = 60
 _SIGKILL = 9
 _LONG_TRACEBACK = 3
-"""Lines; longer ones that were shown already are referred to."""
+"""Lines of a traceback that is not repeated when it has been shown already."""
+_MANY_ALIKE = 3
+"""Number of failures, apart from the root cause, that share an entry if they are alike."""
 
 
 def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str, section: str) -> str:
@@ -38,16 +41,14 @@ def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str
     root = root_cause(failures)
     stopped = [rank for rank in victims(failures) if rank != root]
     shown: dict[str, str] = {}
-    root_entry, others = "", []
     failed = [rank for rank in in_order(failures) if rank not in stopped]
     indices = {rank: index for index, rank in enumerate(failed)}
-    # The root cause is formatted first: the others may refer to it.
-    for rank in sorted(failed, key=lambda rank: rank != root):
-        entry = _entry(indices[rank], rank, failures, root, shown)
-        if rank == root:
-            root_entry = entry
-        else:
-            others.append(entry)
+    # The root cause is formatted first, because the other entries may refer to it.
+    root_entry = _entry(indices[root], [root], failures, root, shown)
+    others = [
+        _entry(indices[ranks[0]], ranks, failures, root, shown)
+        for ranks in _alike([rank for rank in failed if rank != root], failures)
+    ]
 
     title = f"{name} FAILED"
     stopped_lines = _stopped(stopped, failures)
@@ -62,23 +63,47 @@ def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str
 # --- one failure ---
 
 
+def _alike(ranks: Sequence[int], failures: Mapping[int, ProcessFailure]) -> list[list[int]]:
+    """Group the ranks whose failures differ in nothing but numbers, such as ranks, ports and addresses."""
+    import re
+
+    groups: dict[object, list[int]] = {}
+    for rank in ranks:
+        failure = failures[rank]
+        text = re.sub(r"0x[0-9a-f]+|\d+", "0", "\n".join([traceback_text(failure), *_notes(failure)]))
+        groups.setdefault((failure.exitcode, failure.host, text), []).append(rank)
+    shown = (
+        [group] if len(group) >= _MANY_ALIKE else [[rank] for rank in group] for group in groups.values()
+    )
+    order = {rank: index for index, rank in enumerate(ranks)}
+    return sorted((entry for entries in shown for entry in entries), key=lambda entry: order[entry[0]])
+
+
 def _entry(
-    index: int, rank: int, failures: Mapping[int, ProcessFailure], root: int, shown: dict[str, str]
+    index: int,
+    ranks: Sequence[int],
+    failures: Mapping[int, ProcessFailure],
+    root: int,
+    shown: dict[str, str],
 ) -> str:
+    """Format one or several failures that are alike; of several, the first one is shown."""
+    rank, more = ranks[0], len(ranks) - 1
     failure = failures[rank]
     signal = failure.signal_name()
     name = f" ({signal})" if signal != NOT_AVAILABLE else ""
     exitcode = "unknown" if failure.exitcode is None else failure.exitcode
-    # From its second line on indented.
+    until = _when(failures[ranks[-1]], failures[root])
+    # Indented from the second line on.
     traceback = traceback_text(failure).replace("\n", "\n  ")
     lines = [
-        f"[{index}]:",
+        f"[{index}]:" if not more else f"[{index}] and {more} more like it:",
         f"  time      : {_when(failure, failures[root])}",
         f"  host      : {failure.host or os.uname().nodename}",
         f"  rank      : {rank} (local_rank: {failure.local_rank})",
         f"  exitcode  : {exitcode} (pid: {failure.pid}) {name}".rstrip(),
         f"  error_file: {failure.error_file}",
         f"  traceback : {_once(traceback, f'[{index}]', shown)}",
+        *([f"  like it   : {ranks_text(sorted(ranks[1:]))}, until {until}"] if more else []),
         *(f"  note      : {note}" for note in _notes(failure)),
         *(f"  {stream:<10}: {path}" for stream, path in failure.log_paths.items()),
     ]
@@ -116,6 +141,19 @@ def traceback_text(failure: ProcessFailure) -> str:
     if failure.stack:
         message = f"{message}\n{failure.stack}"
     return message
+
+
+def how_it_failed(failure: ProcessFailure) -> str:
+    """Say how a worker failed, to follow its name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
+    # Of a worker that raised and was killed by us while it exited, the exception is the reason.
+    ended_by_itself = failure.sent_signal is None and bool(failure.signal_number())
+    if (failure.error_file != NOT_AVAILABLE or failure.cause) and not ended_by_itself:
+        from elasticrs.headline import headline
+
+        said = headline(traceback_text(failure))
+        if said is not None:
+            return f": {said}"
+    return f" {how_it_ended(failure.exitcode)}"
 
 
 def _silent(failure: ProcessFailure) -> str:

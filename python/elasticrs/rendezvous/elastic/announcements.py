@@ -33,12 +33,12 @@ def utc(time_ns: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns // 1_000_000_000))
 
 
-def end_of(head: Head) -> str:
-    """How a round ended: of ENDED the head's own, of RUNNING the one before."""
+def end_of(head: Head, *, names_pid: bool = True) -> str:
+    """Say how a round ended: the head's own round if it has ended, otherwise the one before."""
     end = head.end or {}
     kind = end.get("kind")
     if kind == "failure":
-        return failure_of(head.cause, end.get("node"))
+        return failure_of(head.cause, end.get("node"), names_pid=names_pid)
     if kind == "setup":
         return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"
     if kind == "lost":
@@ -51,26 +51,31 @@ def end_of(head: Head) -> str:
     return "more nodes have joined"
 
 
-def failure_of(cause: Mapping[str, Any] | None, node: object = None) -> str:
-    """Say which worker failed where (on ``node``, should the cause not tell), and how it ended."""
+def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pid: bool = True) -> str:
+    """Say which worker failed where (on ``node``, if the cause does not name one), and how."""
     told = cause or {}
     where = f"on node {told.get('node') or node or '?'}"
     if told.get("rank") is None:
         return f"a worker failed {where}"
-    pid = f" (pid {told['pid']})" if told.get("pid") else ""
-    who, lines = f"rank {told['rank']}{pid} {where}", str(told.get("message") or "").strip().splitlines()
+    pid = f" (pid {told['pid']})" if told.get("pid") and names_pid else ""
+    return f"rank {told['rank']}{pid} {where}{how_it_failed(told)}"
+
+
+def how_it_failed(cause: Mapping[str, Any]) -> str:
+    """Say how a worker failed, to follow its name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
+    lines = str(cause.get("message") or "").strip().splitlines()
     if blame_of(cause) is not None:
         # What ended it was our signal.
-        return f"{who}: {lines[-1].strip() if lines else 'hung'}"
-    if told.get("message") == SILENT:
-        return f"{who} {SILENT}"
-    exitcode = told.get("exitcode")
-    if len(lines) > 1 and isinstance(exitcode, int) and exitcode >= 0:
-        # It ended by itself, and its traceback has been told.
+        return f": {lines[-1].strip() if lines else 'hung'}"
+    if cause.get("message") == SILENT:
+        return f" {SILENT}"
+    exitcode = cause.get("exitcode")
+    if len(lines) > 1 and (exitcode is None or (isinstance(exitcode, int) and exitcode >= 0)):
+        # It ended by itself, or is about to, and its traceback is known.
         from elasticrs.headline import headline
 
-        return f"{who}: {headline(str(told['message']))}"
-    return f"{who} {how_it_ended(exitcode) if 'exitcode' in told else 'failed'}"
+        return f": {headline(str(cause['message']))}"
+    return f" {how_it_ended(exitcode) if 'exitcode' in cause else 'failed'}"
 
 
 def round_line(head: Head, max_restarts: int, told: str | None = None) -> str:

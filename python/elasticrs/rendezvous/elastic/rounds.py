@@ -237,7 +237,8 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
         *(slot.group_rank, head.size, slot.first_rank, head.world_size),
         *(slot.first_role_rank, slot.role_world_size),
     )
-    member.do(Start(head.round, head.used, slot.group_rank, ranks, *head.master, serves))
+    earlier = end_of(head, names_pid=False) if head.round > 1 else ""
+    member.do(Start(head.round, head.used, slot.group_rank, ranks, *head.master, serves, earlier))
 
 
 # --- what the workers do ---

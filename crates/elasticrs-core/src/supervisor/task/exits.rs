@@ -1,9 +1,10 @@
 //! Workers that have raised: their notice, and whether they have ended by the limit.
 //!
-//! The hook of a worker sends an empty datagram to an abstract socket of the attempt, and the kernel adds the sender's pid.
-//! So nothing has to be believed, no file and no descriptor in the worker is needed, and nobody is woken before.
+//! The hook of a worker sends a datagram with the time and the end of its traceback to an abstract socket of the attempt, and the kernel
+//! adds the sender's pid, which must be a worker or descend from one. The text is for the user only; no decision of the core
+//! depends on it. The agent reads no file for it, so a line that names the exception never waits for a file system.
 
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::Duration;
 
@@ -21,6 +22,9 @@ use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
+
+/// Longest text of a notice, in bytes. A longer one is cut at its end; the hook sends at most this much.
+const MAX_TEXT: usize = 4096;
 
 /// A socket for notices, with a name that the kernel chose: no file, and gone with its descriptor.
 pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
@@ -59,13 +63,13 @@ impl Exits {
         }
     }
 
-    /// Pids of those that have given notice.
-    fn take(&self) -> Vec<i32> {
-        let mut pids = Vec::new();
-        while let Some(Ok(pid)) = self.notices.as_ref().map(|notices| sender(notices.get_ref())) {
-            pids.extend(pid);
+    /// Receives the notices that have arrived.
+    fn take(&self) -> Vec<Notice> {
+        let mut found = Vec::new();
+        while let Some(Ok(notice)) = self.notices.as_ref().map(|notices| receive(notices.get_ref())) {
+            found.extend(notice);
         }
-        pids
+        found
     }
 
     /// Another process takes the place of this worker.
@@ -79,15 +83,41 @@ impl Exits {
     }
 }
 
-/// Who sent the next datagram, as the kernel says; what else it holds is dropped.
-fn sender(notices: &OwnedFd) -> nix::Result<Option<i32>> {
+/// One datagram: the pid of its sender, as the kernel reports it, and what it says, which may be anything.
+#[derive(Debug, PartialEq, Eq)]
+struct Notice {
+    pid: i32,
+    /// When the exception was recorded, in monotonic nanoseconds. This thread may see the notice much later, and the order of
+    /// failures depends on it.
+    recorded: Option<u64>,
+    text: String,
+}
+
+impl Notice {
+    /// Reads `NANOSECONDS\nTEXT`; without such a number all of it is the text.
+    fn new(pid: i32, said: &[u8]) -> Self {
+        let said = String::from_utf8_lossy(said);
+        let parts = said.split_once('\n').and_then(|(number, text)| Some((number.parse().ok()?, text)));
+        match parts {
+            Some((recorded, text)) => Self { pid, recorded: Some(recorded), text: text.to_owned() },
+            None => Self { pid, recorded: None, text: said.into_owned() },
+        }
+    }
+}
+
+/// Receives the next datagram; `None` if the kernel added no credentials.
+fn receive(notices: &OwnedFd) -> nix::Result<Option<Notice>> {
     let mut control = nix::cmsg_space!(UnixCredentials);
+    let mut buffer = [0; MAX_TEXT];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
-    let message = recvmsg::<()>(notices.as_raw_fd(), &mut [], Some(&mut control), flags)?;
-    Ok(message.cmsgs()?.find_map(|part| match part {
+    let mut parts = [IoSliceMut::new(&mut buffer)];
+    let message = recvmsg::<()>(notices.as_raw_fd(), &mut parts, Some(&mut control), flags)?;
+    let pid = message.cmsgs()?.find_map(|part| match part {
         ControlMessageOwned::ScmCredentials(sender) => Some(sender.pid()),
         _ => None,
-    }))
+    });
+    let size = message.bytes;
+    Ok(pid.map(|pid| Notice::new(pid, &buffer[..size])))
 }
 
 impl Task {
@@ -101,19 +131,31 @@ impl Task {
         }
     }
 
+    /// Records the notices that have arrived. Also called before an exit is recorded: a worker that raises and exits while
+    /// this thread is delayed would otherwise seem to have ended without an exception.
     pub(super) fn on_notices(&mut self) {
-        for pid in self.exits.take() {
+        if !matches!(self.current, Current::Running(_)) {
+            return;
+        }
+        for Notice { pid, recorded, text } in self.exits.take() {
             let Current::Running(running) = &self.current else { return };
             // Any other process may have sent one.
-            let (Ok(process), Some(local_rank)) = (pidfd::open(pid), running.worker_of(pid)) else { continue };
-            // Of several programs below one worker the first counts, as long as it lives.
-            if watch::ended(&[process.as_fd()]) == [true] || !self.exits.has_ended(local_rank) {
-                continue;
-            }
-            self.exits.raised.retain(|(rank, _)| *rank != local_rank);
-            self.exits.raised.push((local_rank, process));
-            let (seen, limit) = (Stamp::now(), self.exits.limit);
-            self.input(Input::Raised(WorkerRaised { local_rank, pid, seen, limit, is_overdue: false }));
+            let Some(local_rank) = running.worker_of(pid) else { continue };
+            let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
+            // The limit holds for a process that lives. Of several programs below one worker the first counts, as long as it
+            // lives.
+            let limit = match process {
+                Some(process) if self.exits.has_ended(local_rank) => {
+                    self.exits.raised.retain(|(rank, _)| *rank != local_rank);
+                    self.exits.raised.push((local_rank, process));
+                    self.exits.limit
+                }
+                Some(_) => continue,
+                None => None,
+            };
+            let now = Stamp::now();
+            let seen = recorded.map_or(now, |recorded| Stamp(recorded).min(now));
+            self.input(Input::Raised(WorkerRaised { local_rank, pid, text, seen, limit, is_overdue: false }));
         }
     }
 }
@@ -128,11 +170,20 @@ mod tests {
     #[test]
     fn the_kernel_says_who_sent_a_notice() {
         let (notices, name) = open_notices().expect("a socket");
-        assert_eq!(sender(&notices), Err(nix::errno::Errno::EAGAIN));
+        assert_eq!(receive(&notices), Err(nix::errno::Errno::EAGAIN));
         let address = SocketAddr::from_abstract_name(name).expect("an address");
-        for text in [&b""[..], b"4711 is what I say"] {
-            UnixDatagram::unbound().expect("a socket").send_to_addr(text, &address).expect("sent");
-            assert_eq!(sender(&notices), Ok(Some(std::process::id().cast_signed())));
+        let long = "x".repeat(2 * MAX_TEXT);
+        let cases = [
+            ("", None, ""),
+            ("4711 is what I say", None, "4711 is what I say"),
+            ("12\nE: x\nmore", Some(12), "E: x\nmore"),
+            ("x\ny", None, "x\ny"),
+            (&long, None, &long[..MAX_TEXT]),
+        ];
+        for (said, recorded, text) in cases {
+            UnixDatagram::unbound().expect("a socket").send_to_addr(said.as_bytes(), &address).expect("sent");
+            let (pid, text) = (std::process::id().cast_signed(), text.to_owned());
+            assert_eq!(receive(&notices), Ok(Some(Notice { pid, recorded, text })));
         }
     }
 }

@@ -4,17 +4,17 @@ use super::*;
 
 pub(super) fn raised(local_rank: u32) -> Input {
     let (pid, limit) = (PIDS[local_rank as usize], Some(Duration::from_secs(10)));
-    Input::Raised(WorkerRaised { local_rank, pid, seen: Stamp(5), limit, is_overdue: false })
+    Input::Raised(WorkerRaised { local_rank, pid, text: String::new(), seen: Stamp(5), limit, is_overdue: false })
 }
 
 #[test]
 fn a_worker_that_raised_and_does_not_end_has_failed() {
     let mut group = lingering();
     let effects = group.on_input(raised(2));
-    let [Effect::Tell(Event::WorkerRaised(told)), Effect::Arm(Timer::Exit(2), limit)] = effects[..] else {
+    let [Effect::Tell(Event::WorkerRaised(told)), Effect::Arm(Timer::Exit(2), limit)] = &effects[..] else {
         panic!("{effects:?}");
     };
-    assert_eq!((told.is_overdue, limit), (false, Duration::from_secs(10)));
+    assert_eq!((told.is_overdue, *limit), (false, Duration::from_secs(10)));
     let effects = after_evidence(&mut group, Input::Expired(Timer::Exit(2)));
     assert_eq!(
         signals(&effects),

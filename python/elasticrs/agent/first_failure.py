@@ -1,0 +1,77 @@
+"""The first failure of an attempt, judged when it is seen: from events alone, without reading a file.
+
+The line that stops the other workers, and the word to the other nodes, must not wait for a file system. The
+full report follows the same rule (:mod:`elasticrs.multiprocessing.errors.root_cause`) with the error files.
+"""
+
+from __future__ import annotations
+
+from elasticrs._value import Value
+from elasticrs.headline import headline
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.agent.attempt import Attempt
+
+_SIGTERM = 15
+
+
+class _Seen(Value):
+    """The fields of a ``ProcessFailure`` that the rule of the root cause reads."""
+
+    pid: int
+    seen_ns: int
+    sent_signal: int | None
+    recorded_ns: int | None
+    recorded_pid: int | None
+    message: str
+    cause: str | None = None
+    timestamp: int = 0
+    is_first: bool = False
+
+
+def first_seen(attempt: Attempt) -> int:
+    """Return the local rank that failed first.
+
+    It is not always the first worker that exited: a worker that has raised may still be exiting when its
+    peers have noticed the closed connection and are gone.
+
+    Args:
+        attempt: whose first failure has been seen.
+    """
+    first = attempt.first_failure
+    assert first is not None
+    if not attempt.raised.keys() - {first} or first in attempt.expired:
+        return first
+    from elasticrs.multiprocessing.errors.root_cause import root_cause
+
+    exited = attempt.exits[first]
+    seen = {}
+    for local_rank in sorted({first, *attempt.raised}):
+        raised = attempt.raised.get(local_rank)
+        seen[local_rank] = _Seen(
+            raised.pid if raised is not None else exited.pid,
+            exited.seen_ns,
+            # A worker that is still exiting has been told to stop by now.
+            None if local_rank == first else _SIGTERM,
+            None if raised is None else raised.seen_ns,
+            None if raised is None else raised.pid,
+            "" if raised is None else raised.text,
+        )
+    return root_cause(seen)  # type: ignore[arg-type]  # it has the fields that are read
+
+
+def how_it_failed(attempt: Attempt, local_rank: int) -> str:
+    """Say how a worker failed, to follow its name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
+    raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
+    overdue = attempt.expired.get(local_rank)
+    if overdue is not None and overdue.raised is None:
+        return " has hung"
+    # A signal that it got while it was exiting says more than the exception.
+    is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
+    said = headline(raised.text) if raised is not None and not is_killed else None
+    if said is not None:
+        return f": {said}"
+    if overdue is not None:
+        return " has raised, and does not exit"
+    return " failed" if worker is None else f" {attempt.how_it_ended(worker)}"
