@@ -73,6 +73,18 @@ def test_stopped_and_continued_while_it_imports(importing):
     assert job.runs() == [("0", "True"), ("1", "True")]
 
 
+def test_the_module_is_named_after_which_the_import_cannot_go_on(launch, tmp_path, worker_script):
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "scarce.py").write_text(
+        "import resource\nlimit = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))\n"
+    )
+    env = {"PYTHONPATH": str(library)}
+    job = launch("--warm=json,scarce", worker_script(""), env=env).exits(0)
+    assert re.search(r"warm: workers start cold: OSError: .*\bscarce\b", job.stderr), job.stderr
+
+
 STARTS = """
 import os, subprocess
 kept = subprocess.Popen(["sleep", "1000"])

@@ -1,5 +1,6 @@
 """Files of imported modules lie on a file system that does not answer: nobody waits for it for long."""
 
+import json
 import os
 import threading
 from types import SimpleNamespace
@@ -20,10 +21,16 @@ def nursery(tmp_path):
     warming = Warming(said.append)
     own = tmp_path / "own.py"
     own.write_text("VALUE = 1")
-    ready = f'{{"ready": {{"seconds": 1, "threads": 1, "files": ["{own}"], "prefixes": []}}}}\n'
+    seen = own.stat()
+    ready = {
+        "seconds": 1,
+        "threads": 1,
+        "prefixes": [str(tmp_path / "library")],
+        "stamps": {str(own): [seen.st_mtime_ns, seen.st_size]},
+    }
 
     def is_ready():
-        os.write(warming.report, ready.encode())
+        os.write(warming.report, json.dumps({"ready": ready}).encode() + b"\n")
         warming.ended(SimpleNamespace(is_ready=True, hung=False, exitcode=None), 120.0)
 
     yield warming, is_ready, own, said

@@ -15,7 +15,6 @@ from elasticrs.warm.sources import remember
 
 READY = {
     "seconds": 4.25,
-    "files": ["/a.py"],
     "prefixes": ["/lib"],
     "threads": 1,
     "stamps": {"/a.py": [7, 8], "/b.py": []},
@@ -51,7 +50,7 @@ def test_all_that_was_told():
         LeftOut("broken", "it raises KeyError at import", ["Trace:", "  File", "KeyError: 'X'"]),
         LeftOut("ends", "it ends the process at import (exit code 3)"),
     )
-    ready = Ready(4.25, ("/a.py",), ("/lib",), 1, {"/a.py": (7, 8)})
+    ready = Ready(4.25, ("/lib",), 1, {"/a.py": (7, 8), "/b.py": None})
     assert report.read(lines(TOLD)) == Report({"json": 1.0, "torch.nn": 3.21}, left_out, None, ready)
 
 
@@ -75,7 +74,7 @@ RECORDS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
 def test_nothing_in_the_file_is_trusted(records, junk):
     found = report.read(lines(records) + junk)
     if found.ready is not None:
-        assert remember(found.ready.files, found.ready.prefixes, found.imported).changed() is None
+        remember(found.ready.stamps, found.ready.prefixes, found.imported).changed()
     shown = [line for one in found.left_out for line in (one.name, one.why, *one.traceback)]
     assert all(line.isprintable() for line in (*shown, found.importing or "", *found.imported))
 
@@ -94,9 +93,7 @@ def test_what_a_worker_edits_before_the_agent_looks_is_noticed(warming, tmp_path
     own.write_text("VALUE = 1")
     stamps = {str(own): [own.stat().st_mtime_ns, own.stat().st_size]}
     own.write_text("VALUE = 'edited'")
-    os.write(
-        reader.report, lines([{"ready": {**READY, "files": [str(own)], "prefixes": [], "stamps": stamps}}])
-    )
+    os.write(reader.report, lines([{"ready": {**READY, "prefixes": [], "stamps": stamps}}]))
     reader.ended(SimpleNamespace(is_ready=True, hung=False, exitcode=None), 120.0)
     assert reader.is_outdated()
 
@@ -117,7 +114,7 @@ def test_what_the_user_is_told(warming):
         "warm: ends was left out: it ends the process at import (exit code 3)",
     ]
     assert reader.is_warm
-    assert reader.found.ready == Ready(4.25, ("/a.py",), ("/lib",), 1, {"/a.py": (7, 8)})
+    assert reader.found.ready == Ready(4.25, ("/lib",), 1, {"/a.py": (7, 8), "/b.py": None})
     # Each process has told its own.
     cold = "warm: workers start cold: "
     assert told(TOLD[8:11], hung=True) == [f"{cold}the import of torch.nn did not end within 120 s"]

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import venv
 
 import pytest
 from helpers import ports
@@ -128,3 +129,32 @@ def test_what_failed_before_the_workers_ran_again_is_part_of_their_restart(launc
     assert [attempt for attempt, _, _ in told] == ["2"], launched.stderr
     spans = [float(part.split()[1]) for part in told[0][2].split(", ")]
     assert sum(spans) == pytest.approx(float(told[0][1]), abs=0.5)
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """An environment with one installed package: its interpreter, and its folder of packages."""
+    venv.create(tmp_path / "bare", symlinks=True)
+    (site,) = (tmp_path / "bare").glob("lib/python*/site-packages")
+    (site / "a_library.py").write_text("VALUE = 1\n")
+    (site / "a_library-1.0.dist-info").mkdir()
+    (site / "a_library-1.0.dist-info" / "RECORD").write_text("a_library.py,,\n")
+    return tmp_path / "bare/bin/python", site
+
+
+def test_what_is_installed_during_a_job_is_imported_again_only_if_it_was_imported(launch, tmp_path, bare):
+    python, site = bare
+    options = ("--max-restarts=2", "--warm=a_library")
+    job = SteadyJob(launch, tmp_path, 1, *options, env={"PYTHON_EXEC": str(python)})
+    for attempt, changes_library in ((0, False), (1, True)):
+        pids, nursery = job.ready(attempt), job.nursery()
+        (site / f"another-{attempt}.0.dist-info").mkdir()
+        if changes_library:
+            (site / "a_library.py").write_text("VALUE = 'another release'\n")
+        send(pids[0], signal.SIGKILL)
+        job.launched.wait_for_line(rf"attempt {attempt + 1} is running, .* warm$", "stderr")
+        assert (job.nursery() != nursery) is changes_library
+    send(job.ready(2)[0], EXIT_0)
+    job.launched.exits(0)
+    said = re.findall(r"warm: (.*) has changed: importing again", job.launched.stderr)
+    assert said == [str(site / "a_library.py")]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.warm.sources import remember
+from elasticrs.warm.sources import remember, stamp
 
 SITE = "lib/python3/site-packages"
 
@@ -28,22 +28,34 @@ def tree(tmp_path):
     return tmp_path
 
 
+FILES = (
+    "lib/python3/json/__init__.py",
+    f"{SITE}/torch/__init__.py",
+    "src/own/__init__.py",
+    "src/own/model.py",
+)
+
+
 def look_at(tree):
-    files = ["lib/python3/json/__init__.py", f"{SITE}/torch/__init__.py", "src/own/__init__.py"]
-    files += ["src/own/model.py", "src/own/__init__.py"]
-    prefixes = [tree / "lib/python3", tree / SITE, tree / "lib/no-such-folder"]
-    return remember(
-        [str(tree / name) for name in files], [str(prefix) for prefix in prefixes], ["json", "torch.nn"]
-    )
+    files = [str(tree / name) for name in FILES]
+    prefixes = [str(tree / name) for name in ("lib/python3", SITE, "lib/no-such-folder")]
+    return remember({path: stamp(path) for path in (*files, *prefixes)}, prefixes, ["json", "torch.nn"])
+
+
+def later(path):
+    """A file system counts in ticks, and a quick change may fall into that of its creation."""
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000))
 
 
 def test_what_is_compared(tree):
-    names = [os.path.relpath(path, tree) for path in look_at(tree).stamps]
-    assert names[:2] == ["src/own/__init__.py", "src/own/model.py"]
-    assert set(names[2:]) == {
-        *("lib/python3", SITE, "lib/no-such-folder"),
-        f"{SITE}/torch-2.0.dist-info/RECORD",
-    }
+    found = look_at(tree)
+    names = [
+        [os.path.relpath(path, tree) for path in stamps]
+        for stamps in (found.own, found.installed, found.signs)
+    ]
+    assert names[:2] == [[*FILES[2:]], [*FILES[:2]]]
+    record = f"{SITE}/torch-2.0.dist-info/RECORD"
+    assert set(names[2]) == {"lib/python3", SITE, "lib/no-such-folder", record}
 
 
 def test_nothing_changed(tree):
@@ -69,26 +81,43 @@ def test_code_of_the_user_changes(tree):
 def test_a_distribution_changes(tree, restores_time):
     site = tree / SITE
     before = site.stat()
-    sources = look_at(tree)
+    sources, path = look_at(tree), site / "torch/__init__.py"
     (site / "torch-2.0.dist-info").rename(site / "torch-2.1.dist-info")
-    # A file system counts in ticks, and a quick rename may fall into that of its creation.
-    later = before.st_mtime_ns if restores_time else before.st_mtime_ns + 1_000_000
-    os.utime(site, ns=(before.st_atime_ns, later))
-    assert sources.changed() == str(site if not restores_time else site / "torch-2.0.dist-info/RECORD")
+    path.write_text("another release\n")
+    if restores_time:
+        os.utime(site, ns=(before.st_atime_ns, before.st_mtime_ns))
+    else:
+        later(site)
+    assert sources.changed() == str(path)
 
 
-def test_a_distribution_is_added(tree):
+def test_another_distribution_is_added(tree):
     sources, site = look_at(tree), tree / SITE
-    (site / "third-1.0.dist-info").mkdir()
-    os.utime(site, ns=(0, site.stat().st_mtime_ns + 1_000_000))
-    assert sources.changed() == str(site)
+    torch, looked = str(site / "torch/__init__.py"), []
+
+    def look(path):
+        looked.append(path)
+        return stamp(path)
+
+    for number, name in enumerate(("third-1.0.dist-info", "fourth-1.0.dist-info", "__pycache__"), 1):
+        (site / name).mkdir()
+        later(site)
+        assert sources.changed(look) is None
+        # The files are compared once for each change of the folder, not before each attempt from then on.
+        assert sources.changed(look) is None
+        assert looked.count(torch) == number
+    (site / "torch/__init__.py").unlink()
+    later(site)
+    assert sources.changed() == torch
 
 
 STAMPS = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))
+PATHS = ("/a", "/b", "/lib/c", "/lib/d", "/lib")
 
 
-@given(st.dictionaries(st.sampled_from(("/a", "/b", "/c")), STAMPS), st.dictionaries(st.just("/b"), STAMPS))
+@given(st.fixed_dictionaries(dict.fromkeys(PATHS, STAMPS)), st.dictionaries(st.sampled_from(PATHS), STAMPS))
 def test_the_first_that_differs_is_told(before, changes):
     now = {**before, **changes}
-    found = remember(before, [], [], before.__getitem__).changed(now.get)
-    assert found == next((path for path in before if now[path] != before[path]), None)
+    found = remember(before, ["/lib"], [], before.__getitem__).changed(now.get)
+    compared = PATHS[:4] if now["/lib"] != before["/lib"] else PATHS[:2]
+    assert found == next((path for path in compared if now[path] != before[path]), None)

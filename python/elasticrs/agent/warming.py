@@ -61,15 +61,9 @@ class Warming:
             self._say(f"warm: {one.name} was left out: {one.why}")
             self._say_all(one.traceback)
         self._sources = None
-        if found.ready is not None:
+        if event.is_ready and found.ready is not None:
             ready, imported = found.ready, found.imported
-            # A worker may have edited its own since.
-            known = ready.stamps
-
-            def look(path: str) -> sources.Stamp:
-                return known[path] if path in known else sources.stamp(path)
-
-            self._sources = self._look(lambda: sources.remember(ready.files, ready.prefixes, imported, look))
+            self._sources = self._look(lambda: sources.remember(ready.stamps, ready.prefixes, imported))
         self.why_cold = None if event.is_ready else _why_cold(found, event, limit)
         if self.why_cold is not None:
             self._say(f"warm: workers start cold: {self.why_cold}")

@@ -5,8 +5,8 @@
     {"importing": name}                                     before each module
     {"imported": name, "seconds": s}                        after it
     {"left_out": name, "why": text, "traceback": text}      in place of that; the traceback may be null
-    {"ready": {"seconds": s, "files": [...], "prefixes": [...], "stamps": {file: [time, size]}, "threads": 1}}
-                                                            at the end
+    {"ready": {"seconds": s, "prefixes": [...], "stamps": {path: [time, size]}, "threads": 1}}
+                                                            at the end; an empty list: nothing is there
     {"failed": text, "traceback": text}                     when it cannot go on
     {"ended": how}                                          it has ended, and is started again
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
+    from elasticrs.warm.sources import Stamp
+
 
 class LeftOut(Value):
     """A module that is not preloaded.
@@ -48,19 +50,17 @@ class Ready(Value):
 
     Args:
         seconds: that this took.
-        files: of all modules.
         prefixes: folders of the interpreter's library and of installed packages, and no others: an
             application may lie below the folder that the interpreter is installed in, as in ``/usr/src``.
         threads: of the process.
-        stamps: of files outside of ``prefixes``, before any worker could have changed them; see
-            :mod:`elasticrs.warm.sources`.
+        stamps: of the files of all modules, and of the prefixes, before any worker could have changed them;
+            see :mod:`elasticrs.warm.sources`.
     """
 
     seconds: float
-    files: tuple[str, ...]
     prefixes: tuple[str, ...]
     threads: int
-    stamps: Mapping[str, tuple[int, int]] = fresh(factory=dict)
+    stamps: Mapping[str, Stamp] = fresh(factory=dict)
 
 
 class Report(Value):
@@ -105,8 +105,7 @@ def read(data: bytes) -> Report:
                 importing = None
             case {"ready": {"seconds": float(seconds) | int(seconds), "threads": int(threads), **more}}:
                 importing = None
-                files, prefixes = _texts(more, "files"), _texts(more, "prefixes")
-                ready = Ready(float(seconds), files, prefixes, threads, _stamps(more))
+                ready = Ready(float(seconds), _texts(more, "prefixes"), threads, _stamps(more))
             case {"failed": str(why)}:
                 failed = printable(why), _lines(record)
     return Report(imported, tuple(left_out), importing, ready, failed)
@@ -135,13 +134,15 @@ def _texts(values: Mapping[Any, Any], name: str) -> tuple[str, ...]:
     return tuple(value for value in found if isinstance(value, str)) if isinstance(found, list) else ()
 
 
-def _stamps(values: Mapping[Any, Any]) -> dict[str, tuple[int, int]]:
+def _stamps(values: Mapping[Any, Any]) -> dict[str, Stamp]:
     found = values.get("stamps")
-    stamps = {}
+    stamps: dict[str, Stamp] = {}
     for path, stamp in found.items() if isinstance(found, dict) else ():
         match stamp:
             case [int(time), int(size)]:
                 stamps[path] = time, size
+            case []:
+                stamps[path] = None
     return stamps
 
 

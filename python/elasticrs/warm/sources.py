@@ -1,18 +1,16 @@
-"""The files from which preloaded modules were made, so that an edited one is noticed.
+"""The files from which preloaded modules were made, so that a changed one is noticed.
 
-Code of the user's (an editable install, a folder of ``PYTHONPATH``) is compared file by file. The library of
-the interpreter and installed packages are not: torch alone has thousands of files. An installer that changes
-a package replaces its folder ``NAME-VERSION.dist-info``, and with it the time of the folder that holds it. So
-these folders are compared, and the ``RECORD`` of each distribution that has the name of a preloaded package,
-in case the time of a folder was restored (by ``rsync -a``, say). A package that is edited where it is
-installed goes unnoticed.
+Code of the user's (an editable install, a folder of ``PYTHONPATH``) is compared file by file before each
+attempt. The library of the interpreter and installed packages are thousands of files with torch alone. So
+they are only compared after something was installed or removed: an installer replaces a folder
+``NAME-VERSION.dist-info``, and with it the time of the folder that holds it. The ``RECORD`` of each
+distribution that has the name of a preloaded package counts as well, in case the time of a folder was
+restored (by ``rsync -a``, say). A package that is edited where it is installed goes unnoticed.
 """
 
 from __future__ import annotations
 
 import os
-
-from elasticrs._value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,46 +20,62 @@ if TYPE_CHECKING:
     """Time of the last change in nanoseconds, and size; ``None`` where nothing is."""
 
 
-class Sources(Value):
+class Sources:
     """What the files were when they were looked at.
 
     Args:
-        stamps: by path.
+        own: stamps of the user's files, by path.
+        installed: the same of files of the interpreter's library and of installed packages.
+        signs: the same of folders and files that change whenever something is installed or removed.
     """
 
-    stamps: Mapping[str, Stamp]
+    def __init__(
+        self, own: Mapping[str, Stamp], installed: Mapping[str, Stamp], signs: Mapping[str, Stamp]
+    ) -> None:
+        self.own, self.installed, self.signs = own, installed, signs
 
     def changed(self, look: Callable[[str], Stamp] | None = None) -> str | None:
-        """Return the first path that differs now, or ``None``.
+        """Return the first file that differs now, or ``None``.
 
         Args:
             look: at a path; the file system's :func:`stamp` by default.
         """
         look = look or stamp
-        return next((path for path, before in self.stamps.items() if look(path) != before), None)
+        if (path := _first_changed(self.own, look)) is not None:
+            return path
+        signs = {path: look(path) for path in self.signs}
+        if signs == self.signs:
+            return None
+        path = _first_changed(self.installed, look)
+        if path is None:
+            # Something else was installed: do not look at all files again for it.
+            self.signs = signs
+        return path
 
 
 def remember(
-    files: Iterable[str],
+    stamps: Mapping[str, Stamp],
     prefixes: Iterable[str],
     names: Iterable[str],
     look: Callable[[str], Stamp] | None = None,
 ) -> Sources:
-    """Look at all that is compared.
+    """Note all that is compared.
 
     Args:
-        files: of preloaded modules.
-        prefixes: folders of the interpreter's library and of installed packages; files below them are not
-            compared.
+        stamps: of the files of preloaded modules, and of ``prefixes``, as far as they are known.
+        prefixes: folders of the interpreter's library and of installed packages.
         names: of preloaded modules.
         look: see :meth:`Sources.changed`.
     """
     look = look or stamp
     folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
-    installed = tuple(folder + os.sep for folder in folders)
-    own = [path for path in dict.fromkeys(files) if not path.startswith(installed)]
+    inside = tuple(folder + os.sep for folder in folders)
+    files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
+    installed = {path: found for path, found in files.items() if path.startswith(inside)}
+    own = {path: found for path, found in files.items() if path not in installed}
+    signs = {folder: stamps[folder] if folder in stamps else look(folder) for folder in folders}
     tops = {name.partition(".")[0].lower() for name in names}
-    return Sources({path: look(path) for path in [*own, *folders, *_records(folders, tops)]})
+    return Sources(own, installed, {**signs, **{path: look(path) for path in _records(folders, tops)}})
 
 
 def stamp(path: str) -> Stamp:
@@ -72,6 +86,10 @@ def stamp(path: str) -> Stamp:
         # The second: not a path at all.
         return None
     return found.st_mtime_ns, found.st_size
+
+
+def _first_changed(stamps: Mapping[str, Stamp], look: Callable[[str], Stamp]) -> str | None:
+    return next((path for path, before in stamps.items() if look(path) != before), None)
 
 
 def _records(folders: Sequence[str], tops: set[str]) -> Iterator[str]:

@@ -20,11 +20,19 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import types
+    from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
-    _Done = tuple[dict[int, bytes], dict[str, tuple["str | None", "str | None"]], dict[str, dict[str, str]]]
+    _Done = tuple[
+        dict[int, bytes],
+        dict[str, tuple["str | None", "str | None"]],
+        dict[str, dict[str, str]],
+        "list[Callable[[], None]] | None",
+    ]
     """What imports have printed, by descriptor; what they have done to the environment: the values before and
-    after, by variable; and each OpenBLAS with the variables that the script had set when it was loaded."""
+    after, by variable; each OpenBLAS with the variables that the script had set when it was loaded; and
+    functions that seed generators, ``None`` if they were not watched.
+    """
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOOK = os.path.join(os.path.dirname(_HERE), "hook")
@@ -57,6 +65,9 @@ _RANK_ZERO = {
     "torchmetrics.utilities.prints": "LOCAL_RANK",
 }
 """Modules that may, since workers renew what they keep: ``rank_zero_only.rank``."""
+
+_AT: list[str] = []
+"""The module that is being imported, if any."""
 
 _exit, _execv, _execve = os._exit, os.execv, os.execve  # Whatever modules do to `os`.
 
@@ -110,11 +121,6 @@ def _has_threads() -> bool:
     return True
 
 
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
-
-
 def _temporary_folders() -> list[Any]:
     """Functions that remove them; the first worker that ends would."""
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
@@ -156,15 +162,15 @@ def _settings(stream: Any) -> dict[str, object]:
 class _Surroundings:
     """What a worker must have as it was before the imports, until its script imports."""
 
-    def __init__(self, folders: list[str], variables: Any) -> None:
+    def __init__(self, folders: list[str], variables: Any, children: Any) -> None:
         import signal
 
+        self.variables, self.children = variables, children
         self._folders, self._known = folders, set(sys.modules)
         self._place, self._mask = os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._umask, self._nice = os.umask(0), os.getpriority(os.PRIO_PROCESS, 0)
         os.umask(self._umask)
         self._streams = [_settings(stream) for stream in _standard_streams()]
-        self.variables = variables
         self.blas: dict[str, dict[str, str]] = {}
         """Each OpenBLAS, and the variables that the script had set when it was loaded."""
 
@@ -200,13 +206,13 @@ class _Surroundings:
         """What has come in place of a module beside the script, which the script and all others must get."""
         new = [name for name in sys.modules if name not in self._known]
         self._known.update(new)
-        return self._beside_script(new)
+        return self.beside_script(new)
 
     def hidden_by_us(self) -> str | None:
         """The same of what is needed here: from then on workers cannot be warm."""
-        return self._beside_script([name for name in sys.modules if name not in _AT_FIRST])
+        return self.beside_script([name for name in sys.modules if name not in _AT_FIRST])
 
-    def _beside_script(self, names: list[str]) -> str | None:
+    def beside_script(self, names: Sequence[str]) -> str | None:
         from _frozen_importlib_external import PathFinder
 
         tops = [name for name in names if "." not in name]
@@ -239,7 +245,7 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
         return "it starts a thread at import"
-    if _children():
+    if surroundings.children.pids():
         return "it starts a process at import"
     if any(link.startswith(_DEVICES) for link in opened.values()) or _uses_cuda():
         return "it initialises a GPU driver at import"
@@ -271,6 +277,7 @@ def _import(
 
     name, _, attribute = written.partition(":")
     _report(importing=name)
+    _AT[:] = [name]
     begun, is_there, pid = time.monotonic(), True, os.getpid()
     try:
         __import__(name, fromlist=[attribute] if attribute else ())
@@ -311,50 +318,17 @@ def _end_if_cut_off(before: dict[int, str]) -> None:
             signal.pause()
 
 
-def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoReturn:
+def _begin_again(environ: dict[str, str], settings: dict[str, object], children: Any) -> NoReturn:
     import json
 
     for remove in _temporary_folders():
         remove()
     # The resource tracker of multiprocessing ends with its pipe, and cleans up.
     os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
-    _end_children()
+    children.end()
     for fd in _AGENT:
         os.set_inheritable(fd, True)
     _execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
-
-
-def _end_children() -> None:
-    """Kill the children that do not end by themselves soon, and wait for all of them.
-
-    A resource tracker is never killed, because what it has not removed yet would be left in ``/dev/shm``. It
-    ends once no process has its pipe, so at the latest after the others. The agent limits the wait, as it
-    limits the whole import.
-    """
-    import select
-    import signal
-    import time
-
-    end = time.monotonic() + 0.5
-    while pids := _children():
-        others = [pid for pid in pids if not _is_resource_tracker(pid)]
-        left = end - time.monotonic()
-        if left <= 0:
-            for pid in others:
-                os.kill(pid, signal.SIGKILL)
-        poll, pidfds = select.poll(), [os.pidfd_open(pid) for pid in pids]
-        for pidfd in pidfds:
-            poll.register(pidfd, select.POLLIN)
-        poll.poll(1000 * left if others and left > 0 else None)
-        for pid, pidfd in zip(pids, pidfds, strict=True):
-            os.close(pidfd)
-            os.waitpid(pid, os.WNOHANG)
-
-
-def _is_resource_tracker(pid: int) -> bool:
-    """True for the tracker of multiprocessing, and for that of loky."""
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return b"resource_tracker" in file.read()
 
 
 class _Captured:
@@ -413,7 +387,10 @@ def _import_all(environ: dict[str, str]) -> _Done:
     is_explicit = settings["is_explicit"]
     shielded = {"PYTHONPATH": environ["PYTHONPATH"], _PID: str(os.getpid())}
     variables = _beside("variables").Variables(shielded, _RANK_ZERO)
-    surroundings = _Surroundings(settings["folders"], variables)
+    surroundings = _Surroundings(settings["folders"], variables, _beside("children"))
+    generators = _beside("generators")
+    # Where the user has one of its modules, the seeds of generators are not watched.
+    watch = generators.Watch() if surroundings.beside_script(generators.NEEDED) is None else None
     reserved, captured = _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)
     variables.hide()
@@ -438,10 +415,12 @@ def _import_all(environ: dict[str, str]) -> _Done:
             _report(left_out=module, why=why, traceback=text)
             surroundings.restore()
             captured.end()
-            _begin_again(environ, {**settings, "steps": rest})
+            _begin_again(environ, {**settings, "steps": rest}, surroundings.children)
         if variables.assigned:
-            for path in _mapped("openblas") - surroundings.blas.keys():
-                surroundings.blas[path] = dict(variables.assigned)
+            _AT.clear()
+    for path in _mapped("openblas") - surroundings.blas.keys():
+        surroundings.blas[path] = dict(variables.assigned)
+    _AT.clear()
     for path in _mapped("openblas") - surroundings.blas.keys():
         surroundings.blas[path] = {}
     printed = captured.end()
@@ -452,7 +431,7 @@ def _import_all(environ: dict[str, str]) -> _Done:
     both = {name: (untouched.get(name), os.environ.get(name)) for name in {*untouched, *os.environ}}
     _tell_ready(begun, surroundings)
     done = {name: change for name, change in both.items() if change[0] != change[1]}
-    return printed, done, surroundings.blas
+    return printed, done, surroundings.blas, None if watch is None else watch.end()
 
 
 def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
@@ -471,13 +450,11 @@ def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     told = sorted(file for file in files if isinstance(file, str) and os.path.isabs(file))
-    installed = tuple(prefix.rstrip(os.sep) + os.sep for prefix in prefixes)
     _report(
         ready={
             "seconds": time.monotonic() - begun,
-            "files": told,
             "prefixes": sorted(prefixes),
-            "stamps": {file: _stamp(file) for file in told if not file.startswith(installed)},
+            "stamps": {path: _stamp(path) for path in (*told, *prefixes)},
             "threads": 1,
         }
     )
@@ -526,13 +503,13 @@ def _become_worker(
     arguments: list[str],
     imported: _Done,
 ) -> None:
-    printed, done, blas = imported
+    printed, done, blas, generators = imported
     renewal.last_collection(_open_files)
     renewal.main_module()
     renewal.environment(env, done)
     renewal.arguments(argv, arguments)
     renewal.streams(_standard_streams())
-    renewal.seeds(_RANK_ZERO)
+    renewal.seeds(_RANK_ZERO, generators)
     renewal.blas(blas)
     renewal.output(printed)
 
@@ -566,7 +543,8 @@ def _serve() -> None:
         gc.freeze()
         os.close(_REPORT)
     except BaseException as error:
-        _report(failed=f"{type(error).__name__}: {error}")
+        where = f" (while importing {_AT[0]})" if _AT else ""
+        _report(failed=f"{type(error).__name__}: {error}{where}")
         raise
     argv, env = core.warm_nursery_main(start)
     _become_worker(renewal, argv, env, arguments, imported)

@@ -88,13 +88,20 @@ def streams(standard: Iterable[Any]) -> None:
         stream.mode = mode
 
 
-def seeds(rank_zero: dict[str, str]) -> None:
-    """What a process draws or looks up once; only of modules that are there."""
+def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None) -> None:
+    """Renew what a process draws or looks up once; only of modules that are there.
+
+    Args:
+        rank_zero: modules that keep the rank, and the variable that they have it from.
+        generators: functions that seed random number generators; ``None`` if they are not known.
+    """
     import time
 
     # Not a copy: that would touch, and so copy from the nursery, every module.
     loaded: Any = sys.modules
-    if "numpy.random" in loaded:
+    for seed in generators or ():
+        seed()
+    if generators is None and "numpy.random" in loaded:
         loaded["numpy.random"].seed()
     if "torch" in loaded:
         loaded["torch"].default_generator.seed()
