@@ -13,12 +13,15 @@ from elasticrs._value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Mapping, Sequence
 
 DRIVER = "/proc/driver/nvidia/gpus"
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 CHILD_TIMEOUT = 120.0
 """Seconds within which a child has to import torch and count; a cold network file system needs many."""
+SLOW = 5.0
+"""Seconds after which the user is told what the launch is waiting for."""
 
 _CUDA, _HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 _NVIDIA = "0x10de"
@@ -270,17 +273,38 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
     if find_spec("torch") is None:
         return None
     command = [environ.get("PYTHON_EXEC") or sys.executable, torch_devices.__file__, word]
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(
-            command, env=dict(environ), capture_output=True, text=True, timeout=CHILD_TIMEOUT, check=True
-        )
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise CountError(f"torch could not count the devices: {last}") from None
+        with subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True) as child:
+            try:
+                stdout, stderr = _outputs(child, word)
+            except BaseException:
+                child.kill()
+                raise
     except (subprocess.TimeoutExpired, OSError) as error:
         raise CountError(f"torch could not count the devices: {error}") from None
-    _, kind, number = done.stdout.splitlines()[-1].split()
+    if child.returncode != 0:
+        last = (stderr.strip().splitlines() or ["no message"])[-1]
+        raise CountError(f"torch could not count the devices: {last}")
+    _, kind, number = stdout.splitlines()[-1].split()
     return _counted(word, kind, int(number), "torch, in a short-lived process")
+
+
+def _outputs(child: subprocess.Popen[str], word: str) -> tuple[str, str]:
+    """Wait for a child that counts, and return what it has written. If it is slow, say so at once."""
+    import subprocess
+    import sys
+
+    try:
+        return child.communicate(timeout=SLOW)
+    except subprocess.TimeoutExpired:
+        print(
+            f"elasticrs: --nproc-per-node {word}: torch, which counts the devices, is still being imported "
+            f"after {SLOW:g} s (at most {CHILD_TIMEOUT:g} s); a number in place of {word} needs no torch",
+            file=sys.stderr,
+            flush=True,
+        )
+    return child.communicate(timeout=CHILD_TIMEOUT - SLOW)
 
 
 def _counted(word: str, kind: str, number: int, source: str) -> Count:

@@ -1,5 +1,6 @@
 """The reserved port, and counting devices without torch."""
 
+import io
 import os
 import socket
 import sys
@@ -118,6 +119,29 @@ def test_torch_is_asked_in_a_child_where_nothing_else_can_tell(ask):
     assert ask("auto", ACCELERATOR="xpu") == Count(4, "xpu", source)
     assert ask("auto").kind == "cpu"
     assert ask("auto").number == ask("cpu").number == devices.cpu_count()
+
+
+def test_a_torch_that_is_slow_to_import_is_named_while_it_is_imported(ask, tmp_path, monkeypatch):
+    fifo = tmp_path / "continue"
+    os.mkfifo(fifo)
+    opened = []
+
+    class Reader(io.StringIO):
+        """Lets the import continue once the user was told."""
+
+        def write(self, text):
+            opened.append(os.open(fifo, os.O_RDWR)) if not opened else None
+            return super().write(text)
+
+    (tmp_path / "torch.py").write_text(f"{TORCH}\nos.close(os.open({str(fifo)!r}, os.O_RDONLY))\n")
+    monkeypatch.setattr(devices, "SLOW", 0.01)
+    monkeypatch.setattr(sys, "stderr", reader := Reader())
+    try:
+        assert ask("xpu").number == 2
+        assert "--nproc-per-node xpu: torch" in reader.getvalue()
+        assert reader.getvalue().count("\n") == 1
+    finally:
+        os.close(opened[0])
 
 
 def test_a_torch_that_this_process_has_imported_is_asked_itself(ask, monkeypatch):
