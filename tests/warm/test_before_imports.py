@@ -117,7 +117,8 @@ UNKNOWN = {
     "a loop": 'for name in ("LIBRARY_MODE",):\n    os.environ[name] = "fast"',
     "a removal": 'del os.environ["LIBRARY_MODE"]',
     "filters": 'import warnings\nwarnings.simplefilter("ignore", UserWarning)',
-    "a path": 'sys.path.append("/added")',
+    "a path": 'sys.path.append(os.environ.get("ADDED", "/added"))',
+    "a path of two": 'sys.path.extend(["/added"])',
     "a path by another name": 'paths = sys.path\npaths += ["/added"]',
     "a patched module": "import csv\ncsv.mine = 1",
     "arguments": "import argparse\nargparse.ArgumentParser().parse_known_args()",
@@ -171,6 +172,29 @@ def test_modules_that_are_named_see_the_variables_of_the_script(compare):
     shown, preloaded, remarks = compare(text + "seen = a_library.MODE\n", modes=("off", "a_library"))
     assert "fast" in shown[0]
     assert (preloaded, remarks) == ({"True"}, [])
+
+
+PATHS = {
+    "text": 'sys.path.insert(0, "more")',
+    "os.path": 'sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "more"))',
+    "appended": 'HERE = os.path.dirname(__file__)\nsys.path.append(HERE + "/more" if 0 else f"{HERE}/more")',
+    "pathlib": 'ROOT = Path(__file__).resolve().parent\nsys.path.insert(0, str(ROOT / "more"))',
+    "parents": 'sys.path.insert(0, str(Path(__file__).resolve().parents[0] / "more"))',
+}
+
+
+@pytest.mark.parametrize("how", PATHS)
+def test_modules_of_a_folder_that_the_script_adds_to_its_path_are_its_own(compare, how):
+    text = f"import os, sys\nfrom pathlib import Path\n{PATHS[how]}\nimport a_library, mine, b_library\n"
+    files = {
+        "more/mine": "import os\nos.environ['LIBRARY_MODE'] = 'fast'\n",
+        "more/b_library": "MODE = 'mine'\n",
+    }
+    shown, preloaded, remarks = compare(text + "seen = a_library.MODE, b_library.MODE\n", **files)
+    assert "fast" in shown[0]
+    is_known = how != "appended"
+    assert preloaded == {str(is_known)}, remarks
+    assert len(remarks) == (not is_known)
 
 
 def test_a_module_that_is_run(compare):

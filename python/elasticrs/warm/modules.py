@@ -17,7 +17,7 @@ from elasticrs._value import Value
 from elasticrs.config import UsageError
 from elasticrs.texts import printable
 from elasticrs.warm.entry import found_spec, is_beside, own_sources
-from elasticrs.warm.steps import Import, Variable, steps
+from elasticrs.warm.steps import Folder, Import, Variable, steps
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
             f"{plan.unknown} runs before the script imports {_listed(late)}, but cannot affect what --warm "
             "imports by name; use --warm auto if it has to"
         )
-    return Preload((*variables, *chosen), is_explicit=True, remarks=tuple(remarks), folders=entry.folders)
+    return Preload((*variables, *chosen), is_explicit=True, remarks=tuple(remarks), folders=plan.folders)
 
 
 def _of_source(entry: Entry) -> Preload:
@@ -157,7 +157,7 @@ def _of_source(entry: Entry) -> Preload:
     if lazy and (why := why_not_lazily(plan.sources, {step.partition("=")[0] for step in plan.steps})):
         remarks.append(f"{_listed(lazy)} is imported by each worker, because the source {why}")
         lazy = []
-    return Preload((*plan.steps, *lazy), remarks=tuple(remarks), folders=entry.folders)
+    return Preload((*plan.steps, *lazy), remarks=tuple(remarks), folders=plan.folders)
 
 
 class _Plan:
@@ -171,10 +171,12 @@ class _Plan:
         modules: those of the steps that are imports.
         unknown: that statement, for the user; ``None`` if there is none.
         left_out: modules that are imported after it.
+        folders: of the user's own modules: those of the entry, and others that are added to ``sys.path``.
     """
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
+        self.folders = entry.folders
         self._sources: dict[str, bytes] = {}
         self._is_own = dict.fromkeys(_NEVER, True)
         self._read: set[tuple[str, bool]] = set()
@@ -216,9 +218,12 @@ class _Plan:
         self._read.add((file, is_main))
         self._sources[file] = b""
         self._sources[file] = source = _read(file)
-        for step in steps(source, package, is_main=is_main):
+        for step in steps(source, package, file=file, is_main=is_main):
             if isinstance(step, Import):
                 self._import(step if is_certain else Import(step.name, is_certain=False))
+            elif isinstance(step, Folder):
+                self.folders = (*self.folders, step.path)
+                self._is_own = dict.fromkeys(_NEVER, True)
             elif isinstance(step, Variable) and is_certain and self.unknown is None:
                 self.steps.append(f"{step.name}={step.value}")
             elif self.unknown is None:
@@ -227,7 +232,7 @@ class _Plan:
     def _import(self, step: Import) -> None:
         name, top = step.name, _top(step.name)
         if top not in self._is_own:
-            self._is_own[top] = is_beside(top, self._entry.folders)
+            self._is_own[top] = is_beside(top, self.folders)
         if self._is_own[top]:
             self._import_own(step)
         elif self.unknown is not None:
@@ -238,7 +243,7 @@ class _Plan:
             self.steps.append(name)
 
     def _import_own(self, step: Import) -> None:
-        for file, package in own_sources(step.name, self._entry.folders):
+        for file, package in own_sources(step.name, self.folders):
             if (file, False) in self._read:
                 continue
             if sum(map(len, self._sources.values())) >= _ENOUGH:

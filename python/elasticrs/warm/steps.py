@@ -7,6 +7,7 @@ source into
 
 - :class:`Import`, which can be preloaded;
 - :class:`Variable`, an assignment of a constant to ``os.environ``, which the nursery can repeat;
+- :class:`Folder`, one that is added to ``sys.path``, whose modules are left to the workers;
 - :class:`Unknown`, a statement that may change what later imports do, in a way that cannot be told without
   running it. Every call is one, except those of :data:`_HARMLESS`.
 
@@ -17,6 +18,7 @@ one is unknown by itself.
 from __future__ import annotations
 
 import _ast
+import os
 import warnings
 
 from elasticrs._value import Value
@@ -24,7 +26,10 @@ from elasticrs._value import Value
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import ast
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import TypeAlias
+
+    Step: TypeAlias = "Import | Variable | Folder | Unknown"
 
 _FUNCTIONS = (_ast.FunctionDef, _ast.AsyncFunctionDef)
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
@@ -52,6 +57,12 @@ _HARMLESS = frozenset((
 ))  # fmt: skip
 """Functions that change nothing that an import could see."""
 _HARMLESS_ROOTS = ("os.path.", "pathlib.Path", "typing.", "typing_extensions.", f"{_TEXT}.", f"{_CONTAINER}.")
+_PATH_FUNCTIONS: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
+        os.path.abspath, os.path.dirname, os.path.expanduser, os.path.join, os.path.normpath, os.path.realpath
+    )
+}  # fmt: skip
 _CONTEXTS = ("contextlib.nullcontext()", "contextlib.suppress()")
 """Context managers that change nothing, either."""
 
@@ -84,6 +95,16 @@ class Variable(Value):
     text: str
 
 
+class Folder(Value):
+    """A folder that is added to ``sys.path``.
+
+    Args:
+        path: of the folder.
+    """
+
+    path: str
+
+
 class Unknown(Value):
     """A statement that may change what later imports do.
 
@@ -96,12 +117,13 @@ class Unknown(Value):
     text: str
 
 
-def steps(source: bytes, package: str = "", *, is_main: bool = True) -> Iterator[Import | Variable | Unknown]:
+def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = True) -> Iterator[Step]:
     """Split a source into the steps that matter for imports, in the order in which they run.
 
     Args:
         source: as it is in the file: the parser sees to the encoding.
         package: to which it belongs; relative imports are left out without one.
+        file: its path, for ``__file__``.
         is_main: ``__name__`` is ``"__main__"``.
 
     Raises:
@@ -111,22 +133,24 @@ def steps(source: bytes, package: str = "", *, is_main: bool = True) -> Iterator
         # The worker shows the warnings of its script.
         warnings.simplefilter("ignore")
         tree = compile(source, "<script>", "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
-    return _Reader(source, package, is_main).read(tree)
+    return _Reader(source, package, file, is_main).read(tree)
 
 
 class _Reader:
     """Walks the statements of one source."""
 
-    def __init__(self, source: bytes, package: str, is_main: bool) -> None:
+    def __init__(self, source: bytes, package: str, file: str, is_main: bool) -> None:
         self._lines = source.splitlines()
         self._package = package
         self._is_main = is_main
         self._names: dict[str, str | None] = {}
         """What names stand for, as a dotted path; ``None`` for anything unknown."""
+        self._texts = {"__file__": os.path.abspath(file)}
+        """Names of texts and paths that are known."""
         self._has_lost = False
         """There was an unknown statement: further ones add nothing."""
 
-    def read(self, tree: ast.AST) -> Iterator[Import | Variable | Unknown]:
+    def read(self, tree: ast.AST) -> Iterator[Step]:
         # A stack instead of a recursion, because code may be nested deeply.
         left: list[tuple[ast.AST, bool]] = [(tree, True)]
         while left:
@@ -134,14 +158,14 @@ class _Reader:
             yield from self._steps(node, is_certain)
             left += reversed(self._blocks(node, is_certain))
 
-    def _steps(self, node: ast.AST, is_certain: bool) -> Iterator[Import | Variable | Unknown]:
+    def _steps(self, node: ast.AST, is_certain: bool) -> Iterator[Step]:
         if isinstance(node, (_ast.Import, _ast.ImportFrom)):
             for name in self._imported(node):
                 yield Import(name, is_certain)
         elif not self._has_lost:
-            variables = self._variables(node) if is_certain else []
-            yield from variables
-            if not variables and not self._is_harmless(node):
+            known: list[Step] = [*self._folders(node), *(self._variables(node) if is_certain else ())]
+            yield from known
+            if not known and not self._is_harmless(node):
                 self._has_lost = True
                 yield Unknown(*self._place(node))
 
@@ -201,6 +225,56 @@ class _Reader:
                 return "" if {"=", "\0"} & {*name} else name
         return ""
 
+    def _folders(self, node: ast.AST) -> list[Folder]:
+        """Return the folder that a statement adds to ``sys.path``, if it does nothing else."""
+        match node:
+            case _ast.Expr(_ast.Call(function, [place], [])) if self._path(function) == "sys.path.append":
+                found = self._text(place)
+            case _ast.Expr(_ast.Call(function, [_ast.Constant(int()), place], [])) if (
+                self._path(function) == "sys.path.insert"
+            ):
+                found = self._text(place)
+            case _:
+                return []
+        return [] if found is None else [Folder(os.path.abspath(found))]
+
+    def _text(self, node: ast.expr) -> str | None:
+        """Evaluate a text or path that is made of constants and ``__file__``; ``None`` for any other."""
+        match node:
+            case _ast.Constant(str(text)):
+                return text
+            case _ast.Name(name):
+                return self._texts.get(name)
+            case _ast.BinOp(left, _ast.Div(), right):
+                return self._called("join", [left, right])
+            case _ast.Attribute(place, "parent"):
+                return self._called("dirname", [place])
+            case _ast.Subscript(_ast.Attribute(place, "parents"), _ast.Constant(int(count))) if count >= 0:
+                found = self._text(place)
+                for _ in range(0 if found is None else count + 1):
+                    found = os.path.dirname(found or "")
+                return found
+            case _ast.Call(_ast.Attribute(place, "resolve" | "absolute" | "expanduser" as name), [], []) if (
+                self._path(place) or ""
+            ).startswith("pathlib.Path"):
+                return self._called({"resolve": "realpath", "absolute": "abspath"}.get(name, name), [place])
+            case _ast.Call(function, arguments, []):
+                path = self._path(function) or ""
+                if path in ("str", "os.fspath", "pathlib.Path") and len(arguments) == 1:
+                    return self._text(arguments[0])
+                if path == "os.getcwd" and not arguments:
+                    return os.getcwd()
+                if path.startswith("os.path."):
+                    return self._called(path.removeprefix("os.path."), arguments)
+        return None
+
+    def _called(self, name: str, arguments: Sequence[ast.expr]) -> str | None:
+        texts = [text for argument in arguments if (text := self._text(argument)) is not None]
+        function = _PATH_FUNCTIONS.get(name)
+        if function is None or not texts or len(texts) != len(arguments):
+            return None
+        return function(*texts) if name == "join" or len(texts) == 1 else None
+
     def _is_harmless(self, node: ast.AST) -> bool:
         """Return true if a statement by itself, without its blocks, cannot affect an import."""
         if isinstance(node, _FUNCTIONS):
@@ -252,15 +326,17 @@ class _Reader:
             # `paths = sys.path; paths += ["…"]` changes more than a name.
             known = self._path(node.target) if isinstance(node.target, _ast.Name) else ""
             return known in (None, _CONTAINER, _TEXT)
-        path = self._path(node.value)
+        path, text = self._path(node.value), self._text(node.value)
         targets = node.targets if isinstance(node, _ast.Assign) else [node.target]
-        return all(self._binds(target, path) for target in targets)
+        return all(self._binds(target, path, text) for target in targets)
 
-    def _binds(self, target: ast.expr, path: str | None = None) -> bool:
+    def _binds(self, target: ast.expr, path: str | None = None, text: str | None = None) -> bool:
         """Note that names are bound again. Return false if anything other than a name changes."""
         match target:
             case _ast.Name(name):
                 self._names[name] = path
+                self._texts.pop(name, None)
+                self._texts.update({} if text is None else {name: text})
                 return True
             case _ast.Tuple(inner) | _ast.List(inner):
                 return all(self._binds(each) for each in inner)
