@@ -35,6 +35,8 @@ UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 START_METHODS = ("spawn", "fork", "forkserver")
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
+PREFIX_NAMES = ("role_name", "local_rank", "rank", "hostname")
+"""Names that a prefix template may use."""
 START_DEADLINE = 30.0
 LONGEST = 1e9
 """Seconds: what the core's clock can count in nanoseconds, and far more than anybody waits."""

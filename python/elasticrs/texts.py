@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 PREFIX = "elasticrs: "
 
+AGAIN = " (send it again to kill them at once)"
+"""What a second request to stop does."""
+
 NOT_STARTED = "the workers could not be started"
 """Comes before the reason."""
 
@@ -131,7 +134,7 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
     """
     if asked != signum:
         return f"second stop request: {signal_name(signum)} to all workers"
-    return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s"
+    return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s{AGAIN}"
 
 
 def stuck(local_ranks: Iterable[int]) -> str:

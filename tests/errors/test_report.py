@@ -295,3 +295,29 @@ def test_an_end_that_nobody_saw_is_unknown_and_no_code_is_made_up() -> None:
     lines = str(ChildFailedError("train.py", found)).split("\n")
     assert "  exitcode  : unknown (pid: 100)" in lines
     assert "  traceback : the worker is gone, and its exit status is unknown" in lines
+
+
+@pytest.mark.parametrize(
+    ("exception", "advice"),
+    [
+        ("OSError: [Errno 28] No space left on device: 'a.pt'", "a file system is full"),
+        ("DistNetworkError: … name: EADDRINUSE, message: address already in use", "listens on that port"),
+        ("OSError: [Errno 2] No such file or directory: 'a.pt'", None),
+    ],
+)
+def test_an_error_of_the_machine_gets_a_note(tmp_path: Path, exception: str, advice: str | None) -> None:
+    path = recorded(tmp_path, "a", f"Traceback (most recent call last):\n  File x\n{exception}\n")
+    text = str(ChildFailedError("x", {0: ProcessFailure(0, 100, 1, path, seen_ns=NOW)}))
+    notes = re.findall(r"  note      : (.*)", text)
+    assert [advice in note for note in notes] == [True] if advice else notes == []
+
+
+@pytest.mark.parametrize(
+    ("sent_signal", "note", "has_note"), [(None, None, True), (9, None, False), (None, "OOM", False)]
+)
+def test_a_sigkill_from_outside_is_called_that(
+    sent_signal: int | None, note: str | None, has_note: bool
+) -> None:
+    failure = ProcessFailure(0, 100, -9, "", seen_ns=NOW, sent_signal=sent_signal, note=note)
+    text = str(ChildFailedError("x", {0: failure}))
+    assert ("batch system" in text) is has_note

@@ -422,7 +422,20 @@ def test_the_user_is_told_what_is_waited_for():
     a = cluster.add("a")
     cluster.add("b")
     a.fire("waiting/0")
-    assert a.texts == ["waiting for nodes: 2 of at least 3 have joined: a (10.0.0.1), b (10.0.0.2)"]
+    (text,) = a.texts
+    assert text.startswith("waiting for nodes: 2 of at least 3 have joined: a (10.0.0.1), b (10.0.0.2)")
+
+
+def test_the_user_is_told_at_once_how_long_more_nodes_are_waited_for():
+    cluster = Cluster(min_nodes=2, max_nodes=4)
+    a = cluster.add("a")
+    b = cluster.add("b")
+    (text,) = a.texts
+    assert text.startswith("2 nodes of at most 4 have joined: a (10.0.0.1), b (10.0.0.2)")
+    assert "in 30 s" in text
+    cluster.add("c")
+    assert len(a.texts) == 1
+    assert b.texts == []
 
 
 def test_every_round_has_a_fresh_listener_and_others_keep_theirs():

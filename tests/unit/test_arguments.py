@@ -113,7 +113,6 @@ def _default_by(option, text):
     ("options", "scope"),
     [
         ([], "worker"),
-        (["-m"], "worker"),
         (["--run-path"], "worker"),
         (["--no-python"], "group"),
         (["--no-python", "--stop-scope", "worker"], "worker"),
@@ -284,7 +283,7 @@ def test_what_one_node_cannot_do_is_said(argv, text, script):
 
 def test_the_command_is_an_unbuffered_python(script):
     assert launch(script, "-a").command == [sys.executable, "-u", script, "-a"]
-    assert launch("-m", "pkg.train").command == [sys.executable, "-u", "-m", "pkg.train"]
+    assert launch("-m", "json.tool").command == [sys.executable, "-u", "-m", "json.tool"]
     assert launch("--no-python", "ls", "-l").command == ["ls", "-l"]
 
 

@@ -206,7 +206,7 @@ class SeveralNodes(Decisions):
         else:
             what, ends_the_job = "this node leaves the job", False
         if self._group_exists:
-            what += f"; {name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s"
+            what += f"; {name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{texts.AGAIN}"
         self._console.say(f"{name} received: {what}")
         return self._tell(messages.Leave(reason, close=ends_the_job))
 

@@ -14,6 +14,8 @@ from elasticrs import config
 from elasticrs._value import Value
 from elasticrs.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
 from elasticrs.launcher.back_end import meeting_of
+from elasticrs.launcher.modules import why_no_module
+from elasticrs.launcher.without_effect import hint_for_missing_script, settings_without_effect
 from elasticrs.options import NEWER, OPTIONS, OURS, Option
 
 TYPE_CHECKING = False
@@ -175,7 +177,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         _check_devices(nproc, environ)
     if args.hang_startup_timeout is not None and args.hang_timeout is None:
         raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
-    notices += _useless(args)
+    notices += settings_without_effect(args, environ, nproc)
     cpus = len(os.sched_getaffinity(0))
     if nproc > _MANY * cpus:
         notices.append(f"--nproc-per-node is {nproc}, but this node has only {cpus} CPUs to run workers on")
@@ -439,17 +441,6 @@ def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:
         raise UsageError(f"--virtual-local-rank: {error}") from None
 
 
-def _useless(args: Namespace) -> Iterator[str]:
-    for name, stream in (("stdout", 1), ("stderr", 2)):
-        tee = (
-            args.tee if isinstance(args.tee, int) else max(args.tee.values(), key=lambda bits: bits & stream)
-        )
-        if stream == 2 and args.capture_stderr:
-            continue
-        if getattr(args, f"duplicate_{name}_filters") and not tee & stream:
-            yield f"--duplicate-{name}-filters has no effect here: it copies what --tee shows of {name}"
-
-
 def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
     script: str = args.training_script
     if args.run_path:
@@ -465,6 +456,8 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
     if args.module:
         if not script:
             raise UsageError("-m: got '', expected the name of a module")
+        if python == sys.executable and (why := why_no_module(script)):
+            raise UsageError(f"-m: got {script!r}, but {why}")
         return [python, "-u", "-m", script, *args.training_script_args]
     _check_script(script)
     # Python would take it for an option.
@@ -474,7 +467,7 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
 
 def _check_script(script: str) -> None:
     if not os.path.exists(script):
-        raise UsageError(f"script {script!r} does not exist")
+        raise UsageError(f"script {script!r} does not exist{hint_for_missing_script(script)}")
     if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
         raise UsageError(f"script {script!r} is a folder without a __main__.py")
     if not os.access(script, os.R_OK):

@@ -186,10 +186,33 @@ def _notes(failure: ProcessFailure) -> Iterable[str]:
     yield from failure.more_notes
     if failure.recorded_pid not in {None, failure.pid}:
         yield f"the traceback is of process {failure.recorded_pid}, which the worker had started"
+    yield from _advice(failure)
     was_killed = failure.signal_number() and failure.cause is None
     if failure.recorded_ns is not None and was_killed and failure.seen_ns is not None:
         seconds = (failure.seen_ns - failure.recorded_ns) / 1_000_000_000
         yield f"the traceback was recorded {seconds:.3f} s before {failure.signal_name()} ended the worker"
+
+
+_ADVICE = (
+    ("No space left on device", "a file system is full; `df` shows which one"),
+    ("Disk quota exceeded", "the disk quota of this user is used up"),
+    ("EADDRINUSE", "another process listens on that port; `ss -ltnp` shows which one"),
+    ("Address already in use", "another process listens on that port; `ss -ltnp` shows which one"),
+)
+"""By words of the kernel or of torch for an error: what it means, and how to look further."""
+
+
+def _advice(failure: ProcessFailure) -> Iterable[str]:
+    """Explain an end that neither the traceback nor the exit code explains."""
+    if failure.exitcode == -_SIGKILL and failure.sent_signal is None and failure.seen_ns is not None:
+        if failure.cause is None and failure.note is None and failure.host is None:
+            yield (
+                "this SIGKILL came neither from elasticrs nor, by its counters, from the OOM killer:"
+                " a user, a batch system or a container runtime sent it"
+            )
+        return
+    said = how_it_failed(failure)
+    yield from [advice for words, advice in _ADVICE if words.lower() in said.lower()][:1]
 
 
 def _without(traceback: str, tail: Sequence[str]) -> list[str]:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 MEMBERS_PER_TXN = 99
 """With their part of the table, 100 operations; etcd's default limit is 128."""
 
-FIRST_NEWS, LATER_NEWS = 5.0, 30.0
-"""Seconds of waiting before the user is told of it, and until that is said again with other numbers."""
+FIRST_NEWS, LATER_NEWS = 1.0, 30.0
+"""Seconds before the first line that nodes are missing, so that nodes which start together cause none, and
+before the next line.
+"""
 
 
 def slow_members(view: View) -> set[str]:
@@ -56,6 +58,9 @@ def decide(member: Member, leader: Leader, view: View) -> None:
         close(member, leader, view, last.replaced(outcome="timeout", reason=_too_few(member, view)))
     elif is_short and has_passed(member, leader, "waiting", FIRST_NEWS):
         _tell_of_waiting(member, leader, view)
+    elif not is_short and leader.told_more != view.round:
+        leader.told_more = view.round
+        _tell_of_more(member, view)
 
 
 def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
@@ -65,8 +70,21 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
     if leader.told != count:
         leader.told = count
         who = f": {named(_shown(view, member.rendezvous))}" if count else ""
-        least = member.rendezvous.min_nodes
-        member.do(Announce(f"waiting for nodes: {count} of at least {least} have joined{who}"))
+        least, limit = member.rendezvous.min_nodes, member.settings.join_timeout
+        text = f"waiting for nodes: {count} of at least {least} have joined{who}"
+        member.do(Announce(f"{text} (for at most {limit:g} s, join_timeout)"))
+
+
+def _tell_of_more(member: Member, view: View) -> None:
+    """Say that enough nodes are there, and how long the round waits for more of them."""
+    settings, count, most = member.settings, len(view.candidates), member.rendezvous.max_nodes
+    is_first = view.head is None or view.head.round == 0
+    limit, name = settings.restart_call_timeout, "restart_call_timeout"
+    if is_first:
+        limit, name = settings.last_call_timeout, "last_call_timeout"
+    who = named(_shown(view, member.rendezvous))
+    text = f"{nodes(count)} of at most {most} have joined: {who}; the round starts in {limit:g} s"
+    member.do(Announce(f"{text}, or as soon as all {most} are there ({name})"))
 
 
 def _judged(member: Member, leader: Leader, view: View, head: Head) -> verdict.Verdict:

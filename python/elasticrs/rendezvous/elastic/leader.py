@@ -39,6 +39,7 @@ class Leader(Record):
         count: proposals made.
         judged: the last verdict on an ended round, after what it rests on.
         told: how many nodes the user was last told of.
+        told_more: the round after which the user was told that more nodes are waited for.
         told_damaged: how many damaged records the user was told of.
     """
 
@@ -53,6 +54,7 @@ class Leader(Record):
     count: int = 0
     judged: tuple[RestsOn, Verdict] | None = None
     told: int = -1
+    told_more: int = -1
     told_damaged: int = 0
 
     def is_free(self) -> bool:

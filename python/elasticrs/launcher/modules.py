@@ -1,0 +1,68 @@
+"""Looks for the module of ``-m`` before any worker is started, without importing anything."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+
+
+def why_no_module(name: str) -> str | None:
+    """Say why ``python -m NAME`` cannot run; ``None`` if it can, or if that cannot be told.
+
+    Args:
+        name: of the module.
+    """
+    found: ModuleSpec | None = None
+    # Python puts the working directory first.
+    places: Sequence[str] | None = ["", *sys.path]
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        try:
+            found = _find(".".join(parts[: depth + 1]), places)
+        except Exception:
+            # A finder of another package; the worker's own Python says what is wrong.
+            return None
+        part = ".".join(parts[: depth + 1])
+        if found is None:
+            return f"there is no module {part!r}{_hint(name)}"
+        places = found.submodule_search_locations
+        if depth == len(parts) - 1:
+            break
+        if places is None:
+            # Some modules, such as `os`, register others below their name when they are imported.
+            return f"{part!r} is a file, not a package{_hint(name)}" if name.endswith(".py") else None
+        if _changes_its_path(found):
+            return None
+    if places is not None and _find(f"{name}.__main__", places) is None:
+        return f"{name!r} is a package without a __main__ module"
+    return None
+
+
+def _changes_its_path(package: ModuleSpec) -> bool:
+    """True if a package may find its modules in other places once it has been imported."""
+    if not package.has_location or package.origin is None:
+        return False
+    with open(package.origin, "rb") as file:
+        return b"__path__" in file.read()
+
+
+def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        # The path of a top-level name is the finder's own, except for the usual finder of files.
+        is_of_files = getattr(finder, "__name__", "") == "PathFinder"
+        path = places if is_of_files or "." in name else None
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _hint(name: str) -> str:
+    if name.endswith(".py") and os.path.isfile(name):
+        return f"; to run the file {name}, leave out -m"
+    return "; is it installed in this environment, or is another directory meant?"

@@ -1,0 +1,113 @@
+"""Lines about settings that have no effect, or another one than the user may expect.
+
+The job starts all the same. Whoever reads the lines can tell a mistake from a choice.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs.config import PREFIX_NAMES
+from elasticrs.options import OPTIONS
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from elasticrs.launcher.arguments import Namespace
+
+_HARDLY_OF_A_SCRIPT = frozenset((
+    *("nproc-per-node", "nnodes", "standalone", "max-restarts", "on-failure", "hang-timeout", "no-python"),
+    *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-ranks-filter", "shutdown-timeout"),
+))  # fmt: skip
+"""Options that scripts do not have themselves, as far as anybody can tell. Others, such as ``--log-dir``, may
+well be meant for the script.
+"""
+
+
+def settings_without_effect(args: Namespace, environ: Mapping[str, str], nproc: int) -> Iterator[str]:
+    """Yield a line for each setting that has no effect.
+
+    Args:
+        args: the command line.
+        environ: the environment.
+        nproc: number of workers on this node.
+    """
+    yield from _options_of_the_script(args.training_script, args.training_script_args)
+    yield from _unknown_variables(environ)
+    yield from _replaced_by_standalone(args)
+    yield from _filters(args)
+    yield from _local_ranks(args.local_ranks_filter, nproc)
+    template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or ""
+    yield from _unknown_names(template)
+
+
+def _options_of_the_script(script: str, arguments: list[str]) -> Iterator[str]:
+    for argument in arguments:
+        if argument == "--":
+            return
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and flag[2:].replace("_", "-") in _HARDLY_OF_A_SCRIPT:
+            yield f"{flag} has no effect here: it comes after {script}, which gets it; put it before that"
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    known = {option.variable: option for option in OPTIONS}
+    for name in sorted(name for name in environ if name.startswith("PET_")):
+        option = known.get(name)
+        if option is None:
+            import difflib
+
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"{name} has no effect: there is no such option{hint}"
+        elif not option.has_variable:
+            yield f"{name} has no effect: as with torchrun, {option.flag} is read from the command line only"
+
+
+def _replaced_by_standalone(args: Namespace) -> Iterator[str]:
+    given = {
+        "--rdzv-endpoint": bool(args.rdzv_endpoint.strip()),
+        "--rdzv-id": args.rdzv_id != "none",
+        "--master-port": args.master_port is not None,
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given and args.standalone):
+        yield f"{flag} has no effect with --standalone: one node, a free port and a random id"
+
+
+def _filters(args: Namespace) -> Iterator[str]:
+    for name, stream in (("stdout", 1), ("stderr", 2)):
+        tee = (
+            args.tee if isinstance(args.tee, int) else max(args.tee.values(), key=lambda bits: bits & stream)
+        )
+        if stream == 2 and args.capture_stderr:
+            continue
+        if getattr(args, f"duplicate_{name}_filters") and not tee & stream:
+            yield f"--duplicate-{name}-filters has no effect here: it copies what --tee shows of {name}"
+
+
+def _local_ranks(chosen: frozenset[int] | None, nproc: int) -> Iterator[str]:
+    missing = sorted(rank for rank in chosen or () if rank >= nproc)
+    if missing:
+        names = ",".join(map(str, missing))
+        shown = "" if len(missing) < len(chosen or ()) else ", so the console shows no worker"
+        yield f"--local-ranks-filter: no worker here has local rank {names} (0 to {nproc - 1} exist){shown}"
+
+
+def _unknown_names(template: str) -> Iterator[str]:
+    names = [part.partition("}")[0] for part in template.split("${")[1:] if "}" in part]
+    unknown = ", ".join(f"${{{name}}}" for name in names if name not in PREFIX_NAMES)
+    if unknown:
+        known = ", ".join(f"${{{name}}}" for name in PREFIX_NAMES)
+        yield f"--log-line-prefix-template: {unknown} stays as it is; the names are {known}"
+
+
+def hint_for_missing_script(script: str) -> str:
+    """Say what a script that does not exist may have been meant to be; empty if that is unknown."""
+    if script[:1] in {"\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212"}:
+        plain = script.lstrip("\u2010\u2011\u2012\u2013\u2014\u2212-")
+        return f"; it begins with a dash that is not '-', as word processors write it: type --{plain}"
+    first = script.split(" ", maxsplit=1)[0]
+    if " " in script and os.path.isfile(first):
+        return f"; the script and its arguments must be separate words: no quotes around {script}"
+    return ""

@@ -1,0 +1,106 @@
+"""Settings that have no effect, and scripts and modules that are not there, are named before a job starts."""
+
+import os
+
+import pytest
+
+from elasticrs.config import UsageError
+from elasticrs.launcher.arguments import parse, resolve
+
+ENV = {"PATH": "/usr/bin:/bin"}
+
+
+def notices(*argv, **environ):
+    return resolve(parse(argv, environ), {**ENV, **environ}).notices
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "environ", "named"),
+    [
+        ((), ("--nproc_per_node=4", "--lr", "3"), {}, ["--nproc_per_node"]),
+        ((), ("--max-restarts", "3", "--rdzv-id", "x"), {}, ["--max-restarts", "--rdzv-id"]),
+        ((), ("--", "--max-restarts", "3"), {}, []),
+        # A script may well have these.
+        ((), ("--log-dir", "x", "--role=y", "--tee", "-m", "nnodes"), {}, []),
+        (("--local-ranks-filter=0,1",), (), {}, ["--local-ranks-filter:"]),
+        (("--local-ranks-filter=0",), (), {}, []),
+        ((), (), {"PET_MAX_RESTART": "3", "PET_ROLE": "x", "PET_X": ""}, ["PET_MAX_RESTART", "PET_X"]),
+        ((), (), {"PET_LOGS_SPECS": "x"}, ["PET_LOGS_SPECS"]),
+        (("--log-line-prefix-template=${rank}${node}",), (), {}, ["--log-line-prefix-template:"]),
+        (("--log-line-prefix-template=${rank} $x {y",), (), {}, []),
+        (("--standalone", "--rdzv-endpoint=a:1", "--rdzv-id=x"), (), {}, ["--rdzv-endpoint", "--rdzv-id"]),
+        (("--standalone",), (), {}, []),
+    ],
+)
+def test_what_has_no_effect_gets_a_line(script, before, after, environ, named):
+    assert [line.split()[0] for line in notices(*before, script, *after, **environ)] == named
+
+
+def test_a_variable_that_is_nearly_right_gets_a_hint(script):
+    (line,) = notices(script, PET_MAX_RESTART="3")
+    assert line.endswith("did you mean PET_MAX_RESTARTS?")
+
+
+def test_a_filter_without_any_match_says_that_nothing_is_shown(script):
+    (line,) = notices("--local-ranks-filter=7", script)
+    assert "no worker here has local rank 7" in line
+    assert line.endswith("the console shows no worker")
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["train.py --lr 3"], "separate words"),
+        (["no.py --lr 3"], None),
+        (["\u2013nproc-per-node", "2", "train.py"], "type --nproc-per-node"),
+        (["\u2014\u2014standalone", "train.py"], "type --standalone"),
+    ],
+)
+def test_a_script_that_is_not_there_gets_a_hint(script, monkeypatch, argv, hint):
+    monkeypatch.chdir(os.path.dirname(script))
+    with pytest.raises(UsageError) as raised:
+        notices(*argv)
+    text = str(raised.value)
+    assert text.endswith("does not exist") if hint is None else hint in text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train.py", "leave out -m"),
+        ("no_such_module", "there is no module 'no_such_module'"),
+        ("package.no_such", "there is no module 'package.no_such'"),
+        ("package", "a package without a __main__"),
+        ("train", None),
+        ("package.inner", None),
+        ("open.anything", None),
+        ("namespace.inner", None),
+        ("json.tool", None),
+        ("os.path", None),
+    ],
+)
+def test_a_module_that_is_not_there_is_a_mistake_in_the_command_line(script, monkeypatch, name, said):
+    folder = os.path.dirname(script)
+    monkeypatch.chdir(folder)
+    for path, text in {
+        "package/__init__.py": "raise RuntimeError('imported')",
+        "package/inner.py": "",
+        "open/__init__.py": "__path__.append('elsewhere')",
+        "namespace/inner.py": "",
+    }.items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    if said is None:
+        assert notices("-m", name) == []
+        return
+    with pytest.raises(UsageError) as raised:
+        notices("-m", name)
+    assert said in str(raised.value)
