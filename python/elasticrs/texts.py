@@ -174,6 +174,15 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def goodput(productive_ns: int, total_ns: int) -> str:
+    """Write the share of productive time, to follow other facts. Empty for a job of less than a minute, whose
+    start dominates.
+    """
+    if total_ns < 60_000_000_000:
+        return ""
+    return f", goodput {productive_ns / total_ns * 100:.1f} %"
+
+
 def timer_expired(timer: TimerExpired) -> str:
     """Say which timer was not released. Its texts are the worker's, and may hold anything."""
     at = f" at {printable(timer.at)}" if timer.at else ""

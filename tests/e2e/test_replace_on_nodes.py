@@ -148,7 +148,7 @@ def test_one_budget_and_one_report(nodes):
     for agent in job.agents:
         agent.exits(1)
         assert "no restart is left (max_restarts=2, 2 used)" in agent.stderr
-        assert "2 of 2 restarts used" in agent.stderr
+        assert "2 of 2 restarts charged" in agent.stderr
         (cause,) = re.findall(r"Root Cause.*?^=", agent.stderr, re.DOTALL | re.MULTILINE)
         assert re.search(r"rank +: 11 \(local_rank: 1\)", cause)
         assert f"-9 (pid: {last[1]})" in cause

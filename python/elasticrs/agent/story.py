@@ -129,21 +129,30 @@ class Story(Observer):
         used = result.attempts[-1].restarts
         if result.phase is Phase.SUCCEEDED:
             if self._tells_all:
-                share = productive_ns(result.attempts) / max(1, time.monotonic_ns() - self._begun_ns)
-                restarts = f"{used} restart{'s' if used != 1 else ''}"
-                self._say(f"succeeded after {took}; {restarts}, goodput {share * 100:.1f} %")
+                restarts = f"{used} restart{'s' if used != 1 else ''} charged"
+                goodput = texts.goodput(productive_ns(result.attempts), time.monotonic_ns() - self._begun_ns)
+                self._say(f"succeeded after {took}; {restarts}{self._node_changes()}{goodput}")
             return
         how = "stopped" if result.phase is Phase.STOPPED else "failed"
         if result.signum is not None:
             how = f"stopped by {texts.signal_name(result.signum)}"
         folder = folder_with_files(result.attempts)
         logs = f"; logs in {folder}" if folder else ""
-        ending = f"{how} after {took}", f"; {used} of {self._job.max_restarts} restarts used{logs}"
+        charged = f"{used} of {self._job.max_restarts} restarts charged{self._node_changes()}"
+        ending = f"{how} after {took}", f"; {charged}{logs}"
         if self._owns_process:
             # The launcher prints it below the report, together with the root cause.
             result.ending = ending
         else:
             self._say("".join(ending))
+
+    def _node_changes(self) -> str:
+        """Count the rounds that followed another one and charged no restart."""
+        if self._job.rendezvous is None or self._job.on_failure == "replace":
+            return ""
+        last = self._result.attempts[-1]
+        count = last.round - 1 - last.restarts
+        return f", {count} change{'s' if count != 1 else ''} of nodes" if count > 0 else ""
 
     def _tell_first(self, attempt: Attempt) -> None:
         from elasticrs.agent.first_failure import first_seen, how_it_failed
@@ -171,10 +180,15 @@ class Story(Observer):
 
 
 def productive_ns(attempts: Iterable[Attempt]) -> int:
-    """Return for how long workers ran of which none had failed or hung, in nanoseconds."""
+    """Return for how long workers ran of which none had failed or hung, in nanoseconds.
+
+    Imports before the start of warm workers count, because cold workers import after their start.
+    """
     total = 0
     for attempt in attempts:
         started = attempt.stamps.get("started")
+        if started is not None and "imported" in attempt.stamps:
+            started = min(started, attempt.stamps["planned"])
         end = attempt.stamps.get("failure_seen", attempt.stamps.get("ended"))
         silent = [event.hung.since_ns for event in attempt.expired.values() if event.hung is not None]
         if started is not None and end is not None:

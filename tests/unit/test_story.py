@@ -1,0 +1,64 @@
+"""The last line of a job: duration, restarts, changes of nodes, goodput."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from elasticrs.agent.attempt import Attempt, JobResult
+from elasticrs.agent.state import Phase
+from elasticrs.agent.story import Story, productive_ns
+from elasticrs.plan import Plan
+from elasticrs.ranks import NodeShare, assign
+from elasticrs.texts import goodput
+
+S = 1_000_000_000
+
+
+def attempt_of(round_, restarts, **stamps):
+    attempt = Attempt(round_, restarts, Plan(assign([NodeShare("default", 1)], 0), "a", 1))
+    attempt.stamps.update(stamps)
+    return attempt
+
+
+def last_line(phase, attempts, *, rendezvous=object(), began_s_ago=1):  # noqa: B008 -- anything but None
+    job = SimpleNamespace(rendezvous=rendezvous, on_failure="restart", max_restarts=3)
+    result, said = JobResult(phase=phase, attempts=attempts), []
+    story = Story(job, result, said.append, owns_process=True)
+    story._begun_ns = time.monotonic_ns() - began_s_ago * S
+    story.ended(result, None)
+    return said[0] if said else "".join(result.ending)
+
+
+@pytest.mark.parametrize(
+    ("round_", "restarts", "said"),
+    [
+        (1, 0, "0 restarts charged"),
+        (4, 0, "0 restarts charged, 3 changes of nodes"),
+        (4, 2, "2 restarts charged, 1 change of nodes"),
+        (3, 2, "2 restarts charged"),
+    ],
+)
+def test_rounds_without_a_charge_are_changes_of_nodes(round_, restarts, said):
+    assert last_line(Phase.SUCCEEDED, [attempt_of(round_, restarts)]).endswith(f"; {said}")
+    failed = last_line(Phase.FAILED, [attempt_of(round_, restarts)])
+    assert failed.endswith(said.replace(" restarts", " of 3 restarts"))
+
+
+def test_attempts_of_a_node_by_itself_are_no_changes_of_nodes():
+    assert "nodes" not in last_line(Phase.SUCCEEDED, [attempt_of(4, 0)], rendezvous=None)
+
+
+def test_the_goodput_of_a_short_job_is_not_told():
+    assert goodput(59 * S, 59 * S) == ""
+    assert goodput(45 * S, 60 * S) == ", goodput 75.0 %"
+    began, ended = time.monotonic_ns() - 100 * S, time.monotonic_ns()
+    line = last_line(Phase.SUCCEEDED, [attempt_of(1, 0, started=began, ended=ended)], began_s_ago=200)
+    assert "goodput 50.0 %" in line
+
+
+def test_imports_count_alike_whether_workers_are_warm_or_cold():
+    cold = attempt_of(1, 0, planned=1 * S, started=2 * S, ended=100 * S)
+    warm = attempt_of(1, 0, planned=1 * S, imported=30 * S, started=31 * S, ended=100 * S)
+    assert productive_ns([cold]) == 98 * S
+    assert productive_ns([warm]) == 99 * S
