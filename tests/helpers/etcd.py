@@ -310,26 +310,20 @@ def _decoded(text: str) -> bytes:
     return base64.b64decode(text)
 
 
-_ASK_FOR_VOTERS = """
+_ASK_FOR_HEALTH = """
 import sys
 from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Seat
-found = set()
 for name in sys.argv[1:]:
     try:
-        listed = Gateway().members_at(Seat(name, 2379, 2380), 2)
-    except (OSError, GatewayError):
-        sys.exit(0)
-    voters = [each for each in listed if each.has_published and not each.is_learner]
-    found.add(tuple(sorted((each.peer_urls[0], each.id) for each in voters)))
-if len(found) == 1:
-    print(*(url for url, _ in found.pop()))
+        if Gateway().await_health(Seat(name, 2379, 2380), 2, name):
+            print(name)
+    except (OSError, GatewayError, LookupError):
+        pass
 """
 
 
-def hosted_voters(host: Host, *others: Host) -> list[str]:
-    """Where the voters of a cluster that agents host listen for each other, as the members on these hosts
-    say, the first of which asks; nothing if one does not answer, or says something else.
-    """
+def healthy_members(host: Host, *others: Host) -> list[str]:
+    """Return the names of those hosts whose etcd members serve clients; the first host asks."""
     names = (each.name for each in (host, *others))
-    return host.run(sys.executable, "-c", _ASK_FOR_VOTERS, *names).stdout.split()
+    return host.run(sys.executable, "-c", _ASK_FOR_HEALTH, *names).stdout.split()

@@ -1,7 +1,7 @@
 """Nodes with networks of their own, whose agents host the etcd in which they meet."""
 
 import pytest
-from helpers.etcd import binary, hosted_voters
+from helpers.etcd import binary, healthy_members
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(180)]
 
@@ -19,20 +19,20 @@ def hosting(hosts, multinode):
         "1:4",
         *("--rdzv-backend", "etcd", "--rdzv-endpoint", names),
         # A lease that outlasts an election.
-        conf={"host": 1, "lease_ttl": 8, "last_call_timeout": 60, "store_lost_timeout": 60},
+        conf={"host": 1, "lease_ttl": 8, "last_call_timeout": 60, "store_lost_timeout": 5},
         env={"TORCHELASTIC_ETCD_BINARY_PATH": program},
     )
     job.start(*machines)
     workers = job.formed(*job.agents)
-    # Before, the loss of one may be the loss of the majority.
-    everybody = [f"http://{machine.name}:2380" for machine in machines[:3]]
-    job.until(lambda: True if hosted_voters(machines[0]) == everybody else None, "three voters")
+    # Until all members are up, the loss of one may be the loss of the majority.
+    everybody = [machine.name for machine in machines[:3]]
+    job.until(lambda: True if healthy_members(*machines[:3]) == everybody else None, "three members")
     return job, machines, workers
 
 
 def test_the_machine_with_rank_0_is_lost_and_comes_back(hosting):
     job, machines, workers = hosting
-    # Or, if the one that hosts nothing has it, any other.
+    # If the node without a member has rank 0, any other node will do.
     by_name = {agent.host.name: agent for agent in job.agents[:3]}
     first = by_name.get(workers[0].host, job.agents[0])
     first.host.power_off()
@@ -43,11 +43,22 @@ def test_the_machine_with_rank_0_is_lost_and_comes_back(hosting):
     (back,) = job.start(first.host)
     agents = [*rest, back]
     workers = job.formed(*agents)
-    job.line(back, "the member of etcd at .* belongs to the cluster")
-    # Its member counts: without it two of the three would be one.
+    job.line(back, "the member of etcd at .* is back with its data")
+    # Its member counts: without it, only one of three would be up after the next loss.
     lost = next(agent for agent in rest if agent.host is not machines[3])
     lost.host.power_off()
     agents.remove(lost)
     workers = job.formed(*agents)
     assert {each.restart for each in workers} == {0}
     job.finish(agents, workers)
+
+
+def test_the_job_ends_with_a_clear_line_when_the_majority_is_lost(hosting):
+    job, machines, _ = hosting
+    left = [agent for agent in job.agents if agent.host not in machines[:2]]
+    for machine in machines[:2]:
+        machine.power_off()
+    assert job.ended(*left) == [1, 1]
+    for agent in left:
+        job.line(agent, "2 of its 3 members have to be up")
+    job.assert_empty(*(agent.host for agent in left))

@@ -1,6 +1,7 @@
 """Jobs whose agents host the etcd in which they meet: on loopback, one member for each agent."""
 
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -32,21 +33,24 @@ class Job:
             pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
         self._launch, self._folder, self._gateway = launch, folder, Gateway(_order(files))
         self._scheme = "http" if files is None else "https"
+        self._agents = []
         # In the order in which agents look for a free one.
         self.ports = ports.pairs(3)
 
-    def agent(self, *options, env=None, conf="", nnodes="1:3", last=()):
+    def agent(self, *options, env=None, conf="", nnodes="1:3", last=(), ttl=30):
         endpoint = ",".join((*(f"127.0.0.1:{port}" for port in self.ports[: 3 - len(last)]), *last))
         # A lease that no election on a loaded machine ends.
-        conf = f"host=1,lease_ttl=30,last_call_timeout=60,restart_call_timeout=0{conf}"
-        return self._launch(
+        conf = f"host=1,lease_ttl={ttl},last_call_timeout=60,restart_call_timeout=0{conf}"
+        agent = self._launch(
             *("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=a/job"),
             *(f"--rdzv-conf={conf}", f"--nnodes={nnodes}", "--max-restarts=0", *options, RANKS),
             env={"TORCHELASTIC_ETCD_BINARY_PATH": binary(), **(env or {})},
         )
+        self._agents.append(agent)
+        return agent
 
     def listed(self, index):
-        """What the member at a seat says of all, by seat; nothing if it does not answer."""
+        """The members by seat, as the member of one seat lists them; empty if it does not answer."""
         port = self.ports[index]
         try:
             entries = self._gateway.members_at(Seat("127.0.0.1", port, port + 1, self._scheme), 5)
@@ -55,13 +59,26 @@ class Job:
         urls = [f"{self._scheme}://127.0.0.1:{each + 1}" for each in self.ports]
         return {urls.index(each.peer_urls[0]): each for each in entries}
 
-    def are_members(self, *seats):
-        """True if these seats, and no others, have members that all agree so."""
+    def are_up(self, *seats):
+        """True if the members of these seats answer, belong to one cluster, and have all joined."""
+        found = [self.listed(seat) for seat in seats]
         return all(
-            set(listed) == set(seats)
-            and all(each.has_published and not each.is_learner for each in listed.values())
-            for listed in (self.listed(seat) for seat in seats)
+            listed == found[0] and len(listed) == 3 and all(listed[seat].has_joined for seat in seats)
+            for listed in found
         )
+
+    def wait_until_up(self):
+        """Wait until all members are up."""
+        try:
+            wait_until(lambda: self.are_up(0, 1, 2))
+        except AssertionError as error:
+            listed = [self.listed(seat) for seat in range(3)]
+            told = "\n".join(agent.read_for(0) or agent.stderr for agent in self._agents)
+            raise AssertionError(f"{error}: {listed}\n{told}") from None
+
+    def names(self):
+        """The names of the members, which contain the incarnation of the cluster."""
+        return {each.name for each in self.listed(0).values()}
 
     def programs(self):
         """The etcds of the job, by pid."""
@@ -71,14 +88,26 @@ class Job:
                 words = path.read_bytes().split(b"\0")
             except OSError:
                 continue
-            if any(word.startswith(os.fsencode(self._folder / "elasticrs_etcd_")) for word in words):
+            is_etcd = words[0].endswith(b"/etcd")
+            if is_etcd and any(word.startswith(os.fsencode(self._folder)) for word in words):
                 found.append(int(path.parent.name))
         return found
+
+    def folders(self):
+        """The folders with data of members."""
+        return sorted(self._folder.glob("elasticrs_etcd_*"))
 
     def left(self):
         """What the job has left on this machine."""
         listening = [port for each in self.ports for port in (each, each + 1) if not ports.is_free(port)]
-        return listening, self.programs(), list(self._folder.glob("elasticrs_etcd_*"))
+        return listening, self.programs(), self.folders()
+
+    def lose(self, agent):
+        """Kill an agent, and wait until nothing of its member runs."""
+        before = len(self.programs())
+        agent.signal(signal.SIGKILL)
+        agent.wait()
+        wait_until(lambda: len(self.programs()) < before)
 
 
 @pytest.fixture
@@ -97,113 +126,246 @@ def round_of(agents, numbers):
 def test_agents_meet_in_an_etcd_of_their_own_and_leave_nothing(job):
     agents = [job.agent(nnodes="3") for _ in range(3)]
     workers = round_of(agents, [1, 1, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
+    job.wait_until_up()
+    assert {folder.stat().st_mode & 0o777 for folder in job.folders()} == {0o700}
     finish(agents, workers)
     assert job.left() == ([], [], [])
 
 
-def test_a_job_may_lose_all_its_nodes_one_after_the_other(job):
+def test_agents_that_are_killed_one_after_the_other_come_back_as_the_same_members(job):
     agents, numbers = [job.agent() for _ in range(3)], [1, 1, 1]
     workers = round_of(agents, numbers)
+    job.wait_until_up()
+    before = job.names()
     for turn in range(3):
-        wait_until(lambda: job.are_members(0, 1, 2))
-        # The one with rank 0 first, then those that have been there from the start.
+        # First the agent with rank 0, then those that have been there from the start.
         lost = next(i for i, each in enumerate(workers) if each.rank == 0) if turn == 0 else 0
         killed, _ = agents.pop(lost), numbers.pop(lost)
-        killed.signal(signal.SIGKILL)
-        killed.wait()
+        job.lose(killed)
         numbers = [number + 1 for number in numbers]
         round_of(agents, numbers)
         agents, numbers = [*agents, job.agent()], [*(number + 1 for number in numbers), 1]
         workers = round_of(agents, numbers)
-    wait_until(lambda: job.are_members(0, 1, 2))
+        agents[-1].wait_for_lines("is back with its data", 1)
+        job.wait_until_up()
+    assert job.names() == before
     finish(agents, workers)
     reap_adopted()
     assert job.left() == ([], [], [])
 
 
-def test_a_node_that_leaves_takes_its_member_out(job):
+def test_an_agent_that_left_in_order_comes_back_as_the_same_member(job):
     agents = [job.agent() for _ in range(3)]
     round_of(agents, [1, 1, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
-    # One after the other: with its member still counted, the last one would have no quorum.
-    for number in (2, 3):
-        leaver = agents.pop(0)
-        leaver.signal(signal.SIGTERM)
-        leaver.exits(1)
-        workers = round_of(agents, [number] * len(agents))
+    job.wait_until_up()
+    leaver = agents.pop(0)
+    leaver.signal(signal.SIGTERM)
+    leaver.exits(1)
+    round_of(agents, [2, 2])
+    assert len(job.programs()) == 2
+    assert len(job.folders()) == 3
+    agents.append(job.agent())
+    workers = round_of(agents, [3, 3, 1])
+    agents[-1].wait_for_lines("is back with its data", 1)
     finish(agents, workers)
+    assert job.left() == ([], [], [])
+
+
+def test_without_a_majority_the_job_ends_with_a_clear_line(job):
+    agents = [job.agent(conf=",store_lost_timeout=3", ttl=4) for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    job.wait_until_up()
+    lost, agents = agents[:2], agents[2:]
+    for agent in lost:
+        job.lose(agent)
+    agents[0].exits(1)
+    assert "2 of its 3 members have to be up" in agents[0].stderr
+    # All data stay: the job may be started again when the nodes are back.
+    assert len(job.folders()) == 3
+    reap_adopted()
+
+
+def test_a_job_whose_agents_were_all_killed_goes_on_in_the_same_cluster(job):
+    agents = [job.agent(nnodes="3", ttl=4) for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    job.wait_until_up()
+    before = job.names()
+    for agent in agents:
+        job.lose(agent)
+    agents = [job.agent(nnodes="3", ttl=4) for _ in range(3)]
+    workers = round_of(agents, [1, 1, 1])
+    job.wait_until_up()
+    assert job.names() == before
+    finish(agents, workers)
+    reap_adopted()
     assert job.left() == ([], [], [])
 
 
 def test_a_member_that_ends_is_started_again_and_no_worker_is(job):
     agents = [job.agent(nnodes="3") for _ in range(3)]
     workers = round_of(agents, [1, 1, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
+    job.wait_until_up()
+    before = job.names()
     killed = job.programs()[0]
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: killed not in (found := job.programs()) and len(found) == 3)
-    wait_until(lambda: job.are_members(0, 1, 2))
+    job.wait_until_up()
+    assert job.names() == before
     finish(agents, workers)
     assert "this node's member of etcd has ended: " in "".join(agent.stderr for agent in agents)
+    assert job.left() == ([], [], [])
+
+
+def host_program(agent):
+    """Return the process that runs the agent's member."""
+    found = wait_until(
+        lambda: [each for each in descendants(agent.pid) if "etcd_host_program" in each.command]
+    )
+    return found[0].pid
 
 
 def kill_program(agent):
-    """The program under which the agent's member runs, which the kernel then kills as well."""
-    below = wait_until(
-        lambda: [each for each in descendants(agent.pid) if "etcd_host_program" in each.command]
-    )
-    os.kill(below[0].pid, signal.SIGKILL)
-    wait_until(lambda: not any(each.pid == below[0].pid for each in descendants(agent.pid)))
+    """Kill the program that runs the agent's member; the kernel then kills the member."""
+    killed = host_program(agent)
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: not any(each.pid == killed for each in descendants(agent.pid)))
 
 
-def test_a_node_whose_members_program_is_killed_has_another_one_soon(job):
-    agents = [job.agent() for _ in range(3)]
-    round_of(agents, [1, 1, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
-    before = {each.id for each in job.listed(0).values()}
-    kill_program(agents[0])
-    agents[0].wait_for_lines("exit code -9; it is started again", 1)
-    agents[0].wait_for_lines("belongs to the cluster", 1)
-    wait_until(lambda: job.are_members(0, 1, 2))
-    assert len(before & {each.id for each in job.listed(0).values()}) == 2
-    # It counts: without it the two that are left would be one of three.
-    lost = agents.pop()
-    lost.signal(signal.SIGKILL)
-    lost.wait()
-    finish(agents, round_of(agents, [2, 2]))
-    reap_adopted()
-    assert job.left() == ([], [], [])
-
-
-def test_a_node_that_gives_up_hosting_is_not_counted_on(job):
+def test_a_member_whose_program_is_killed_comes_back_and_no_worker_is_restarted(job):
     agents = [job.agent() for _ in range(3)]
     workers = round_of(agents, [1, 1, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
-    for _ in range(3):
-        kill_program(agents[0])
-    agents[0].wait_for_lines("this node has none any more", 1)
-    wait_until(lambda: any(job.are_members(*rest) for rest in ((0, 1), (0, 2), (1, 2))))
+    job.wait_until_up()
+    before = job.names()
+    kill_program(agents[0])
+    agents[0].wait_for_lines("exit code -9; it is started again", 1)
+    agents[0].wait_for_lines("is back with its data", 1)
+    job.wait_until_up()
+    assert job.names() == before
     finish(agents, workers)
     reap_adopted()
     assert job.left() == ([], [], [])
 
 
-def test_who_leaves_after_a_loss_leaves_the_others_a_quorum(job):
+def test_a_program_that_is_killed_again_and_again_is_given_up(job):
+    agents = [job.agent() for _ in range(3)]
+    workers = round_of(agents, [1, 1, 1])
+    job.wait_until_up()
+    for _ in range(3):
+        kill_program(agents[0])
+    agents[0].wait_for_lines("this node has none any more", 1)
+    finish(agents, workers)
+    reap_adopted()
+    # Its data stay until the next job.
+    assert len(job.folders()) == 1
+
+
+def test_an_agent_takes_over_from_the_program_of_its_predecessor(job):
     agents = [job.agent() for _ in range(3)]
     round_of(agents, [1, 1, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
+    job.wait_until_up()
+    before = job.names()
     lost = agents.pop(0)
+    program = host_program(lost)
+    os.kill(program, signal.SIGSTOP)
     lost.signal(signal.SIGKILL)
     lost.wait()
     round_of(agents, [2, 2])
-    leaver = agents.pop(0)
-    leaver.signal(signal.SIGTERM)
-    leaver.exits(1)
-    # With the member of the first one counted, this one would be one of two.
-    finish(agents, round_of(agents, [3]))
+    agents.append(job.agent())
+    workers = round_of(agents, [3, 3, 1])
+    os.kill(program, signal.SIGCONT)
+    agents[-1].wait_for_lines("is back with its data", 1)
+    job.wait_until_up()
+    assert job.names() == before
+    finish(agents, workers)
     reap_adopted()
     assert job.left() == ([], [], [])
+
+
+# --- data that are gone, and data of other runs ---
+
+
+def test_a_member_without_its_data_does_not_come_back(job):
+    agents = [job.agent() for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    job.wait_until_up()
+    before = set(job.folders())
+    lost = agents.pop(0)
+    job.lose(lost)
+    round_of(agents, [2, 2])
+    running = {each for pid in job.programs() for each in before if str(each) in command_of(pid)}
+    (gone,) = before - running
+    shutil.rmtree(gone)
+    agents.append(job.agent())
+    agents[-1].wait_for_lines("2 of 3 members are left, and 2 of them have to be up", 1)
+    workers = round_of(agents, [3, 3, 1])
+    assert len(job.programs()) == 2
+    finish(agents, workers)
+    reap_adopted()
+    assert job.left() == ([], [], [])
+
+
+def command_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def test_the_data_of_a_node_that_missed_the_end_of_the_job_do_no_harm_to_the_next_run(job):
+    agents = [job.agent() for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    job.wait_until_up()
+    before = job.names()
+    job.lose(agents.pop(0))
+    finish(agents, round_of(agents, [2, 2]))
+    assert len(job.folders()) == 1
+    # The node with the old data is first.
+    agents = [job.agent(nnodes="3")]
+    wait_until(lambda: any(job.listed(seat) for seat in range(3)))
+    agents += [job.agent(nnodes="3") for _ in range(2)]
+    workers = round_of(agents, [1, 1, 1])
+    job.wait_until_up()
+    assert not job.names() & before
+    assert "discarded this node's data of an earlier etcd" in "".join(agent.stderr for agent in agents)
+    finish(agents, workers)
+    reap_adopted()
+    assert job.left() == ([], [], [])
+
+
+def test_the_folders_of_a_job_that_was_killed_are_removed_by_the_next_one(job):
+    agents = [job.agent(nnodes="3") for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    job.wait_until_up()
+    old = job.folders()
+    for agent in agents:
+        job.lose(agent)
+    agents = [job.agent("--rdzv-id=another", nnodes="3") for _ in range(3)]
+    workers = round_of(agents, [1, 1, 1])
+    job.wait_until_up()
+    wait_until(lambda: not set(old) & set(job.folders()))
+    finish(agents, workers)
+    reap_adopted()
+    assert job.left() == ([], [], [])
+
+
+def test_a_second_job_at_the_same_endpoint_is_refused(job):
+    first = [job.agent() for _ in range(3)]
+    workers = round_of(first, [1, 1, 1])
+    refused(job.agent("--rdzv-id=another"), "an etcd that is not of this job answers at 127.0.0.1:")
+    finish(first, workers)
+    assert job.left() == ([], [], [])
+
+
+def test_a_folder_that_others_may_access_is_refused(job, tmp_path):
+    first = job.agent()
+    (made,) = wait_until(job.folders)
+    first.signal(signal.SIGKILL)
+    first.wait()
+    wait_until(lambda: not job.folders())
+    made.mkdir()
+    made.chmod(0o755)
+    refused(job.agent(), "this node cannot keep the data of a member of etcd", str(made))
+    reap_adopted()
+
+
+# --- before there is a quorum ---
 
 
 def test_a_signal_before_there_is_a_quorum(job):
@@ -233,19 +395,17 @@ def test_members_and_agents_know_each_other_by_certificates(launch, tmp_path, au
     job = Job(launch, tmp_path, files)
     agents = [job.agent(conf=secured(files)) for _ in range(3)]
     round_of(agents, [1, 1, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
+    job.wait_until_up()
     stranger = Gateway()
     for index, port in enumerate(job.ports):
         assert job.listed(index)
         with pytest.raises((OSError, GatewayError)):
             stranger.members_at(Seat("127.0.0.1", port, port + 1), 5)
-    killed = agents.pop(0)
-    killed.signal(signal.SIGKILL)
-    killed.wait()
+    job.lose(agents.pop(0))
     round_of(agents, [2, 2])
     agents.append(job.agent(conf=secured(files)))
     workers = round_of(agents, [3, 3, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
+    job.wait_until_up()
     finish(agents, workers)
     reap_adopted()
     assert job.left() == ([], [], [])
@@ -289,19 +449,11 @@ def test_a_certificate_for_another_host_is_told_of(launch, tmp_path, authority):
 
 def test_a_token_on_some_agents_only(job):
     agents = [job.agent() for _ in range(3)]
-    round_of(agents, [1, 1, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
-    # All seats are taken: it is a client.
-    late = job.agent(env={"ELASTICRS_TOKEN": "secret"}, conf=",join_timeout=3").exits(1)
-    assert "serves those without a token (yet); give all nodes the same token" in late.stderr
-    lost = agents.pop()
-    lost.signal(signal.SIGKILL)
-    lost.wait()
-    # It has a seat.
+    workers = round_of(agents, [1, 1, 1])
+    job.wait_until_up()
     late = job.agent(env={"ELASTICRS_TOKEN": "secret"}).exits(1)
     assert "and all nodes the same --rdzv-id and token" in late.stderr
-    finish(agents, round_of(agents, [2, 2]))
-    reap_adopted()
+    finish(agents, workers)
     assert job.left() == ([], [], [])
 
 
@@ -309,7 +461,7 @@ def test_members_serve_only_those_who_have_the_token(job):
     env = {"ELASTICRS_TOKEN": "secret"}
     agents = [job.agent(env=env) for _ in range(3)]
     round_of(agents, [1, 1, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
+    job.wait_until_up()
 
     def is_refused(gateway):
         seat = Seat("127.0.0.1", job.ports[0], job.ports[0] + 1)
@@ -326,15 +478,13 @@ def test_members_serve_only_those_who_have_the_token(job):
     assert is_refused(Gateway())
     assert is_refused(Gateway((), "wrong"))
     assert not is_refused(Gateway((), password_of("a/job", PREFIX, b"secret")))
-    killed = agents.pop(0)
-    killed.signal(signal.SIGKILL)
-    killed.wait()
+    job.lose(agents.pop(0))
     round_of(agents, [2, 2])
-    # With a seat, and then without.
+    # With a free seat, and then without.
     refuses_other_tokens()
     agents.append(job.agent(env=env))
     workers = round_of(agents, [3, 3, 1])
-    wait_until(lambda: job.are_members(0, 1, 2))
+    job.wait_until_up()
     refuses_other_tokens()
     finish(agents, workers)
     reap_adopted()

@@ -11,7 +11,7 @@ from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat
 OK = b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n%s"
 LISTED = (
     b'[{"id":7,"peerURLs":["http://a:2380"],"name":"x","clientURLs":["http://a:2379"]},'
-    b'{"id":8,"peerURLs":["http://b:2380"],"isLearner":true}]'
+    b'{"id":8,"peerURLs":["http://b:2380"],"name":"y"}]'
 )
 
 
@@ -40,8 +40,8 @@ def answering():
 def test_the_members_that_one_lists(answering):
     seat, asked = answering(OK % (len(LISTED), LISTED))
     assert Gateway().members_at(seat, 5) == (
-        Entry(7, "x", ("http://a:2380",), has_published=True),
-        Entry(8, "", ("http://b:2380",), has_published=False, is_learner=True),
+        Entry("x", ("http://a:2380",), has_joined=True),
+        Entry("y", ("http://b:2380",), has_joined=False),
     )
     assert asked[0].startswith(b"GET /members HTTP/1.0\r\n")
 
@@ -51,6 +51,21 @@ def test_a_question_to_the_gateway(answering):
     assert Gateway().ask(seat, "kv/range", {"key": "YQ=="}, 5) == {}
     assert asked[0].startswith(b"POST /v3/kv/range HTTP/1.0\r\n")
     assert asked[0].endswith(b'\r\n\r\n{"key": "YQ=="}')
+
+
+@pytest.mark.parametrize(("label", "is_foreign"), [("job", False), ("jo", True), ("other", True)])
+def test_the_etcd_of_another_job_is_found(answering, label, is_foreign):
+    listed = b'{"members":[{"ID":"7","name":"job-a-0"},{"ID":"8","name":"job-a-1"}]}'
+    seat, asked = answering(OK % (len(listed), listed))
+    assert Gateway().find_foreign([seat], label, 5) == (seat if is_foreign else None)
+    assert asked[0].startswith(b"POST /v3/cluster/member/list HTTP/1.0\r\n")
+
+
+def test_what_does_not_answer_is_no_etcd_of_another_job():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        assert Gateway().find_foreign([Seat("127.0.0.1", port, port)], "job", 5) is None
 
 
 def test_a_refusal_has_etcds_own_words(answering):

@@ -1,28 +1,25 @@
-"""The program under which one member of an etcd runs that the agents of a job host.
+"""Program that runs one member of an etcd cluster hosted by the agents of a job.
 
-:class:`elasticrs.rendezvous.elastic.etcd_host.EtcdHost` starts it and says on the first line of its standard
-input what to do. It finds a seat, makes or joins the cluster, starts etcd again when that ends, and in the
-end waits until nobody needs it. What it prints, one JSON object per line, is for the agent.
+:class:`elasticrs.rendezvous.elastic.etcd_host.EtcdHost` starts it and sends its orders on the first line of
+standard input. The program claims a seat, starts etcd on the data of that seat, and restarts etcd when it
+exits. Every line that it prints is a JSON array for the agent.
 
-- **MEMBER-1** When the agent ends, however that happens, etcd ends and its data are removed. etcd is told to
-  end, so that a leader hands over first.
-- **MEMBER-2** An agent that leaves a job which goes on takes its member out of the cluster. At the end of
-  the job a member stays until no agent has a session any more, or most members have gone.
-- **MEMBER-3** A host whose etcd ends again and again takes its member out of the cluster, so that nobody
-  counts on it, and tries again later, a few times.
-- **MEMBER-4** One thread does all that takes long. Another one hears of the agent's end meanwhile.
+- **MEMBER-1** etcd stops when the agent exits for any reason. Its data stay, so that an agent that is
+  started again on this node continues as the same member.
+- **MEMBER-2** At the end of the job, the member stays until no agent has a session, or until a majority of
+  the members are down. Then the folder is removed. If sessions are left after ``close_timeout``, the job may
+  still be running elsewhere, so the data stay.
+- **MEMBER-3** An etcd that keeps exiting soon after its start is not restarted again.
+- **MEMBER-4** One thread does everything that may block. Another thread watches the agent.
 """
 
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import os
 import select
-import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -35,58 +32,45 @@ from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat, View
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, listening_address
 from elasticrs.rendezvous.endpoint import shown_endpoint
+from elasticrs.rendezvous.etcd_folder import Folder
 from elasticrs.rendezvous.etcd_keeper import find_program
 from elasticrs.rendezvous.etcd_process import EtcdProcess, options, trouble_with
 
 _TICK = 0.05
-_PATIENCE = 5.0
-"""Seconds before a seat that does not answer is empty, or a cluster that nobody speaks for is gone."""
-
 _DOUBT = 2.0
-"""Seconds before what may pass is told as a mistake."""
-
-_EVERY = 20
-"""Ticks between two looks at seats of which nothing is expected."""
+"""Seconds for which a configuration error has to last before it is reported."""
 
 _QUESTION = 1.5
-"""Seconds for one answer of etcd."""
-
-_GRACE_MS, _SHORT_GRACE_MS = 2000, 300
+"""Timeout for one answer of etcd, in seconds."""
 
 _LAST_QUESTION = 0.5
-"""The same in the end, when others may have gone already."""
+"""The same at the end of the job, when other members may already be down."""
 
-_LEAVING = 8.0
-"""Seconds to be taken out of the cluster: an election may have to be waited for."""
-
-_FUTILE = 2.0
-"""Seconds without most members after which that is not waited for."""
+_FOREVER = 86400.0
+_GRACE, _SHORT_GRACE = 2.0, 0.3
+"""Seconds between SIGTERM and SIGKILL to etcd: while the job runs, and at its end."""
 
 _RETRY = 1.0
+_LONG = 10.0
+"""Seconds after which a member without a quorum looks at the other seats less often."""
+
 _SHORT = 10.0
-"""Seconds; an etcd that ends sooner is not helped by being started again with its data."""
+"""Seconds; an etcd that exits sooner after its start counts as failing."""
 
 _MOST_SHORT = 3
-_REST = 60.0
-"""Seconds before the next try after so many short ones; each rest is twice as long as the one before."""
-
-_MOST_RESTS = 5
 
 
 class Orders(Value):
-    """What the agent says at the start.
+    """Orders of the agent.
 
     Args:
-        seats: host, port and port for peers of each.
-        label: of the members of this job.
-        bind_addr: where to listen; ``None``: at the seat's address.
-        files: of the authorities, this node's certificate and its key; empty without TLS.
-        password: of the user of etcd; ``None``: everybody is served.
-        folder: for data and log, made and removed here.
-        prefix: of the keys of sessions.
-        close_timeout: seconds to wait for the sessions of others in the end.
-        has_voted: an earlier program of this agent may have had a voter at the seat.
-        gives_up: only take that one out of the cluster.
+        seats: host, client port, peer port and scheme of each seat.
+        label: prefix of the names of this job's members.
+        bind_addr: address to listen on; ``None``: that of the seat.
+        files: the authorities, this node's certificate and its key; empty without TLS.
+        password: password of etcd's user ``root``; ``None``: everybody is served.
+        prefix: prefix of the keys of sessions.
+        close_timeout: seconds to wait for the sessions of others at the end of the job.
     """
 
     seats: list[list[Any]]
@@ -94,27 +78,24 @@ class Orders(Value):
     bind_addr: str | None
     files: list[str]
     password: str | None
-    folder: str
     prefix: str
     close_timeout: float
-    has_voted: bool = False
-    gives_up: bool = False
 
 
-class _Asked(Exception):  # noqa: N818 -- no error
-    """The agent has said that it ends."""
+class _AgentExits(Exception):  # noqa: N818 -- not an error
+    """The agent announced that it exits."""
 
 
-class _Ended(Exception):  # noqa: N818 -- told of, not raised to anybody else
-    """etcd has ended by itself; the text says why."""
+class _EtcdExited(Exception):  # noqa: N818 -- handled here; the text says why
+    """etcd exited by itself."""
 
 
 def tell(kind: str, text: str) -> None:
-    """Tell the agent something: ``say`` or ``refused``, and a line for the user."""
+    """Send the agent a line for the user, of kind ``say`` or ``refused``."""
     try:
         os.write(1, json.dumps([kind, text]).encode() + b"\n")
     except OSError:
-        # It has ended, which is heard of elsewhere.
+        # The agent has exited, which the listening thread sees.
         return
 
 
@@ -127,24 +108,21 @@ class Member:
         self._gateway = Gateway(orders.files, orders.password)
         self._mine = -1
         self._address = ""
-        self._claim: socket.socket | None = None
-        self._etcd = EtcdProcess(os.path.join(orders.folder, "etcd.log"))
+        self._folder: Folder | None = None
+        self._etcd = EtcdProcess()
+        self._starts = self._healthy = 0
         self._guard = threading.Lock()
         self._news = os.eventfd(0, os.EFD_CLOEXEC)
-        self._order = self._name = ""
-        self._belongs = self._is_voter = False
-        self._has_voted = orders.has_voted
-        self._heard: dict[int, float] = {}
+        self._order = ""
+        self._belongs = self._is_confirmed = False
+        self._looks_since = time.monotonic()
         self._unfit: dict[int, float] = {}
         self._told: set[int] = set()
-        self._can_be_out = False
-        self._futile_at = 0.0
-        self._data = os.path.join(orders.folder, "data")
 
-    # --- the thread that listens ---
+    # --- the thread that watches the agent ---
 
     def listen(self, agent: int, signals: int) -> None:
-        """Hear what the agent says, or that it has ended, or a signal."""
+        """Wait for an order of the agent, its exit, or a signal."""
         poll = select.poll()
         for fd in (0, agent, signals):
             poll.register(fd, select.POLLIN)
@@ -152,223 +130,235 @@ class Member:
             ready = [fd for fd, _ in poll.poll()]
             said = os.read(0, 4096) if ready == [0] else b""
             if not said or not self._belongs:
-                # Nobody waits for this member. The other thread may wait for a name server.
-                self._abandon()
+                # No other agent needs this member. The working thread may be blocked in a name lookup.
+                with self._guard:
+                    self._finish()
+                    os._exit(0)
             self._order = said.decode().split()[-1]
             os.eventfd_write(self._news, 1)
 
-    def _abandon(self) -> NoReturn:
-        with self._guard:
-            self._end()
-            shutil.rmtree(self._orders.folder, ignore_errors=True)
-            os._exit(0)
+    def _finish(self) -> None:
+        """Stop etcd, and remove the folder if its data are of no use."""
+        self._etcd.end(_SHORT_GRACE if self._order == "over" else _GRACE)
+        if self._folder is not None:
+            self._folder.release(keep=self._folder.has_joined() and not self._is_confirmed)
+            self._folder = None
 
     # --- the thread that works ---
 
     def live(self) -> None:
-        """Be a member until the agent says otherwise."""
+        """Run the member until the agent exits."""
         try:
-            if not self._take_seat():
-                return
-            rests = _MOST_RESTS if self._orders.gives_up else 0
-            while rests < _MOST_RESTS:
-                self._run(_REST * 2**rests if rests + 1 < _MOST_RESTS else None)
-                rests += 1
-            self._give_up()
-        except _Asked:
-            self._say_goodbye()
+            if self._take_seat():
+                self._host()
+        except _AgentExits:
+            if self._order == "over":
+                self._await_confirmation()
         finally:
             with self._guard:
-                self._end()
-                shutil.rmtree(self._orders.folder, ignore_errors=True)
+                self._finish()
 
-    def _run(self, rest: float | None) -> None:
-        """Be a member until etcd has ended too often; then have none, for so many seconds or for good."""
+    def _host(self) -> None:
+        try:
+            program = find_program()
+        except FileNotFoundError as error:
+            self._refuse(f"this node cannot host a member of etcd: {error}")
         shorts = 0
-        while shorts < _MOST_SHORT:
+        while True:
             begun = time.monotonic()
             try:
-                self._join()
+                self._join(program)
                 self._stay()
-            except _Ended as error:
-                shorts = shorts + 1 if time.monotonic() - begun < _SHORT else 1
-                known = f"this node's member of etcd has ended: {error}"
-            if shorts < _MOST_SHORT:
-                tell("say", f"{known}; it is started again")
-                if shorts > 1 or not self._is_voter:
-                    self._forget()
-                self._pause(_RETRY)
-        self._forget()
-        if rest is None:
-            return tell("refused", f"{known}; this node has none any more")
-        tell("refused", f"{known}; this node has none for now, and tries again in {rest:g} s")
-        return self._rest(rest)
+            except _EtcdExited as error:
+                why = f"this node's member of etcd has ended: {error}"
+            shorts = shorts + 1 if time.monotonic() - begun < _SHORT else 1
+            if shorts == _MOST_SHORT:
+                break
+            tell("say", f"{why}; it is started again")
+            self._pause(_RETRY)
+        left = sum(answer is not None for answer in self._look())
+        self._refuse(f"{why}; this node has no member any more: {self._left_of(left)}")
+
+    def _left_of(self, left: int) -> str:
+        seats, most = len(self._seats), membership.majority(self._seats)
+        return f"{left} of {seats} members are left, and {most} of them have to be up"
+
+    def _refuse(self, why: str) -> NoReturn:
+        tell("refused", why)
+        self._stay()
 
     def _stay(self) -> NoReturn:
         while True:
-            self._pause(3600)
-
-    def _rest(self, seconds: float) -> None:
-        """Do nothing but take what is listed at this seat out of the cluster."""
-        end = time.monotonic() + seconds
-        while not self._is_out() and time.monotonic() < end:
-            self._pause(_RETRY)
-        self._pause(max(0.0, end - time.monotonic()))
-
-    def _give_up(self) -> NoReturn:
-        while True:
-            self._rest(3600)
+            self._pause(_FOREVER)
 
     def _pause(self, seconds: float) -> None:
-        """Wait.
+        """Wait for the agent, for etcd's exit, for etcd's health, or for so many seconds.
 
         Raises:
-            _Asked: the agent ends.
-            _Ended: etcd has ended.
+            _AgentExits: the agent exits.
+            _EtcdExited: etcd has exited.
         """
         poll = select.poll()
         poll.register(self._news, select.POLLIN)
         if self._etcd.fd is not None:
             poll.register(self._etcd.fd, select.POLLIN)
         ready = [fd for fd, _ in poll.poll(int(seconds * 1000))]
-        if self._news in ready or self._order:
-            raise _Asked
-        if ready:
+        if self._news in ready:
+            os.eventfd_read(self._news)
+        if self._order:
+            raise _AgentExits
+        if self._etcd.fd in ready:
             with self._guard:
                 code = self._etcd.reap()
-            raise _Ended(f"{self._etcd.last_words()} (exit code {code})")
+            raise _EtcdExited(f"{self._etcd.last_words()} (exit code {code})")
 
     # --- a seat ---
 
     def _take_seat(self) -> bool:
-        """Find the first seat of this machine that no other agent has; false if there is none here."""
-        begun = time.monotonic()
+        """Claim the first free seat of this machine; return false if this machine has none."""
         while True:
             is_here, is_known = False, True
             for index, seat in enumerate(self._seats):
                 try:
                     address = listening_address(seat.host, SystemResolver())
                 except OSError:
-                    # In a cluster names appear after the containers do.
+                    # In a cluster, names may become known after the containers have started.
                     is_known = False
                     continue
                 if address is None:
                     continue
                 is_here = True
-                if self._claimed(seat):
+                if self._claim(index):
                     self._mine, self._address = index, self._orders.bind_addr or address
-                    return self._is_free(seat)
+                    self._check_ports(seat)
+                    return True
             if is_known and not is_here:
                 return False
-            # Another agent of this machine may end.
-            self._pause(_RETRY if time.monotonic() - begun > _PATIENCE else _TICK)
+            # Another agent of this job on this machine has the seat, and may exit.
+            self._pause(_TICK)
 
-    def _claimed(self, seat: Seat) -> bool:
-        # A name of the network namespace, like the port; it goes with this process.
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def _claim(self, index: int) -> bool:
         try:
-            sock.bind(f"\0elasticrs/etcd/{shown_endpoint(seat.host, seat.port)}")
-        except OSError:
-            sock.close()
-            return False
-        self._claim = sock
-        return True
+            self._folder = Folder.claim(self._orders.label, self._seats, index)
+        except OSError as error:
+            self._refuse(f"this node cannot keep the data of a member of etcd: {error}")
+        return self._folder is not None
 
-    def _is_free(self, seat: Seat) -> bool:
-        """True once the ports of the seat can be listened on."""
+    def _check_ports(self, seat: Seat) -> None:
+        """Return once the member can listen on the ports of its seat."""
         deadline = time.monotonic() + _DOUBT
         for port in (seat.port, seat.peer_port):
             while (why := trouble_with(self._address, port)) is not None:
                 if time.monotonic() > deadline:
                     where = shown_endpoint(self._address, port)
-                    tell(
-                        "refused",
-                        f"this node cannot host a member of etcd at {where}: {why}; choose other ports in "
-                        "--rdzv-endpoint (or another peer_port) on all nodes",
+                    self._refuse(
+                        self._foreign_member(seat)
+                        or f"this node cannot host a member of etcd at {where}: {why}; choose other ports in "
+                        "--rdzv-endpoint (or another peer_port) on all nodes"
                     )
-                    self._stay()
                 self._pause(_TICK)
-        return True
+
+    def _foreign_member(self, seat: Seat) -> str | None:
+        try:
+            answer = self._gateway.members_at(seat, _QUESTION, _reached(self._address))
+        except (OSError, GatewayError):
+            return None
+        return membership.misfit(self._seats, self._orders.label, self._mine, answer)
 
     # --- into the cluster ---
 
-    def _join(self) -> None:
-        """Make the cluster, or become a member of it.
+    def _join(self, program: str) -> None:
+        """Return once the member belongs to a cluster that has a quorum.
 
         Raises:
-            _Asked: the agent ends.
-            _Ended: etcd has ended.
+            _AgentExits: the agent exits.
+            _EtcdExited: etcd has exited.
         """
-        program = _program()
-        if program is None:
-            self._give_up()
-        if os.path.isdir(self._data):
-            # Nothing was forgotten: the same member goes on.
-            self._start(program, "new", self._name, membership.initial_cluster(self._view([])))
-            return self._await_own()
-        os.makedirs(self._orders.folder, mode=0o700, exist_ok=True)
-        own: int | None = None
-        refused_since, heard_at = None, time.monotonic()
-        while True:
-            answers, hidden = self._look()
-            view = self._view(answers, own, hidden)
+        assert self._folder is not None
+        begun, refused_since = time.monotonic(), None
+        had_joined = self._folder.has_joined()
+        while self._etcd.fd is None or self._healthy != self._starts:
+            view = self._view(self._look())
             step = membership.next_step(view)
             now = time.monotonic()
-            if any(answer is not None for answer in answers):
-                heard_at = now
-            is_cut_off = own is not None and now - heard_at > _PATIENCE
             refused_since = (refused_since or now) if isinstance(step, membership.Refuse) else None
-            if isinstance(step, membership.Bootstrap):
-                self._is_voter = True
-                name = membership.name_of(view.label, view.mine)
-                self._start(program, "new", name, membership.initial_cluster(view))
-                return self._await_own()
-            if isinstance(step, membership.Belongs):
-                return self._has_joined()
-            if isinstance(step, membership.StartOver) or is_cut_off:
-                self._forget()
-                own, heard_at = None, now
-            elif isinstance(step, membership.Add):
-                own = self._add(program, view)
-            elif isinstance(step, membership.Remove):
-                self._change(view, "remove", {"ID": str(step.id)})
-            elif isinstance(step, membership.Promote):
-                self._change(view, "promote", {"ID": str(step.id)})
-            elif isinstance(step, membership.Refuse) and now - (refused_since or now) > _DOUBT:
-                tell("refused", step.why)
+            if isinstance(step, membership.Adopt | membership.Lost):
+                self._discard(view)
+            if isinstance(step, membership.Adopt):
+                self._start(program, step.incarnation)
+            elif isinstance(step, membership.Create):
+                self._start(program, os.urandom(8).hex())
+            elif isinstance(step, membership.Stay) and self._etcd.fd is None:
+                self._start(program, str(view.held))
+            elif isinstance(step, membership.Lost):
+                tell(
+                    "say",
+                    "this node's member of etcd does not come back, because its data are gone: "
+                    f"{self._left_of(step.left)}",
+                )
                 self._stay()
-            self._pause(_TICK)
+            elif isinstance(step, membership.Refuse) and now - (refused_since or now) > _DOUBT:
+                self._refuse(step.why)
+            self._pause(_TICK if now - begun < _LONG else _RETRY)
+        self._folder.note_joined()
+        self._protect()
+        self._belongs = True
+        seat = self._seats[self._mine]
+        if had_joined:
+            tell("say", f"the member of etcd at {shown_endpoint(seat.host, seat.port)} is back with its data")
+        for path in self._folder.remove_others():
+            tell("say", f"removed {path}, the data of an etcd that an earlier job hosted here")
 
-    def _view(
-        self,
-        answers: list[tuple[Entry, ...] | None],
-        own: int | None = None,
-        hidden: frozenset[int] = frozenset(),
-    ) -> View:
-        now = time.monotonic()
-        gone = {index for index, at in self._heard.items() if now - at > _PATIENCE}
-        label, has_voted = self._orders.label, self._has_voted
-        return View(self._seats, self._mine, label, answers, own, hidden, frozenset(gone), has_voted)
+    def _discard(self, view: View) -> None:
+        """Stop etcd and remove the data of this seat, if it has any."""
+        assert self._folder is not None
+        if view.held is None:
+            return
+        with self._guard:
+            self._etcd.end(_GRACE)
+        if view.has_joined:
+            tell(
+                "say",
+                f"discarded this node's data of an earlier etcd in {self._folder.path}, because the nodes of "
+                "most endpoints do not have theirs any more",
+            )
+        self._folder.discard(view.held)
 
-    def _look(self) -> tuple[list[tuple[Entry, ...] | None], frozenset[int]]:
-        """Ask all other seats at once; also returns where somebody may be who does not answer."""
+    def _view(self, answers: list[tuple[Entry, ...] | None]) -> View:
+        assert self._folder is not None
+        if self._etcd.fd is not None:
+            try:
+                seat = self._seats[self._mine]
+                answers[self._mine] = self._gateway.members_at(seat, _QUESTION, _reached(self._address))
+            except (OSError, GatewayError):
+                answers[self._mine] = None
+        return View(
+            self._seats,
+            self._mine,
+            self._orders.label,
+            answers,
+            self._folder.held(),
+            self._folder.has_joined(),
+            time.monotonic() - self._looks_since,
+        )
+
+    def _look(self) -> list[tuple[Entry, ...] | None]:
+        """Ask all other seats at once for their members."""
         answers: list[tuple[Entry, ...] | None] = [None] * len(self._seats)
-        hidden: set[int] = set()
         unfit: dict[int, str] = {}
 
-        def question(index: int) -> None:
+        def ask(index: int) -> None:
             try:
                 answers[index] = self._gateway.members_at(self._seats[index], _QUESTION)
-            except (GatewayError, ConnectionRefusedError):
+            except GatewayError:
                 return
             except OSError as error:
-                hidden.add(index)
                 why = self._gateway.misfit(error)
                 if why is not None:
                     unfit[index] = why
 
         threads = [
-            threading.Thread(target=question, args=(index,), daemon=True)
+            threading.Thread(target=ask, args=(index,), daemon=True)
             for index in range(len(self._seats))
             if index != self._mine
         ]
@@ -376,15 +366,13 @@ class Member:
             thread.start()
         for thread in threads:
             thread.join(2 * _QUESTION)
-        now = time.monotonic()
-        for index, answer in enumerate(answers):
-            if answer is not None or index not in self._heard:
-                self._heard[index] = now
-        self._tell_of(dict(unfit), now)
-        return answers, frozenset(hidden)
+        self._report_certificates(dict(unfit))
+        # A thread that is late may not change what is decided upon.
+        return list(answers)
 
-    def _tell_of(self, unfit: dict[int, str], now: float) -> None:
-        """Say once of each seat why no connection with it can be, when that lasts."""
+    def _report_certificates(self, unfit: dict[int, str]) -> None:
+        """Report once for each seat why its certificate or this node's is rejected, if that lasts."""
+        now = time.monotonic()
         self._unfit = {index: self._unfit.get(index, now) for index in unfit}
         for index in [index for index, since in self._unfit.items() if now - since > _DOUBT]:
             if index not in self._told:
@@ -397,169 +385,82 @@ class Member:
                     "authority, and each certificate for the host in --rdzv-endpoint",
                 )
 
-    def _add(self, program: str, view: View) -> int | None:
-        seat = self._seats[self._mine]
-        answer = self._change(view, "add", {"peerURLs": [seat.peer_url], "isLearner": True})
-        if answer is None:
-            return None
-        own = Entry.read(answer["member"])
-        entries = [Entry.read(each) for each in answer["members"]]
-        name = membership.learner_name(view.label, own.id)
-        self._start(program, "existing", name, membership.initial_cluster(view, entries))
-        return own.id
-
-    def _change(self, view: View, what: str, body: dict[str, Any]) -> Any:
-        """Ask the members in turn for a change; ``None`` if none carries it out."""
-        for index, answer in enumerate(view.answers):
-            if answer is None or index == self._mine:
-                continue
-            seat = self._seats[index]
-            try:
-                return self._gateway.ask(seat, f"cluster/member/{what}", body, _QUESTION)
-            except (OSError, GatewayError):
-                # No leader, not in sync yet, carried out already: what is there is looked at next.
-                continue
-        return None
-
-    def _await_own(self) -> None:
-        """Wait until this member has taken part in a cluster with a quorum."""
-        seat = self._seats[self._mine]
-        for turn in itertools.count():
-            if self._orders.files and turn % _EVERY == 0:
-                # What is wrong with certificates would be in etcd's log alone.
-                self._look()
-            try:
-                entries = self._own_list()
-            except (OSError, GatewayError):
-                entries = ()
-            if any(entry.has_published and seat.peer_url in entry.peer_urls for entry in entries):
-                break
-            self._pause(_TICK)
-        self._belongs = True
-        self._protect(seat)
-
-    def _protect(self, seat: Seat) -> None:
+    def _protect(self) -> None:
+        """Return once the cluster requires the job's password, if it has one."""
         while True:
             try:
+                seat = self._seats[self._mine]
                 return self._gateway.protect(seat, _QUESTION, _reached(self._address))
             except (OSError, GatewayError, LookupError):  # noqa: PERF203 -- it waits anyway
                 self._pause(_TICK)
 
-    def _has_joined(self) -> None:
-        self._belongs = self._is_voter = True
-        seat = self._seats[self._mine]
-        tell("say", f"the member of etcd at {shown_endpoint(seat.host, seat.port)} belongs to the cluster")
-
-    # --- etcd ---
-
-    def _end(self) -> None:
-        """End etcd, if it runs, under the guard; sooner when nobody is served any more."""
-        self._etcd.end(_SHORT_GRACE_MS if self._order == "over" else _GRACE_MS)
-
-    def _start(self, program: str, state: str, name: str, initial: str) -> None:
-        self._name, seat = name, self._seats[self._mine]
+    def _start(self, program: str, incarnation: str) -> None:
+        assert self._folder is not None
+        seat, label = self._seats[self._mine], self._orders.label
         listen = [seat.url_at(self._address, port) for port in (seat.port, seat.peer_port)]
+        data = self._folder.data(incarnation)
         command = [
-            *(program, "--name", name),
-            *("--data-dir", self._data, *options(self._orders.files)),
+            *(program, "--name", membership.name_of(label, incarnation, self._mine)),
+            *("--data-dir", data, *options(self._orders.files)),
             *("--listen-client-urls", listen[0], "--advertise-client-urls", seat.url),
             *("--listen-peer-urls", listen[1], "--initial-advertise-peer-urls", seat.peer_url),
-            *("--initial-cluster-token", self._orders.label),
-            *("--initial-cluster-state", state, "--initial-cluster", initial),
+            *("--initial-cluster-token", membership.cluster_token(label, incarnation)),
+            *("--initial-cluster", membership.initial_cluster(self._seats, label, incarnation)),
         ]
+        os.makedirs(data, mode=0o700, exist_ok=True)
         with self._guard:
-            self._etcd.start(command)
+            self._etcd.start(command, self._folder.log, self._folder.lock)
+        self._starts += 1
+        threading.Thread(target=self._await_health, args=(self._starts,), daemon=True).start()
 
-    def _forget(self) -> None:
-        with self._guard:
-            self._end()
-        shutil.rmtree(self._data, ignore_errors=True)
-        self._has_voted |= self._is_voter
-        self._belongs = self._is_voter = False
+    def _await_health(self, start: int) -> None:
+        """Wait until the etcd of this start serves clients; report it to the working thread."""
+        seat = self._seats[self._mine]
+        while start == self._starts:
+            # Errors: it does not listen yet, has no leader at the moment, or has exited.
+            with suppress(OSError, GatewayError, LookupError, TypeError):
+                if self._gateway.await_health(seat, _FOREVER, _reached(self._address)):
+                    self._healthy = start
+                    os.eventfd_write(self._news, 1)
+                    return
+            time.sleep(_TICK)
 
-    # --- the end ---
+    # --- the end of the job ---
 
-    def _say_goodbye(self) -> None:
-        if self._order == "leave":
-            self._futile_at = time.monotonic() + _FUTILE
-            self._until(_LEAVING, self._has_left)
-        else:
-            self._until(self._orders.close_timeout, self._is_alone)
-
-    def _until(self, seconds: float, is_done: Any) -> None:
-        deadline = time.monotonic() + seconds
-        while not is_done() and time.monotonic() < deadline:
+    def _await_confirmation(self) -> None:
+        """Wait until no agent needs this member, for ``close_timeout`` at most."""
+        deadline = time.monotonic() + self._orders.close_timeout
+        while not self._is_confirmed and time.monotonic() < deadline:
+            self._is_confirmed = self._has_no_sessions()
             time.sleep(_TICK / 2)
 
-    def _has_left(self) -> bool:
-        """Hand over, and take this member out of the cluster; true if that has been done, or cannot be."""
-        is_out = self._is_out()
-        if self._can_be_out:
-            self._futile_at = time.monotonic() + _FUTILE
-        return is_out or time.monotonic() > self._futile_at
-
-    def _is_out(self) -> bool:
-        """Take one step out of the cluster; true if that was the last one."""
-        answers, hidden = self._look()
-        if self._etcd.fd is not None:
-            with suppress(OSError, GatewayError):
-                answers[self._mine] = self._own_list()
-        view = self._view(answers, hidden=hidden)
-        step = membership.next_step_out(view)
-        if isinstance(step, membership.Remove):
-            if self._etcd.fd is not None:
-                self._hand_over(view, step.id)
-            self._change(view, "remove", {"ID": str(step.id)})
-        self._can_be_out = not isinstance(step, membership.Wait)
-        return isinstance(step, membership.Out)
-
-    def _hand_over(self, view: View, goes: int) -> None:
-        """Let another member lead if the one that goes does: no election is waited for then."""
-        with suppress(OSError, GatewayError, LookupError):
-            heirs = membership.heirs(view)
-            if heirs and int(self._own("maintenance/status", {})["leader"]) == goes:
-                self._own("maintenance/transfer-leadership", {"targetID": str(min(heirs))})
-
-    def _is_alone(self) -> bool:
+    def _has_no_sessions(self) -> bool:
+        """Return true if no agent has a session, or no agent can have one without a quorum."""
         names = (self._orders.prefix + end for end in ("~sessions/", "~sessions0"))
         first, last = (base64.b64encode(name.encode(errors="surrogateescape")).decode() for name in names)
         body = {"key": first, "range_end": last, "count_only": True}
+        seat, address = self._seats[self._mine], _reached(self._address)
         try:
-            return int(self._own("kv/range", body).get("count", 0)) == 0
+            found = self._gateway.ask(seat, "kv/range", body, _LAST_QUESTION, address)
+            return int(found.get("count", 0)) == 0
         except (OSError, GatewayError):
-            return self._is_useless()
-
-    def _is_useless(self) -> bool:
-        """True if most members have gone: then nobody is served."""
-        answers, _ = self._look()
-        # This one answers as well.
-        return 2 * (1 + sum(answer is not None for answer in answers)) <= len(self._seats)
-
-    def _own_list(self) -> tuple[Entry, ...]:
-        return self._gateway.members_at(self._seats[self._mine], _QUESTION, _reached(self._address))
-
-    def _own(self, path: str, body: dict[str, Any]) -> Any:
-        seat = self._seats[self._mine]
-        return self._gateway.ask(seat, path, body, _LAST_QUESTION, _reached(self._address))
-
-
-def _program() -> str | None:
-    try:
-        return find_program()
-    except FileNotFoundError as error:
-        tell("refused", f"this node cannot host a member of etcd: {error}")
-        return None
+            # This member is up as well.
+            up = 1 + sum(answer is not None for answer in self._look())
+            return up < membership.majority(self._seats)
 
 
 def _reached(address: str) -> str:
-    """Where a server that listens on an address is reached from this machine."""
+    """Return the address at which this machine reaches a server that listens on an address."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
 def main() -> int:
     """Run a member; return the exit code."""
     parent = int(sys.argv[1])
-    agent = os.pidfd_open(parent)
+    try:
+        agent = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return 1
     if os.getppid() != parent:
         return 1
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -568,7 +469,8 @@ def main() -> int:
         signal.signal(signum, lambda *_: None)
     with open(0, "rb", buffering=0, closefd=False) as orders:
         line = orders.readline()
-    if not line:
+    if not line.endswith(b"\n"):
+        # The agent was killed before it had sent its orders.
         return 1
     try:
         member = Member(Orders(**json.loads(line)))

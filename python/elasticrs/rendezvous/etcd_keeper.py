@@ -1,8 +1,8 @@
-"""Runs etcd for a program: ends it and removes its data when the program ends. Started as a script by
-:class:`elasticrs.rendezvous.etcd_server.EtcdServer`, on Python's own modules alone.
+"""Runs etcd for a program, and stops it and removes its data when the program exits. A script that
+:class:`elasticrs.rendezvous.etcd_server.EtcdServer` starts; it imports the standard library only.
 
-Arguments: the program's pid, a folder that is removed in the end, and the command. Ends as etcd does, or with
-it by SIGTERM.
+Arguments: the program's pid, a folder that is removed in the end, and the command. Exits with etcd's exit
+code; SIGTERM stops etcd first.
 """
 
 from __future__ import annotations
@@ -11,69 +11,71 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 
-_GRACE_MS = 5000
-"""Between SIGTERM and SIGKILL to etcd."""
+_GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL to etcd."""
 
-_PR_SET_PDEATHSIG = 1
+_LAUNCHER = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 def main(parent: int, folder: str, command: list[str]) -> int:
-    """Run the command until it ends, the parent ends, or a signal asks for it; return the exit code."""
+    """Run the command until it exits, the parent exits, or a signal asks for it; return the exit code."""
     stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(writer)
     for signum in stops:
         signal.signal(signum, lambda *_: None)
-    program = os.pidfd_open(parent)
+    try:
+        program = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return 1
     if os.getppid() != parent:
         return 1
-    pid = spawn(command)
+    process = spawn(command)
     poll = select.poll()
-    etcd = os.pidfd_open(pid)
+    etcd = os.pidfd_open(process.pid)
     for fd in (etcd, program, reader):
         poll.register(fd, select.POLLIN)
     if all(fd != etcd for fd, _ in poll.poll()):
-        end(pid, etcd, _GRACE_MS)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        end(process, _GRACE)
+    code = process.wait()
     if any(fd == program for fd, _ in poll.poll(0)):
         shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
 
-def spawn(command: list[str], stderr: int | None = None) -> int:
-    """Start a program that is killed when the thread that calls this ends.
+def spawn(
+    command: list[str], stderr: int | None = None, pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a program that the kernel kills when the calling thread exits.
+
+    Another Python process sets this up and then executes the program, because a process with several threads
+    cannot safely run Python code between fork and exec.
 
     Args:
         command: an absolute path, and arguments.
-        stderr: where it writes its errors; as this process when ``None``.
+        stderr: descriptor to which it writes its errors; this process's own if ``None``.
+        pass_fds: descriptors that the program inherits.
     """
-    import ctypes
-
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    keeper = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            # Should somebody kill the keeper.
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if stderr is not None:
-                os.dup2(stderr, 2)
-            if os.getppid() == keeper:
-                os.execv(command[0], command)
-        finally:
-            os._exit(127)
-    return pid
+    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
+    return subprocess.Popen([*launcher, *command], stderr=stderr, pass_fds=pass_fds)
 
 
-def end(pid: int, pidfd: int, grace_ms: int) -> None:
-    """End a child, which is not reaped yet; the caller does that."""
-    os.kill(pid, signal.SIGTERM)
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    if not poll.poll(grace_ms):
-        os.kill(pid, signal.SIGKILL)
+def end(process: subprocess.Popen[bytes], grace: float) -> None:
+    """Stop a child: SIGTERM, and SIGKILL after the grace, in seconds."""
+    process.terminate()
+    try:
+        process.wait(grace)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def find_program() -> str:

@@ -1,4 +1,4 @@
-"""One etcd as the program that hosts it sees it: a child with ports, and a log that says why it has ended."""
+"""A single etcd server: a child process with a log that says why it has exited."""
 
 from __future__ import annotations
 
@@ -11,76 +11,86 @@ from elasticrs.rendezvous.etcd_keeper import end, spawn
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Sequence
 
 _MOST = 65536
-"""Bytes of the log in which the last error is looked for."""
+"""Bytes at the end of the log in which the last error is looked for."""
 
 _OPTIONS = (
-    # Its check refuses learners for 5 s after a member has gone; what it guards against does not occur here.
-    *("--strict-reconfig-check=false", "--pre-vote"),
-    # Nothing of a member is used after its agent: it need not outlast the machine, nor wait for its disk.
-    "--unsafe-no-fsync",
+    "--pre-vote",
     *("--auto-compaction-mode=revision", "--auto-compaction-retention=10000", "--snapshot-count=10000"),
-    # Derived passwords have 256 bits: guesses need not be made slow.
+    # Derived passwords have 256 bits, so hashing them need not be slow.
     "--bcrypt-cost=4",
     *("--logger=zap", "--log-level=warn", "--log-outputs=stderr"),
 )
 
 
 class EtcdProcess:
-    """At most one etcd at a time.
-
-    Args:
-        log: file to which it writes.
+    """Runs at most one etcd at a time.
 
     Attributes:
-        fd: readable when etcd has ended; ``None`` while none runs.
+        fd: readable when etcd has exited; ``None`` while none runs.
     """
 
-    def __init__(self, log: str) -> None:
-        self._log = log
-        self._pid = -1
+    def __init__(self) -> None:
+        self._log = ""
+        self._process: subprocess.Popen[bytes] | None = None
         self.fd: int | None = None
 
-    def start(self, command: list[str]) -> None:
-        """Start it; the kernel kills it with the thread that calls this."""
-        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            self._pid = spawn(command, log)
-            self.fd = os.pidfd_open(self._pid)
-        finally:
-            os.close(log)
+    def start(self, command: list[str], log: str, lock: int) -> None:
+        """Start etcd. The kernel kills it when the calling thread exits.
 
-    def end(self, grace_ms: int) -> None:
-        """End it, if it runs, so that a leader hands over."""
-        if self.fd is not None:
-            end(self._pid, self.fd, grace_ms)
+        Args:
+            command: absolute path of the program, and its arguments.
+            log: file that it overwrites with its log.
+            lock: descriptor that it inherits.
+        """
+        self._log = log
+        with open(log, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            self._process = spawn(command, stderr=file.fileno(), pass_fds=(lock,))
+        self.fd = os.pidfd_open(self._process.pid)
+
+    def end(self, grace: float) -> None:
+        """Stop etcd if it runs; a leader hands over within the grace, in seconds."""
+        if self._process is not None:
+            end(self._process, grace)
             self.reap()
 
     def reap(self) -> int:
-        """Return the exit code of an etcd that has ended."""
+        """Return the exit code of an etcd that has exited."""
+        assert self._process is not None
         assert self.fd is not None
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        code = self._process.wait()
         os.close(self.fd)
-        self.fd = None
+        self._process = self.fd = None
         return code
 
     def last_words(self) -> str:
         """Return the last error in the log."""
-        lines = last_bytes(self._log, _MOST).decode(errors="replace").splitlines()
-        for line in reversed(lines):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and record.get("level") in {"error", "fatal", "panic"}:
-                return ": ".join(str(record[key]) for key in ("msg", "error") if record.get(key))
-        return lines[-1] if lines else "it has written nothing"
+        return reason(last_bytes(self._log, _MOST).decode(errors="replace").splitlines())
+
+
+def reason(lines: Sequence[str]) -> str:
+    """Return the last error in lines of etcd's log, or else what the last line says, without its JSON."""
+    last = ""
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            last = last or line.strip()
+            continue
+        if not isinstance(record, dict):
+            continue
+        text = ": ".join(str(record[key]) for key in ("msg", "error") if record.get(key))
+        if record.get("level") in {"error", "fatal", "panic"} and text:
+            return text
+        last = last or text
+    return last or "its log does not say why"
 
 
 def trouble_with(address: str, port: int) -> str | None:
-    """Return why a server cannot listen there; ``None`` if it can."""
+    """Return why a server cannot listen there, or ``None`` if it can."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -93,10 +103,11 @@ def trouble_with(address: str, port: int) -> str | None:
 
 
 def options(files: Sequence[str]) -> list[str]:
-    """Return etcd's options for a member that outlives neither its agent nor the job.
+    """Return etcd's options for a hosted member.
 
     Args:
-        files: of authorities, certificate and key, by which clients and members know each other; or none.
+        files: the authorities, the certificate and its key, with which clients and members authenticate each
+            other; empty without TLS.
     """
     found = list(_OPTIONS)
     for prefix in ("--", "--peer-") if files else ():

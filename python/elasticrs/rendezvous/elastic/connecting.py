@@ -146,7 +146,11 @@ def store_lost(member: Member) -> None:
         " (--rdzv-backend etcd --rdzv-conf host=1), and the death of a store of its own that keeps its state"
         " (python -m elasticrs.store --state FILE)"
     )
-    if member.rendezvous.etcd is not None:
+    etcd = member.rendezvous.etcd
+    if etcd is not None and etcd.seats:
+        seats = len(etcd.seats)
+        todo = f"start the job again: {seats // 2 + 1} of its {seats} members have to be up"
+    elif etcd is not None:
         todo = "start the job again when etcd answers: most of its members have to be up"
     text = f"{where} and could not reach it again within {seconds:g} s ({why}); {todo}"
     _give_up(member, Outcome("lost", text))

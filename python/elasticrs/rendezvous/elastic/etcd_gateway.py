@@ -1,7 +1,7 @@
-"""Questions to etcd by HTTP: its gateway for JSON, and what members tell each other.
+"""Requests to hosted etcd members over HTTP: etcd's JSON gateway, and the list of members at the peer port.
 
-Only for what the agents' client in the core does not do: members that come and go. Without
-:mod:`http.client`, whose import takes longer than all the rest of a start.
+Only for what the agents' client in the core does not do. :mod:`http.client` is not used, because importing it
+takes longer than everything else at a start.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 _OK = 200
 _ROOT = "root"
 _MOST = 1 << 20
-"""Bytes of an answer."""
+"""Limit for the size of an answer, in bytes."""
 
 
 class GatewayError(Exception):
-    """etcd has answered with an error; the text is its own."""
+    """etcd answered with an error, whose text this is."""
 
 
 class Gateway:
-    """Asks members.
+    """Sends requests to members.
 
     Args:
-        files: of the authorities, the certificate and its key, for members that speak TLS.
-        password: of the user ``root``, for members that serve nobody else.
+        files: the authorities, the certificate and its key, for members that use TLS.
+        password: password of the user ``root``, for members that require it.
 
     Raises:
-        OSError: a file cannot be read, or holds something else.
+        OSError: a file cannot be read, or its content is invalid.
     """
 
     def __init__(self, files: Sequence[str] = (), password: str | None = None) -> None:
@@ -49,21 +49,20 @@ class Gateway:
             self._context.load_cert_chain(cert, key)
 
     def members_at(self, seat: Seat, seconds: float, address: str | None = None) -> tuple[Entry, ...]:
-        """Return the members of the cluster of a seat's member; of one without a quorum those that it is to
-        have.
+        """Return the members of a cluster as one of them lists them; it needs no quorum for that.
 
         Args:
-            seat: of the member.
-            seconds: as for :meth:`ask`.
-            address: where it is reached, if not at its host.
+            seat: seat of the member to ask.
+            seconds: timeout, as for :meth:`ask`.
+            address: its address, if it is not reached at the seat's host.
 
         Raises:
             GatewayError: another program answers.
-            OSError: nobody does, in time.
+            OSError: no answer in time.
         """
         answer = self._ask(seat, seat.peer_port, "/members", None, seconds, address, "")
         try:
-            # One member at least.
+            # There is at least one member.
             return tuple(Entry.read(each) for each in answer or [None])
         except (LookupError, TypeError, ValueError, AttributeError):
             raise GatewayError("another program answers") from None
@@ -71,14 +70,14 @@ class Gateway:
     def ask(
         self, seat: Seat, path: str, body: dict[str, Any], seconds: float, address: str | None = None
     ) -> Any:
-        """Ask the gateway of a member, and return what the answer says.
+        """Send a request to the JSON gateway of a member, and return its answer.
 
         Args:
-            seat: of the member.
-            path: what to ask for, below ``/v3/``.
-            body: the question.
-            seconds: for each of: to connect, to send, and each part of the answer.
-            address: where it is reached, if not at its host.
+            seat: seat of the member.
+            path: path of the request below ``/v3/``.
+            body: content of the request.
+            seconds: timeout for connecting, for sending, and for each part of the answer.
+            address: its address, if it is not reached at the seat's host.
 
         Raises:
             GatewayError: etcd refuses, or another program answers.
@@ -90,15 +89,15 @@ class Gateway:
         try:
             return self._ask(seat, seat.port, f"/v3/{path}", body, seconds, address, token)
         except GatewayError:
-            # It may have run out.
+            # etcd's token may have expired.
             self._tokens.pop(seat, None)
             raise
 
     def protect(self, seat: Seat, seconds: float, address: str | None = None) -> None:
-        """From now on have the cluster serve only those who know the password; nothing if there is none.
+        """Make the cluster require the password from now on. Do nothing if there is no password.
 
         Raises:
-            GatewayError: etcd refuses: it has no leader, or another password.
+            GatewayError: etcd refuses, because it has no leader or another password.
             OSError: no answer.
         """
         user = {"name": _ROOT, "password": self._password}
@@ -113,15 +112,13 @@ class Gateway:
             try:
                 self._ask(seat, seat.port, f"/v3/auth/{path}", body, seconds, address, "")
             except GatewayError:  # noqa: PERF203 -- there are few
-                # Another seat was faster: what counts is that it can be logged in.
+                # The host of another seat was faster. The login below decides.
                 continue
         if not self._log_in(seat, seconds, address):
             raise GatewayError("no password could be set")
 
     def is_protected(self, seats: Iterable[Seat], seconds: float) -> bool | None:
-        """True if a member asks for a password, be it another one, and none serves those without; ``None`` if
-        no member answers.
-        """
+        """Return true if the members require a password, even another one; ``None`` if no member answers."""
         found = None
         for seat in seats:
             try:
@@ -134,8 +131,31 @@ class Gateway:
                 continue
         return found
 
+    def find_foreign(self, seats: Iterable[Seat], label: str, seconds: float) -> Seat | None:
+        """Return the first seat whose client port answers, if an etcd of another job answers there."""
+        for seat in seats:
+            try:
+                answer = self._ask(seat, seat.port, "/v3/cluster/member/list", {}, seconds, None, "")
+                names = [str(each["name"]) for each in answer["members"]]
+            except (OSError, GatewayError, LookupError, TypeError):
+                continue
+            return None if any(name.startswith(f"{label}-") for name in names) else seat
+        return None
+
+    def await_health(self, seat: Seat, seconds: float, address: str) -> bool:
+        """Wait until a member serves clients, which it does when its cluster has a quorum.
+
+        Returns:
+            False if etcd answered that it is unhealthy.
+
+        Raises:
+            GatewayError: another program answers.
+            OSError: no answer within so many seconds, or etcd exited.
+        """
+        return bool(self._ask(seat, seat.port, "/health", None, seconds, address, "")["health"] == "true")
+
     def misfit(self, error: OSError) -> str | None:
-        """Return why two certificates do not fit, if that is what an error says."""
+        """Return why a certificate was rejected, or ``None`` if the error has another cause."""
         if self._context is None:
             return None
         import ssl
@@ -148,7 +168,7 @@ class Gateway:
         return None
 
     def _log_in(self, seat: Seat, seconds: float, address: str | None) -> bool:
-        """False if a password is not asked for (yet)."""
+        """Log in; return false if the member does not require a password (yet)."""
         body = {"name": _ROOT, "password": self._password}
         try:
             answer = self._ask(seat, seat.port, "/v3/auth/authenticate", body, seconds, address, "")
@@ -170,7 +190,7 @@ class Gateway:
         token: str,
     ) -> Any:
         data = b"" if body is None else json.dumps(body).encode()
-        # Of version 1.0, so that the answer comes whole.
+        # HTTP 1.0, so that the answer is not sent in chunks.
         method, host = "GET" if body is None else "POST", shown_endpoint(seat.host, port)
         head = (
             f"{method} {path} HTTP/1.0\r\nHost: {host}\r\n"
@@ -193,12 +213,12 @@ class Gateway:
         sock = socket.create_connection((address, port), seconds)
         if self._context is None:
             return sock
-        # Closes it if this fails.
+        # This closes the socket if it fails.
         return self._context.wrap_socket(sock, server_hostname=name)
 
 
 def _answer(sock: socket.socket) -> tuple[list[bytes], bytes]:
-    """The words of the status line, and the content, which may end before the connection does."""
+    """Read the words of the status line, and the content."""
     with sock.makefile("rb") as answered:
         status = answered.readline(_MOST).split()
         length = _MOST

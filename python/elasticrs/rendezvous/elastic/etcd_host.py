@@ -1,15 +1,14 @@
-"""A member of etcd that this agent hosts for its job, as the agent sees it: a program that it starts, hears
-of and ends. What happens in there is in :mod:`elasticrs.rendezvous.etcd_host_program`.
+"""Start, observe and stop the program that runs this agent's etcd member.
+
+The program is :mod:`elasticrs.rendezvous.etcd_host_program`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 
@@ -25,25 +24,26 @@ _PROGRAM = (
     "from elasticrs.rendezvous.etcd_host_program import main; sys.exit(main())"
 )
 _OVER = frozenset({"succeeded", "failed", "closed", "aborted", "timeout", "spare"})
-"""How an agent ends when the job does."""
+"""Outcomes of an agent after which the job may be over."""
 
 _LONGEST_END = 5.0
-"""Seconds; the program ends etcd sooner."""
+"""Seconds that the program may take to exit after SIGTERM. It stops etcd sooner."""
 
 _SHORT = 10.0
-"""Seconds; a program that is killed sooner than that, so many times in a row, is not started again."""
+"""Seconds; a program that ends sooner after its start counts as failing."""
 
 _MOST_SHORT = 3
 
 
 class EtcdHost:
-    """A member of the cluster of a job, if one of its endpoints is on this machine; it may take a while.
+    """The member of the job's etcd cluster on this machine, if one of the endpoints is here.
 
     Args:
-        rendezvous: of a job whose agents host etcd.
+        rendezvous: rendezvous of a job whose agents host etcd.
 
     Attributes:
-        fd: readable when :meth:`take` has something, or the program has ended; ``None`` afterwards.
+        fd: readable when :meth:`take` has something to do, which may change it. ``None`` once the program has
+            exited.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -62,59 +62,59 @@ class EtcdHost:
         self._was_killed = self._is_leaving = False
         self._start()
 
-    def _start(self, **orders: bool) -> None:
-        self._folder = os.path.join(tempfile.gettempdir(), f"elasticrs_etcd_{os.urandom(8).hex()}")
+    def _start(self) -> None:
         root = os.path.dirname(elasticrs.__path__[0])
         self._program = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), root],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Ctrl-C is for the agent, which ends the program.
+            # Ctrl-C goes to the agent, which stops the program.
             start_new_session=True,
         )
         assert self._program.stdout is not None
+        self._exit = os.pidfd_open(self._program.pid)
         self.fd: int | None = self._program.stdout.fileno()
         os.set_blocking(self.fd, False)
         self._unread = b""
         self._begun = time.monotonic()
-        self._say(json.dumps({**self._orders, "folder": self._folder, **orders}))
+        self._say(json.dumps(self._orders))
 
     def start_again(self) -> bool:
-        """After the program was killed, start another one, with a member of its own; false if it is not to.
-
-        What is listed at the seat is removed by then, or by one that is started for that alone.
-        """
-        if not self._was_killed or self._is_leaving or self._shorts > _MOST_SHORT:
+        """Start the program again on its data if it was killed; return false if it is not started."""
+        if not self._was_killed or self._is_leaving or self._shorts >= _MOST_SHORT:
             return False
         self.close()
-        self._start(has_voted=True, gives_up=self._shorts == _MOST_SHORT)
+        self._start()
         return True
 
     def _say(self, line: str) -> None:
         assert self._program.stdin is not None
-        # It may have ended.
+        # The program may have exited.
         with suppress(OSError):
             os.write(self._program.stdin.fileno(), line.encode() + b"\n")
 
     def take(self) -> list[tuple[str, str]]:
-        """What the program tells: ``say`` or ``refused``, and a line for the user; never blocks."""
+        """Return lines of the program for the user with its kind, ``say`` or ``refused``. Never block."""
         if self.fd is None:
             return []
+        if self.fd == self._exit:
+            return self._exited()
         try:
             data = os.read(self.fd, 65536)
         except BlockingIOError:
             return []
         if not data:
-            return self._over()
+            # The program closes the pipe by exiting, which may take a moment longer.
+            self.fd = self._exit
+            return []
         *lines, self._unread = (self._unread + data).split(b"\n")
         return [tuple(json.loads(line)) for line in lines]
 
-    def _over(self) -> list[tuple[str, str]]:
-        self.fd = None
-        try:
-            code = self._program.wait(_LONGEST_END)
-        except subprocess.TimeoutExpired:
+    def _exited(self) -> list[tuple[str, str]]:
+        code = self._program.poll()
+        if code is None:
             return []
+        self.fd = None
         self._was_killed = code != 0
         if not self._was_killed or self._is_leaving:
             return []
@@ -123,12 +123,12 @@ class EtcdHost:
         return [("say", f"the program of this node's member of etcd ended with exit code {code}; {follows}")]
 
     def leave(self, outcome: str) -> None:
-        """The agent ends like this; :attr:`fd` becomes ``None`` when the member may go."""
+        """Announce that the agent exits with this outcome; :attr:`fd` becomes ``None`` when it may exit."""
         self._is_leaving = True
         self._say("over" if outcome in _OVER else "leave")
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """Stop the program. Idempotent."""
         program = self._program
         if program.poll() is None:
             program.terminate()
@@ -141,4 +141,6 @@ class EtcdHost:
         for pipe in (program.stdin, program.stdout):
             if pipe is not None:
                 pipe.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._exit >= 0:
+            os.close(self._exit)
+            self._exit = -1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from functools import partial
 
 from elasticrs._value import Record
@@ -18,6 +19,7 @@ from elasticrs.rendezvous.elastic import hosting
 from elasticrs.rendezvous.elastic.addresses import is_unspecified, packed
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.settings import ThisAgent
+from elasticrs.rendezvous.endpoint import shown_endpoint
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,6 +68,9 @@ _BY_HAND = (
 
 _PATIENCE = 1.0
 """Seconds for a question about a name that was known a moment ago; the next attempt asks again."""
+
+_DOUBT = 2.0
+"""Seconds for which the etcd of another job has to answer before that counts as a configuration error."""
 
 _BEFORE_MEETING = ("refused", "unreachable")
 """Kinds that speak against the endpoint as long as nobody has been met there."""
@@ -142,6 +147,7 @@ class MeetingPoint:
         self._met: tuple[bytes, int] | None = None
         self._may_decide_again = False
         self._has_met = False
+        self._foreign_since: float | None = None
         self._clock = Clock(0, None)
         self._shared: Store | None = None
         # Once a round runs, its workers have the port: there is no connecting any more.
@@ -177,14 +183,14 @@ class MeetingPoint:
         return self._etcd.fd if self._etcd is not None else None
 
     def take_from_etcd(self) -> list[tuple[str, str]]:
-        """What the member of etcd that is hosted here tells: see :meth:`.etcd_host.EtcdHost.take`."""
+        """Return what :meth:`.etcd_host.EtcdHost.take` returns; start its program again if it was killed."""
         if self._etcd is None:
             return []
         fd, news = self._etcd.fd, self._etcd.take()
-        if fd is not None and self._etcd.fd is None:
+        if fd is not None and self._etcd.fd != fd:
             if self._supervisor is not None:
                 self._supervisor.unwatch_fd(fd)
-            if self._etcd.start_again():
+            if self._etcd.fd is not None or self._etcd.start_again():
                 self._watch_etcd()
         return news
 
@@ -274,10 +280,8 @@ class MeetingPoint:
             except DistNetworkError:
                 # The connection of the agent itself, which comes next, tells why, if it fails as well.
                 self._shared = None
-        if not (is_protected := self._is_protected()):
-            todo = _REMEDIES["token"] if is_protected is False else self._hint("refused")
-            state = "serves those without a token (yet)" if is_protected is False else "is not there yet"
-            return ConnectionLost("refused", f"{self._rendezvous.store} {state}; {todo}")
+        if (obstacle := self._obstacle()) is not None:
+            return obstacle
         try:
             self._session = self._connected(self._met if same else None)
         except OSError as error:
@@ -286,25 +290,45 @@ class MeetingPoint:
             self._supervisor.watch_fd(self._session.fd)
         return None
 
-    def _is_protected(self) -> bool | None:
-        """False while hosted members that are to ask for a password serve everybody: a session that begins
-        now would not last. ``None`` while they do not answer.
+    def _obstacle(self) -> ConnectionLost | None:
+        """Return why no session with hosted etcd may begin now.
+
+        The etcd may be that of another job. Or its members do not require the job's password yet: a session
+        that begins now would end when they do.
         """
         etcd = self._rendezvous.etcd
-        if etcd is None or not etcd.seats or etcd.password is None or self._has_met:
-            return True
+        if etcd is None or not etcd.seats or self._has_met:
+            return None
         from elasticrs.rendezvous.elastic.etcd_gateway import Gateway
+        from elasticrs.rendezvous.elastic.etcd_membership import foreign, label_of
 
-        def ask() -> bool | None:
+        label = label_of(self._rendezvous.run_id, etcd.prefix, self._rendezvous.settings.token)
+        store, seconds = self._rendezvous.store, _PATIENCE / len(etcd.seats)
+        away = ConnectionLost("refused", f"{store} is not there yet; {self._hint('refused')}")
+
+        def ask() -> ConnectionLost | bool:
             try:
                 gateway = Gateway(etcd.files, etcd.password)
             except OSError:
-                # The session tells what is wrong with the files.
+                # The session reports what is wrong with the files.
                 return True
-            return gateway.is_protected(etcd.seats, _PATIENCE / len(etcd.seats))
+            seat = gateway.find_foreign(etcd.seats, label, seconds)
+            if seat is not None:
+                # An earlier job's member may be about to exit.
+                since = self._foreign_since = self._foreign_since or time.monotonic()
+                kind = "not_ours" if time.monotonic() - since > _DOUBT else "refused"
+                return ConnectionLost(kind, foreign(shown_endpoint(seat.host, seat.port)))
+            self._foreign_since = None
+            is_protected = etcd.password is None or gateway.is_protected(etcd.seats, seconds)
+            if is_protected is False:
+                text = f"{store} serves those without a token (yet); {_REMEDIES['token']}"
+                return ConnectionLost("refused", text)
+            return is_protected or away
 
-        is_protected: bool | None = self._ask(ask, 2 * _PATIENCE)
-        return is_protected
+        answer = self._ask(ask, 3 * _PATIENCE)
+        if answer is None:
+            answer = etcd.password is None or away
+        return None if answer is True else answer
 
     def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
         settings, supervisor = self._rendezvous.settings, self._supervisor

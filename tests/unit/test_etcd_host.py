@@ -1,0 +1,92 @@
+"""The program of a hosted etcd member: how the agent observes it."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers.procs import HANG
+
+import elasticrs
+from elasticrs.rendezvous.elastic import etcd_host
+from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
+from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
+from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings
+from elasticrs.rendezvous.etcd_process import reason
+
+ROOT = os.path.dirname(elasticrs.__path__[0])
+
+
+def wait_for(fd):
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    assert poll.poll(HANG * 1000)
+
+
+def test_a_program_that_exits_slowly_does_not_block_the_agent(monkeypatch):
+    monkeypatch.setattr(etcd_host, "_PROGRAM", "import os, signal; os.close(1); signal.pause()")
+    site = EtcdSite((("localhost", 2379),))
+    host = EtcdHost(
+        Rendezvous(
+            "etcd",
+            "localhost",
+            2379,
+            run_id="job",
+            min_nodes=1,
+            max_nodes=1,
+            settings=Settings({}),
+            etcd=site,
+        )
+    )
+    pipe = host.fd
+    wait_for(pipe)
+    assert host.take() == []
+    # It closed its pipe, but still runs: the next event is its exit.
+    assert host.fd not in (None, pipe)
+    assert host.take() == []
+    os.kill(host._program.pid, signal.SIGKILL)
+    wait_for(host.fd)
+    ((kind, text),) = host.take()
+    assert (kind, host.fd) == ("say", None)
+    assert "exit code -9; it is started again" in text
+    assert host.start_again()
+    host.close()
+
+
+def run(parent, orders):
+    command = [sys.executable, "-I", "-S", "-c", etcd_host._PROGRAM, str(parent), ROOT]
+    return subprocess.run(command, input=orders, capture_output=True, timeout=HANG, check=False)
+
+
+@pytest.mark.parametrize("orders", [b"", b'{"seats": [["localhost", 23', b'{"seats": []}'])
+def test_orders_that_are_cut_off_are_no_error(orders):
+    found = run(os.getpid(), orders)
+    assert (found.returncode, found.stdout, found.stderr) == (1, b"", b"")
+
+
+def test_an_agent_that_has_been_killed_is_no_error():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for parent in (ended.pid, 1):
+        found = run(parent, b"")
+        assert (found.returncode, found.stdout, found.stderr) == (1, b"", b"")
+
+
+WARNING = '{"level":"warn","ts":"2026","caller":"x.go:1","msg":"took too long","error":"deadline"}'
+FATAL = '{"level":"fatal","msg":"discovery failed","error":"already bootstrapped","stacktrace":"x"}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([FATAL, WARNING], "discovery failed: already bootstrapped"),
+        ([WARNING], "took too long: deadline"),
+        ([WARNING, "panic: out of range", "[]"], "panic: out of range"),
+        (['{"level":"warn"}'], "its log does not say why"),
+        ([], "its log does not say why"),
+    ],
+)
+def test_the_reason_is_no_json(lines, expected):
+    assert reason(lines) == expected
