@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from math import isfinite
 from mmap import mmap
 
 from elasticrs._value import Value
@@ -123,6 +124,9 @@ class AgentPage:
         at = _FIRST + _SPAN * local_rank
         pid, rank, world, number, steps, step_ns, has_rate = self._words[at : at + _RATE].tolist()
         rate = self._floats[at + _RATE] if has_rate else None
+        if rate is not None and not isfinite(rate):
+            # A worker may write anything here, and JSON has no word for it.
+            rate = None
         return Standing(local_rank, pid, rank - 1 if rank else None, world, number, steps, step_ns, rate)
 
     def last_met(self, local_rank: int) -> Met | None:

@@ -50,6 +50,7 @@ def test_1_a_normal_run(job_of):
     for told in ends(job, *"abcd"):
         assert told["done"] == [1, 2, 3, 4, 5]
         assert told["straggler"] is False
+        assert set(told["threads"]) <= {"MainThread", "elasticrs-final-state"}
     # Once at the start, and once at the end.
     assert len(job.of("met")) == 8
 

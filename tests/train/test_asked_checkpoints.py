@@ -92,6 +92,15 @@ def test_without_a_manager_a_line_says_so_and_nothing_else_happens(trainers, tmp
     assert text.count("a checkpoint is asked for, but set_checkpoint_manager was not called") == 1
 
 
+def test_a_worker_that_leaves_without_a_manager_says_so_once(trainers, tmp_path):
+    job = Job(trainers(FLEXIBLE + "&keep_alive_interval=5"), tmp_path, checkpoints=None)
+    job.run(*NAMES)
+    job.trainers.kill("c", signal.SIGTERM)
+    assert job.trainers.code("c") == -signal.SIGTERM
+    job.ends("a", "b", "d")
+    assert job.trainers.stderr.read_text().count("a checkpoint is asked for") == 1
+
+
 def test_a_request_is_not_lost_with_the_worker_that_dies_in_the_save(trainers, tmp_path):
     job = Job(trainers(FLEXIBLE), tmp_path)
     fault = {"in": "save", "at": 0, "do": "kill", "once": str(tmp_path / "has died")}

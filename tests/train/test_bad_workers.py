@@ -52,3 +52,22 @@ def test_a_child_that_a_step_forks_is_no_worker(trainers):
         assert told["done"] == [1, 2, 3, 4, 5]
     (told,) = job.of("stuck", "d forked")
     assert "was forked from worker" in told["error"]
+
+
+def test_an_error_is_a_workers_own_whatever_its_words(trainers):
+    job = trainers("min_workers=1&max_workers=2&last_call_timeout=1&scale_up_delay=0")
+    start(job, a={}, b={"max_failures": 3, **fails("words_of_gloo", times=1000)})
+    (told,) = job.wait("gave up")
+    assert told["name"] == "b"
+    assert "3 of this worker" in told["error"]
+    ends(job, "a")
+    assert "in words_of_gloo" in job.stderr_text(), "the first error is shown with its traceback"
+
+
+def test_a_meeting_that_cannot_succeed_is_not_blamed_on_others(trainers):
+    job = trainers("min_workers=1&max_workers=2&last_call_timeout=1&scale_up_delay=0")
+    # PyTorch's packages are built without this back end.
+    start(job, ab={"backend": "mpi", "max_failures": 3})
+    for told in job.wait("gave up", 2):
+        assert "3 of this worker" in told["error"]
+    assert "Traceback" in job.stderr_text()

@@ -4,6 +4,7 @@ import pytest
 
 from elasticrs.config import UsageError
 from elasticrs.train.meeting_url import parse
+from elasticrs.train.rendezvous import RendezvousParameters
 
 
 def test_ours():
@@ -68,3 +69,11 @@ def test_what_makes_no_sense_is_one_line(url, said):
         parse(url, {})
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_the_name_of_a_job_may_have_any_characters():
+    name = "a#b?c/d e%20"
+    made = RendezvousParameters("elasticrs", "localhost:1234", name, 2, 4)
+    assert parse(made.url, {}).rendezvous.run_id == name
+    with pytest.raises(UsageError, match="with a '#', expected '%23'"):
+        parse("elasticrs://localhost:1234/a#b?min_workers=2", {})

@@ -1,6 +1,9 @@
 """A member without a network: what is refused, and what a child of it may do."""
 
+import math
 import os
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -68,6 +71,12 @@ def test_each_step_is_counted_for_the_agent_and_its_rate_is_told():
         (found,) = page.standings()
         # A rate may take long to know, so not each is asked for.
         assert (found.steps, found.rate) == (3, 7.5)
+        for rate in (math.inf, math.nan):
+            coordinator._member.page._rate_due = 0
+            coordinator.monitor_progress(None, SimpleWorkerStats(rate))
+            assert page.standings()[0].rate is None, "JSON has no word for it"
+            coordinator._member.page.tell_rate(rate)
+            assert page.standings()[0].rate is None, "whatever a worker writes"
         # A membership is part of a cycle, which would keep the memory until the next collection.
         coordinator._member.page = None
 
@@ -84,3 +93,55 @@ def test_a_child_takes_no_part():
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+WITHOUT_DESCRIPTORS = """
+import logging, os, resource, socket, threading
+from elasticrs.rendezvous.elastic.messages import Stop
+from elasticrs.train.groups import Connections
+from elasticrs.train.meeting_url import parse
+from elasticrs.train.membership import Membership, Round
+
+class Waiting(logging.Handler):
+    seen = threading.Event()
+
+    def emit(self, record):
+        print(record.getMessage(), flush=True)
+        self.seen.set()
+
+logging.getLogger("elasticrs.train").addHandler(waiting := Waiting())
+place = parse("elasticrs://localhost:1/job?min_workers=2&max_workers=4", {})
+member = Membership(place.rendezvous, place.backend)
+listener, connections = socket.create_server(("127.0.0.1", 0)), Connections()
+with connections.recorded():
+    one = socket.create_connection(listener.getsockname())
+other, _ = listener.accept()
+member._round = Round(1, 0, 2, "127.0.0.1", 1, None, connections)
+member._thread = threading.Thread(target=member._watch)
+member._thread.start()
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+taken = []
+try:
+    while True:
+        taken.append(os.dup(0))
+except OSError:
+    pass
+member._told(Stop(1, "a member is lost", fenced=True))
+assert waiting.seen.wait(60)
+for fd in taken:
+    os.close(fd)
+print("ended", one.recv(1) == b"")
+member._round = None
+member._end_thread()
+print("threads", threading.active_count())
+"""
+
+
+def test_the_watching_thread_survives_a_lack_of_descriptors():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=120, check=True
+    )
+    told, *rest = done.stdout.splitlines()
+    assert "could not be broken off yet" in told
+    assert rest == ["ended True", "threads 1"]

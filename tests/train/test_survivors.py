@@ -116,6 +116,16 @@ def test_a_worker_that_is_stopped_is_gone_with_its_lease(trainers):
     met_in_one_round(job, "abde", timeout=30)
 
 
+def test_collectives_of_further_groups_are_broken_off_too(trainers):
+    job = trainers(FIXED + SHORT_LEASE)
+    job.start(*NAMES, timeout=60000, subgroup=True)
+    job.wait("stepped", 4)
+    # A process that is stopped keeps its connections, so nothing else ends the collective of the others.
+    job.kill("c", signal.SIGSTOP)
+    job.start("e", subgroup=True)
+    met_in_one_round(job, "abde", timeout=30)
+
+
 def test_one_that_spins_ends_itself_when_the_others_have_gone_on(trainers):
     job = trainers(FLEXIBLE + "&stuck_timeout=3")
     job.start("a", "b", "c", steps=30, timeout=1000)

@@ -132,6 +132,9 @@ class ThreadCoordinator(Coordinator):
     def exchange(self, numbers):
         return self.gather(list(numbers), "control")
 
+    def was_broken_off(self, **_):
+        return self.round is not None and self.round.is_broken
+
     def should_rendezvous(self, _):
         wants, self.wants_to_meet = self.wants_to_meet, False
         return wants

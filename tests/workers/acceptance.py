@@ -6,6 +6,7 @@ The order says what goes wrong: ``faults`` is a list of ``{"at": step, "do": wha
 import os
 import select
 import signal
+import threading
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,7 @@ class Trainer:
             kind = type("ReadsLate", (ReadsLate, kind), {})
         where = (order["url"], 64) if "url" in order else ()
         timeouts = order.get("timeout", 10000), order.get("control_timeout", 60000)
-        self.coordinator = kind("gloo", *where, *timeouts)
+        self.coordinator = kind(order.get("backend", "gloo"), *where, *timeouts)
 
     def say(self, what, **more):
         self._say(self.order["name"], what, **more)
@@ -107,6 +108,9 @@ class Trainer:
 
     def retryable(self):
         raise RuntimeError("on purpose")
+
+    def words_of_gloo(self):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:1] on purpose")
 
     def fatal(self):
         raise NameError("on purpose")
@@ -227,6 +231,7 @@ def run(order, say):
         done=trainer.done[-1000:],
         straggler=trainer.straggles,
         env=[os.environ["RANK"], os.environ["WORLD_SIZE"]],
+        threads=[thread.name for thread in threading.enumerate()],
     )
     while not os.path.exists(order.get("stays_until", "/")):
         select.select([], [], [], 0.01)

@@ -37,6 +37,7 @@ class Trainer:
         self.order = order
         self.step = -1
         self.sum = torch.zeros(SIZE)
+        self.group = None
 
     def say(self, what, **more):
         say(self.name, what, step=self.step, **more)
@@ -62,7 +63,7 @@ class Trainer:
             do, order["do"] = order["do"], None
             self.misbehave(do)
         gradient = torch.full((SIZE,), 1.0 / world)
-        dist.all_reduce(gradient)
+        dist.all_reduce(gradient, group=self.group)
         if order.get("pause"):
             select.select([], [], [], order["pause"])
         # No collective after the first write: an error leaves the state as it was.
@@ -101,6 +102,8 @@ def with_coordinator(order):
             coordinator.barrier()
             is_over = max(coordinator.exchange([has_ended]))[0]
             trainer.sync()
+            if order.get("subgroup"):
+                trainer.group = dist.new_group()
             coordinator.barrier()
             if is_over:
                 coordinator.signal_training_done()

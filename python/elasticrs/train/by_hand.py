@@ -91,8 +91,9 @@ class Participant:
         return self._member.meet()
 
     def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
-        """Make the default group. One that is made in another way has to be made inside
-        ``with round.connections.recorded()``; else nobody can break off its collectives.
+        """Make the default group. Further groups that the program makes with ``torch.distributed`` until the
+        next meeting can be broken off as well. A default group that is made in another way has to be made
+        inside ``with round.connections.recorded()``; otherwise its collectives cannot be broken off.
 
         Args:
             backend: such as ``"gloo"``.
@@ -110,6 +111,7 @@ class Participant:
         with current.connections.recorded():
             store = groups.connect(current.master_addr, current.master_port, lambda: self._member.is_broken)
             groups.create(backend, store, current.rank, current.world_size, span)
+        groups.record_further_groups(current.connections)
 
     def passed(self) -> bool:
         """Count a step that is done; true if it is time to :meth:`meet` again. Without a change that costs no

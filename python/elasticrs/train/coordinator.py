@@ -129,6 +129,19 @@ class Coordinator(ABC):
         """True if this worker leaves the job now; asked when :meth:`should_rendezvous` was true."""
         return False
 
+    def was_broken_off(self, *, is_meeting: bool) -> bool:  # noqa: ARG002 -- for those that override it
+        """True if a member was lost or the round has ended, so that an error of a collective is a consequence
+        of that. Called when a step or a meeting has raised an error that may be retried, before this worker
+        leaves the round. May wait a moment for the news.
+
+        Errors that are broken off count little against ``max_failures``, because the worker that caused them
+        counts them itself.
+
+        Args:
+            is_meeting: the error was raised before ``sync``.
+        """
+        return False
+
     @abstractmethod
     def should_stop_training(self) -> bool:
         """True if the job has ended."""

@@ -18,6 +18,7 @@ shut down: so :meth:`Connections.knock` connects in its place.
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import resource
 import socket
@@ -44,6 +45,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._recorded: set[int] = set()
+        self._connected: set[int] = set()
         self._before: set[int] | None = None
         self._knocked: set[int] = set()
 
@@ -54,8 +56,20 @@ class Connections:
         try:
             yield
         finally:
-            self._recorded |= _sockets().keys() - before
+            made = {inode: fd for inode, fd in _sockets().items() if inode not in before}
+            self._recorded |= made.keys()
+            self._connected |= {inode for inode, fd in made.items() if _is_connected(fd, inode)}
             self._before = None
+
+    def are_intact(self) -> bool:
+        """True if everything that was connected after the groups were made still is: no peer has left. False
+        if that cannot be seen.
+        """
+        try:
+            sockets = _sockets()
+        except OSError:
+            return False
+        return all(inode in sockets and _is_connected(sockets[inode], inode) for inode in self._connected)
 
     def leave_to_parent(self, ports: set[int]) -> None:
         """Give up the copies that a child made by ``fork`` has, of these and of connections at these ports:
@@ -145,6 +159,11 @@ def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None
         yield (duplicate, state) if os.fstat(duplicate.fileno()).st_ino == inode else None
 
 
+def _is_connected(fd: int, inode: int) -> bool:
+    with _duplicate(fd, inode) as found:
+        return found is not None and found[1] == _ESTABLISHED
+
+
 def _shut(fd: int, inode: int) -> bool:
     with _duplicate(fd, inode) as found:
         if found is None or found[1] not in _TALKING:
@@ -217,6 +236,30 @@ _hooks: list[Any] = []
 """Torch's hook for uncaught exceptions, since there is a group, and the one before."""
 
 
+_helper: list[Any] = []
+"""Torch's function that makes each group, while ours is in its place."""
+
+
+def record_further_groups(connections: Connections) -> None:
+    """Record the connections of the groups that the program makes from now on, until :func:`destroy`.
+
+    Torch makes all of them, also those of a device mesh, by one function of its own.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    helper = getattr(c10d, "_new_process_group_helper", None)
+    if helper is None or _helper:
+        return
+
+    @functools.wraps(helper)
+    def recording(*arguments: Any, **options: Any) -> Any:
+        with connections.recorded():
+            return helper(*arguments, **options)
+
+    _helper.append(helper)
+    c10d._new_process_group_helper = recording
+
+
 def create(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
     """Make the default group. It is given its own time-out when it is there: until then a short one holds.
 
@@ -244,6 +287,8 @@ def destroy() -> None:
     """End all groups of this process."""
     from torch import distributed
 
+    if _helper:
+        distributed.distributed_c10d._new_process_group_helper = _helper.pop()
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if _hooks and sys.excepthook is _hooks[0]:

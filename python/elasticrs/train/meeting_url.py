@@ -86,6 +86,9 @@ def parse(
         parts = urlsplit(url)
     except ValueError as error:
         raise UsageError(f"{source}: got {url!r}: {error}") from None
+    if "#" in url:
+        # What follows it would be ignored, the settings for instance.
+        raise UsageError(f"{source}: got {url!r} with a '#', expected '%23' in its place")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None or not parts.netloc:
         raise UsageError(f"{source}: got {url!r}, expected {_EXPECTED}")

@@ -57,6 +57,11 @@ _AGREE_TIMEOUT = 10.0
 _END_TIMEOUT = 5.0
 """Seconds for the others to come to the end of the job, too."""
 
+_NEWS_TIMEOUT = 0.1
+"""Seconds for the store to report a lost member after an error in a meeting. The store usually needs a few
+milliseconds; an error that is taken for this worker's own by mistake does little harm.
+"""
+
 
 class Round(Record):
     """One round, as a member has it.
@@ -120,6 +125,7 @@ class Membership:
         self._has_passed = False
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
+        self._is_over = False
         etcd = rendezvous.etcd
         self._ports = {rendezvous.port, *(port for _, port in (etcd.endpoints if etcd is not None else ()))}
         _members.append(self)
@@ -135,7 +141,7 @@ class Membership:
     def is_broken(self) -> bool:
         """True if the round has ended in a way that ends its process groups, too, or there is none."""
         current, stop = self._round, self._stop
-        if current is None:
+        if current is None or current.step.at == AT_ONCE:
             return True
         return stop is not None and stop.round >= current.number and not stop.planned
 
@@ -156,6 +162,7 @@ class Membership:
             # Out: the watching thread does nothing any more.
             self._round = None
         if self._thread is None:
+            self._is_over = False
             self._thread = threading.Thread(target=self._watch, name="elasticrs-train", daemon=True)
             self._thread.start()
         try:
@@ -204,6 +211,28 @@ class Membership:
                 self._changed.wait()
                 self._since = time.monotonic()
             return verdict == "leave"
+
+    def was_broken_off(self, *, is_meeting: bool) -> bool:
+        """True if an error that this worker has just met follows from the end of the round: a member was
+        lost, or has failed and left.
+
+        As long as all connections of the groups are intact, no other member can have caused an error. When
+        one has ended, wait until the store reports why: a member that was lost keeps its lease for a moment.
+
+        Args:
+            is_meeting: the groups are being made, so their connections tell nothing yet.
+        """
+        current = self._round
+        if current is None:
+            return True
+        timeout = _NEWS_TIMEOUT
+        if not is_meeting:
+            if current.connections.are_intact():
+                timeout = 0.0
+            else:
+                timeout += self._handler.rendezvous.settings.ttl
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_broken, timeout)
 
     def ask_for_round(self, reason: str, *, saves: bool) -> None:
         """All shall leave the round at an agreed step, and meet anew; nobody has failed.
@@ -314,6 +343,9 @@ class Membership:
         if current is not None and not has_left:
             with suppress(DistError):
                 current.board.set("gone", "")
+        if self._thread is None:
+            # It has never taken part, or has left already.
+            return
         self._handler.leave()
         # Until the store knows; if this worker hosts it, until the others do not need it any more.
         farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
@@ -325,6 +357,7 @@ class Membership:
     def _farewell(self) -> None:
         with suppress(RendezvousError):
             self._handler.next_rendezvous()
+        self._end_thread()
 
     def shutdown(self) -> None:
         """Leave the round, close the job for all unless it has ended or this worker has left it, and release
@@ -343,6 +376,17 @@ class Membership:
         if self in _members:
             _members.remove(self)
         self._handler.shutdown()
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        """End the watching thread. It is in no round any more, so it ends as soon as the store has answered
+        what it has asked.
+        """
+        with self._changed:
+            thread, self._thread, self._is_over = self._thread, None, True
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_END_TIMEOUT)
 
     def _finish(self) -> None:
         """From now on this worker may end, for the agent."""
@@ -363,6 +407,8 @@ class Membership:
         while True:
             with self._changed:
                 while (due := self._due(last)) is None:
+                    if self._is_over:
+                        return
                     self._changed.wait()
             current, stop = due
             last = current.number
@@ -451,9 +497,16 @@ class Membership:
                 self.abort()
             except Exception:
                 _log.exception("round %s: a process group could not be aborted", current.number)
+        is_told = False
         while self._is_in(current):
-            connections.shut()
-            connections.knock(current.world_size)
+            try:
+                connections.shut()
+                connections.knock(current.world_size)
+            except Exception:
+                # Such as no free file descriptor: try again until the deadline.
+                if not is_told:
+                    _log.exception("round %s: a collective could not be broken off yet", current.number)
+                is_told = True
             if self._is_alone:
                 deadline = time.monotonic() + limit
             elif time.monotonic() > deadline:

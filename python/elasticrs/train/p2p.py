@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import math
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,12 @@ ASK_AGAIN = 5.0
 
 _trained: set[tuple[str, str]] = set()
 """Stores and names of the jobs in which this process has trained to the end."""
+
+
+def _rate_of(stats: WorkerStats) -> float | None:
+    """Return a rate that can be compared and written as JSON; ``None`` if it is unknown, infinite or NaN."""
+    rate = stats.get_progress_rate()
+    return None if rate is None or not math.isfinite(rate) else float(rate)
 
 
 class CoordinatorP2P(Coordinator):
@@ -115,7 +122,7 @@ class CoordinatorP2P(Coordinator):
         self.monitor_progress_step = 0
         self._gathered = 0
         self._store: Any = None
-        self._is_asked = self._leaves = False
+        self._is_asked = self._leaves = self._was_told = False
         self._ask_again_at = 0.0
         self._serves = 0
         self._has_saved = False
@@ -190,6 +197,7 @@ class CoordinatorP2P(Coordinator):
         timeout = datetime.timedelta(milliseconds=self.process_group_timeout)
         with current.connections.recorded():
             groups.create(self.c10d_backend, self._store, self.rank, self.world_size, timeout)
+        groups.record_further_groups(current.connections)
 
     def barrier(self) -> None:
         """Wait until all workers of the round are here.
@@ -231,6 +239,10 @@ class CoordinatorP2P(Coordinator):
             self._ask_the_others()
         return self._member.passed()
 
+    def was_broken_off(self, *, is_meeting: bool) -> bool:
+        """See the base class."""
+        return self._member.was_broken_off(is_meeting=is_meeting)
+
     # --- checkpoints that were asked for ---
 
     takes_requests = True
@@ -249,9 +261,12 @@ class CoordinatorP2P(Coordinator):
         page = self._member.page
         has_manager = get_checkpoint_manager() is not None
         if not has_manager:
-            _log.warning(
-                "rank %d: a checkpoint is asked for, but set_checkpoint_manager was not called", self.rank
-            )
+            if not self._was_told:
+                _log.warning(
+                    "rank %d: a checkpoint is asked for, but set_checkpoint_manager was not called", self.rank
+                )
+            # A worker that leaves comes here after each step until the others have agreed on one.
+            self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
                 page.serve(page.asked, "no manager")
@@ -326,13 +341,13 @@ class CoordinatorP2P(Coordinator):
         """
         page = self._member.page
         if page is not None and page.stepped() and worker_stats is not None:
-            page.tell_rate(worker_stats.get_progress_rate())
+            page.tell_rate(_rate_of(worker_stats))
         self.monitor_progress_step += 1
         if self.monitor_progress_step < MONITOR_PROGRESS_FREQ:
             return
         self.monitor_progress_step = 0
-        rate = worker_stats.get_progress_rate() if worker_stats is not None else None
-        rates = [json.loads(each) for each in self._gather(json.dumps(None if rate is None else float(rate)))]
+        rate = None if worker_stats is None else _rate_of(worker_stats)
+        rates = [json.loads(each) for each in self._gather(json.dumps(rate))]
         best = max((each for each in rates if each is not None), default=None)
         self.is_worker_straggler = rate is not None and best is not None and rate < STRAGGLER_THRESHOLD * best
         if self.is_worker_straggler:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import random
-import sys
 import textwrap
 import time
 from contextlib import suppress
@@ -134,14 +133,6 @@ def _require_saving(state: State) -> None:
     """Refuse a checkpoint manager for a state that cannot be saved: what it wrote would hold no model."""
     if get_checkpoint_manager() is not None and (reason := why_not_saved(state)) is not None:
         raise TypeError(f"set_checkpoint_manager was called, but {reason}")
-
-
-def _is_of_a_collective(error: Exception) -> bool:
-    """True if PyTorch raised it because another worker did not take part. Errors of gloo have no type of
-    their own, but name the file of gloo that they come from.
-    """
-    known = getattr(sys.modules.get("torch.distributed"), "DistError", ())
-    return isinstance(error, known) or "gloo" in str(error)
 
 
 class _Run:
@@ -462,7 +453,7 @@ class _Run:
         self._error = error
         if isinstance(error, _MISTAKES) or not isinstance(error, self._retryable):
             return Event.BROKE
-        is_broken_off = self._is_meeting or _is_of_a_collective(error)
+        is_broken_off = self._plain.was_broken_off(is_meeting=self._is_meeting)
         _log.warning(
             "rank %d: %s%s: %s; the workers meet anew, and go on from the last step",
             self._rank,

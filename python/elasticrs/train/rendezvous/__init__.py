@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from elasticrs._value import Value
 from elasticrs.rendezvous.api import (
@@ -69,7 +69,8 @@ class RendezvousParameters(Value):
             raise ValueError(f"config: got {wrong[0]!r}, expected KEY=VALUE")
         query: dict[str, object] = {"min_workers": self.min_workers, "max_workers": self.max_workers}
         query |= {key: value for key, _, value in pairs}
-        return f"{self.rdzv_backend}://{self.rdzv_endpoint}/{self.run_id}?{urlencode(query)}"
+        job = quote(self.run_id, safe="")
+        return f"{self.rdzv_backend}://{self.rdzv_endpoint}/{job}?{urlencode(query)}"
 
 
 def get_rendezvous(rdzv_params: RendezvousParameters) -> ElasticRendezvousHandler:
