@@ -173,6 +173,40 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
     release(job, {int(line[1]): int(line[2]) for line in again})
 
 
+FAILS_TWICE = """
+    import os, signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if rank == "1" and restarts == "0":
+        raise KeyError("first")
+    if rank == "1" and restarts == "1":
+        os._exit(3)
+    os.write(1, f"here {rank} {os.getpid()} {restarts}.\\n".encode())
+    signal.sigwait([signal.SIGUSR1])
+"""
+
+
+def test_failures_with_their_exceptions_and_files(launch, worker_script, tmp_path):
+    job = launch(
+        *("--nproc-per-node=2", "--max-restarts=2", "--health-check-port=0", f"--log-dir={tmp_path}"),
+        worker_script(FAILS_TWICE),
+    )
+    pids = {int(line[1]): int(line[2]) for line in job.wait_for_lines(r"here (\d+) (\d+) 2\.", 2)}
+    port = port_of(job)
+    wait_ready(port)
+    status = status_of(port)
+    assert status["host"] == os.uname().nodename
+    folder = Path(status["log_folder"])
+    assert folder.parent == tmp_path
+    (earlier,), last = status["earlier_failures"], status["last_failure"]
+    assert re.fullmatch(r"KeyError: 'first' \(worker\.py:\d+\)", earlier["exception"])
+    assert earlier["error_file"] == str(folder / "attempt_0/1/error.json")
+    assert Path(earlier["error_file"]).is_file()
+    assert (earlier["rank"], earlier["exitcode"]) == (1, 1)
+    assert (last["rank"], last["exitcode"], last["exception"]) == (1, 3, None)
+    release(job, pids)
+
+
 @pytest.mark.parametrize(
     ("modules", "is_warm", "why"),
     [

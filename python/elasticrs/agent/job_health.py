@@ -7,12 +7,16 @@ What changes often (the exits of workers) is told when somebody asks.
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
+from elasticrs.agent.first_failure import first_seen
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.pace import slowest
 from elasticrs.agent.state import AnnounceRestart, Phase, Start, Stop
+from elasticrs.headline import headline
 from elasticrs.metrics.api import add_sink, remove_sink
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from elasticrs.plan import Plan
 
 SCHEMA = 1
+MAX_EARLIER_FAILURES = 16
+"""Number of failures before the last one that the status lists."""
 
 
 class HealthObserver(Observer):
@@ -50,6 +56,7 @@ class HealthObserver(Observer):
         self._restarts = 0
         self._paused: set[int] = set()
         self._last_failure: dict[str, Any] | None = None
+        self._earlier_failures: deque[dict[str, Any]] = deque(maxlen=MAX_EARLIER_FAILURES)
         self._failed_ns: int | None = None
         self._counted = 0
         self._standings: dict[int, Standing] = {}
@@ -166,7 +173,7 @@ class HealthObserver(Observer):
         """Told when somebody asks."""
         self._is_stale = True
         if attempt is self._attempt and attempt.first_failure == worker.local_rank:
-            self._note_failure(attempt, worker)
+            self._note_failure(attempt)
         if not self._is_asked:
             self._publish()
 
@@ -175,17 +182,24 @@ class HealthObserver(Observer):
         self._native.files_ended()
         if attempt.silent and attempt.first_failure is not None:
             self._failed_ns = attempt.stamps["failure_seen"]
-            self._note_failure(attempt, attempt.exits[attempt.first_failure])
+            self._note_failure(attempt)
         self._enter_state("SUCCEEDED" if outcome == "succeeded" else "STOPPED")
         self._native.enter("restarting" if self._job.rendezvous is None else "waiting_for_nodes")
 
-    def _note_failure(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+    def _note_failure(self, attempt: Attempt) -> None:
+        local_rank = first_seen(attempt)
+        worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
+        ended = "has raised, and is still exiting" if worker is None else attempt.how_it_ended(worker)
+        if self._last_failure is not None:
+            self._earlier_failures.append(self._last_failure)
         self._last_failure = {
-            "rank": attempt.global_ranks()[worker.local_rank],
-            "local_rank": worker.local_rank,
-            "pid": worker.pid,
-            "exitcode": worker.exitcode,
-            "what": attempt.why_expired(worker.local_rank) or attempt.how_it_ended(worker),
+            "rank": attempt.global_ranks()[local_rank],
+            "local_rank": local_rank,
+            "pid": attempt.pids[local_rank] if worker is None else worker.pid,
+            "exitcode": None if worker is None else worker.exitcode,
+            "what": attempt.why_expired(local_rank) or ended,
+            "exception": headline(raised.text) if raised is not None else None,
+            "error_file": (attempt.paths.error_files.get(local_rank) if attempt.paths else "") or None,
             "time_ms": time.time_ns() // 1_000_000,
             "round": attempt.round,
         }
@@ -212,6 +226,8 @@ class HealthObserver(Observer):
         shown = ("run_id", "role", "name", "nproc", "max_restarts")
         return {
             "schema": SCHEMA,
+            "host": os.uname().nodename,
+            "log_folder": (attempt.paths.run_folder if attempt is not None and attempt.paths else "") or None,
             "job": {name: getattr(job, name) for name in shown},
             "state": self._state,
             "round": None if attempt is None else attempt.round,
@@ -225,6 +241,7 @@ class HealthObserver(Observer):
             "workers": [] if attempt is None else self._workers(attempt),
             "slowest": _slowest(list(self._standings.values())),
             "last_failure": self._last_failure,
+            "earlier_failures": list(self._earlier_failures),
         }
 
     def _workers_now(self, attempt: Attempt) -> list[tuple[int, int, int]]:
