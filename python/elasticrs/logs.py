@@ -1,4 +1,4 @@
-"""Where the output of workers goes: ``<log_dir>/<run_id>_XXXX/attempt_<round>/<local_rank>/``.
+"""Where the output of workers goes: ``<log_dir>/<run_id>_<host>_XXXX/attempt_<name>/<local_rank>/``.
 
 Pure layout and directories; copying to the console is the core's work. An attempt's directory is never
 deleted or used again: it is the evidence of what happened.
@@ -254,10 +254,27 @@ def _make_run_directory(log_dir: str | None, run_id: str) -> str:
             base = os.path.abspath(log_dir)
         else:
             base = make_private_directory(temporary_directory(), "elasticrs_")
-        return make_private_directory(base, run_id.replace(os.sep, "_") + "_")
+        return make_private_directory(base, run_prefix(run_id))
     except OSError as error:
         where = f"--log-dir: cannot write to {log_dir}" if log_dir else "cannot make a temporary directory"
         raise UsageError(f"{where}: {error.strerror}") from None
+
+
+def run_prefix(run_id: str) -> str:
+    """Return how the name of a run's folder begins. It has the name of the host, because the nodes of a job
+    often share a file system.
+    """
+    return f"{run_id}_{os.uname().nodename.split('.')[0]}_".replace(os.sep, "_")
+
+
+def attempt_name(restarts: int, round_number: int) -> str:
+    """Name an attempt of a job on several nodes, alike on all of them, whenever they joined.
+
+    Args:
+        restarts: charged before it.
+        round_number: from 1; rounds that charged no restart make it larger than the restarts do.
+    """
+    return str(restarts) if round_number == restarts + 1 else f"{restarts}_r{round_number}"
 
 
 def make_private_directory(parent: str, prefix: str) -> str:

@@ -202,3 +202,28 @@ def test_every_node_names_the_exception_when_it_stops_its_workers(launch, worker
         assert re.fullmatch(rf"rank 1 \(pid \d+\) on node \S+: {root}", line)
         assert re.search(rf"\]: rank 1 of 6( on node \S+)?: {root}$", agent.stderr, re.MULTILINE)
         assert re.search(rf"failed after .* rank 1 of 6( on node \S+)?: {root}; ", agent.stderr)
+
+
+def test_a_round_has_one_name_on_all_nodes_even_on_one_that_came_later(launch, worker_script, tmp_path):
+    from helpers import ports
+
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free()}"
+    arguments = ("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-id=j", endpoint, "--redirects=2")
+    conf = "--rdzv-conf=last_call_timeout=0,scale_up_delay=0"
+    script = worker_script("""
+        import os, signal
+        if os.environ["WORLD_SIZE"] == "1":
+            os.write(1, b"ALONE\\n")
+            signal.pause()
+    """)
+    first = launch(*arguments, conf, f"--log-dir={tmp_path / 'first'}", script)
+    first.wait_for_line("ALONE")
+    second = launch(*arguments, conf, f"--log-dir={tmp_path / 'second'}", script)
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert "0 restarts charged, 1 change of nodes" in first.stderr
+    host = os.uname().nodename.split(".")[0]
+    names = [
+        sorted(path.name for path in (tmp_path / node).glob(f"j_{host}_*/attempt_*"))
+        for node in ("first", "second")
+    ]
+    assert names == [["attempt_0", "attempt_0_r2"], ["attempt_0_r2"]]

@@ -81,7 +81,8 @@ def test_each_run_and_each_attempt_has_its_own_directory(tmp_path):
     settings = LogSettings(log_dir=str(base), redirects=3)
     first, second = RunLogs(settings, "job/1", 1), RunLogs(settings, "job/1", 1)
     assert first.directory != second.directory
-    assert all(name.startswith("job_1_") for name in os.listdir(base))
+    host = os.uname().nodename.split(".")[0]
+    assert all(name.startswith(f"job_1_{host}_") for name in os.listdir(base))
     one, two = first.attempt("0"), first.attempt("1")
     assert one.stdouts != two.stdouts
     assert os.path.isdir(os.path.dirname(one.stdouts[0]))

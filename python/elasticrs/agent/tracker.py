@@ -17,7 +17,7 @@ from elasticrs.agent.evidence import oom_kills, read_counters
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
-from elasticrs.logs import discard_empty_fault_file
+from elasticrs.logs import attempt_name, discard_empty_fault_file
 from elasticrs.workers import prepare_group, prepare_replacement, warm_nursery, watch_timers
 
 TYPE_CHECKING = False
@@ -150,9 +150,11 @@ class AttemptTracker:
     # --- what is done ---
 
     def begin(self, action: machine.Start, plan: Plan) -> Attempt:
-        """Begin the record of an attempt."""
+        """Add the record of an attempt."""
         is_again = any(earlier.restarts == action.restarts for earlier in self.result.attempts)
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
+        if self._job.rendezvous is not None:
+            name = attempt_name(action.restarts, action.round)
         attempt = Attempt(action.round, action.restarts, plan, name)
         attempt.stamps["planned"] = time.monotonic_ns()
         self.result.attempts.append(attempt)

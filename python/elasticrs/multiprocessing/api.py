@@ -166,7 +166,7 @@ class LogsSpecs(ABC):
 
 
 class DefaultLogsSpecs(LogsSpecs):
-    """``<log_dir>/<run_id>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``.
+    """``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``.
 
     Raises:
         NotADirectoryError: ``log_dir`` is a file.
@@ -228,7 +228,7 @@ class DefaultLogsSpecs(LogsSpecs):
     def _attempt_directory(self, env: Mapping[str, str]) -> str:
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
-            self._run_log_dir = logs.make_private_directory(self.root_log_dir, run_id + "_")
+            self._run_log_dir = logs.make_private_directory(self.root_log_dir, logs.run_prefix(run_id))
         # An earlier job with the same object may have removed it, empty.
         logs.make_again(self._run_log_dir, is_temporary=self._is_temporary)
         attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")

@@ -82,6 +82,8 @@ def _tell_of_more(member: Member, view: View) -> None:
     limit, name = settings.restart_call_timeout, "restart_call_timeout"
     if is_first:
         limit, name = settings.last_call_timeout, "last_call_timeout"
+    if limit < FIRST_NEWS:
+        return
     who = named(_shown(view, member.rendezvous))
     text = f"{nodes(count)} of at most {most} have joined: {who}; the round starts in {limit:g} s"
     member.do(Announce(f"{text}, or as soon as all {most} are there ({name})"))
