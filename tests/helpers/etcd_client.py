@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -78,5 +79,10 @@ def relay_to() -> Iterator[Callable[[tuple[str, int]], Relay]]:
 
 
 def names_of_threads() -> list[str]:
-    """Of this process."""
-    return [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    """Return the names of the threads of this process, each with a newline."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        # A thread may end meanwhile.
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm") as comm:
+            names.append(comm.read())
+    return names

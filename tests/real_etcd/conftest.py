@@ -2,8 +2,9 @@
 
 from helpers.etcd import of_wheel
 from helpers.etcd_client import connect_etcd, relay_to
+from helpers.groups import group
 
-__all__ = ["connect_etcd", "relay_to"]
+__all__ = ["connect_etcd", "group", "relay_to"]
 
 OVER_EACH = ("test_client", "test_client_cluster", "test_client_troubles", "test_hosted")
 """What depends on the release of etcd: its interface, its words, and how members come and go."""

@@ -1,9 +1,11 @@
 //! What our threads have in common, in a process that belongs to somebody else.
 //!
-//! [`threads`] starts them, [`runtime`] runs futures on one, and [`wake`] wakes those that wait. [`listen`] and [`door`] let
-//! clients in, [`stream`] moves their bytes, and [`notices`] carry lines to the user. Without the feature `agent` only
-//! [`clock`] and [`named_enum`] are built.
+//! [`threads`] starts them, [`runtime`] runs futures on one, [`blocking`] makes blocking calls for those, and [`wake`] wakes
+//! threads that wait. [`listen`] and [`door`] let clients in, [`stream`] moves their bytes, and [`notices`] carry lines to the
+//! user. Without the feature `agent` only [`clock`] and [`named_enum`] are built.
 
+#[cfg(feature = "agent")]
+pub mod blocking;
 pub mod clock;
 #[cfg(feature = "agent")]
 pub mod door;

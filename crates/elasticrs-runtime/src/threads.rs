@@ -4,7 +4,7 @@ use std::any::Any;
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, channel, sync_channel};
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::sync::mpsc::UnboundedSender;
@@ -60,11 +60,21 @@ impl Leavable {
     }
 }
 
-/// Asks a task for something and waits for it; `None`: the task has ended.
+/// Asks a task for something and waits for it. Returns `None` if the task has ended.
+pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>) -> Q) -> Option<A> {
+    ask_within(inbox, question, Duration::MAX)
+}
+
+/// As [`ask`]. Returns `None` also if the task does not answer within `limit`: its thread may hang.
 ///
 /// That a question is dropped with its inbox is not enough: one that is sent in the moment in which the task ends can stay
 /// behind in the channel for as long as its sender lives.
-pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>) -> Q) -> Option<A> {
+pub fn ask_within<Q, A>(
+    inbox: &UnboundedSender<Q>,
+    question: impl FnOnce(SyncSender<A>) -> Q,
+    limit: Duration,
+) -> Option<A> {
+    let asked = Instant::now();
     let (reply, answer) = sync_channel(1);
     inbox.send(question(reply)).ok()?;
     loop {
@@ -72,7 +82,9 @@ pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>
             Ok(answer) => return Some(answer),
             Err(RecvTimeoutError::Disconnected) => return None,
             // The task answers before it drops its inbox.
-            Err(RecvTimeoutError::Timeout) if inbox.is_closed() => return answer.try_recv().ok(),
+            Err(RecvTimeoutError::Timeout) if inbox.is_closed() || asked.elapsed() >= limit => {
+                return answer.try_recv().ok();
+            }
             Err(RecvTimeoutError::Timeout) => {}
         }
     }
@@ -96,6 +108,13 @@ mod tests {
         assert_eq!(ask(&inbox, |reply| reply), None);
         task.join().unwrap();
         assert_eq!(ask(&inbox, |reply| reply), None);
+    }
+
+    #[test]
+    fn a_task_that_does_not_answer_is_waited_for_within_a_limit() {
+        let (inbox, questions) = unbounded_channel::<SyncSender<u8>>();
+        assert_eq!(ask_within(&inbox, |reply| reply, Duration::from_millis(1)), None);
+        assert_eq!(questions.len(), 1);
     }
 
     #[test]

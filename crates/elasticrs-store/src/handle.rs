@@ -3,15 +3,19 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::Duration;
 
 use elasticrs_runtime::runtime::Spawn;
-use elasticrs_runtime::threads::ask;
+use elasticrs_runtime::threads::ask_within;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::coordination::connect::Lost;
 use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
 use crate::coordination::types::LostKind;
+
+/// Time limit of [`Handle::close`]. A session bounds its own end at 2 s; the rest is for a thread that is late.
+const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
 /// What the user of a client asks of its task.
 #[derive(Debug)]
@@ -53,10 +57,10 @@ impl<R: Send + 'static> Handle<R> {
         let _ = self.commands.send(Command::Request(request));
     }
 
-    /// Ends the session; no event follows. Blocks until that is done.
+    /// Ends the session; no event follows. Blocks until the session has ended, for [`CLOSE_LIMIT`] at most.
     pub(crate) fn close(&self) {
-        // One that has ended has nothing left to close.
-        ask(&self.commands, Command::Close);
+        // A session that has ended has nothing left to close. One that does not answer ends with its lease.
+        ask_within(&self.commands, Command::Close, CLOSE_LIMIT);
         self.events.finish();
     }
 }

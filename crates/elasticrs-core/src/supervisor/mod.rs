@@ -18,10 +18,13 @@
 //! - **SUP-9** in a group that [replaces](crate::spec::GroupSpec::replaces) nobody is signalled because another one has
 //!   failed, and a process is started only when nothing is left of the one before it.
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 mod command;
 pub mod counters;
 mod deadlines;
 mod event;
+#[allow(clippy::disallowed_methods, reason = "runs on a thread of its own")]
 pub mod evidence;
 mod handle;
 mod nursery_io;

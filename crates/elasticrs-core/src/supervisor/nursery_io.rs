@@ -209,6 +209,7 @@ impl Nursery {
 
     /// A nursery that imports holds its end of the link until it ends. Otherwise an import has put another program in its
     /// place, which would run the script as nobody's worker; or has closed what was not its own.
+    #[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
     fn end_what_it_executes(&mut self) {
         let Some(import) = &mut self.import else { return };
         let Some(folder) = procfs::folder(self.pid) else { return };

@@ -97,7 +97,8 @@ pub(super) fn wait_channel(pid: i32) -> String {
     procfs::read(pid, "wchan").filter(|name| name != "0").unwrap_or_default()
 }
 
-/// The last child of `pid` that has not become another program yet, and is none of `others`.
+/// Returns the last child of `pid` that is still executing its parent's program and is not one of `others`.
+#[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
 pub(super) fn child_that_starts(pid: i32, others: &[i32]) -> Option<i32> {
     let program = |pid: i32| fs::read_link(procfs::folder(pid)?.join("exe")).ok();
     let own = program(pid);

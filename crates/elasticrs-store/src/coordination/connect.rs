@@ -4,11 +4,12 @@ use std::cell::Cell;
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::os::fd::AsFd;
-use std::thread::Builder;
+use std::rc::Rc;
 use std::time::Duration;
 
+use elasticrs_runtime::blocking::BlockingCalls;
 use elasticrs_runtime::clock::boot_now;
-use elasticrs_runtime::{stream, threads};
+use elasticrs_runtime::stream;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -206,25 +207,27 @@ pub(super) async fn reopen(
     }
 }
 
-/// All addresses of the host.
+thread_local! {
+    /// Look-ups of names in progress, by name.
+    static LOOK_UPS: Rc<BlockingCalls<String, Result<Vec<IpAddr>, String>>> = Rc::default();
+}
+
+/// Returns all addresses of the host. A resolver may hang for longer than any caller waits.
 pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Lost> {
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);
     }
     let unresolved = |why: String| Lost::new(LostKind::Resolve, format!("could not resolve the name `{host}`: {why}"));
-    let (found, answer) = tokio::sync::oneshot::channel();
-    let name = (host.to_owned(), port);
-    // A thread of its own, that nobody waits for: a resolver may hang for longer than anybody wants to.
-    let started = threads::start(Builder::new().name("elasticrs-dns".into()), move || {
-        // Nobody listens when the time was over.
-        let _ = found.send(name.to_socket_addrs().map(Iterator::collect::<Vec<_>>));
-    });
-    started.map_err(|error| unresolved(error.to_string()))?;
-    match answer.await {
-        Ok(Ok(addresses)) if addresses.is_empty() => Err(unresolved("it has no address".into())),
-        Ok(Ok(addresses)) => Ok(addresses),
-        Ok(Err(error)) => Err(unresolved(error.to_string().replace("failed to lookup address information: ", ""))),
-        Err(_) => Err(unresolved("the resolver's thread has ended".into())),
+    let name = host.to_owned();
+    #[allow(clippy::disallowed_methods, reason = "runs on the thread of its own that `run` starts")]
+    let look_up = move || {
+        let found = (&*name, 0).to_socket_addrs().map(|found| found.map(|address| address.ip()).collect());
+        found.map_err(|error| error.to_string().replace("failed to lookup address information: ", ""))
+    };
+    let found = LOOK_UPS.with(Rc::clone).run("elasticrs-dns", host.to_owned(), look_up).await;
+    match found.map_err(|error| unresolved(error.to_string()))?.map_err(unresolved)? {
+        addresses if addresses.is_empty() => Err(unresolved("it has no address".into())),
+        addresses => Ok(addresses.into_iter().map(|address| SocketAddr::new(address, port)).collect()),
     }
 }
 

@@ -9,11 +9,17 @@
 //! they are kept: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server, `CLIENT`, `ASKED` and `CLOCK` for the client, `WIRE` and `PROTO` for
 //! the bytes.
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 pub(crate) mod auth;
 pub(crate) mod away;
 pub mod client;
 pub(crate) mod connect;
 mod connection;
+#[allow(
+    clippy::disallowed_methods,
+    reason = "its store has a process of its own and acts on nothing that is not on disk"
+)]
 pub mod durable;
 pub mod events;
 pub mod guard;

@@ -17,12 +17,11 @@ use super::mapping::unsigned;
 use super::open::{Granted, Opened, open, revoke};
 pub use super::options::{Options, Site};
 use super::session::{Request, Session};
-use super::tls;
 use crate::coordination::client::Unsendable;
 use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
 use crate::coordination::protocol::WatchFrom;
-use crate::coordination::types::{Compare, LostKind, Op, Txn, Watch};
+use crate::coordination::types::{Compare, Op, Txn, Watch};
 use crate::coordination::wire::MAX_REQUEST;
 use crate::handle::{Ended, Handle, Inbox, finish, until_close};
 
@@ -35,16 +34,10 @@ pub struct Client {
 impl Client {
     /// Begins to connect. [`Event::Connected`] or [`Event::Lost`] follows.
     pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
-        // Here, as reading files may take long.
-        let credentials = credentials(&options);
         let handle = Handle::start(runtime, move |ending, inbox| {
             Box::pin(async move {
-                match credentials {
-                    Ok(credentials) => {
-                        run(&Rc::new(options), &Rc::new(credentials), &ending.0, guard.as_ref(), inbox).await;
-                    }
-                    Err(message) => ending.0.push(Event::Lost { kind: LostKind::Tls, message }, 0),
-                }
+                let credentials = Credentials { tls: options.tls.clone(), user: options.user.clone() };
+                run(&Rc::new(options), &Rc::new(credentials), &ending.0, guard.as_ref(), inbox).await;
             })
         })?;
         Ok(Self { handle })
@@ -106,14 +99,6 @@ fn size(txn: &Txn) -> usize {
         | Op::Predecessor { key, .. } => key.len(),
     });
     compares.chain(ops).sum()
-}
-
-fn credentials(options: &Options) -> Result<Credentials, String> {
-    if let Some(files) = &options.tls {
-        // What is wrong with them is told before anything begins.
-        tls::config(files)?;
-    }
-    Ok(Credentials { tls: options.tls.clone(), user: options.user.clone() })
 }
 
 /// How long the end of a session that has hardly begun may take.

@@ -5,6 +5,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -21,10 +22,11 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use super::grpc::{CallError, Channel, code};
 use super::messages::{AuthenticateRequest, AuthenticateResponse};
 use super::probe::{is_own_store, speaks_plainly, speaks_tls};
-use super::tls::{self, Files, explain};
+use super::tls::{self, Files, Identity, explain};
 use crate::coordination::connect::{Lost, connect, endpoint, plain, resolve};
 use crate::coordination::probe::is_tcp_store;
 use crate::coordination::types::LostKind;
+use crate::coordination::wire::MAX_ANSWER;
 
 /// Who we are to the servers.
 #[derive(Debug, Clone)]
@@ -46,7 +48,7 @@ pub(super) struct Link {
     /// Moves the bytes; ends with the connection, which ends with this.
     driver: JoinSet<Result<(), h2::Error>>,
     heard: Rc<RefCell<Heard>>,
-    tls: Option<Files>,
+    tls: Option<Arc<Identity>>,
 }
 
 impl Link {
@@ -55,8 +57,8 @@ impl Link {
         let why = match self.driver.join_next().await {
             Some(Ok(Err(error))) => {
                 // HTTP/2 keeps no more than the text of it.
-                if let (Some(error), Some(files)) = (&self.heard.borrow().tls, &self.tls) {
-                    return tls_lost(&self.at, error, files);
+                if let (Some(error), Some(identity)) = (&self.heard.borrow().tls, &self.tls) {
+                    return tls_lost(&self.at, error, identity);
                 }
                 error.get_io().map_or_else(|| error.to_string(), plain)
             }
@@ -132,7 +134,7 @@ impl Trouble {
     /// What a failed call means.
     pub(super) fn of(error: CallError, at: &str) -> Self {
         let (code, message) = match error {
-            CallError::Broken(why) => {
+            CallError::Broken(why) | CallError::Reset(why) => {
                 return Self::Again(Lost::new(
                     LostKind::Closed,
                     format!("the connection to etcd at {at} broke: {why}"),
@@ -140,6 +142,11 @@ impl Trouble {
             }
             // A proxy may say so while it has no member behind it.
             CallError::Foreign(why) => return Self::Again(not_ours(at, &why)),
+            // It would be as large the next time.
+            CallError::TooLarge(length) => {
+                let why = format!("etcd at {at} sent an answer of {length} bytes; the limit is {MAX_ANSWER}");
+                return Self::Fatal(Lost::new(LostKind::Limit, why));
+            }
             CallError::Status { code, message } => (code, message),
         };
         let message = message.trim_start_matches("etcdserver: ");
@@ -168,6 +175,8 @@ impl Trouble {
 /// How far a connection has come, for the message when the time is over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
+    /// Certificates are read.
+    Files,
     Resolve,
     Connect,
     Tls(SocketAddr),
@@ -183,6 +192,12 @@ pub(super) async fn dial(
     stage: &Cell<Stage>,
 ) -> Result<Link, Trouble> {
     let at = endpoint(host, *port);
+    stage.set(Stage::Files);
+    let identity = match &credentials.tls {
+        // They may be half written.
+        Some(files) => Some(tls::load(files).await.map_err(|why| Trouble::Again(Lost::new(LostKind::Tls, why)))?),
+        None => None,
+    };
     stage.set(Stage::Resolve);
     let addresses = resolve(host, *port).await.map_err(Trouble::Again)?;
     stage.set(Stage::Connect);
@@ -194,11 +209,11 @@ pub(super) async fn dial(
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
     let heard = Rc::<RefCell<Heard>>::default();
-    let (requests, driver) = match &credentials.tls {
+    let (requests, driver) = match &identity {
         None => start(Overheard { stream, heard: Rc::clone(&heard) }).await,
-        Some(files) => {
+        Some(identity) => {
             stage.set(Stage::Tls(peer));
-            let stream = match encrypted(&at, host, files, stream).await {
+            let stream = match encrypted(&at, host, identity, stream).await {
                 Err(Trouble::Again(_)) if speaks_plainly(peer).await => {
                     let why = format!("etcd at {at} does not speak TLS, which was asked for here");
                     return Err(Trouble::Fatal(Lost::new(LostKind::Tls, why)));
@@ -212,8 +227,7 @@ pub(super) async fn dial(
     stage.set(Stage::Calls(peer));
     let scheme = if credentials.tls.is_some() { "https" } else { "http" };
     let channel = Channel::new(requests, format!("{scheme}://{at}"));
-    let tls = credentials.tls.clone();
-    let mut link = Link { channel, at, local, peer, driver, heard, tls };
+    let mut link = Link { channel, at, local, peer, driver, heard, tls: identity };
     authenticate(&mut link, credentials).await?;
     Ok(link)
 }
@@ -235,16 +249,14 @@ async fn start<S: AsyncRead + AsyncWrite + Unpin + 'static>(stream: S) -> Result
 async fn encrypted(
     at: &str,
     host: &str,
-    files: &Files,
+    identity: &Identity,
     stream: TcpStream,
 ) -> Result<tokio_rustls::client::TlsStream<TcpStream>, Trouble> {
     let name = ServerName::try_from(host.to_owned());
     let name = name.map_err(|error| Trouble::Fatal(Lost::new(LostKind::Tls, format!("`{host}`: {error}"))))?;
-    // They may be half written.
-    let config = tls::config(files).map_err(|why| Trouble::Again(Lost::new(LostKind::Tls, why)))?;
-    TlsConnector::from(config).connect(name, stream).await.map_err(|error| {
+    TlsConnector::from(Arc::clone(&identity.config)).connect(name, stream).await.map_err(|error| {
         match tls_error(&error) {
-            Some(error) => Trouble::Fatal(tls_lost(at, error, files)),
+            Some(error) => Trouble::Fatal(tls_lost(at, error, identity)),
             // A member that ends just now looks the same as one that knows no TLS.
             None => Trouble::Again(Lost::new(
                 LostKind::Closed,
@@ -258,8 +270,8 @@ fn tls_error(error: &io::Error) -> Option<&TlsError> {
     error.get_ref()?.downcast_ref()
 }
 
-fn tls_lost(at: &str, error: &TlsError, files: &Files) -> Lost {
-    Lost::new(LostKind::Tls, format!("no TLS connection with etcd at {at}: {}", explain(error, files)))
+fn tls_lost(at: &str, error: &TlsError, identity: &Identity) -> Lost {
+    Lost::new(LostKind::Tls, format!("no TLS connection with etcd at {at}: {}", explain(error, identity)))
 }
 
 async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), Trouble> {
@@ -273,10 +285,23 @@ async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), 
     }
 }
 
+/// Says that certificates could not be read within `patience`.
+pub(super) fn unread(files: &Files, patience: Duration) -> Lost {
+    let seconds = patience.as_secs_f64();
+    let why = format!("could not read {files} within {seconds} s: their file system does not answer");
+    Lost::new(LostKind::Timeout, why)
+}
+
 /// What the time was spent on.
-pub(super) async fn too_late((host, port): &(String, u16), stage: Stage, patience: Duration) -> Lost {
+pub(super) async fn too_late(
+    (host, port): &(String, u16),
+    credentials: &Credentials,
+    stage: Stage,
+    patience: Duration,
+) -> Lost {
     let (at, seconds) = (endpoint(host, *port), patience.as_secs_f64());
     let (kind, message) = match stage {
+        Stage::Files => return unread(&credentials.tls.clone().unwrap_or_default(), patience),
         Stage::Resolve => (LostKind::Resolve, format!("the name `{host}` was not resolved within {seconds} s")),
         Stage::Connect => {
             (LostKind::Timeout, format!("no answer from {at} within {seconds} s: host down, or a firewall"))

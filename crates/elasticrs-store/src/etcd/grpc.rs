@@ -31,13 +31,21 @@ pub(super) enum CallError {
     Status { code: u32, message: String },
     /// The answer is none of gRPC.
     Foreign(String),
+    /// The answer has this many bytes, more than [`MAX_ANSWER`].
+    TooLarge(usize),
+    /// The server has reset the stream of this call.
+    Reset(String),
     /// The connection is of no use any more.
     Broken(String),
 }
 
 impl From<h2::Error> for CallError {
     fn from(error: h2::Error) -> Self {
-        Self::Broken(error.to_string())
+        if error.is_reset() && error.is_remote() {
+            Self::Reset(error.to_string())
+        } else {
+            Self::Broken(error.to_string())
+        }
     }
 }
 
@@ -187,8 +195,11 @@ fn framed(message: &impl Message) -> Bytes {
 fn cut(buffer: &mut BytesMut) -> Result<Option<Bytes>, CallError> {
     let Some(&[flag, a, b, c, d]) = buffer.first_chunk() else { return Ok(None) };
     let length = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);
-    if flag != 0 || length > MAX_ANSWER {
+    if flag != 0 {
         return Err(CallError::Foreign(format!("a message of {length} bytes, flag {flag}")));
+    }
+    if length > MAX_ANSWER {
+        return Err(CallError::TooLarge(length));
     }
     if buffer.len() - 5 < length {
         return Ok(None);
@@ -248,6 +259,13 @@ mod tests {
     #[test]
     fn quoted_text_is_read() {
         assert_eq!(unquoted("a%20b%C3%A4%zz%"), "a bä%zz%");
+    }
+
+    #[test]
+    fn an_answer_that_is_too_large_is_known_by_its_head() {
+        let length = MAX_ANSWER + 1;
+        let mut buffer = BytesMut::from(&[&[0][..], &u32::try_from(length).unwrap().to_be_bytes()].concat()[..]);
+        assert_eq!(cut(&mut buffer), Err(CallError::TooLarge(length)));
     }
 
     #[test]

@@ -7,11 +7,12 @@ use std::time::Duration;
 use elasticrs_runtime::clock::boot_now;
 use tokio::time::timeout;
 
-use super::dial::{Credentials, Link, Stage, Trouble, dial, too_late};
+use super::dial::{Credentials, Link, Stage, Trouble, dial, too_late, unread};
 use super::grpc::{CallError, Channel, code};
 use super::mapping::{Keys, unsigned};
 use super::messages as pb;
 use super::options::Options;
+use super::tls;
 use crate::coordination::auth;
 use crate::coordination::connect::{Lost, endpoint};
 use crate::coordination::types::LostKind;
@@ -50,6 +51,13 @@ const TELLING: [LostKind; 9] = [
 /// Opens a session with the first of the endpoints that gives one; begins with any of them, so that not all agents use
 /// the same.
 pub(super) async fn open(options: &Options, credentials: &Credentials, granted: &Granted) -> Result<Opened, Lost> {
+    if let Some(files) = &credentials.tls {
+        // Unusable files are reported once, and not once for each endpoint.
+        match timeout(options.connect_timeout, tls::load(files)).await {
+            Ok(read) => read.map_err(|why| Lost::new(LostKind::Tls, why))?,
+            Err(_) => return Err(unread(files, options.connect_timeout)),
+        };
+    }
     let count = options.endpoints.len();
     let share = options.connect_timeout / u32::try_from(count).unwrap_or(u32::MAX).max(1);
     let mut lost = Vec::new();
@@ -97,7 +105,7 @@ async fn attempt(
             Ok(Opened { link, member, cluster, keys, ttl, sent, marker })
         }
         Ok(Err(trouble)) => Err(trouble.lost()),
-        Err(_) => Err(too_late(at, stage.get(), patience).await),
+        Err(_) => Err(too_late(at, credentials, stage.get(), patience).await),
     }
 }
 
@@ -174,6 +182,7 @@ pub(super) async fn again(
     let stage = Cell::new(Stage::Resolve);
     match timeout(patience, dial(at, credentials, patience, &stage)).await {
         Ok(dialled) => dialled.map_err(Trouble::lost),
+        Err(_) if stage.get() == Stage::Files => Err(too_late(at, credentials, Stage::Files, patience).await),
         Err(_) => Err(Lost::new(LostKind::Timeout, format!("no answer from {}", endpoint(&at.0, at.1)))),
     }
 }

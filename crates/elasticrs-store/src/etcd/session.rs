@@ -18,6 +18,7 @@ use super::mapping::{Keys, Write, unsigned};
 use super::messages as pb;
 use super::open::{Opened, again, compare, revoke};
 use super::options::Options;
+use super::retries::{Outage, Retries};
 use super::watching::{Heard, Watches};
 use crate::coordination::away::{Away, half_by_chance};
 use crate::coordination::connect::Lost;
@@ -70,10 +71,22 @@ enum Turn {
     Time,
 }
 
-/// What the user has asked for and not got.
-enum Task {
+/// A request of the user's, or one of the session's own, that is not done yet.
+struct Task {
+    what: What,
+    /// `None` before the first attempt.
+    retries: Option<Retries>,
+}
+
+enum What {
     Job(Job),
     Unwatch(Watch),
+}
+
+impl From<What> for Task {
+    fn from(what: What) -> Self {
+        Self { what, retries: None }
+    }
 }
 
 /// The user's wish to end the session.
@@ -85,6 +98,8 @@ struct Closing {
 
 /// How long `close` may take: what was asked before is still carried out, and the lease is revoked.
 const CLOSE_LIMIT: u64 = 2_000_000_000;
+/// At most this many tasks were tried: one, and the look at the store that comes before it on a new connection.
+const MOST_BEGUN: usize = 2;
 /// A connection that breaks later than this after another is the first of its kind again.
 const CALM: u64 = 10_000_000_000;
 
@@ -97,14 +112,16 @@ pub(super) struct Session<'a> {
     keys: Rc<Keys>,
     lease: Lease<'a>,
     tasks: VecDeque<Task>,
-    /// Boot clock: when the first of the tasks was begun.
-    since: Option<u64>,
+    /// The failures of the watches, if any has failed lately.
+    watch_retries: Option<Retries>,
     write: Write,
     watches: Watches,
     closing: Option<Closing>,
     member: usize,
     /// Since the first of several connections broke, until a keep-alive is answered.
     away: Option<Away>,
+    /// The pause before the first new connection of that time, in nanoseconds.
+    first_pause: u64,
     /// Boot clock: when the user was told last that etcd was away.
     told_away: Option<u64>,
     /// How many connections broke shortly after each other, and when the last one did.
@@ -137,12 +154,13 @@ impl<'a> Session<'a> {
             keys: Rc::new(keys),
             lease,
             tasks: VecDeque::new(),
-            since: None,
+            watch_retries: None,
             write: Write { number: 1, marker },
             watches: Watches::default(),
             closing: None,
             member,
             away: None,
+            first_pause: 0,
             told_away: None,
             breaks: (0, 0),
             seen: marker,
@@ -177,7 +195,11 @@ impl<'a> Session<'a> {
         };
         loop {
             if let Err(halt) = self.turn(&mut live, inbox).await {
-                return self.leave(live, halt).await;
+                let halt = self.leave(live, halt).await;
+                if let Halt::Broken(lost) = &halt {
+                    self.note_failure(&lost.message);
+                }
+                return halt;
             }
         }
     }
@@ -254,14 +276,18 @@ impl<'a> Session<'a> {
                 Ok(())
             }
             Turn::Watch(message) => {
-                let message = message.map_err(trouble)?;
-                self.hear(message)
+                // The end of a connection is not the fault of a watch. An answer is.
+                let is_answer = !matches!(message, Err(CallError::Broken(_)));
+                match message.map_err(trouble) {
+                    Ok(message) => self.hear(message),
+                    Err(Trouble::Again(lost)) if is_answer => Err(self.watch_failed(lost)),
+                    Err(trouble) => Err(trouble.into()),
+                }
             }
             Turn::Done(done) => {
                 live.running = None;
                 let (done, marker) = done?;
                 self.tasks.pop_front();
-                self.since = None;
                 if let Some(marker) = marker {
                     self.write = Write { number: self.write.number + 1, marker };
                 }
@@ -297,9 +323,12 @@ impl<'a> Session<'a> {
     /// Begins the first task, unless one is under way.
     fn begin(&mut self, live: &mut Live, now: u64) -> Result<(), Halt> {
         while live.running.is_none() {
-            let job = match self.tasks.front() {
-                Some(Task::Job(job)) if self.closing.is_some() || !self.events.is_full() => job.clone(),
-                Some(Task::Unwatch(watch)) => {
+            let job = match self.tasks.front_mut() {
+                Some(Task { what: What::Job(job), retries }) if self.closing.is_some() || !self.events.is_full() => {
+                    retries.get_or_insert_with(|| Retries::begin(now, self.options.read_timeout));
+                    job.clone()
+                }
+                Some(Task { what: What::Unwatch(watch), .. }) => {
                     let ended = self.watches.remove(watch);
                     self.tasks.pop_front();
                     cancel(live, &ended)?;
@@ -307,7 +336,6 @@ impl<'a> Session<'a> {
                 }
                 _ => return Ok(()),
             };
-            self.since.get_or_insert(now);
             let desk = Desk {
                 channel: live.link.channel.clone(),
                 at: live.link.at.clone(),
@@ -362,8 +390,8 @@ impl<'a> Session<'a> {
             Heard::Forgotten(number) => {
                 if let Some(watch) = self.watches.watch(number).cloned() {
                     // Behind the task that is under way, if one is.
-                    let at = usize::from(self.since.is_some());
-                    self.tasks.insert(at, Task::Job(Job::CatchUp { number, watch }));
+                    let at = usize::from(self.tasks.front().is_some_and(|task| task.retries.is_some()));
+                    self.tasks.insert(at, What::Job(Job::CatchUp { number, watch }).into());
                 }
             }
             // The permission to watch is asked for with the token of the connection, which may have run out; with a new one
@@ -374,7 +402,7 @@ impl<'a> Session<'a> {
                 return Err(if kind == LostKind::Denied && self.is_denied_again() {
                     lost.into()
                 } else {
-                    Halt::Broken(lost)
+                    self.watch_failed(lost)
                 });
             }
         }
@@ -410,11 +438,12 @@ impl<'a> Session<'a> {
     }
 
     fn ask(&mut self, request: Request) {
-        self.tasks.push_back(match request {
-            Request::Txn { tag, txn } => Task::Job(Job::Txn { tag, txn: Rc::new(txn) }),
-            Request::Watch { tag, watch } => Task::Job(Job::Watch { tag, watch }),
-            Request::Unwatch(watch) => Task::Unwatch(watch),
-        });
+        let what = match request {
+            Request::Txn { tag, txn } => What::Job(Job::Txn { tag, txn: Rc::new(txn) }),
+            Request::Watch { tag, watch } => What::Job(Job::Watch { tag, watch }),
+            Request::Unwatch(watch) => What::Unwatch(watch),
+        };
+        self.tasks.push_back(what.into());
     }
 
     /// Whether time is over for the session, its end, or its first task.
@@ -424,10 +453,8 @@ impl<'a> Session<'a> {
         }
         self.check_closing(now)?;
         if now >= self.overdue() {
-            let seconds = self.options.read_timeout.as_secs_f64();
-            return Err(
-                Lost::new(LostKind::Timeout, format!("etcd did not answer a request within {seconds} s")).into()
-            );
+            let given_up = self.begun().min_by_key(|retries| retries.deadline());
+            return Err(Lost::new(LostKind::Timeout, given_up.map(Retries::why).unwrap_or_default()).into());
         }
         Ok(())
     }
@@ -436,19 +463,46 @@ impl<'a> Session<'a> {
     fn is_back(&mut self, now: u64) {
         let Some(away) = self.away.take() else { return };
         self.told_away = away.told();
-        // Nobody could have answered meanwhile.
-        self.since = self.since.map(|since| since + now.saturating_sub(away.silent().max(since)));
+        let outage = Outage { begun: away.silent(), ended: now, pause: self.first_pause };
+        let tasks = self.tasks.iter_mut().take(MOST_BEGUN).filter_map(|task| task.retries.as_mut());
+        tasks.chain(&mut self.watch_retries).for_each(|retries| retries.skip(outage));
         if let Some(message) = away.over(now) {
             self.events.push(Event::Notice { message }, 0);
         }
     }
 
-    /// When the time of the first task is over. While etcd is away it is the lease that says how long to wait.
+    /// When a task is given up. While etcd is away, only the lease limits the wait.
     fn overdue(&self) -> u64 {
         if self.away.is_some() {
             return u64::MAX;
         }
-        self.since.map_or(u64::MAX, |since| since.saturating_add(nanoseconds(self.options.read_timeout)))
+        self.begun().map(Retries::deadline).min().unwrap_or(u64::MAX)
+    }
+
+    /// The tasks that were tried.
+    fn begun(&self) -> impl Iterator<Item = &Retries> {
+        self.tasks.iter().take(MOST_BEGUN).filter_map(|task| task.retries.as_ref())
+    }
+
+    /// A connection has ended, and with it an attempt at the first task.
+    fn note_failure(&mut self, why: &str) {
+        let retries = self.tasks.front_mut().and_then(|task| task.retries.as_mut());
+        if let Some(message) = retries.and_then(|retries| retries.fail(boot_now(), why)) {
+            self.events.push(Event::Notice { message }, 0);
+        }
+    }
+
+    /// Etcd has answered a watch by an error. The next connection may do, but not forever.
+    fn watch_failed(&mut self, lost: Lost) -> Halt {
+        let now = boot_now();
+        if self.watch_retries.as_ref().is_some_and(|retries| retries.is_over(now)) {
+            self.watch_retries = None;
+        }
+        let retries = self.watch_retries.get_or_insert_with(|| Retries::begin(now, self.options.read_timeout));
+        if let Some(message) = retries.fail(now, &lost.message) {
+            self.events.push(Event::Notice { message }, 0);
+        }
+        if now >= retries.deadline() { Lost::new(LostKind::Timeout, retries.why()).into() } else { Halt::Broken(lost) }
     }
 
     fn check_closing(&mut self, now: u64) -> Result<(), Halt> {
@@ -465,14 +519,18 @@ impl<'a> Session<'a> {
         self.breaks = (count, now);
         self.member = (self.member + 1) % self.options.endpoints.len().max(1);
         self.lease.set_trouble(&lost.message);
-        self.away.get_or_insert_with(|| self.lease.away(self.told_away));
-        if !matches!(self.tasks.front(), Some(Task::Job(Job::Look))) {
-            self.tasks.push_front(Task::Job(Job::Look));
+        let pause = delay(count);
+        if self.away.is_none() {
+            self.away = Some(self.lease.away(self.told_away));
+            self.first_pause = nanoseconds(pause);
+        }
+        if !matches!(self.tasks.front(), Some(Task { what: What::Job(Job::Look), .. })) {
+            self.tasks.push_front(What::Job(Job::Look).into());
         }
         let (options, credentials, member) = (self.options, self.credentials, self.member);
         let patience = self.lease.dial_patience();
         let dialled = async move {
-            sleep(delay(count)).await;
+            sleep(pause).await;
             again(options, credentials, member, patience).await
         };
         tokio::pin!(dialled);

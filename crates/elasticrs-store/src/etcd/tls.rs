@@ -1,9 +1,12 @@
 //! TLS as etcd's sites have it: an authority of their own, and certificates for clients.
 
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::sync::Arc;
 
+use elasticrs_runtime::blocking::BlockingCalls;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
@@ -11,12 +14,23 @@ use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{AlertDescription, CertificateError, ClientConfig, Error, RootCertStore};
 
 /// Files in PEM.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Files {
     /// Who signs the servers' certificates; `None`: whoever the system trusts.
     pub ca_cert: Option<PathBuf>,
     /// What this client shows, and the key for it.
     pub client: Option<(PathBuf, PathBuf)>,
+}
+
+impl fmt::Display for Files {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { ca_cert, client } = self;
+        let named = ca_cert.iter().chain(client.iter().flat_map(|(cert, key)| [cert, key]));
+        match named.map(|path| path.display().to_string()).collect::<Vec<_>>() {
+            none if none.is_empty() => f.write_str("the system's list of trusted authorities"),
+            some => f.write_str(&some.join(", ")),
+        }
+    }
 }
 
 /// Where systems keep the authorities that they trust: Debian, Fedora, SUSE, Alpine.
@@ -27,11 +41,33 @@ const SYSTEM: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// Reads the files. An error is one line for the user.
-pub(super) fn config(files: &Files) -> Result<Arc<ClientConfig>, String> {
+/// Contents of [`Files`]: what a connection needs, and what is needed to explain why one was refused.
+#[derive(Debug)]
+pub(super) struct Identity {
+    pub(super) config: Arc<ClientConfig>,
+    roots: Arc<RootCertStore>,
+    /// The certificates that this client shows, and the file that they are from.
+    client: Option<(PathBuf, Vec<CertificateDer<'static>>)>,
+}
+
+thread_local! {
+    /// Reads of certificates in progress.
+    static READS: Rc<BlockingCalls<Files, Result<Arc<Identity>, String>>> = Rc::default();
+}
+
+/// Reads the files on a thread of its own, because their file system may hang. An error is one line for the user.
+pub(super) async fn load(files: &Files) -> Result<Arc<Identity>, String> {
+    let owned = files.clone();
+    let read = READS.with(Rc::clone).run("elasticrs-tls", files.clone(), move || identity(&owned).map(Arc::new)).await;
+    read.unwrap_or_else(|error| Err(format!("could not read {files}: {error}")))
+}
+
+fn identity(files: &Files) -> Result<Identity, String> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-    let builder = builder.map_err(|error| error.to_string())?.with_root_certificates(roots(files.ca_cert.as_deref())?);
+    let roots = Arc::new(roots(files.ca_cert.as_deref())?);
+    let builder = builder.map_err(|error| error.to_string())?.with_root_certificates(Arc::clone(&roots));
+    let mut shown = None;
     let mut config = match &files.client {
         None => builder.with_no_client_auth(),
         Some((cert, key)) => {
@@ -39,22 +75,28 @@ pub(super) fn config(files: &Files) -> Result<Arc<ClientConfig>, String> {
             let key = PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|error| {
                 format!("{} holds no private key, or one with a passphrase: {error}", key.display())
             })?;
-            builder.with_client_auth_cert(certificates(cert)?, key).map_err(unfit)?
+            let (_, chain) = shown.insert((cert.clone(), certificates(cert)?));
+            builder.with_client_auth_cert(chain.clone(), key).map_err(unfit)?
         }
     };
     config.alpn_protocols = vec![b"h2".to_vec()];
-    Ok(Arc::new(config))
+    Ok(Identity { config: Arc::new(config), roots, client: shown })
 }
 
 fn roots(ca_cert: Option<&Path>) -> Result<RootCertStore, String> {
     let named = std::env::var_os("SSL_CERT_FILE").map(PathBuf::from);
-    let system = || named.or_else(|| SYSTEM.iter().map(PathBuf::from).find(|path| path.exists()));
+    let system = || named.or_else(|| SYSTEM.iter().map(PathBuf::from).find(|path| exists(path)));
     let Some(path) = ca_cert.map(PathBuf::from).or_else(system) else {
         return Err("this system has no list of trusted authorities: name a CA certificate".into());
     };
     let mut roots = RootCertStore::empty();
     let (added, _) = roots.add_parsable_certificates(certificates(&path)?);
     if added == 0 { Err(format!("{} holds no certificate of an authority", path.display())) } else { Ok(roots) }
+}
+
+#[allow(clippy::disallowed_methods, reason = "runs on the thread that `load` starts")]
+fn exists(path: &Path) -> bool {
+    path.exists()
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
@@ -66,17 +108,17 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     }
 }
 
+#[allow(clippy::disallowed_methods, reason = "runs on the thread that `load` starts")]
 fn read(path: &Path) -> Result<Vec<u8>, String> {
     fs::read(path).map_err(|error| format!("could not read {}: {error}", path.display()))
 }
 
-/// Why no server would take our own certificate any more; `None`: its time has come and is not over.
+/// Returns why no server accepts this client's certificate, if that is because of its dates.
 ///
-/// Many servers send the same alert whatever they dislike.
-fn out_of_time(files: &Files) -> Option<String> {
-    let (cert, _) = files.client.as_ref()?;
-    let chain = certificates(cert).ok()?;
-    let roots = Arc::new(roots(files.ca_cert.as_deref()).ok()?);
+/// Many servers send the same alert for every objection.
+fn out_of_time(identity: &Identity) -> Option<String> {
+    let (cert, chain) = identity.client.as_ref()?;
+    let roots = Arc::clone(&identity.roots);
     let provider = Arc::new(ring::default_provider());
     let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider).build().ok()?;
     let (own, others) = chain.split_first()?;
@@ -90,9 +132,9 @@ fn out_of_time(files: &Files) -> Option<String> {
     Some(format!("it refused this client, whose certificate {} {what}, or this host's clock is wrong", cert.display()))
 }
 
-/// What an error of TLS means to whoever has set it up.
-pub(super) fn explain(error: &Error, files: &Files) -> String {
-    if let (Error::AlertReceived(_), Some(hint)) = (error, out_of_time(files)) {
+/// Explains an error of TLS to the user who has set it up.
+pub(super) fn explain(error: &Error, identity: &Identity) -> String {
+    if let (Error::AlertReceived(_), Some(hint)) = (error, out_of_time(identity)) {
         return format!("{hint} ({error})");
     }
     let hint = match error {

@@ -1,0 +1,140 @@
+//! How long a request that fails is retried. Pure.
+//!
+//! - **RETRY-1** a request that never succeeds ends the session within its time limit, on however many connections it is
+//!   tried;
+//! - **RETRY-2** the time in which etcd is away does not count: then the lease says how long to wait;
+//! - **RETRY-3** the user is told once of each request that keeps failing.
+
+use std::time::Duration;
+
+use elasticrs_runtime::clock::nanoseconds;
+
+/// A request that fails for no longer is not worth a line.
+const UNNOTICED: u64 = 1_000_000_000;
+/// A watch that has not failed for this long works again.
+const CALM: u64 = 30_000_000_000;
+
+/// An outage: a time in which no keep-alive was answered. All times are on the boot clock, in nanoseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Outage {
+    pub(super) begun: u64,
+    pub(super) ended: u64,
+    /// The pause before the first new connection. It counts as time of the request, because a request that breaks its
+    /// connection causes an outage with each attempt.
+    pub(super) pause: u64,
+}
+
+/// The time limit and the failures of one request, from its first attempt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Retries {
+    limit: Duration,
+    /// Time of the first attempt, moved by the outages since then.
+    since: u64,
+    /// Time and reason of the last failure.
+    failed: Option<(u64, String)>,
+    is_told: bool,
+}
+
+impl Retries {
+    pub(super) fn begin(now: u64, limit: Duration) -> Self {
+        Self { limit, since: now, failed: None, is_told: false }
+    }
+
+    /// When the request is given up.
+    pub(super) fn deadline(&self) -> u64 {
+        self.since.saturating_add(nanoseconds(self.limit))
+    }
+
+    /// Notes a failed attempt; returns a line for the user when the request keeps failing.
+    pub(super) fn fail(&mut self, now: u64, why: &str) -> Option<String> {
+        self.failed = Some((now, why.to_owned()));
+        if self.is_told || now.saturating_sub(self.since) < UNNOTICED {
+            return None;
+        }
+        self.is_told = true;
+        Some(format!("a request to etcd keeps failing and is retried for up to {} s: {why}", self.limit.as_secs_f64()))
+    }
+
+    /// Leaves an outage out of the account.
+    pub(super) fn skip(&mut self, outage: Outage) {
+        let begun = outage.begun.max(self.since).saturating_add(outage.pause);
+        let skipped = outage.ended.saturating_sub(begun);
+        self.since += skipped;
+        if let Some((failed, _)) = &mut self.failed {
+            *failed += skipped;
+        }
+    }
+
+    /// True if the last failure is so long ago that the next one has nothing to do with it.
+    pub(super) fn is_over(&self, now: u64) -> bool {
+        self.failed.as_ref().is_some_and(|(failed, _)| now.saturating_sub(*failed) > CALM)
+    }
+
+    /// Why the request is given up.
+    pub(super) fn why(&self) -> String {
+        let seconds = self.limit.as_secs_f64();
+        match &self.failed {
+            Some((_, why)) => format!("a request to etcd has failed for {seconds} s; the last time: {why}"),
+            None => format!("etcd did not answer a request within {seconds} s"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LIMIT: u64 = 60_000;
+    const MS: u64 = 1_000_000;
+
+    /// An attempt that fails after some milliseconds, and the outage that follows: its length and its first pause.
+    fn an_attempt() -> impl Strategy<Value = (u64, u64, u64)> {
+        let pause = 5..1000_u64;
+        (0..3000_u64, pause, prop_oneof![Just(0), 0..3_600_000_u64])
+            .prop_map(|(ran, pause, more)| (ran, pause + more, pause))
+    }
+
+    proptest! {
+        #[test]
+        fn a_request_that_never_succeeds_has_its_limit_of_time_with_etcd(attempts in vec(an_attempt(), 1..400)) {
+            let start = 7 * MS;
+            let mut retries = Retries::begin(start, Duration::from_millis(LIMIT));
+            let (mut now, mut counted, mut told) = (start, 0, 0);
+            for (ran, outage, pause) in attempts {
+                now += ran * MS;
+                counted += ran;
+                prop_assert_eq!(now >= retries.deadline(), counted >= LIMIT);
+                if counted >= LIMIT {
+                    break;
+                }
+                told += usize::from(retries.fail(now, "no").is_some());
+                prop_assert_eq!(told, usize::from(counted >= 1000));
+                let begun = now;
+                now += outage * MS;
+                counted += pause;
+                retries.skip(Outage { begun, ended: now, pause: pause * MS });
+            }
+        }
+
+        #[test]
+        fn an_outage_that_began_before_the_request_takes_nothing_from_it(early in 0..100_u64, length in 0..100_u64) {
+            let mut retries = Retries::begin(early, Duration::from_millis(LIMIT));
+            let before = retries.deadline();
+            retries.skip(Outage { begun: 0, ended: early + length, pause: 0 });
+            prop_assert_eq!(retries.deadline(), before + length);
+        }
+    }
+
+    #[test]
+    fn the_last_reason_is_told() {
+        let mut retries = Retries::begin(0, Duration::from_secs(60));
+        assert!(retries.why().contains("did not answer"));
+        retries.fail(1, "one");
+        retries.fail(2, "another");
+        assert!(retries.why().ends_with("another"));
+        assert!(!retries.is_over(CALM + 2) && retries.is_over(CALM + 3));
+    }
+}

@@ -1,0 +1,130 @@
+"""The client of etcd when the file system of its certificates does not answer.
+
+A FIFO stands for such a file: opening it blocks until somebody writes to it.
+"""
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from helpers.etcd_client import EtcdClient, names_of_threads
+from helpers.procs import HANG, wait_until
+
+from elasticrs import _core
+
+READER = "elasticrs-tls\n"
+
+
+class HungCertificate:
+    """A client's certificate whose file hangs between :meth:`hang` and :meth:`answer`."""
+
+    def __init__(self, files):
+        self.options = {
+            "is_tls": True,
+            "ca_cert": str(files.ca),
+            "cert": str(files.cert),
+            "key": str(files.key),
+        }
+        self.path, self._content = files.cert, files.cert.read_bytes()
+
+    def hang(self):
+        self.path.unlink()
+        os.mkfifo(self.path)
+
+    def answer(self):
+        """Make the file readable again, also for the thread that hangs in it."""
+        fifo = self.path.with_suffix(".hung")
+        self.path.rename(fifo)
+        self.path.write_bytes(self._content)
+        while READER in names_of_threads():
+            try:
+                writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                # The reader has not come to its `open` yet, or has left it.
+                continue
+            os.write(writer, self._content)
+            os.close(writer)
+            break
+        wait_until(lambda: READER not in names_of_threads(), bool)
+
+
+@pytest.fixture
+def certificate(authority, request) -> Iterator[HungCertificate]:
+    made = HungCertificate(authority.issue(request.node.name.replace("/", "_")))
+    yield made
+    if made.path.is_fifo():
+        made.answer()
+
+
+@pytest.fixture
+def relay(etcd_tls, relay_to):
+    return relay_to(etcd_tls.server.endpoints[0])
+
+
+def wait_until_it_hangs():
+    wait_until(lambda: READER in names_of_threads(), bool)
+
+
+def test_exits_stops_and_deadlines_are_served_while_a_certificate_cannot_be_read(
+    etcd_tls, relay, certificate, connect_etcd, group
+):
+    supervisor = group.supervisor
+    client = connect_etcd(
+        [relay.endpoint], f"{etcd_tls.prefix}/", ttl=5.0, supervisor=supervisor, **certificate.options
+    ).connected()
+    group.start(["sleep", "inf"], ["sleep", "inf"])
+    certificate.hang()
+    relay.reset()
+    wait_until_it_hangs()
+    lost = client.lost()
+    assert (lost.kind, "does not answer" in lost.message) == ("silent", True), lost
+    supervisor.fence_at(None)
+    supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
+    group.end()
+    # One thread, however often the client has tried again.
+    assert names_of_threads().count(READER) == 1
+    client.close()
+
+
+def test_the_session_goes_on_when_the_certificate_can_be_read_again(
+    etcd_tls, relay, certificate, connect_etcd
+):
+    client = connect_etcd(
+        [relay.endpoint], f"{etcd_tls.prefix}/", ttl=120.0, **certificate.options
+    ).connected()
+    certificate.hang()
+    relay.reset()
+    wait_until_it_hangs()
+    certificate.answer()
+    client.put("k", b"v")
+    assert etcd_tls.keys()["/k"] == b"v"
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["a session", "the first connection"])
+def test_close_returns_while_a_certificate_cannot_be_read(etcd_tls, relay, certificate, begun):
+    if not begun:
+        certificate.hang()
+    client = EtcdClient([relay.endpoint], f"{etcd_tls.prefix}/", ttl=120.0, **certificate.options)
+    if begun:
+        client.connected()
+        certificate.hang()
+        relay.reset()
+    wait_until_it_hangs()
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    closing.join(HANG)
+    assert not closing.is_alive()
+
+
+def test_a_session_that_cannot_begin_names_the_file_that_hangs(etcd_tls, certificate, connect_etcd):
+    certificate.hang()
+    client = connect_etcd(
+        etcd_tls.server.endpoints, f"{etcd_tls.prefix}/", connect_timeout=0.5, **certificate.options
+    )
+    lost = client.lost()
+    assert (lost.kind, certificate.options["cert"] in lost.message) == ("timeout", True), lost

@@ -1,0 +1,189 @@
+"""Requests to etcd that fail each time, although etcd and the connections to it are well."""
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from helpers.coordination import Client
+from helpers.etcd_client import EtcdClient
+from helpers.procs import HANG
+
+from elasticrs import _core
+
+POISON = b"poison"
+"""Requests that hold this fail."""
+
+DATA, HEADERS, RST_STREAM = 0, 1, 3
+END = 0x5
+"""Flags: the end of the headers, and of the stream."""
+
+
+def header(name: bytes, value: bytes) -> bytes:
+    """A header field as HPACK writes a literal."""
+    return b"\0" + b"".join(bytes([len(text)]) + text for text in (name, value))
+
+
+def grpc_status(code: int) -> bytes:
+    fields = {b"content-type": b"application/grpc", b"grpc-status": b"%d" % code, b"grpc-message": POISON}
+    # Status 200 is field 8 of HPACK's static table, status 500 field 14.
+    return b"\x88" + b"".join(header(name, value) for name, value in fields.items())
+
+
+FAILURES = {
+    "HTTP status 500": (HEADERS, END, b"\x8e"),
+    "UNKNOWN": (HEADERS, END, grpc_status(2)),
+    "INTERNAL": (HEADERS, END, grpc_status(13)),
+    "DATA_LOSS": (HEADERS, END, grpc_status(15)),
+    "a reset stream": (RST_STREAM, 0, struct.pack(">I", 2)),
+    "a closed connection": None,
+}
+
+
+class Proxy:
+    """A proxy between clients and a member of etcd that answers some requests by itself."""
+
+    def __init__(self, target: tuple[str, int], failure: tuple[int, int, bytes] | None) -> None:
+        self._target, self._failure = target, failure
+        self.is_failing = False
+        self._connections: list[tuple[socket.socket, socket.socket]] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = self._listener.getsockname()
+        self._run(self._accept)
+
+    def _run(self, body, *arguments) -> None:
+        self._threads.append(threading.Thread(target=body, args=arguments))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self._target, HANG)
+            server.settimeout(None)
+            self._connections.append((client, server))
+            lock = threading.Lock()
+            self._run(self._forward, client, server, lock, True)
+            self._run(self._forward, server, client, lock, False)
+
+    def _forward(self, source, target, lock, is_up) -> None:
+        with suppress(OSError, EOFError), source.makefile("rb") as reader:
+            if is_up:
+                target.sendall(exactly(reader, 24))
+            while True:
+                head = exactly(reader, 9)
+                kind, stream = head[3], head[5:]
+                body = exactly(reader, int.from_bytes(head[:3], "big"))
+                if not (is_up and kind == DATA and POISON in body and self.is_failing):
+                    # Frames to the client come from both threads.
+                    with lock if not is_up else threading.Lock():
+                        target.sendall(head + body)
+                elif self._failure is None:
+                    break
+                else:
+                    kind, flags, body = self._failure
+                    with lock:
+                        source.sendall(len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream + body)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def break_connections(self) -> None:
+        for pair in self._connections:
+            for each in pair:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(HANG)
+        self.break_connections()
+        for thread in self._threads:
+            thread.join(HANG)
+        for pair in self._connections:
+            for each in pair:
+                each.close()
+        self._listener.close()
+
+
+def exactly(reader, length: int) -> bytes:
+    read = reader.read(length)
+    if len(read) < length:
+        raise EOFError
+    return read
+
+
+@pytest.fixture
+def proxy(etcd, request) -> Iterator[Proxy]:
+    made = Proxy(etcd.server.endpoints[0], request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(etcd, proxy, connect_etcd) -> EtcdClient:
+    return connect_etcd([proxy.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=3.0).connected()
+
+
+each_failure = pytest.mark.parametrize("proxy", FAILURES.values(), ids=FAILURES, indirect=True)
+
+
+def next_notice(client: EtcdClient) -> _core.StoreNotice:
+    # The client's own method passes over notices.
+    return Client.next(client, _core.StoreNotice)
+
+
+def notice_and_end(client: EtcdClient) -> tuple[_core.StoreNotice, _core.ConnectionLost]:
+    return next_notice(client), client.next(_core.ConnectionLost)
+
+
+@each_failure
+def test_a_request_that_always_fails_is_given_up_and_told_of(client, proxy):
+    client.put("k")
+    proxy.is_failing = True
+    client.inner.txn(client.tag + 1, [], [("put", POISON.decode(), b"", False)])
+    notice, lost = notice_and_end(client)
+    assert (lost.kind, "has failed for 3 s" in lost.message) == ("timeout", True), lost
+    assert "keeps failing" in notice.message
+
+
+@pytest.mark.parametrize(
+    "proxy",
+    [failure for failure in FAILURES.values() if failure is not None],
+    ids=[name for name, failure in FAILURES.items() if failure is not None],
+    indirect=True,
+)
+def test_a_watch_that_always_fails_is_given_up_and_told_of(client, proxy):
+    client.watch(POISON.decode())
+    proxy.is_failing = True
+    proxy.break_connections()
+    notice, lost = notice_and_end(client)
+    assert (lost.kind, "has failed for 3 s" in lost.message) == ("timeout", True), lost
+    # Each connection breaks before a keep-alive is answered.
+    assert "etcd" in notice.message
+
+
+@each_failure
+def test_a_request_that_fails_for_a_moment_is_carried_out_once(client, proxy, etcd):
+    proxy.is_failing = True
+    client.inner.txn(1000, [], [("put", POISON.decode(), b"v", False)])
+    next_notice(client)
+    proxy.is_failing = False
+    reply = client.next(_core.Reply)
+    assert (reply.tag, reply.ok) == (1000, True)
+    assert etcd.keys()[f"/{POISON.decode()}"] == b"v"
+
+
+def test_an_answer_that_is_too_large_ends_the_session_at_once(etcd, connect_etcd):
+    writer = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/").connected()
+    for number in range(70):
+        writer.put(f"large/{number}", bytes(1_000_000), leased=True)
+    reader = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/").connected()
+    reader.inner.txn(1, [], [("range", "large/", 0)])
+    lost = reader.lost()
+    assert (lost.kind, "limit" in lost.message) == ("limit", True), lost
