@@ -1,7 +1,10 @@
 """Fixtures for tests with real etcd. Without its program they skip, which fails where all is required."""
 
+import os
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,15 +37,29 @@ class Site(NamedTuple):
             (key.removeprefix(below), int(card.split()[0])) for key, card in found if key.startswith(below)
         ]
 
-    def are_linked(self, scope: str, count: int) -> bool:
-        """True if there are so many sessions, and each has been called by another."""
+    def are_linked(self, scope: str, count: int, *, is_held: bool = False) -> bool:
+        """Return true if there are this many sessions, and each has been called by another.
+
+        With ``is_held``, a second process also has to hold a link of each: the agent's nursery.
+        """
         tables = [
             Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines() for name in ("tcp", "tcp6")
         ]
-        established = [each.split()[1] for table in tables for each in table if each.split()[3] == "01"]
-        called = {int(local.rpartition(":")[2], 16) for local in established}
+        established = [row for table in tables for row in map(str.split, table) if row[3] == "01"]
+        links = {f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16) for row in established}
+        called = {links[link] for link in held_twice(links)} if is_held else set(links.values())
         ports = {port for _, port in self.cards(scope)}
         return len(ports) == count and called >= ports
+
+
+def held_twice(sockets: Collection[str]) -> set[str]:
+    """Return those of these sockets, named as below ``/proc/PID/fd``, that several processes hold."""
+    holders: Counter[str] = Counter()
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        # Processes come and go meanwhile.
+        with suppress(OSError):
+            holders.update({os.readlink(fd) for fd in folder.iterdir()}.intersection(sockets))
+    return {name for name, count in holders.items() if count > 1}
 
 
 def site(server: Etcd, below: str = "/tests/") -> Site:

@@ -98,7 +98,7 @@ def test_the_others_act_at_once_when_an_agent_ends_in_order(agent):
 def test_the_others_act_at_once_when_an_agent_is_killed(agent, etcd):
     agents = [agent(nnodes="1:2"), agent(nnodes="1:2")]
     formed(agents)
-    wait_until(lambda: etcd.are_linked("elasticrs/a%2Fjob", 2))
+    wait_until(lambda: etcd.are_linked("elasticrs/a%2Fjob", 2, is_held=True))
     agents[0].signal(signal.SIGKILL)
     agents[0].wait()
     (alone,) = formed(agents[1:], 2)

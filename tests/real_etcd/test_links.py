@@ -1,9 +1,17 @@
-"""A killed session is noticed long before its lease ends, and only when nothing of its program is left."""
+"""A killed session is noticed long before its lease ends, and only when nothing of its program is left.
+
+An agent has a nursery, which says so. A plain program has none: its neighbours go by connections that are
+refused.
+"""
 
 import contextlib
+import ctypes
+import os
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers.procs import HANG, reap_adopted, wait_readable, wait_until
@@ -15,9 +23,16 @@ from elasticrs import _core
 
 name, prefix, scope, port = sys.argv[1:5]
 no = ("ca_cert", "cert", "key", "user", "password", "job_lease", "stall_timeout", "supervisor")
+options = dict.fromkeys(no)
+if "nursery" in sys.argv:
+    supervisor = options["supervisor"] = _core.Supervisor()
+    worker = _core.ProcessSpec(0, ["/bin/sleep", "inf"], env={})
+    supervisor.start(_core.GroupSpec([worker], on_failure=_core.StopPolicy(15, 60.0), linger=0.0))
+    while not isinstance(supervisor.next_event(60.0), _core.GroupStarted):
+        pass
 client = _core.CoordinationClient.etcd(
     [("127.0.0.1", int(port))], prefix=prefix, is_tls=False, ttl=600.0, connect_timeout=20.0,
-    read_timeout=40.0, links=(scope, None), **dict.fromkeys(no),
+    read_timeout=40.0, links=(scope, None), **options,
 )
 
 def take(kind):
@@ -58,6 +73,13 @@ class Session:
         command = [sys.executable, "-c", SESSION, name, etcd.prefix, SCOPE, endpoint, *how]
         self.program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
+    def nursery(self):
+        """Return the pid of the agent's only child."""
+        pid = self.program.pid
+        tasks = [Path(f"/proc/{pid}/task/{task}/children") for task in os.listdir(f"/proc/{pid}/task")]
+        (nursery,) = (int(child) for task in tasks for child in task.read_text().split())
+        return nursery
+
     def wait_until_it_is_here(self):
         assert wait_readable(self.program.stdout.fileno(), HANG)
         assert self.program.stdout.readline() == "here\n"
@@ -81,13 +103,45 @@ def begin(etcd):
         for name, *how in sessions:
             begun.append(Session(name, etcd, *how))
             begun[-1].wait_until_it_is_here()
-        wait_until(lambda: etcd.are_linked(SCOPE, len(begun)), bool)
+        is_held = all("nursery" in how for _, *how in sessions)
+        wait_until(lambda: etcd.are_linked(SCOPE, len(begun), is_held=is_held), bool)
         return begun
 
     yield begin
     for session in begun:
         session.close()
     reap_adopted()
+
+
+PIDFD_GETFD = 438
+
+
+def cut(pid, port):
+    """Shut down all sockets of a process at this local port, the listener first."""
+    for is_listener in (True, False):
+        for one in sockets_of(pid):
+            with one:
+                is_internet = one.family in (socket.AF_INET, socket.AF_INET6)
+                listens = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                if is_internet and one.getsockname()[1] == port and listens == is_listener:
+                    # The other side may have closed it.
+                    with contextlib.suppress(OSError):
+                        one.shutdown(socket.SHUT_RDWR)
+
+
+def sockets_of(pid):
+    """Yield duplicates of the sockets of another process."""
+    process = os.pidfd_open(pid)
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            fd = ctypes.CDLL(None).syscall(PIDFD_GETFD, process, int(name), 0)
+            # It may have been closed meanwhile.
+            if fd >= 0 and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                yield socket.socket(fileno=fd)
+            elif fd >= 0:
+                os.close(fd)
+    finally:
+        os.close(process)
 
 
 def here(etcd):
@@ -99,6 +153,38 @@ def test_a_killed_session_is_noticed_whichever_it_is(etcd, begin, victim):
     sessions = begin(("a",), ("b",), ("c",))
     sessions[victim].kill()
     wait_until(lambda: here(etcd), lambda found: found == {"a", "b", "c"} - {"abc"[victim]})
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_agent_is_noticed_whichever_it_is(etcd, begin, victim):
+    sessions = begin(("a", "nursery"), ("b", "nursery"), ("c", "nursery"))
+    sessions[victim].kill()
+    wait_until(lambda: here(etcd), lambda found: found == {"a", "b", "c"} - {"abc"[victim]})
+
+
+def test_an_agent_lives_on_in_etcd_until_its_nursery_is_done(etcd, begin):
+    first, _, third = begin(("a", "nursery"), ("b", "nursery"), ("c", "nursery"))
+    nursery = first.nursery()
+    os.kill(nursery, signal.SIGSTOP)
+    first.kill()
+    third.kill()
+    wait_until(lambda: here(etcd), lambda found: "c" not in found)
+    assert here(etcd) == {"a", "b"}
+    os.kill(nursery, signal.SIGCONT)
+    wait_until(lambda: here(etcd), lambda found: found == {"b"})
+
+
+def test_an_agent_that_lives_behind_a_firewall_that_refuses_is_not_ended(etcd, begin):
+    first, _, third = begin(("a", "nursery"), ("b", "nursery"), ("c", "nursery"))
+    (_, port), *_ = etcd.cards(SCOPE)
+    # Its links end, and connections to it are refused from now on.
+    cut(first.program.pid, port)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), HANG)
+    third.kill()
+    wait_until(lambda: here(etcd), lambda found: "c" not in found)
+    assert here(etcd) == {"a", "b"}
+    assert first.program.poll() is None
 
 
 def test_not_before_its_listener_is_let_go(etcd, begin):

@@ -238,7 +238,7 @@ fn a_nursery_that_has_no_descriptor_left_says_that_it_cannot_guard() {
     let fence = Fence::new().unwrap();
     let page = fence.descriptors().unwrap().remove(0);
     for (request, fds) in
-        [(Request::Hold { beside: false }, vec![page]), (Request::Fence, fence.descriptors().unwrap())]
+        [(Request::Hold { beside: false, word: None }, vec![page]), (Request::Fence, fence.descriptors().unwrap())]
     {
         client.nursery.link.send(&request, fds).unwrap();
         assert_eq!(client.next().0, Reply::NotGuarded { errno: libc::EMFILE });

@@ -48,6 +48,17 @@ impl Guard for Nursery {
         }
     }
 
+    fn linked(&self, socket: BorrowedFd<'_>, word: [u8; 32], is_first: bool) {
+        // Without a descriptor, the end of this agent is noticed when its lease ends.
+        if let Ok(duplicate) = socket.try_clone_to_owned() {
+            self.keeper.hold_link(duplicate, word, is_first);
+        }
+    }
+
+    fn says_words(&self) -> bool {
+        true
+    }
+
     fn deadline(&self, boot_ns: u64) {
         // A deadline that had passed is told as `Fenced`.
         let _ = self.keeper.fence(Some(boot_ns));

@@ -7,13 +7,13 @@
 use elasticrs_runtime::clock::Stamp;
 use serde::{Deserialize, Serialize};
 
-use super::connections::Release;
+use super::connections::{LastWord, Release};
 use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
 use crate::sys::stage::Stage;
 
 /// Changes with every change of this file.
-pub const PROTOCOL: u32 = 10;
+pub const PROTOCOL: u32 = 11;
 
 /// The largest frame that is accepted; environments of 1024 workers stay far below it.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
@@ -91,6 +91,8 @@ pub enum Request {
     Hold {
         /// Not in place of those that are held, but as well.
         beside: bool,
+        /// What to say on it when nothing of a dead agent is left.
+        word: Option<LastWord>,
     },
     /// Close what is held, or some of it.
     Release(Release),

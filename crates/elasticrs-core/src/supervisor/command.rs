@@ -15,7 +15,7 @@ use super::counters::Counters;
 use super::evidence::EvidenceFiles;
 use super::queue::Queue;
 use crate::logs::{Logs, NotDrained};
-use crate::nursery::connections::Release;
+use crate::nursery::connections::{LastWord, Release};
 use crate::nursery::fence::Fence;
 use crate::nursery::launch::{LaunchError, NurseryImage};
 use crate::signal::Signal;
@@ -105,6 +105,12 @@ pub(super) enum Command {
 /// What becomes of the sockets that the nursery holds.
 pub(super) enum Guarded {
     Hold(OwnedFd),
+    /// A link with another agent; in place of the links of an earlier session if it is the first one of a session.
+    Link {
+        link: OwnedFd,
+        word: LastWord,
+        is_first: bool,
+    },
     /// As well as those that are held. Answered when a nursery has it, or will have it before it looks for the end of this
     /// process; not answered where none can be told.
     Beside(OwnedFd, oneshot::Sender<()>),

@@ -21,7 +21,7 @@ use super::queue::{Next, Queue};
 use super::task;
 use super::task::exits::open_notices;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
-use crate::nursery::connections::Release;
+use crate::nursery::connections::{LastWord, Release};
 use crate::nursery::fence::Fence;
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, ProcessSpec, StopPolicy};
@@ -39,6 +39,12 @@ impl Keeper {
     /// As [`Supervisor::guard_connection`]. Nothing, once it has ended; likewise below.
     pub fn hold(&self, connection: OwnedFd) {
         self.send(Guarded::Hold(connection));
+    }
+
+    /// Gives the nursery a link with another agent, on which it says `word` when nothing of this agent is left. The first link
+    /// of a session takes the place of those of the session before.
+    pub fn hold_link(&self, link: OwnedFd, word: LastWord, is_first: bool) {
+        self.send(Guarded::Link { link, word, is_first });
     }
 
     /// The nursery holds this connection beside the one that it has: the session is about to move there. Returns when this

@@ -16,6 +16,13 @@ pub trait Guard: Send {
     fn resumed(&self);
     /// It was not, and that socket will not be used.
     fn not_resumed(&self);
+    /// Another session waits on this link for the end of this one. A duplicate of it, held elsewhere, says `word` when nothing
+    /// that depends on this session is left. The first link of a session takes the place of those of the session before.
+    fn linked(&self, _socket: BorrowedFd<'_>, _word: [u8; 32], _is_first: bool) {}
+    /// True if something will say the words given to [`Self::linked`].
+    fn says_words(&self) -> bool {
+        false
+    }
     /// The session is sure to last until this moment on the boot clock, in nanoseconds.
     fn deadline(&self, boot_ns: u64);
     /// It was closed by its owner: nothing depends on it any more. One that is lost is not told of here. Its last deadline

@@ -1,12 +1,25 @@
 //! What sessions tell each other of themselves: a card in etcd, and the first words on a link. Pure.
 
+use std::fmt::Write;
+
+use sha2::{Digest, Sha256};
+
 use super::mapping::{Keys, Region, signed};
 use super::messages as pb;
 
 /// Where the cards of sessions are, under the prefix, behind the keys of users.
 const CARDS: &str = "~sessions/links/";
-/// What only those know who can read etcd.
+/// A secret of all sessions that can read etcd.
 pub(super) type Nonce = [u8; 16];
+/// The secret that is said on a session's links when nothing of the session is left.
+pub(super) type LastWord = [u8; 32];
+/// SHA-256 of a [`LastWord`].
+pub(super) type Seal = [u8; 32];
+
+/// Returns the seal by which others know this word.
+pub(super) fn seal_of(word: &LastWord) -> Seal {
+    Sha256::digest(word).into()
+}
 
 /// Who a session is, and where it is found.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,23 +27,55 @@ pub(super) struct Card {
     pub(super) lease: i64,
     pub(super) nonce: Nonce,
     pub(super) port: u16,
+    /// Tells the session's last word from any other. `None` if nothing will say it: the session has no nursery.
+    pub(super) seal: Option<Seal>,
     /// Where its machine may be reached.
     pub(super) hosts: Vec<String>,
 }
 
 impl Card {
-    /// `port nonce host …`.
+    /// `port nonce seal host …`; the seal is `-` if there is none.
     pub(super) fn encode(&self) -> Vec<u8> {
-        format!("{} {:032x} {}", self.port, u128::from_be_bytes(self.nonce), self.hosts.join(" ")).into_bytes()
+        let seal = self.seal.map_or_else(|| "-".into(), |seal| hex(&seal));
+        format!("{} {} {seal} {}", self.port, hex(&self.nonce), self.hosts.join(" ")).into_bytes()
     }
 
     /// Reads what any program may have written; `None`: it is no card.
     pub(super) fn decode(lease: i64, value: &[u8]) -> Option<Self> {
         let mut words = str::from_utf8(value).ok()?.split(' ');
         let port = words.next()?.parse().ok()?;
-        let nonce = u128::from_str_radix(words.next()?, 16).ok()?.to_be_bytes();
-        Some(Self { lease, nonce, port, hosts: words.filter(|word| !word.is_empty()).map(str::to_owned).collect() })
+        let nonce = unhex(words.next()?)?;
+        let seal = match words.next()? {
+            "-" => None,
+            seal => Some(unhex(seal)?),
+        };
+        Some(Self {
+            lease,
+            nonce,
+            port,
+            seal,
+            hosts: words.filter(|word| !word.is_empty()).map(str::to_owned).collect(),
+        })
     }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        // A string takes whatever is written.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
+    let mut bytes = [0; N];
+    if text.len() != 2 * N {
+        return None;
+    }
+    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(str::from_utf8(digits).ok()?, 16).ok()?;
+    }
+    Some(bytes)
 }
 
 /// The length of [`Hello::encode`].
@@ -105,9 +150,9 @@ mod tests {
     proptest! {
         #[test]
         fn a_card_is_read_as_it_was_written(
-            lease in 1..=i64::MAX, nonce: Nonce, port: u16, hosts in prop::collection::vec("[a-z0-9.:-]{1,20}", 0..3),
+            lease in 1..=i64::MAX, nonce: Nonce, port: u16, seal: Option<Seal>, hosts in prop::collection::vec("[a-z0-9.:-]{1,20}", 0..3),
         ) {
-            let card = Card { lease, nonce, port, hosts };
+            let card = Card { lease, nonce, port, seal, hosts };
             let put = keys().put_card("job", &card);
             let kvs = vec![pb::KeyValue { key: put.key, value: put.value, ..pb::KeyValue::default() }];
             let answer = pb::RangeResponse { kvs, ..pb::RangeResponse::default() };

@@ -1,7 +1,6 @@
 //! The client: one session with its lease, over as many connections as it takes. After its end, make a new one.
 
 use std::convert::Infallible;
-use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -36,8 +35,9 @@ impl Client {
     pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
         let handle = Handle::start(runtime, move |ending, inbox| {
             Box::pin(async move {
+                let guard: Rc<dyn Guard> = Rc::from(guard);
                 let credentials = Credentials { tls: options.tls.clone(), user: options.user.clone() };
-                run(&Rc::new(options), &Rc::new(credentials), &ending.0, guard.as_ref(), inbox).await;
+                run(&Rc::new(options), &Rc::new(credentials), &ending.0, &guard, inbox).await;
             })
         })?;
         Ok(Self { handle })
@@ -108,7 +108,7 @@ async fn run(
     options: &Rc<Options>,
     credentials: &Rc<Credentials>,
     events: &Events,
-    guard: &dyn Guard,
+    guard: &Rc<dyn Guard>,
     mut inbox: Inbox<Request>,
 ) {
     let (mut early, granted) = (Vec::new(), Granted::default());
@@ -130,7 +130,7 @@ async fn run(
             let (channels, channel) = watch::channel(None);
             let links = open_links(options, &opened, channel, guard);
             tell_connected(events, &opened);
-            let (session, link) = Session::new(options, credentials, opened, events, guard, channels);
+            let (session, link) = Session::new(options, credentials, opened, events, guard.as_ref(), channels);
             tokio::select! {
                 ended = session.run(link, early, &mut inbox) => ended,
                 never = run_links(links) => match never {},
@@ -138,7 +138,7 @@ async fn run(
         }
         Err(lost) => Ended::Lost(lost),
     };
-    ended.tell(events, guard);
+    ended.tell(events, guard.as_ref());
 }
 
 /// A session does without links that cannot be: its lease ends by itself.
@@ -146,11 +146,10 @@ fn open_links(
     options: &Options,
     opened: &Opened,
     channel: watch::Receiver<Option<Channel>>,
-    guard: &dyn Guard,
+    guard: &Rc<dyn Guard>,
 ) -> Option<(Links, TcpListener)> {
-    let opened = Links::open(options.links.as_ref()?, Rc::new(opened.keys.clone()), &opened.link, channel).ok()?;
-    guard.connected(opened.1.as_fd());
-    Some(opened)
+    let (site, keys) = (options.links.as_ref()?, Rc::new(opened.keys.clone()));
+    Links::open(site, keys, &opened.link, channel, Rc::clone(guard)).ok()
 }
 
 async fn run_links(links: Option<(Links, TcpListener)>) -> Infallible {

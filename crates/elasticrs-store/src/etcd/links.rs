@@ -1,18 +1,23 @@
 //! Links between the sessions of a job, by which a killed agent is noticed before its lease ends.
 //!
 //! Each session listens, and calls the one before it, which calls back. A caller stays connected; when the connection ends,
-//! it calls again. The agent's nursery holds a duplicate of the listener until its sweep is done, so a connection that is
-//! then refused proves that nothing runs there, and the caller revokes the lease.
+//! it calls again. The agent's nursery holds a duplicate of each connection on which a caller waits. When its sweep is done,
+//! it says the session's last word there. The session's card has a hash of that word, so the caller knows the word from any
+//! other, and revokes the lease.
 //!
-//! - **LINK-1** a lease is revoked only when its session was met at an address that now refuses connections;
+//! A session without a nursery (that of a worker, or of a plain program) has no last word. There a refused connection
+//! counts as its end, at an address where the session was met before.
+//!
+//! - **LINK-1** the lease of a session with a nursery is revoked only after its last word;
 //! - **LINK-2** a link that cannot be made, or that the network ends, costs nothing: the lease ends by itself;
-//! - **LINK-3** nobody is believed whose nonce is not on a card in etcd.
+//! - **LINK-3** a caller or an answer is believed only with a nonce that is on a card in etcd.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -24,7 +29,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::cards::{Card, HELLO, Hello, Nonce};
+use super::cards::{Card, HELLO, Hello, LastWord, Nonce, seal_of};
 use super::dial::{Link, Trouble};
 use super::grpc::Channel;
 use super::mapping::{Keys, unsigned};
@@ -32,6 +37,7 @@ use super::messages as pb;
 use super::open::RANGE;
 use super::options::Site;
 use crate::coordination::connect::resolve;
+use crate::coordination::guard::Guard;
 
 /// For a connection, and for the first words on one.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -50,6 +56,11 @@ pub(super) struct Links {
     channel: watch::Receiver<Option<Channel>>,
     /// The sessions that are called, by lease.
     called: RefCell<BTreeSet<i64>>,
+    guard: Rc<dyn Guard>,
+    /// `None` if nothing would say it.
+    word: Option<LastWord>,
+    /// True if the guard has got a link of this session.
+    is_guarded: Cell<bool>,
 }
 
 impl Links {
@@ -59,15 +70,20 @@ impl Links {
         keys: Rc<Keys>,
         link: &Link,
         channel: watch::Receiver<Option<Channel>>,
+        guard: Rc<dyn Guard>,
     ) -> io::Result<(Self, TcpListener)> {
         let listener = listen(None, Port::Any).map_err(|error| error.source)?;
         listener.set_nonblocking(true)?;
         let listener = TcpListener::from_std(listener)?;
         let mut nonce = Nonce::default();
-        getrandom::fill(&mut nonce).map_err(io::Error::other)?;
+        let mut word = LastWord::default();
+        getrandom::fill(&mut nonce).and_then(|()| getrandom::fill(&mut word)).map_err(io::Error::other)?;
+        let word = guard.says_words().then_some(word);
         let hosts = [Some(link.local.ip().to_string()), site.host.clone()].into_iter().flatten().collect();
-        let own = Card { lease: keys.lease, nonce, port: listener.local_addr()?.port(), hosts };
-        Ok((Self { keys, scope: site.scope.clone(), own, channel, called: RefCell::default() }, listener))
+        let seal = word.as_ref().map(seal_of);
+        let own = Card { lease: keys.lease, nonce, port: listener.local_addr()?.port(), seal, hosts };
+        let (scope, called, is_guarded) = (site.scope.clone(), RefCell::default(), Cell::default());
+        Ok((Self { keys, scope, own, channel, called, guard, word, is_guarded }, listener))
     }
 
     /// Keeps the links for as long as it is polled.
@@ -109,6 +125,9 @@ impl Links {
         let Some(hello) = Hello::decode(&bytes) else { return };
         let Some(caller) = self.card(hello.lease).await.filter(|card| card.nonce == hello.nonce) else { return };
         if stream.write_all(&self.own.nonce).await.is_ok() {
+            if let Some(word) = self.word {
+                self.guard.linked(stream.as_fd(), word, !self.is_guarded.replace(true));
+            }
             tokio::join!(ended(&mut stream), self.stay_linked(&caller));
         }
     }
@@ -119,7 +138,7 @@ impl Links {
             return;
         }
         tokio::select! {
-            () = self.refused(peer) => {
+            () = self.until_over(peer) => {
                 // One that has left in order has done so itself.
                 let revoke = pb::LeaseRevokeRequest { id: peer.lease };
                 let _: pb::LeaseRevokeResponse = self.ask("/etcdserverpb.Lease/LeaseRevoke", &revoke).await;
@@ -129,8 +148,9 @@ impl Links {
         self.called.borrow_mut().remove(&peer.lease);
     }
 
-    /// Calls a session again and again, until it is refused where it was met.
-    async fn refused(&self, peer: &Card) {
+    /// Calls a session until it is over: until its last word comes or, if it has none, until it refuses a connection where it
+    /// was met.
+    async fn until_over(&self, peer: &Card) {
         let mut met = None;
         let mut pause = PAUSES.0;
         loop {
@@ -139,10 +159,13 @@ impl Links {
                     Ok(Ok(mut stream)) => {
                         if self.meet(&mut stream, peer, met.is_some()).await {
                             (met, pause) = (Some(address), PAUSES.0);
-                            ended(&mut stream).await;
+                            if says_last_word(&mut stream, peer).await {
+                                return;
+                            }
                         }
                     }
-                    Ok(Err(error)) if met.is_some() && error.kind() == io::ErrorKind::ConnectionRefused => return,
+                    // A firewall refuses connections, too, so this is no proof where there is a better one.
+                    Ok(Err(error)) if is_end(&error, peer, met) => return,
                     // Unreachable, or not there: the lease tells.
                     Ok(Err(_)) | Err(_) => {}
                 }
@@ -210,6 +233,17 @@ async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
         }
     }
     found
+}
+
+fn is_end(error: &io::Error, peer: &Card, met: Option<SocketAddr>) -> bool {
+    peer.seal.is_none() && met.is_some() && error.kind() == io::ErrorKind::ConnectionRefused
+}
+
+/// Waits for the end of a link; returns true if the session's last word came before.
+async fn says_last_word(stream: &mut TcpStream, peer: &Card) -> bool {
+    let mut word = LastWord::default();
+    let came = stream.read_exact(&mut word).await.is_ok();
+    came && peer.seal == Some(seal_of(&word))
 }
 
 /// Waits for the end of a connection on which nothing more is said.

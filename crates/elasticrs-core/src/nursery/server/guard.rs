@@ -7,14 +7,14 @@ use elasticrs_runtime::clock::Stamp;
 
 use super::{Nursery, at_once};
 use crate::nursery::activity::Activity;
-use crate::nursery::connections::Release;
+use crate::nursery::connections::{Held, LastWord, Release};
 use crate::nursery::fence::{Fence, Look};
 use crate::nursery::protocol::{Reply, Request};
 
 impl Nursery {
-    pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool) {
+    pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
         match fds.into_iter().next() {
-            Some(held) => self.held.hold(held, beside),
+            Some(socket) => self.held.hold(Held { socket, word }, beside),
             // Our own limit of descriptors.
             None => self.tell(&Reply::NotGuarded { errno: libc::EMFILE }, Vec::new()),
         }
@@ -25,7 +25,7 @@ impl Nursery {
         // What it sent last is still to be read: the session may have moved, or the agent lives.
         while let Ok(Some((request, fds))) = self.link.receive() {
             match request {
-                Request::Hold { beside } => self.hold(fds, beside),
+                Request::Hold { beside, word } => self.hold(fds, beside, word),
                 Request::Release(which) => self.held.release(which),
                 _ => {}
             }

@@ -329,7 +329,7 @@ impl Nursery {
                 let at_once = Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, give_up);
                 self.begin_sweep(at_once, Some(number), Some(worker));
             }
-            Request::Hold { beside } => self.hold(fds, beside),
+            Request::Hold { beside, word } => self.hold(fds, beside, word),
             Request::Release(which) => self.held.release(which),
             Request::Fence => self.set_fence(fds),
             Request::Activity => self.set_activity(fds),

@@ -12,7 +12,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{LAST_SWEEP, Nursery};
 use crate::nursery::activity::{Activity, Doing, PATIENCE_MS};
-use crate::nursery::connections::{Connections, Release};
+use crate::nursery::connections::{Connections, Held, Release};
 use crate::nursery::fence::Fence;
 use crate::nursery::link::NurseryLink;
 use crate::nursery::protocol::Request;
@@ -79,7 +79,11 @@ impl Sentinel {
             match request {
                 Request::Guard => self.nursery = Guarded::new(fds),
                 Request::Fence => self.fence = Fence::from_descriptors(fds).ok(),
-                Request::Hold { beside } => fds.into_iter().for_each(|held| self.held.hold(held, beside)),
+                Request::Hold { beside, word } => {
+                    for socket in fds {
+                        self.held.hold(Held { socket, word }, beside);
+                    }
+                }
                 Request::Release(which) => self.held.release(which),
                 _ => {}
             }

@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use nix::errno::Errno;
 
 use super::{Nursery, Task};
+use crate::nursery::connections::Held;
 use crate::nursery::protocol::Request;
 use crate::supervisor::command::Guarded;
 use crate::supervisor::event::Event;
@@ -13,9 +14,10 @@ use crate::supervisor::event::Event;
 impl Task {
     pub(super) fn guard(&mut self, guarded: Guarded) {
         match guarded {
-            Guarded::Hold(connection) => self.hold(connection, false),
-            Guarded::Beside(connection, held) => {
-                self.hold(connection, true);
+            Guarded::Hold(socket) => self.hold(Held { socket, word: None }, false),
+            Guarded::Link { link, word, is_first } => self.hold(Held { socket: link, word: Some(word) }, !is_first),
+            Guarded::Beside(socket, held) => {
+                self.hold(Held { socket, word: None }, true);
                 if let Some(nursery) = &mut self.nursery {
                     nursery.tell_sent(held);
                 }
@@ -27,9 +29,10 @@ impl Task {
         }
     }
 
-    fn hold(&mut self, connection: OwnedFd, beside: bool) {
-        self.send_to_both(&Request::Hold { beside }, connection.try_clone().map(|copy| vec![copy]));
-        self.guard.hold(connection, beside);
+    fn hold(&mut self, held: Held, beside: bool) {
+        let request = Request::Hold { beside, word: held.word };
+        self.send_to_both(&request, held.socket.try_clone().map(|copy| vec![copy]));
+        self.guard.hold(held, beside);
     }
 
     /// Gives a nursery, or a sentinel, that is new what it guards.
@@ -39,7 +42,7 @@ impl Task {
             Err(error) => self.tell_not_guarded(error.raw_os_error().unwrap_or(libc::EMFILE)),
         };
         for held in self.guard.all() {
-            send(Request::Hold { beside: true }, held.try_clone().map(|copy| vec![copy]));
+            send(Request::Hold { beside: true, word: held.word }, held.socket.try_clone().map(|copy| vec![copy]));
         }
         send(Request::Fence, self.shared.fence.descriptors());
     }
