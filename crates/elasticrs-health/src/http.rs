@@ -104,15 +104,20 @@ pub fn parse(head: &[u8]) -> Result<Request, Response> {
 
 fn host(head: &[u8]) -> Result<Option<String>, Response> {
     let fields = head.split(|&byte| byte == b'\n').skip_while(|line| line.trim_ascii().is_empty()).skip(1);
-    let mut found = fields.filter_map(|line| {
-        let at = line.iter().position(|&byte| byte == b':')?;
-        let is_host = line[..at].eq_ignore_ascii_case(b"host");
-        is_host.then(|| String::from_utf8_lossy(line[at + 1..].trim_ascii()).into_owned())
-    });
-    match (found.next(), found.next()) {
-        (host, None) => Ok(host),
-        _ => Err(Response::text(400, "more than one Host")),
+    let mut host = None;
+    for line in fields {
+        let Some(at) = line.iter().position(|&byte| byte == b':') else { continue };
+        let (name, value) = (&line[..at], line[at + 1..].trim_ascii());
+        // `Host : x` is a host for some programs and no field for others.
+        if name.iter().any(u8::is_ascii_whitespace) {
+            return Err(Response::text(400, "white space in the name of a field"));
+        }
+        let is_host = name.eq_ignore_ascii_case(b"host");
+        if is_host && host.replace(String::from_utf8_lossy(value).into_owned()).is_some() {
+            return Err(Response::text(400, "more than one Host"));
+        }
     }
+    Ok(host)
 }
 
 #[cfg(test)]
@@ -148,6 +153,9 @@ mod tests {
         let of = |head: &[u8]| parse(head).map(|request| request.host).map_err(|response| response.status);
         assert_eq!(of(b"\r\nGET / HTTP/1.1\r\nA: Host: x\r\nhOST:  a:8 \r\n\r\n"), Ok(Some("a:8".into())));
         assert_eq!(of(b"GET / HTTP/1.1\nHost: a\nHost: b\n\n"), Err(400));
+        for ambiguous in [&b"GET / HTTP/1.1\r\nHost : a\r\n\r\n"[..], b"GET / HTTP/1.1\nA: b\n Host: a\n\n"] {
+            assert_eq!(of(ambiguous), Err(400));
+        }
         assert_eq!(of(b"GET /Host: HTTP/1.1\n\n"), Ok(None));
     }
 

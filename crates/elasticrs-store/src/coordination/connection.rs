@@ -248,8 +248,10 @@ impl Connection {
     async fn read(&mut self) -> Result<(), End> {
         self.frames.rest();
         loop {
+            // What is pushed meanwhile may tell of a change that is not on disk.
+            let pushed = self.outbox.pushed();
             self.hub.settled().await;
-            let is_sent = match self.outbox.flush(&self.stream) {
+            let is_sent = match self.outbox.flush(&self.stream, pushed) {
                 Ok(is_sent) => is_sent,
                 // Its end has come before the reset: that is still to be read, behind what was sent before it.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => true,
@@ -310,7 +312,7 @@ impl Connection {
     }
 
     async fn say_why(&self) -> io::Result<()> {
-        while !self.outbox.flush(&self.stream)? {
+        while !self.outbox.flush(&self.stream, u64::MAX)? {
             self.stream.ready(Interest::WRITABLE).await?;
         }
         stream::part(&self.stream, MAX_DROPPED).await

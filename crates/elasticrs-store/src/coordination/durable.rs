@@ -4,9 +4,12 @@
 //! commit. When there are many, and at each start, a new file takes the place of the old one, with what there is by then.
 //! The file that stands there is locked by its store, the new one before it stands there.
 //!
-//! - **DISK-1** what [`StateFile::commit`] has returned for is there after any end of the process or of the machine;
+//! - **DISK-1** what [`StateFile::commit`] has returned for is there after any end of the process or of the machine; if the
+//!   file was damaged since, it is refused, or the loss is reported;
 //! - **DISK-2** a batch is there whole or not at all;
-//! - **DISK-3** a file that is damaged, was cut off, is not ours or in use, stays as it is.
+//! - **DISK-3** a file that is damaged, was cut off, is not ours or in use, stays as it is;
+//! - **DISK-4** nothing is read from or written to a file that another user has made, or in a folder in which anybody may
+//!   replace it.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, Permissions, canonicalize, metadata, remove_file, rename};
@@ -17,6 +20,7 @@ use std::sync::Arc;
 
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg, OFlag};
+use nix::unistd::geteuid;
 use sha2::{Digest as _, Sha256};
 
 use super::protocol::{Digest, Secret, StoreId};
@@ -34,6 +38,8 @@ const SYNCED_AT: u64 = 12;
 /// A record's length and its digest.
 const AROUND: u64 = 4 + 32;
 
+/// What the sessions of one record may take.
+const MAX_SESSIONS: u64 = 16 << 20;
 /// How much of a whole state goes into one record, about.
 const CHUNK: usize = 1 << 20;
 /// A file is replaced when it has grown by this, and to the double.
@@ -44,6 +50,10 @@ const GROWTH: u64 = 4 << 20;
 pub enum StateError {
     #[error("cannot {doing} the state {path}: {why}", path = path.display(), why = words(source))]
     Io { doing: &'static str, path: PathBuf, source: io::Error },
+    #[error("the state {path} belongs to user {owner}, who could change it, and this store runs as user {own}: start it as that user, or name another file", path = path.display())]
+    Stranger { path: PathBuf, owner: u32, own: u32 },
+    #[error("anybody may replace files in {folder}, where the state {path} is: take that right away (chmod o-w), or name another folder", folder = folder.display(), path = path.display())]
+    Unprotected { path: PathBuf, folder: PathBuf },
     #[error("a running store uses the state {}", .0.display())]
     Locked(PathBuf),
     #[error("{} is not the state of a store", .0.display())]
@@ -157,8 +167,19 @@ fn set<K: Ord, V>(map: &mut BTreeMap<K, V>, key: K, value: Option<V>) {
     }
 }
 
+/// Bits of a folder's mode: only owners remove files; anybody may make some.
+const STICKY: u32 = 0o1000;
+const WRITABLE: u32 = 0o0002;
 /// Sessions can be taken up by whoever reads it.
 const MODE: u32 = 0o600;
+
+/// What [`StateFile::replace`] has done.
+#[derive(Debug)]
+pub(super) enum Replaced {
+    Yes,
+    /// The new file could not be written. The one before is as it was, and in use.
+    No(StateError),
+}
 
 /// The file of a store that runs.
 #[derive(Debug)]
@@ -166,9 +187,11 @@ pub(super) struct StateFile {
     path: PathBuf,
     file: Flock<File>,
     end: u64,
+    /// Bytes at the end of the file before that were no whole record, and are not in this one.
+    pub(super) dropped: u64,
     /// Of all that was written so far.
     digest: Digest,
-    /// How long it was when it took its predecessor's place.
+    /// How long it was when it took its predecessor's place, or when that was last tried.
     begun: u64,
 }
 
@@ -186,10 +209,12 @@ impl StateFile {
             Err(error) if error.kind() == ErrorKind::NotFound => path.to_owned(),
             real => real.map_err(|source| failed("open", path, source))?,
         };
+        check_folder(&path)?;
         let held = lock(&path, &path, &mut OpenOptions::new())?;
-        let there = held.as_ref().map_or(Ok(None), |file| load(&path, file))?;
+        let there = held.as_ref().map_or(Ok(None), |file| load(&path, file, limit))?;
         let served = || run_id.map(str::to_owned);
-        let mut image = there.unwrap_or_else(|| Image { run_id: served(), next_session: 1, ..Image::default() });
+        let new = || (Image { run_id: served(), next_session: 1, ..Image::default() }, 0);
+        let (mut image, dropped) = there.unwrap_or_else(new);
         if image.run_id.as_deref() != run_id {
             return Err(StateError::Run { path, kept: image.run_id, served: served() });
         }
@@ -199,14 +224,16 @@ impl StateFile {
         }
         image.ids.insert(0, id);
         image.ids.truncate(MAX_IDS);
-        Ok((Self::begin(path, held.as_deref(), image.items(&image.entries))?, image))
+        let begun = Self::begin(path, held.as_deref(), image.items(&image.entries));
+        Ok((Self { dropped, ..begun.map_err(|(error, _)| error)? }, image))
     }
 
     /// Adds these in one batch, and returns when they are on disk. After an error nobody knows what is there: the store
     /// has to end.
     pub(super) fn commit(&mut self, items: &[Item]) -> Result<(), StateError> {
-        let synced = self.end;
-        self.append(items).and_then(|()| self.sync(synced)).map_err(|source| self.failed(source))
+        // The note comes last: until it is there, a record that is not whole may be one that was on its way.
+        let written = self.append(items).and_then(|()| self.file.sync_data()).and_then(|()| self.note_synced());
+        written.map_err(|source| self.failed(source))
     }
 
     /// Whether it is time for a new file.
@@ -214,45 +241,67 @@ impl StateFile {
         self.end - self.begun > self.begun.max(GROWTH)
     }
 
-    /// Puts a new file with this whole state in place of the one that is there; it is on disk then.
-    pub(super) fn replace(&mut self, whole: impl Iterator<Item = Item>) -> Result<(), StateError> {
-        *self = Self::begin(self.path.clone(), Some(&self.file), whole)?;
-        Ok(())
+    /// Puts a new file with this whole state in place of the one that is there; it is on disk then. If there is no room for it,
+    /// the next attempt is due when the file has doubled again.
+    ///
+    /// # Errors
+    /// The file is no longer in its place, or nobody knows which one is.
+    pub(super) fn replace(&mut self, whole: impl Iterator<Item = Item>) -> Result<Replaced, StateError> {
+        match Self::begin(self.path.clone(), Some(&self.file), whole) {
+            Ok(new) => {
+                *self = new;
+                Ok(Replaced::Yes)
+            }
+            Err((error, Harm::None)) => {
+                self.begun = self.end;
+                Ok(Replaced::No(error))
+            }
+            Err((error, Harm::Unknown)) => Err(error),
+        }
     }
 
     /// Notes that nothing follows: a copy that lacks the end is then known as such.
     pub(super) fn finish(&mut self) -> Result<(), StateError> {
-        self.sync(self.end).map_err(|source| self.failed(source))
+        self.note_synced().and_then(|()| self.file.sync_data()).map_err(|source| self.failed(source))
     }
 
-    /// Makes a file with this whole state, and puts it where `held` stands, or nothing does.
-    fn begin(path: PathBuf, held: Option<&File>, whole: impl Iterator<Item = Item>) -> Result<Self, StateError> {
+    /// Makes a file with this whole state, and puts it where `held` stands, or nothing does. After an error `held` may still
+    /// be in its place.
+    fn begin(
+        path: PathBuf,
+        held: Option<&File>,
+        whole: impl Iterator<Item = Item>,
+    ) -> Result<Self, (StateError, Harm)> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let next = path.with_file_name(format!(".{name}.elasticrs-new"));
         // Somebody else may have put something there: a link leads nowhere, and what was open to others is no longer.
         let mut options = OpenOptions::new();
         options.create(true).mode(MODE).custom_flags(OFlag::O_NOFOLLOW.bits());
-        let Some(file) = lock(&next, &path, &mut options)? else {
+        let Some(file) = lock(&next, &path, &mut options).map_err(|error| (error, Harm::None))? else {
             // Only its folder can be missing.
-            return Err(failed("write", &path, Errno::ENOENT.into()));
+            return Err((failed("write", &path, Errno::ENOENT.into()), Harm::Unknown));
         };
-        let mut begun = Self { path, file, end: HEAD, digest: Digest::default(), begun: HEAD };
+        let mut begun = Self { path, file, dropped: 0, end: HEAD, digest: Digest::default(), begun: HEAD };
         // Whoever replaces the file holds this lock, so what stands there now stays until it is replaced here.
         let is_there = match held {
             Some(held) => stands_at(&begun.path, held),
             None => begun.path.try_exists().map(|is_there| !is_there),
         };
+        let harm = |harm| move |error| (error, harm);
         let written = match is_there {
-            Ok(true) => begun.fill(whole).and_then(|()| put_in_place(&next, &begun.path)),
-            Ok(false) if begun.path.exists() => Err(Errno::EWOULDBLOCK.into()),
+            Ok(true) => begun
+                .fill(whole)
+                .map_err(harm(Harm::None))
+                .and_then(|()| put_in_place(&next, &begun.path).map_err(harm(Harm::Unknown))),
+            Ok(false) if begun.path.exists() => Err((Errno::EWOULDBLOCK.into(), Harm::Unknown)),
             // It was removed.
-            Ok(false) => Err(Errno::ENOENT.into()),
-            Err(error) => Err(error),
+            Ok(false) => Err((Errno::ENOENT.into(), Harm::Unknown)),
+            Err(error) => Err((error, Harm::Unknown)),
         };
-        let Err(source) = written else { return Ok(begun) };
+        let Err((source, harm)) = written else { return Ok(begun) };
         // It is of no use to anybody; that it could not be removed is no second error.
         let _ = remove_file(&next);
-        Err(begun.failed(source))
+        Err((begun.failed(source), harm))
     }
 
     fn fill(&mut self, whole: impl Iterator<Item = Item>) -> io::Result<()> {
@@ -275,7 +324,8 @@ impl StateFile {
         }
         self.append(&chunk)?;
         self.begun = self.end;
-        self.sync(self.end)
+        self.note_synced()?;
+        self.file.sync_data()
     }
 
     fn append(&mut self, items: &[Item]) -> io::Result<()> {
@@ -287,15 +337,23 @@ impl StateFile {
         Ok(())
     }
 
-    /// Returns when all is on disk, and the note that so much was before.
-    fn sync(&self, before: u64) -> io::Result<()> {
-        self.file.write_all_at(&before.to_le_bytes(), SYNCED_AT)?;
-        self.file.sync_data()
+    /// Notes in the head that all is on disk. The note itself gets there with the next sync; after a crash of the process
+    /// alone it is there, too.
+    fn note_synced(&self) -> io::Result<()> {
+        self.file.write_all_at(&self.end.to_le_bytes(), SYNCED_AT)
     }
 
     fn failed(&self, source: io::Error) -> StateError {
         failed("write", &self.path, source)
     }
+}
+
+/// What an attempt to replace a file has done to the one before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Harm {
+    None,
+    /// It is not in its place, or that is not known.
+    Unknown,
 }
 
 fn failed(doing: &'static str, path: &Path, source: io::Error) -> StateError {
@@ -318,10 +376,36 @@ fn lock(at: &Path, state: &Path, options: &mut OpenOptions) -> Result<Option<Flo
         };
         let locked = Flock::lock(file, FlockArg::LockExclusiveNonblock);
         let file = locked.map_err(|(_, errno)| failed("lock", state, errno.into()))?;
+        check_owner(at, &file).map_err(|source| failed("open", state, source))??;
         if stands_at(at, &file).map_err(|source| failed("open", state, source))? {
             return Ok(Some(file));
         }
     }
+}
+
+/// Refuses a file that another user has made, who may still have it open.
+fn check_owner(path: &Path, file: &File) -> io::Result<Result<(), StateError>> {
+    let (about, own) = (file.metadata()?, geteuid().as_raw());
+    let owner = about.uid();
+    let is_ours = owner == own || !about.is_file();
+    Ok(if is_ours { Ok(()) } else { Err(StateError::Stranger { path: path.to_owned(), owner, own }) })
+}
+
+/// Refuses a folder in which anybody may replace a file. In one with the sticky bit, only its owner may.
+fn check_folder(path: &Path) -> Result<(), StateError> {
+    let folder = folder_of(path);
+    let Ok(about) = metadata(folder) else {
+        // That it is missing is told when the file is opened.
+        return Ok(());
+    };
+    if about.mode() & (STICKY | WRITABLE) == WRITABLE {
+        return Err(StateError::Unprotected { path: path.to_owned(), folder: folder.to_owned() });
+    }
+    Ok(())
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 fn stands_at(path: &Path, file: &File) -> io::Result<bool> {
@@ -334,12 +418,11 @@ fn stands_at(path: &Path, file: &File) -> io::Result<bool> {
 
 fn put_in_place(next: &Path, path: &Path) -> io::Result<()> {
     rename(next, path)?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+    File::open(folder_of(path))?.sync_all()
 }
 
-/// What a file holds; `None`: it is empty.
-fn load(path: &Path, file: &File) -> Result<Option<Image>, StateError> {
+/// What a file holds; `None`: it is empty. Its keys should have at most `limit` bytes.
+fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, StateError> {
     let cannot_read = |source| failed("read", path, source);
     let foreign = || StateError::Foreign(path.to_owned());
     let about = file.metadata().map_err(cannot_read)?;
@@ -364,27 +447,30 @@ fn load(path: &Path, file: &File) -> Result<Option<Image>, StateError> {
     }
     let mut image = Image::default();
     let mut digest = Digest::default();
+    // A record holds each key once, or its name.
+    let most = u64::try_from(limit).unwrap_or(u64::MAX).saturating_mul(2).saturating_add(MAX_SESSIONS);
     let mut at = HEAD;
     loop {
         let damaged = || StateError::Damaged { path: path.to_owned(), at };
-        let Some(record) = next_record(&mut reader, about.len() - at, &mut digest).map_err(cannot_read)? else {
-            // Nobody was told of what was on its way to the disk when the store ended.
-            return if at < synced { Err(damaged()) } else { Ok(Some(image)) };
+        let left = about.len() - at;
+        let Some(record) = next_record(&mut reader, left, most, &mut digest).map_err(cannot_read)? else {
+            // As a rule nobody was told of what was on its way to the disk when the store ended.
+            return if at < synced { Err(damaged()) } else { Ok(Some((image, left))) };
         };
         image.apply(Cursor::whole::<Vec<Item>>(&record).map_err(|Malformed(_)| damaged())?);
         at += AROUND + record.len() as u64;
     }
 }
 
-/// `None`: what follows is no whole record, or nothing.
-fn next_record(reader: &mut impl Read, left: u64, digest: &mut Digest) -> io::Result<Option<Vec<u8>>> {
+/// `None`: what follows is no whole record of at most `most` bytes, or nothing.
+fn next_record(reader: &mut impl Read, left: u64, most: u64, digest: &mut Digest) -> io::Result<Option<Vec<u8>>> {
     let mut length = [0; 4];
     if left < AROUND {
         return Ok(None);
     }
     reader.read_exact(&mut length)?;
     let bytes = u64::from(u32::from_le_bytes(length));
-    if left < AROUND + bytes {
+    if left < AROUND + bytes || bytes > most {
         return Ok(None);
     }
     let mut record = length.to_vec();

@@ -174,6 +174,12 @@ impl Hub {
         }
         self.shared.get_mut().state.restore(image.revision, std::mem::take(&mut image.entries));
         self.ids.clone_from(&image.ids);
+        if file.dropped > 0 {
+            self.notices.say(format!(
+                "the last {} bytes of the state were not written whole and are left out: normal if the store or its machine was                  killed during a write, whose client was not answered; otherwise the disk has lost a write",
+                file.dropped
+            ));
+        }
         self.journal = Some(Journal::new(file, image));
         self
     }
@@ -458,8 +464,10 @@ impl Hub {
         loop {
             journal.changed().await;
             let shared = self.shared.borrow();
-            if let Err(error) = journal.save(&shared.state, shared.next_session) {
-                return error;
+            match journal.save(&shared.state, shared.next_session) {
+                Ok(None) => {}
+                Ok(Some(line)) => self.notices.say(line),
+                Err(error) => return error,
             }
         }
     }

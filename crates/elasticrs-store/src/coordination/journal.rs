@@ -9,14 +9,16 @@ use std::sync::Arc;
 use tokio::sync::Notify;
 use tokio::task::yield_now;
 
-use super::durable::{Granted, Image, Item, StateError, StateFile};
+use super::durable::{Granted, Image, Item, Replaced, StateError, StateFile};
 use super::state::{Revision, SessionId, State};
 
 /// Of a store that keeps its state.
 #[derive(Debug)]
 pub(super) struct Journal {
     kept: RefCell<Kept>,
-    is_saved: Cell<bool>,
+    /// Number of changes so far, and how many of them are on disk.
+    noted: Cell<u64>,
+    on_disk: Cell<u64>,
     changed: Notify,
     saved: Notify,
 }
@@ -35,7 +37,13 @@ impl Journal {
     /// Of a file that holds this image, and these keys.
     pub(super) fn new(file: StateFile, image: Image) -> Self {
         let kept = Kept { file, image, keys: BTreeSet::new(), sessions: BTreeSet::new() };
-        Self { kept: RefCell::new(kept), is_saved: Cell::new(true), changed: Notify::new(), saved: Notify::new() }
+        Self {
+            kept: RefCell::new(kept),
+            noted: Cell::new(0),
+            on_disk: Cell::new(0),
+            changed: Notify::new(),
+            saved: Notify::new(),
+        }
     }
 
     /// A session has begun.
@@ -74,7 +82,7 @@ impl Journal {
 
     fn note(&self, change: impl FnOnce(&mut Kept)) {
         change(&mut self.kept.borrow_mut());
-        self.is_saved.set(false);
+        self.noted.set(self.noted.get() + 1);
         self.changed.notify_one();
     }
 
@@ -84,20 +92,22 @@ impl Journal {
         yield_now().await;
     }
 
-    /// Waits until all is on disk.
+    /// Waits until all changes so far are on disk. Changes that come meanwhile are not waited for: in a busy store there would
+    /// always be more of them.
     pub(super) async fn settled(&self) {
-        while !self.is_saved.get() {
+        let noted = self.noted.get();
+        while self.on_disk.get() < noted {
             self.saved.notified().await;
         }
     }
 
-    /// Puts all on disk that is not there.
-    pub(super) fn save(&self, state: &State, next_session: SessionId) -> Result<(), StateError> {
+    /// Writes to disk whatever is not there yet. Returns a line for the user if the file could not be replaced by a shorter one,
+    /// which does no harm as long as there is room for it to grow.
+    pub(super) fn save(&self, state: &State, next_session: SessionId) -> Result<Option<String>, StateError> {
         let Kept { file, image, keys, sessions } = &mut *self.kept.borrow_mut();
         (image.revision, image.next_session) = (state.revision(), next_session);
-        if file.has_grown() {
-            file.replace(image.items(state.entries()))?;
-        } else {
+        let replaced = file.has_grown().then(|| file.replace(image.items(state.entries()))).transpose()?;
+        if !matches!(replaced, Some(Replaced::Yes)) {
             let sessions =
                 sessions.iter().map(|id| Item::Session { id: *id, granted: image.sessions.get(id).cloned() });
             let keys = keys.iter().map(|key| Item::Key { key: Arc::clone(key), stored: state.stored(key).cloned() });
@@ -105,14 +115,19 @@ impl Journal {
         }
         keys.clear();
         sessions.clear();
-        self.is_saved.set(true);
+        self.on_disk.set(self.noted.get());
         self.saved.notify_waiters();
-        Ok(())
+        Ok(match replaced {
+            Some(Replaced::No(error)) => Some(format!(
+                "{error}; the store goes on with its present file, which needs room to grow, and tries again when that has doubled"
+            )),
+            Some(Replaced::Yes) | None => None,
+        })
     }
 
     /// Puts the rest on disk, behind which nothing follows.
     pub(super) fn finish(&self, state: &State, next_session: SessionId) -> Result<(), StateError> {
-        if !self.is_saved.get() {
+        if self.on_disk.get() < self.noted.get() {
             self.save(state, next_session)?;
         }
         self.kept.borrow_mut().file.finish()

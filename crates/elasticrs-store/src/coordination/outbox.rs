@@ -24,7 +24,10 @@ const BATCH: usize = 64;
 #[derive(Debug)]
 pub(super) struct Outbox {
     pub(super) peer: SocketAddr,
-    queue: RefCell<VecDeque<Rc<Message>>>,
+    /// Each with its number.
+    queue: RefCell<VecDeque<(u64, Rc<Message>)>>,
+    /// The number of the next message.
+    next: Cell<u64>,
     /// Bytes of the first message that have been sent.
     sent: Cell<usize>,
     unread: Cell<usize>,
@@ -44,6 +47,7 @@ impl Outbox {
         Self {
             peer,
             queue: RefCell::default(),
+            next: Cell::default(),
             sent: Cell::default(),
             unread: Cell::default(),
             unread_of_long: Cell::default(),
@@ -73,9 +77,20 @@ impl Outbox {
             self.unread_of_long.set(message.len());
         }
         self.unread.set(self.unread.get() + message.len());
-        self.queue.borrow_mut().push_back(message);
-        self.wake.notify_one();
+        self.append(message);
         true
+    }
+
+    fn append(&self, message: Rc<Message>) {
+        let number = self.next.get();
+        self.next.set(number + 1);
+        self.queue.borrow_mut().push_back((number, message));
+        self.wake.notify_one();
+    }
+
+    /// Returns how many messages there have been, for [`Self::flush`].
+    pub(super) fn pushed(&self) -> u64 {
+        self.next.get()
     }
 
     /// So many bytes wait for the rest of their request.
@@ -93,13 +108,11 @@ impl Outbox {
         if self.is_closing.replace(true) {
             return;
         }
-        let mut queue = self.queue.borrow_mut();
         // A message that has begun must be ended, or the next one could not be told from it.
-        queue.truncate(usize::from(self.sent.get() > 0));
+        self.queue.borrow_mut().truncate(usize::from(self.sent.get() > 0));
         let mut last = if self.has_begun.get() { Vec::new() } else { MAGIC.to_vec() };
         last.extend(Answer::Refused { kind, message: message.into() }.encode());
-        queue.push_back(Message::last(&self.all, last));
-        self.wake.notify_one();
+        self.append(Message::last(&self.all, last));
     }
 
     /// As [`Self::refuse`], and keeps nothing: a client that has begun a message does not hear why.
@@ -125,14 +138,15 @@ impl Outbox {
         self.is_closing.get()
     }
 
-    /// Hands the kernel as much as it takes; true when nothing is left.
-    pub(super) fn flush(&self, stream: &TcpStream) -> io::Result<bool> {
+    /// Hands the kernel as much as it takes of the first `pushed` messages; returns true when none of them is left.
+    pub(super) fn flush(&self, stream: &TcpStream, pushed: u64) -> io::Result<bool> {
         let mut queue = self.queue.borrow_mut();
-        while !queue.is_empty() {
+        while queue.front().is_some_and(|(number, _)| *number < pushed) {
             let skip = self.sent.get();
             let mut slices = [IoSlice::new(&[]); BATCH];
             let mut count = 0;
-            for (slice, message) in slices.iter_mut().zip(queue.iter()) {
+            let due = queue.iter().take_while(|(number, _)| *number < pushed);
+            for (slice, (_, message)) in slices.iter_mut().zip(due) {
                 *slice = IoSlice::new(if count == 0 { &message[skip..] } else { message });
                 count += 1;
             }
@@ -141,7 +155,7 @@ impl Outbox {
                     self.has_begun.set(true);
                     self.unread.set(self.unread.get().saturating_sub(written));
                     let mut left = skip + written;
-                    while let Some(first) = queue.front() {
+                    while let Some((_, first)) = queue.front() {
                         if first.len() > MAX_UNREAD {
                             self.unread_of_long.set(first.len().saturating_sub(left));
                         }
@@ -189,7 +203,7 @@ mod tests {
         let push = |length| outbox.push(Message::new(&all, vec![0; length]));
         assert!(push(50 << 20) && push(MAX_UNREAD));
         // The kernel takes some of it.
-        assert!(!outbox.flush(&stream).unwrap());
+        assert!(!outbox.flush(&stream, u64::MAX).unwrap());
         assert!(push(1) && !push(1));
         drop(client);
     }

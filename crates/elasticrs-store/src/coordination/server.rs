@@ -240,7 +240,7 @@ fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
     let outbox = Outbox::new(&hub.held, peer);
     outbox.refuse(LostKind::Limit, said);
     // A socket that is new takes so little at once; one that does not is closed without a word.
-    if outbox.flush(&stream).is_ok() {
+    if outbox.flush(&stream, u64::MAX).is_ok() {
         let _ = shutdown(stream.as_raw_fd(), Shutdown::Write);
     }
 }

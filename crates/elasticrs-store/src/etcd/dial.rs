@@ -65,6 +65,8 @@ impl Link {
             Some(Ok(Ok(()))) | None => "it was closed".into(),
             Some(Err(error)) => error.to_string(),
         };
+        // The kernel reports an error once: to a write, if that comes before a read.
+        let why = self.heard.borrow().unwritten.clone().unwrap_or(why);
         Lost::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
     }
 
@@ -114,6 +116,10 @@ impl Link {
     }
 }
 
+/// The member that answers may have space itself, so the user would look for the cause in the wrong place.
+const NO_SPACE: &str = ". One of the members has raised this alarm (`etcdctl alarm list`), and all refuse writes until it is \
+                        disarmed: free space there (compact, defrag), then `etcdctl alarm disarm`";
+
 /// How long a broken connection may take to say why.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
@@ -150,6 +156,7 @@ impl Trouble {
             CallError::Status { code, message } => (code, message),
         };
         let message = message.trim_start_matches("etcdserver: ");
+        let hint = if message.contains("database space exceeded") { NO_SPACE } else { "" };
         let is_retried = message.contains("auth store is old") || message.contains("too many requests");
         let kind = match code {
             _ if is_retried => LostKind::Timeout,
@@ -166,7 +173,7 @@ impl Trouble {
             // No leader, a new leader, too slow, stopping, and what no version has said so far.
             _ => LostKind::Timeout,
         };
-        let lost = Lost::new(kind, format!("etcd at {at}: {message}"));
+        let lost = Lost::new(kind, format!("etcd at {at}: {message}{hint}"));
         // A token may have run out: a new connection gets a new one.
         if kind == LostKind::Timeout || code == code::UNAUTHENTICATED { Self::Again(lost) } else { Self::Fatal(lost) }
     }
@@ -341,6 +348,8 @@ struct Heard {
     /// Its first bytes.
     opening: Vec<u8>,
     tls: Option<TlsError>,
+    /// The first error of a write.
+    unwritten: Option<String>,
 }
 
 /// A stream that is listened to.
@@ -370,7 +379,10 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Overheard<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         match Pin::new(&mut self.stream).poll_write(cx, bytes) {
             // Why the connection has ended is still to be read from it.
-            Poll::Ready(Err(_)) => Poll::Ready(Ok(bytes.len())),
+            Poll::Ready(Err(error)) => {
+                self.heard.borrow_mut().unwritten.get_or_insert_with(|| plain(&error));
+                Poll::Ready(Ok(bytes.len()))
+            }
             written => written,
         }
     }
@@ -381,5 +393,34 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Overheard<S> {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWriteExt;
+    use tokio::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn the_error_of_a_write_is_kept() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
+        runtime.block_on(async {
+            let (stream, peer) = UnixStream::pair().unwrap();
+            drop(peer);
+            let heard = Rc::<RefCell<Heard>>::default();
+            let mut stream = Overheard { stream, heard: Rc::clone(&heard) };
+            stream.write_all(b"lost").await.unwrap();
+            assert_eq!(heard.borrow().unwritten.as_deref(), Some("broken pipe"));
+        });
+    }
+
+    #[test]
+    fn an_alarm_is_that_of_some_member() {
+        let message = "etcdserver: mvcc: database space exceeded".to_owned();
+        let error = CallError::Status { code: code::RESOURCE_EXHAUSTED, message };
+        let lost = Trouble::of(error, "host:2379").lost();
+        assert_eq!((lost.kind, lost.message.contains("etcdctl alarm")), (LostKind::Limit, true));
     }
 }

@@ -72,23 +72,32 @@ proptest! {
         let bytes = std::fs::read(&path).unwrap();
         let read = |bytes: &[u8]| {
             std::fs::write(&path, bytes).unwrap();
-            load(&path, &File::open(&path).unwrap())
+            load(&path, &File::open(&path).unwrap(), LIMIT)
         };
-        prop_assert_eq!(&read(&bytes).unwrap().unwrap(), &image);
-        // What the last but one commit has returned for; the last one is on its way.
-        let (synced, before) = &states[states.len() - 2];
-        let synced = usize::try_from(*synced).unwrap();
+        let kept = |image: &Image, dropped: usize| Some((image.clone(), u64::try_from(dropped).unwrap()));
+        let flip = |bytes: &[u8], at: usize| {
+            let mut flipped = bytes.to_vec();
+            flipped[at] ^= 1 << (at % 8);
+            flipped
+        };
+        prop_assert_eq!(read(&bytes).unwrap(), kept(&image, 0));
+        // What the last but one commit has returned for; the last one is on its way, so it is not noted.
+        let (noted, before) = &states[states.len() - 2];
+        let synced = usize::try_from(*noted).unwrap();
+        let mut on_its_way = bytes.clone();
+        on_its_way[12..HEAD_LENGTH].copy_from_slice(&noted.to_le_bytes());
         let at = synced + cut.index(bytes.len() - synced);
-        prop_assert_eq!(&read(&bytes[..at]).unwrap().unwrap(), before);
-        let mut torn = bytes.clone();
-        torn[at] ^= 1 << (at % 8);
-        prop_assert_eq!(&read(&torn).unwrap().unwrap(), before);
-        // DISK-3: anything before that was on disk.
-        let at = HEAD_LENGTH + flipped.index(synced - HEAD_LENGTH);
-        let mut flipped = bytes.clone();
-        flipped[at] ^= 1 << (at % 8);
-        for bytes in [&bytes[..at], &flipped[..]] {
-            let is_damaged = matches!(read(bytes), Err(StateError::Damaged { .. }));
+        prop_assert_eq!(read(&on_its_way[..at]).unwrap(), kept(before, at - synced));
+        prop_assert_eq!(read(&flip(&on_its_way, at)).unwrap(), kept(before, bytes.len() - synced));
+        // DISK-1: a commit that has returned is noted. DISK-3: anything before the last one was on disk anyway.
+        let earlier = HEAD_LENGTH + flipped.index(synced - HEAD_LENGTH);
+        for damaged in [
+            bytes[..at].to_vec(),
+            flip(&bytes, at),
+            on_its_way[..earlier].to_vec(),
+            flip(&on_its_way, earlier),
+        ] {
+            let is_damaged = matches!(read(&damaged), Err(StateError::Damaged { .. }));
             prop_assert!(is_damaged);
         }
     }
@@ -245,6 +254,81 @@ fn a_file_grows_to_some_multiple_of_what_it_holds() {
     assert_eq!(open(&path).unwrap().1.entries, image.entries);
 }
 
+#[test]
+fn a_file_that_cannot_be_replaced_stays_in_use() {
+    let (folder, path) = a_file();
+    let (mut file, mut image) = open(&path).unwrap();
+    let grow = |file: &mut StateFile, image: &mut Image| {
+        while !file.has_grown() {
+            let item = put("k", vec![0; 1 << 20], image.revision);
+            image.apply([item.clone()]);
+            file.commit(&[item]).unwrap();
+        }
+    };
+    grow(&mut file, &mut image);
+    // In the place of the new file stands something that cannot be written to.
+    let obstacle = folder.path().join(".state.elasticrs-new");
+    std::fs::create_dir(&obstacle).unwrap();
+    assert!(matches!(file.replace(image.items(&image.entries)), Ok(Replaced::No(StateError::Io { .. }))));
+    assert!(!file.has_grown(), "it would be tried with each commit");
+    file.commit(&[put("later", vec![1], 7)]).unwrap();
+    image.apply([put("later", vec![1], 7)]);
+    std::fs::remove_dir(&obstacle).unwrap();
+    grow(&mut file, &mut image);
+    let before = std::fs::metadata(&path).unwrap().len();
+    assert!(matches!(file.replace(image.items(&image.entries)), Ok(Replaced::Yes)));
+    assert!(std::fs::metadata(&path).unwrap().len() < before / 2);
+    drop(file);
+    assert_eq!(open(&path).unwrap().1.entries, image.entries);
+}
+
+#[test]
+fn a_length_that_no_record_has_takes_no_memory() {
+    let peak = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        line.split_whitespace().next().unwrap().parse::<u64>().unwrap()
+    };
+    let (_folder, path) = a_file();
+    let (file, _) = StateFile::open(&path, None, [9; 16], 1 << 20).unwrap();
+    let end = file.end;
+    drop(file);
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all_at(&u32::MAX.to_le_bytes(), end).unwrap();
+    file.set_len(end + (1 << 33)).unwrap();
+    let before = peak();
+    let (file, _) = StateFile::open(&path, None, [9; 16], 1 << 20).unwrap();
+    assert_eq!(file.dropped, 1 << 33);
+    assert!(peak() < before + (256 << 10), "KiB: {before}, {}", peak());
+}
+
+#[test]
+fn a_file_of_another_user_is_refused_and_so_is_a_folder_that_anybody_may_write_to() {
+    let (folder, path) = a_file();
+    drop(open(&path).unwrap());
+    let allow = |mode| std::fs::set_permissions(folder.path(), Permissions::from_mode(mode)).unwrap();
+    allow(0o777);
+    assert!(matches!(open(&path), Err(StateError::Unprotected { .. })));
+    // Only owners replace files there.
+    allow(0o1777);
+    drop(open(&path).unwrap());
+    if !geteuid().is_root() {
+        return;
+    }
+    let other = 4711;
+    std::os::unix::fs::chown(&path, Some(other), None).unwrap();
+    let written = std::fs::read(&path).unwrap();
+    assert!(matches!(open(&path), Err(StateError::Stranger { owner, .. }) if owner == other));
+    assert_eq!(std::fs::read(&path).unwrap(), written);
+    std::os::unix::fs::chown(&path, Some(0), None).unwrap();
+    // The other user may still have it open.
+    let next = folder.path().join(".state.elasticrs-new");
+    std::fs::write(&next, "").unwrap();
+    std::os::unix::fs::chown(&next, Some(other), None).unwrap();
+    assert!(matches!(open(&path), Err(StateError::Stranger { path, .. }) if path == next));
+    assert_eq!(std::fs::read(&path).unwrap(), written);
+}
+
 const KILLED: &str = "ELASTICRS_TEST_STATE";
 
 /// Writes until it is killed, and tells of each commit that has returned. A test in name only: see the next one.
@@ -288,7 +372,7 @@ fn a_writer_that_is_killed_leaves_all_that_it_told_of() {
         writer.kill().unwrap();
         let told_last = told.last().unwrap_or(told_by_then);
         writer.wait().unwrap();
-        let image = load(&path, &File::open(&path).unwrap()).unwrap().unwrap();
+        let (image, _) = load(&path, &File::open(&path).unwrap(), LIMIT).unwrap().unwrap();
         assert!(image.revision >= told_last && image.revision > last, "{} of {told_last}", image.revision);
         assert_eq!(image.entries["a"], image.entries["b"]);
         assert_eq!((image.entries["a"].mod_revision, image.ids.len()), (image.revision, round + 1));

@@ -108,7 +108,8 @@ proptest! {
         let mut unsaved = Vec::new();
         for step in steps {
             if let Step::Save = step {
-                kept.journal.as_ref().unwrap().save(&kept.state, kept.next_session).unwrap();
+                let line = kept.journal.as_ref().unwrap().save(&kept.state, kept.next_session).unwrap();
+                prop_assert_eq!(line, None);
                 unsaved.drain(..).for_each(|step| plain.carry_out(&step));
             } else if let Step::Restart = step {
                 drop(kept);
@@ -133,4 +134,45 @@ proptest! {
             prop_assert_eq!(&ended[0], &ended[1]);
         }
     }
+}
+
+#[test]
+fn who_waits_for_the_disk_is_not_overtaken_by_later_changes() {
+    let folder = TempDir::new().unwrap();
+    let life = Life::from(&folder.path().join("state"));
+    let journal = life.journal.as_ref().unwrap();
+    let change = || journal.end(&[1]);
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    change();
+    let mut settled = std::pin::pin!(journal.settled());
+    assert!(settled.as_mut().poll(&mut context).is_pending());
+    journal.save(&life.state, life.next_session).unwrap();
+    // Another client is faster.
+    change();
+    assert!(settled.as_mut().poll(&mut context).is_ready());
+    // What is said from now on waits for its own change.
+    assert!(std::pin::pin!(journal.settled()).poll(&mut context).is_pending());
+}
+
+#[test]
+fn a_store_whose_file_cannot_be_replaced_goes_on_and_says_so() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("state");
+    let mut life = Life::from(&path);
+    std::fs::create_dir(folder.path().join(".state.elasticrs-new")).unwrap();
+    life.carry_out(&Step::Begin);
+    let mut lines = Vec::new();
+    let put = |value: u8| {
+        let op = super::super::types::Op::Put { key: "k".into(), value: vec![value; 200_000].into(), leased: false };
+        Step::Txn(1, Txn { then: vec![op], ..Txn::default() })
+    };
+    for value in 0..28 {
+        life.carry_out(&put(value));
+        let journal = life.journal.as_ref().unwrap();
+        lines.extend(journal.save(&life.state, life.next_session).unwrap());
+    }
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    std::fs::remove_dir(folder.path().join(".state.elasticrs-new")).unwrap();
+    drop(life.journal.take());
+    assert_eq!(Life::from(&path).state.entries(), life.state.entries());
 }
