@@ -132,6 +132,21 @@ def test_agents_meet_in_an_etcd_of_their_own_and_leave_nothing(job):
     assert job.left() == ([], [], [])
 
 
+def test_two_of_three_are_enough_to_start_and_a_late_member_counts(job):
+    agents = [job.agent(nnodes="2") for _ in range(2)]
+    round_of(agents, [1, 1])
+    assert len(job.programs()) == 2
+    agents.append(job.agent(nnodes="2"))
+    job.wait_until_up()
+    job.lose(agents.pop(0))
+    # The late member is needed for a majority, and its node takes the place of the lost one.
+    workers = round_of(agents, [2, 1])
+    finish(agents, workers)
+    reap_adopted()
+    listening, programs, folders = job.left()
+    assert (listening, programs, len(folders)) == ([], [], 1)
+
+
 def test_agents_that_are_killed_one_after_the_other_come_back_as_the_same_members(job):
     agents, numbers = [job.agent() for _ in range(3)], [1, 1, 1]
     workers = round_of(agents, numbers)
