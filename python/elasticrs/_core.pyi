@@ -1109,7 +1109,8 @@ class CoordinationClient:
     Args:
         host, port: of the store.
         run_id: which run this is.
-        token: what the store has to know, too.
+        token: the store's token, or with ``scope`` the result of :func:`scoped_token`.
+        scope: prefix of the only keys that this client may use.
         interval: seconds between keep-alives.
         attempts: after so many intervals without one the store ends the session; this side gives it up one
             interval earlier.
@@ -1137,6 +1138,7 @@ class CoordinationClient:
         *,
         run_id: str,
         token: bytes | None = None,
+        scope: str | None = None,
         interval: float = 1.0,
         attempts: int = 5,
         connect_timeout: float = 5.0,
@@ -1312,6 +1314,9 @@ def patience_with(pid: int) -> float | None:
     manager of shared memory) may go on when these have ended; ``None`` for any other process, and for one
     that is gone. Never blocks.
     """
+
+def scoped_token(token: bytes, scope: str) -> str:
+    """Derive a token with which clients may use only the keys of a store that begin with ``scope``."""
 
 def order_stop_signals() -> None:
     """Keep the handlers of SIGTSTP and SIGCONT from interrupting each other: each hears of them in the order

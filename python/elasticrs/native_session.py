@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 Server = _core.CoordinationServer
 Client = _core.CoordinationClient
 raise_descriptor_limit = _core.raise_descriptor_limit
+scoped_token = _core.scoped_token
 
 
 class NativeSession:

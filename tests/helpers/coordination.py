@@ -110,7 +110,7 @@ class RawClient:
     def send(self, kind: int, body: bytes) -> None:
         self.socket.sendall(struct.pack("<IB", len(body) + 1, kind) + body)
 
-    def hello(self, *, major: int = 2, run_id: str = RUN, interval_ms: int = 1000, attempts: int = 5) -> None:
+    def hello(self, *, major: int = 3, run_id: str = RUN, interval_ms: int = 1000, attempts: int = 5) -> None:
         self.socket.sendall(MAGIC)
         body = struct.pack("<HH", major, 0) + text(run_id) + struct.pack("<IH", interval_ms, attempts)
         # A challenge; no session to take up, and no store that was met before.

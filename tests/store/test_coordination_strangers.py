@@ -69,6 +69,48 @@ def test_who_knows_the_token_is_served():
         assert client.put("k") == 1
 
 
+TOKEN = b"secret"
+SCOPE = "/own/"
+SCOPED = {"token": _core.scoped_token(TOKEN, SCOPE).encode(), "scope": SCOPE}
+
+
+def test_the_token_of_a_scope_opens_the_keys_of_that_scope():
+    with serving(token=TOKEN) as store:
+        agent, worker = store.client(token=TOKEN), store.client(**SCOPED)
+        agent.put("/own/a", b"1")
+        assert worker.watch(SCOPE, snapshot=True).ok
+        assert worker.txn(then=[("get", "/own/a")]).results[0].value == b"1"
+        worker.put("/own/b", b"2")
+        assert worker.changes() == [("/own/b", b"2")]
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [
+        lambda client: client.txn(then=[("get", "/other/a")]),
+        lambda client: client.txn(then=[("put", "/other/a", b"", False)]),
+        lambda client: client.txn(compares=[("exists", "/other/a")]),
+        lambda client: client.txn(otherwise=[("delete_prefix", "/")]),
+        lambda client: client.watch("/"),
+    ],
+)
+def test_a_session_ends_when_it_reaches_out_of_its_scope(reach):
+    with serving(token=TOKEN) as store:
+        agent, worker = store.client(token=TOKEN), store.client(**SCOPED)
+        agent.put("/other/a", b"1")
+        with pytest.raises(AssertionError, match=r"ConnectionLost: .*does not allow"):
+            reach(worker)
+        assert agent.txn(then=[("get", "/other/a")]).results[0].value == b"1"
+
+
+@pytest.mark.parametrize(
+    "client", [{"token": SCOPED["token"]}, {**SCOPED, "scope": "/"}, {**SCOPED, "scope": "/own"}]
+)
+def test_the_token_of_a_scope_opens_nothing_else(client):
+    with serving(token=TOKEN) as store:
+        assert lost(store.port, **client).kind == "token"
+
+
 def test_a_store_without_a_run_serves_any():
     with serving(run_id=None) as store:
         clients = [store.client(run_id=run) for run in ("A", "B")]
@@ -80,7 +122,7 @@ def test_another_version_is_told_both():
     with serving() as store:
         client = store.raw()
         client.hello(major=7)
-        assert client.refusal() == "the store speaks version 2 of its protocol, this client version 7"
+        assert client.refusal() == "the store speaks version 3 of its protocol, this client version 7"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +191,7 @@ def test_a_name_that_does_not_exist():
         (MAGIC + b"\xff\xff\xff\x7f", "the store does not take a message of 2147483647 bytes"),
         (MAGIC + b"\x00\x00\x00\x00", "the store does not take a message of 0 bytes"),
         (MAGIC + b"\x01\x00\x00\x00\x06", "the first message is no hello"),
-        (MAGIC + b"\x05\x00\x00\x00\x01\x02\x00\x00\x00", "a field ends beyond its frame"),
+        (MAGIC + b"\x05\x00\x00\x00\x01\x03\x00\x00\x00", "a field ends beyond its frame"),
     ],
 )
 def test_strangers_are_closed_with_one_notice_each(sent, notice):

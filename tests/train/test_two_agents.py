@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 from helpers import ports
+from helpers.procs import HANG
 
 pytestmark = pytest.mark.beyond_torchrun
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train_state" / "train.py"
 
 
-def test_the_worker_of_another_node_stays_when_one_dies(launch):
+@pytest.mark.parametrize("how", [{}, {"token": "secret", "conf": "max_node_losses=0,scale_up=0"}])
+def test_the_worker_of_another_node_stays_when_one_dies(launch, how):
+    env = {"ELASTICRS_TOKEN": how["token"]} if how else {}
     node = (
+        *((f"--rdzv-conf={how['conf']}",) if how else ()),
         *(
             "--nnodes=2",
             "--nproc-per-node=1",
@@ -22,8 +26,8 @@ def test_the_worker_of_another_node_stays_when_one_dies(launch):
         *("--max-restarts=1", "--on-failure=replace", "--warm=auto", TRAIN),
         *("--stamps", "--epochs=1", "--kill-rank=1", "--kill-step=5"),
     )
-    jobs = [launch(*node), launch(*node)]
-    assert [job.wait() for job in jobs] == [0, 0]
+    jobs = [launch(*node, env=env), launch(*node, env=env)]
+    assert [job.wait(4 * HANG) for job in jobs] == [0, 0]
     done = [set(re.findall(r"stamp done .*pid=(\d+)", job.stdout)) for job in jobs]
     assert sorted(map(len, done)) == [1, 2]
     assert sum(len(re.findall("final accuracy", job.stdout)) for job in jobs) == 1

@@ -149,7 +149,7 @@ impl CoordinationClient {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     #[pyo3(signature = (
-        host, port, *, run_id, token=None, interval=1.0, attempts=5, connect_timeout=5.0, stall_timeout=Some(60.0),
+        host, port, *, run_id, token=None, scope=None, interval=1.0, attempts=5, connect_timeout=5.0, stall_timeout=Some(60.0),
         supervisor=None, resume=false, met=None
     ))]
     fn new(
@@ -158,6 +158,7 @@ impl CoordinationClient {
         port: u16,
         run_id: String,
         token: Option<Vec<u8>>,
+        scope: Option<&str>,
         interval: f64,
         attempts: u16,
         connect_timeout: f64,
@@ -178,6 +179,7 @@ impl CoordinationClient {
             port,
             run_id,
             token: checked_token(token)?,
+            scope: scope.map(key).transpose()?,
             interval,
             attempts,
             connect_timeout: duration(connect_timeout, "connect_timeout")?,

@@ -8,6 +8,7 @@ use elasticrs_core::nursery::tree::{self, Target};
 use elasticrs_core::timer::pages::HeartbeatPage;
 use elasticrs_core::{limits, logs, sys};
 use elasticrs_runtime::clock::Stamp;
+use elasticrs_store::coordination;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -42,6 +43,11 @@ pub fn heartbeat_page() -> PyResult<(i32, String)> {
 #[pyfunction]
 pub fn stop_unless_continued() -> PyResult<()> {
     sys::stop::stop_unless_continued().map_err(|errno| os_error(&errno.into(), "stop"))
+}
+
+#[pyfunction]
+pub fn scoped_token(token: &[u8], scope: &str) -> String {
+    coordination::scope::scoped_token(token, scope)
 }
 
 #[pyfunction]

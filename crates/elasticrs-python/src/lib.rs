@@ -43,7 +43,7 @@ mod _core {
     #[pymodule_export]
     use crate::helpers::{
         check_limits, children, heartbeat_page, last_lines, name_of, order_stop_signals, patience_with,
-        raise_descriptor_limit, stop_unless_continued,
+        raise_descriptor_limit, scoped_token, stop_unless_continued,
     };
     #[pymodule_export]
     use crate::nursery::{WarmNursery, nursery_main, warm_nursery_begin, warm_nursery_main};

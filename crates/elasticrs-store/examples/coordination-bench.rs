@@ -104,6 +104,7 @@ fn connect(runtime: &Runtime, port: u16) -> io::Result<Client> {
         port,
         run_id: String::new(),
         token: None,
+        scope: None,
         interval: Duration::from_secs(1),
         attempts: 60,
         connect_timeout: HANG,

@@ -199,8 +199,7 @@ class MemberNodes(SeveralNodes):
         ranks = begun.ranks.workers(NodeShare(job.role, job.nproc))
         self.plan = plan = Plan(ranks, begun.master_addr, begun.master_port, use_agent_store=True)
         workers = among_workers(self._rendezvous, job)
-        name = f"{driver.meeting_point.job}#workers"
-        plan.variables = variables_of_members(workers, driver.meeting_point, name)
+        plan.variables = variables_of_members(workers, driver.meeting_point, driver.job_number)
         plan.members = self._members
         if self._planned is not None:
             self._planned(plan, partial(driver.meeting_point.open_shared_store, begun.round))

@@ -14,8 +14,11 @@ from elasticrs.agent import state as machine
 from elasticrs.agent.decisions import OneNode
 from elasticrs.asked import Asked
 from elasticrs.config import LOOPBACK
+from elasticrs.native_session import scoped_token
 from elasticrs.rendezvous.elastic.describe import describe
+from elasticrs.rendezvous.elastic.etcd_membership import workers_password
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
+from elasticrs.rendezvous.elastic.keys import workers_job, workers_scope
 from elasticrs.rendezvous.elastic.meeting_point import CannotHost, MeetingPoint
 from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.rendezvous.one_node import OneNodePlanner
@@ -23,12 +26,26 @@ from elasticrs.worker_env import NCCL_ENDS_PROCESSES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from elasticrs import _core
     from elasticrs.agent.decisions import Planner
     from elasticrs.config import JobConfig
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
-_NOT_FOR_WORKERS = ("token", "token_file", "host", "is_host")
+_FOR_WORKERS = frozenset(
+    {
+        # How this process reaches the store, and for how long the store may be away.
+        *("connect_timeout", "store_lost_timeout", "store_grace"),
+        *("keep_alive_interval", "keep_alive_max_attempt"),
+        # The same with etcd. The password itself stays in its file.
+        *("protocol", "ca_cert", "cacert", "ssl_cert", "cert", "ssl_cert_key", "key"),
+        *("user", "password_file", "etcd_prefix", "lease_ttl", "read_timeout"),
+        # How long workers wait for each other, where their store listens, and who gets the smaller ranks.
+        *("join_timeout", "last_call_timeout", "restart_call_timeout", "worker_port_range", "order_hint"),
+    }
+)
+"""The settings of ``--rdzv-conf`` that hold for the meetings of workers, too. All others are about nodes."""
 
 
 class MemberWorkers(OneNode):
@@ -75,7 +92,7 @@ class MemberWorkers(OneNode):
             meeting_point.host_if_possible()
         except CannotHost as error:
             self._trouble = str(error)
-        self._variables = variables_of_members(self._rendezvous, meeting_point, meeting_point.job)
+        self._variables = variables_of_members(self._rendezvous, meeting_point, 0)
         begin, self._begin = self._begin, None
         return [] if begin is None else self.step(begin)
 
@@ -107,21 +124,51 @@ def among_workers(nodes: Rendezvous, job: JobConfig) -> Rendezvous:
     return nodes.replaced(min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc)
 
 
-def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, name: str) -> dict[str, str]:
-    """Return what workers need to know to find each other; ``name``: of their job in the store."""
-    if rendezvous.etcd is None:
+def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, number: int) -> dict[str, str]:
+    """Return the environment variables by which workers find each other.
+
+    Args:
+        rendezvous: of the workers.
+        meeting_point: of their agent.
+        number: see :func:`.keys.workers_job`.
+    """
+    etcd = rendezvous.etcd
+    settings = for_workers(rendezvous.config)
+    if etcd is None:
         scheme, endpoint = "elasticrs", shown_endpoint(*meeting_point.address)
     else:
         scheme, endpoint = "etcd", rendezvous.endpoint
-    given = {key: str(value) for key, value in rendezvous.config.items() if key not in _NOT_FOR_WORKERS}
+        # It may have been part of the endpoint.
+        settings["protocol"] = "https" if etcd.is_tls else "http"
+        if "timeout" in rendezvous.config:
+            settings.setdefault("join_timeout", str(rendezvous.config["timeout"]))
     limits = {"min_workers": str(rendezvous.min_nodes), "max_workers": str(rendezvous.max_nodes)}
     job = quote(rendezvous.run_id, safe="")
     variables = {
-        "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**given, **limits})}",
-        "ELASTICRS_TRAIN_JOB": name,
+        "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**settings, **limits})}",
+        "ELASTICRS_TRAIN_JOB": workers_job(rendezvous.run_id, meeting_point.job, number),
         # Else NCCL's own watchdog ends a worker that has left a collective which was aborted.
         NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),
     }
-    if rendezvous.settings.token is not None:
-        variables["ELASTICRS_TRAIN_TOKEN"] = rendezvous.settings.token.decode(errors="surrogateescape")
+    if (token := _workers_token(rendezvous)) is not None:
+        variables["ELASTICRS_TRAIN_TOKEN"] = token
     return variables
+
+
+def for_workers(config: Mapping[str, object]) -> dict[str, str]:
+    """Return the settings of ``--rdzv-conf`` that hold for the meetings of workers, as text."""
+    return {key: str(value) for key, value in config.items() if key in _FOR_WORKERS and value is not None}
+
+
+def _workers_token(rendezvous: Rendezvous) -> str | None:
+    """Return a credential for the keys of the workers alone; the job's token stays with the agents.
+
+    ``None`` if no token protects the store. In an etcd of the site the workers are the user whose
+    ``password_file`` the agents were given.
+    """
+    token, etcd = rendezvous.settings.token, rendezvous.etcd
+    if token is None:
+        return None
+    if etcd is None:
+        return scoped_token(token, workers_scope(rendezvous.run_id))
+    return workers_password(rendezvous.run_id, etcd.prefix, token) if etcd.seats else None

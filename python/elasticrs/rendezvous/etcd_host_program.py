@@ -69,6 +69,7 @@ class Orders(Value):
         bind_addr: address to listen on; ``None``: that of the seat.
         files: the authorities, this node's certificate and its key; empty without TLS.
         password: password of etcd's user ``root``; ``None``: everybody is served.
+        workers: see :class:`~elasticrs.rendezvous.elastic.etcd_gateway.Gateway`.
         prefix: prefix of the keys of sessions.
         close_timeout: seconds to wait for the sessions of others at the end of the job.
     """
@@ -78,6 +79,7 @@ class Orders(Value):
     bind_addr: str | None
     files: list[str]
     password: str | None
+    workers: tuple[str, str] | None
     prefix: str
     close_timeout: float
 
@@ -105,7 +107,7 @@ class Member:
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
         self._seats = tuple(Seat(*each) for each in orders.seats)
-        self._gateway = Gateway(orders.files, orders.password)
+        self._gateway = Gateway(orders.files, orders.password, orders.workers)
         self._mine = -1
         self._address = ""
         self._folder: Folder | None = None

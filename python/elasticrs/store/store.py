@@ -42,6 +42,7 @@ def connect(
     *,
     prefix: str = "",
     token: bytes | None = None,
+    scope: str | None = None,
     timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     connect_timeout: float = 5.0,
 ) -> Store:
@@ -52,7 +53,8 @@ def connect(
         port: where it serves.
         run_id: which run this is; a store that serves one run refuses others.
         prefix: put before every key.
-        token: what the store asks for.
+        token: the store's token, or the one for ``scope``.
+        scope: prefix of the only keys that may be used; ``None`` for all keys.
         timeout: for :meth:`Store.get` and :meth:`Store.wait`.
         connect_timeout: seconds for connecting.
 
@@ -60,7 +62,13 @@ def connect(
         DistNetworkError: it could not be reached, or refused us.
     """
     client = Client(
-        host, port, run_id=run_id, token=token, connect_timeout=connect_timeout, stall_timeout=None
+        host,
+        port,
+        run_id=run_id,
+        token=token,
+        scope=scope,
+        connect_timeout=connect_timeout,
+        stall_timeout=None,
     )
     return connected(client, prefix, timeout)
 

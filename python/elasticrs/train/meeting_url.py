@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from elasticrs._value import Value
+from elasticrs._worker import TOKEN_VARIABLE
 from elasticrs.config import UsageError
 from elasticrs.rendezvous.elastic.describe import Words, describe
+from elasticrs.rendezvous.elastic.etcd_membership import WORKERS, workers_prefix
+from elasticrs.rendezvous.elastic.keys import workers_scope
 from elasticrs.rendezvous.elastic.settings import seconds
 from elasticrs.train.membership import STUCK_TIMEOUT
 
@@ -36,7 +39,7 @@ MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
 """What the agent calls this worker, and the one in whose place it is, if it is in any."""
 
 JOB_VARIABLE = "ELASTICRS_TRAIN_JOB"
-"""The name of the workers' job in the store, where it is not that of the URL: the agents have that."""
+"""The name of the workers' job in the store, because the agents have the name in the URL."""
 
 
 class MeetingPlace(Value):
@@ -106,6 +109,10 @@ def parse(
         config.setdefault("keep_alive_interval", KEEP_ALIVE)
     if not may_host and backend == "c10d":
         config["is_host"] = "0"
+    token = environ.get(TOKEN_VARIABLE)
+    if backend == "etcd" and JOB_VARIABLE in environ:
+        # It is the password of the workers' user in an etcd that the agents host.
+        environ = {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
     rendezvous, notices = describe(
         backend,
         parts.netloc,
@@ -121,10 +128,20 @@ def parse(
             f"{source}: got {url!r}, expected a port other than 0, under which the others find it"
         )
     name, _, before = environ.get(MEMBER_VARIABLE, "").partition(" ")
-    rendezvous = rendezvous.replaced(
-        member=name or None, replaces=before or None, job=environ.get(JOB_VARIABLE)
-    )
+    job = environ.get(JOB_VARIABLE)
+    rendezvous = rendezvous.replaced(member=name or None, replaces=before or None, job=job)
+    if job is not None and token is not None:
+        rendezvous = _with_workers_token(rendezvous, token)
     return MeetingPlace(rendezvous, backend, stuck, notices)
+
+
+def _with_workers_token(rendezvous: Rendezvous, token: str) -> Rendezvous:
+    """Return the rendezvous with the credential that an agent gives to its workers."""
+    if rendezvous.etcd is None:
+        return rendezvous.replaced(scope=workers_scope(rendezvous.run_id))
+    prefix = workers_prefix(rendezvous.run_id, rendezvous.etcd.prefix)
+    etcd = rendezvous.etcd.replaced(user=WORKERS, password=token, prefix=prefix)
+    return rendezvous.replaced(etcd=etcd)
 
 
 def _config(query: str, source: str) -> dict[str, object]:

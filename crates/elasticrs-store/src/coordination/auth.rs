@@ -14,8 +14,13 @@ pub(super) enum Direction {
     Store,
 }
 
+/// An HMAC-SHA256 with this key, still without data.
+pub(super) fn keyed(token: &[u8]) -> Hmac<Sha256> {
+    Hmac::new_from_slice(token).expect("HMAC takes a key of any length")
+}
+
 fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Hmac<Sha256> {
-    let mut mac = Hmac::<Sha256>::new_from_slice(token).expect("HMAC takes a key of any length");
+    let mut mac = keyed(token);
     mac.update(challenge);
     mac.update(run_id.as_bytes());
     mac.update(match direction {

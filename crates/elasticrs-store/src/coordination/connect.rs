@@ -18,7 +18,7 @@ use super::events::MetStore;
 use super::guard::Guard;
 use super::probe::is_tcp_store;
 use super::protocol::{Answer, Digest, Hello, Pace, Request, Secret, StoreId, VERSION};
-use super::types::LostKind;
+use super::types::{LostKind, Scope};
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
 
 /// Where a client connects, as what, and how patient it is.
@@ -27,7 +27,10 @@ pub struct Options {
     pub host: String,
     pub port: u16,
     pub run_id: String,
+    /// The store's token, or that of the scope.
     pub token: Option<Vec<u8>>,
+    /// The only keys that this client may use; sent together with the token's proof.
+    pub scope: Scope,
     pub interval: Duration,
     /// So many intervals without a keep-alive end the session.
     pub attempts: u16,
@@ -343,7 +346,8 @@ impl Greeter<'_> {
             (None, None) => Ok(()),
             (Some(challenge), Some(token)) => {
                 let proof = auth::proof(token, challenge, &self.options.run_id, Direction::Client);
-                self.send(&Request::Prove(proof).encode()).await;
+                let scope = self.options.scope.clone();
+                self.send(&Request::Prove { proof, scope }.encode()).await;
                 Ok(())
             }
             (Some(_), None) => Err(self.said(LostKind::Token, "requires a token, and none was given here")),

@@ -16,8 +16,9 @@ use super::leases::Leases;
 use super::outbox::Outbox;
 use super::probe::QUESTION;
 use super::protocol::{Answer, Hello, Request, VERSION};
+use super::scope::{allows, scoped_token};
 use super::state::SessionId;
-use super::types::LostKind;
+use super::types::{LostKind, Scope};
 use super::wire::{Broken, Frames, MAGIC, MAX_REQUEST, MAX_UNPROVEN, Malformed};
 
 /// How long a client has to say who it is.
@@ -73,13 +74,15 @@ struct Connection {
     stream: TcpStream,
     frames: Frames,
     outbox: Rc<Outbox>,
+    /// The only keys that the client may use.
+    scope: Scope,
 }
 
 /// Serves one client until it is gone.
 pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
     // Without it small messages would wait; that it can fail is no reason to serve nobody.
     let _ = stream.set_nodelay(true);
-    let mut connection = Connection { hub, stream, frames: Frames::new(MAX_UNPROVEN), outbox };
+    let mut connection = Connection { hub, stream, frames: Frames::new(MAX_UNPROVEN), outbox, scope: None };
     let met = timeout(HANDSHAKE, Box::pin(connection.handshake())).await;
     let session = match met {
         Ok(Ok(session)) => session,
@@ -137,19 +140,24 @@ impl Connection {
         };
         let challenge = auth::random()?;
         self.welcome(run_id.clone(), Some(challenge));
-        let answer = loop {
+        let (answer, scope) = loop {
             if let Some(frame) = self.frames.cut()? {
                 match Request::decode(frame)? {
-                    Request::Prove(answer) => break answer,
+                    Request::Prove { proof, scope } => break (proof, scope),
                     _ => return Err(End::Refused((LostKind::Token, "the store requires a token".into()))),
                 }
             }
             self.read().await?;
         };
+        let token = match &scope {
+            Some(scope) => scoped_token(&token, scope).into_bytes(),
+            None => token,
+        };
         if !auth::is_proof(&answer, &token, &challenge, &run_id, Direction::Client) {
             return Err(End::Refused((LostKind::Token, "the client's token differs from the store's".into())));
         }
         let own = auth::proof(&token, &hello.challenge, &run_id, Direction::Store);
+        self.scope = scope;
         self.ready(&hello, Some(own))
     }
 
@@ -196,9 +204,13 @@ impl Connection {
                         begun = None;
                         // It is whole, and gone when it has been carried out.
                         self.outbox.set_unparsed(0);
-                        let done = Request::decode(frame)
-                            .map_err(End::from)
-                            .and_then(|request| self.hub.request(session, request, &self.outbox).map_err(End::Refused));
+                        let done = Request::decode(frame).map_err(End::from).and_then(|request| {
+                            if !allows(self.scope.as_deref(), &request) {
+                                let said = "the token of this client does not allow access to these keys";
+                                return Err(End::Refused((LostKind::Denied, said.into())));
+                            }
+                            self.hub.request(session, request, &self.outbox).map_err(End::Refused)
+                        });
                         if let Err(end) = done {
                             return end;
                         }

@@ -364,7 +364,7 @@ impl Hub {
                 Some(pace) => Answer::Alive { sent, wall_ns: wall_now(), pace },
                 None => return Ok(()),
             },
-            Request::Hello(_) | Request::Prove(_) => {
+            Request::Hello(_) | Request::Prove { .. } => {
                 return Err((LostKind::Protocol, "a second handshake".into()));
             }
         };

@@ -31,6 +31,7 @@ mod offset;
 mod outbox;
 pub(crate) mod probe;
 pub mod protocol;
+pub mod scope;
 pub mod server;
 mod session;
 mod state;

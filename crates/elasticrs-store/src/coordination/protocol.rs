@@ -7,11 +7,11 @@
 
 use std::sync::Arc;
 
-use super::types::{Change, Compare, Entry, LostKind, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
+use super::types::{Change, Compare, Entry, LostKind, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Scope, Txn, Watch};
 use super::wire::{Cursor, Field, Malformed, Writer, kinds, record, texts};
 
 /// What this code speaks. Another first number: no understanding.
-pub const VERSION: (u16, u16) = (2, 0);
+pub const VERSION: (u16, u16) = (3, 0);
 
 /// A challenge, a proof: as long as SHA-256.
 pub type Digest = [u8; 32];
@@ -61,8 +61,8 @@ pub struct WatchFrom {
 pub enum Request {
     /// Always first.
     Hello(Hello),
-    /// The answer to the store's challenge.
-    Prove(Digest),
+    /// The answer to the store's challenge, with the token of this scope.
+    Prove { proof: Digest, scope: Scope },
     /// Reads and writes, whole or not at all.
     Txn { tag: u64, txn: Txn },
     /// Tells of changes from now on.
@@ -173,7 +173,7 @@ pub fn encode_changes<'a>(revision: u64, changes: impl ExactSizeIterator<Item = 
 
 kinds! { Request, "an unknown kind of request";
     HELLO => Hello(hello),
-    0x02 => Prove(proof),
+    0x02 => Prove { proof, scope },
     0x03 => Txn { tag, txn },
     0x04 => Watch { tag, watch },
     0x05 => Unwatch(watch),

@@ -85,6 +85,9 @@ pub struct Txn {
     pub otherwise: Vec<Op>,
 }
 
+/// The prefix of the only keys that a session may use; `None`: all keys.
+pub type Scope = Option<Arc<str>>;
+
 /// What a client wants to hear of.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Watch {
@@ -136,7 +139,7 @@ named_enum! {
         Other = "other",
         /// No encrypted connection: a certificate, or a side that speaks no TLS. Of etcd alone.
         Tls = "tls",
-        /// The store does not let this user in, or not at these keys. Of etcd alone.
+        /// The store does not let this user in, or not at these keys.
         Denied = "denied",
     }
 }

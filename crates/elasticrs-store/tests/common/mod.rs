@@ -30,6 +30,7 @@ pub fn options(port: u16, interval: Duration) -> Options {
         port,
         run_id: "run".into(),
         token: None,
+        scope: None,
         interval,
         attempts: 100,
         connect_timeout: HANG,

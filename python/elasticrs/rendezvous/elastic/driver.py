@@ -96,6 +96,13 @@ class Driver:
         """True if this agent takes part in nothing any more: it was told to, or the job has ended."""
         return self._member is not None and self._member.leaving is not None
 
+    @property
+    def job_number(self) -> int:
+        """Create revision of the job's record, which tells this job apart from an earlier one of its name; 0
+        until the job was joined.
+        """
+        return 0 if self._member is None else self._member.joining.job_revision
+
     # --- events in, actions out ---
 
     def begin(self) -> list[LoopAction]:

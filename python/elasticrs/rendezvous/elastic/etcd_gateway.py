@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import socket
+from base64 import b64encode
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat
+from elasticrs.rendezvous.elastic.etcd_membership import WORKERS, Entry, Seat
 from elasticrs.rendezvous.endpoint import shown_endpoint
 
 if TYPE_CHECKING:
@@ -32,14 +33,22 @@ class Gateway:
     Args:
         files: the authorities, the certificate and its key, for members that use TLS.
         password: password of the user ``root``, for members that require it.
+        workers: password of the workers' user and the prefix of the only keys that it may use; ``None`` if
+            there is no such user.
 
     Raises:
         OSError: a file cannot be read, or its content is invalid.
     """
 
-    def __init__(self, files: Sequence[str] = (), password: str | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[str] = (),
+        password: str | None = None,
+        workers: tuple[str, str] | None = None,
+    ) -> None:
         self._context = None
         self._password = password
+        self._workers = workers
         self._tokens: dict[Seat, str] = {}
         if files:
             import ssl
@@ -103,12 +112,14 @@ class Gateway:
         user = {"name": _ROOT, "password": self._password}
         if self._password is None or self._log_in(seat, seconds, address):
             return
-        for path, body in (
+        orders: list[tuple[str, dict[str, Any]]] = [
             ("user/add", user),
             ("role/add", {"name": _ROOT}),
             ("user/grant", {"user": _ROOT, "role": _ROOT}),
+            *self._workers_orders(),
             ("enable", {}),
-        ):
+        ]
+        for path, body in orders:
             try:
                 self._ask(seat, seat.port, f"/v3/auth/{path}", body, seconds, address, "")
             except GatewayError:  # noqa: PERF203 -- there are few
@@ -116,6 +127,22 @@ class Gateway:
                 continue
         if not self._log_in(seat, seconds, address):
             raise GatewayError("no password could be set")
+
+    def _workers_orders(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the requests that make the workers' user, whose role allows the keys with one prefix."""
+        if self._workers is None:
+            return []
+        password, prefix = self._workers
+        first = prefix.encode(errors="surrogateescape")
+        # UTF-8 has no byte 0xff, so adding one to the last byte gives the end of the prefix.
+        last = first[:-1] + bytes([first[-1] + 1])
+        keys = {"key": b64encode(first).decode(), "range_end": b64encode(last).decode()}
+        return [
+            ("user/add", {"name": WORKERS, "password": password}),
+            ("role/add", {"name": WORKERS}),
+            ("role/grant", {"name": WORKERS, "perm": {"permType": "READWRITE", **keys}}),
+            ("user/grant", {"user": WORKERS, "role": WORKERS}),
+        ]
 
     def is_protected(self, seats: Iterable[Seat], seconds: float) -> bool | None:
         """Return true if the members require a password, even another one; ``None`` if no member answers."""

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 
 import elasticrs
-from elasticrs.rendezvous.elastic.etcd_membership import label_of
+from elasticrs.rendezvous.elastic.etcd_membership import label_of, workers_password, workers_prefix
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,6 +33,15 @@ _SHORT = 10.0
 """Seconds; a program that ends sooner after its start counts as failing."""
 
 _MOST_SHORT = 3
+
+
+def _workers_access(rendezvous: Rendezvous) -> list[str] | None:
+    """Return the password of the workers' user and the prefix of its keys; ``None`` without a token."""
+    site, token = rendezvous.etcd, rendezvous.settings.token
+    if site is None or token is None:
+        return None
+    run_id = rendezvous.run_id
+    return [workers_password(run_id, site.prefix, token), workers_prefix(run_id, site.prefix)]
 
 
 class EtcdHost:
@@ -55,6 +64,7 @@ class EtcdHost:
             "bind_addr": settings.bind_addr,
             "files": site.files,
             "password": site.password,
+            "workers": _workers_access(rendezvous),
             "prefix": site.prefix,
             "close_timeout": settings.close_timeout,
         }

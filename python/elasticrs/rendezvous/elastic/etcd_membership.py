@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from dataclasses import KW_ONLY
     from typing import Any, TypeAlias
 
+WORKERS = "elasticrs-workers"
+"""Name of the etcd user that workers have, and of its role."""
+
 _HEAD_START = 0.5
 """Seconds by which each seat lets the one before it create the cluster, so that few seats have to move."""
 
@@ -147,6 +150,16 @@ def label_of(run_id: str, prefix: str, token: bytes | None) -> str:
 def password_of(run_id: str, prefix: str, token: bytes) -> str:
     """Return the password of etcd's user ``root``, which all agents can derive from the job's token."""
     return _derived("password", run_id, prefix, token)
+
+
+def workers_password(run_id: str, prefix: str, token: bytes) -> str:
+    """Return the password of etcd's user :data:`WORKERS`."""
+    return _derived("workers", run_id, prefix, token)
+
+
+def workers_prefix(run_id: str, prefix: str) -> str:
+    """Return the prefix of all keys that workers use in a hosted etcd, those of their sessions included."""
+    return f"{prefix}/workers/{_derived('prefix', run_id, prefix, None)[:16]}"
 
 
 def _derived(what: str, run_id: str, prefix: str, token: bytes | None) -> str:

@@ -159,7 +159,6 @@ class EtcdSite(Value):
         job: str,
         *,
         job_ttl: float = JOB_TTL,
-        below: str = "",
         connect_timeout: float = 5.0,
         stall_timeout: float | None = None,
         supervisor: _core.Supervisor | None = None,
@@ -170,7 +169,6 @@ class EtcdSite(Value):
         Args:
             job: its name.
             job_ttl: keys that are not on the lease of a session end so many seconds after the job's last one.
-            below: put before the names of keys, after the prefix of the site.
             connect_timeout: seconds to connect, for all endpoints together.
             stall_timeout: as for :class:`elasticrs._core.CoordinationClient`.
             supervisor: the same.
@@ -183,7 +181,7 @@ class EtcdSite(Value):
 
         return Client.etcd(
             self.endpoints,
-            prefix=self.prefix + below,
+            prefix=self.prefix,
             ca_cert=self.ca_cert,
             cert=self.cert,
             key=self.key,

@@ -117,7 +117,7 @@ def job_found_again(member: Member, link: Link, reply: Reply) -> None:
             text = "the record of this job is gone (removed, or etcd was restored); start the job again"
         member.exit(Outcome("lost", f"{member.rendezvous.store}: {text}"))
         return
-    link.job_revision = job.create_revision
+    link.job_revision = member.joining.job_revision = job.create_revision
     if not _is_closed(member, head):
         register(member, link)
 
@@ -125,7 +125,7 @@ def job_found_again(member: Member, link: Link, reply: Reply) -> None:
 def job_found(member: Member, link: Link, reply: Reply) -> None:
     """Take part in the job that is there, if it is ours and goes on."""
     if reply.ok:
-        link.job_revision = reply.revision
+        link.job_revision = member.joining.job_revision = reply.revision
         register(member, link)
         return
     job, head = reply.entry(0), reply.entry(1)
@@ -136,6 +136,7 @@ def job_found(member: Member, link: Link, reply: Reply) -> None:
         _forget_job(member, job, 0 if head is None else head.mod_revision)
         return
     member.joining.job, link.job_revision = value, job.create_revision
+    member.joining.job_revision = link.job_revision
     if difference is not None:
         member.exit(Outcome("refused", difference))
     elif not _is_closed(member, head):

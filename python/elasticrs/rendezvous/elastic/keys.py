@@ -12,6 +12,23 @@ if TYPE_CHECKING:
     from elasticrs.coordination import Operation
 
 _MAX_DIGITS = 15
+_WORKERS = "#workers"
+
+
+def workers_scope(run_id: str) -> str:
+    """Return the prefix of all keys that the workers of a job use when they meet each other."""
+    return Keys(f"{run_id}{_WORKERS}").prefix[:-1]
+
+
+def workers_job(run_id: str, job: str, number: int) -> str:
+    """Return the name of the job in which the workers of a job meet.
+
+    Args:
+        run_id: of the job of the agents.
+        job: its name in the store, which begins with that.
+        number: tells apart jobs of the same name, one after the other.
+    """
+    return f"{run_id}{_WORKERS}{job.removeprefix(run_id)}.{number}"
 
 
 class Keys:
@@ -58,6 +75,13 @@ class Keys:
     def forget_rounds(self) -> list[Operation]:
         """Return deletions of what nobody needs of a job that is closed; its store may outlive it."""
         return [DeletePrefix(each) for each in (self.slots, self.tables, self.dones, self.farewells)]
+
+    def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
+        """Return the prefix of the keys in the store that the nodes of a round share.
+
+        It is not below :attr:`prefix`, because leaders watch that. No run id contains a bare ``%`` here.
+        """
+        return f"{self.prefix[:-1]}%stores/{round}/"
 
     def done(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
         """What a member writes when its workers have finished."""

@@ -135,6 +135,8 @@ class MeetingPoint:
         self._home = home
         self.job = rendezvous.job or rendezvous.run_id
         """The name of the job in the store."""
+        # Workers are not allowed to put keys on the lease that the agents share.
+        self._lasting = self.job
         if home is not None:
             home.runs += 1
             if home.runs > 1:
@@ -335,7 +337,7 @@ class MeetingPoint:
         if self._rendezvous.etcd is not None:
             return NativeSession(
                 self._rendezvous.etcd.client(
-                    self._rendezvous.run_id,
+                    self._lasting,
                     connect_timeout=settings.connect_timeout,
                     stall_timeout=settings.stall_timeout if supervisor is not None else None,
                     supervisor=supervisor,
@@ -348,6 +350,7 @@ class MeetingPoint:
             port,
             run_id=self._rendezvous.run_id,
             token=settings.token,
+            scope=self._rendezvous.scope,
             interval=settings.keep_alive_interval,
             attempts=settings.keep_alive_max_attempt,
             connect_timeout=settings.connect_timeout,
@@ -479,7 +482,7 @@ class MeetingPoint:
         Raises:
             DistNetworkError: no connection.
         """
-        prefix = f"torch.rendezvous.{self.job}.{round}/"
+        prefix = Keys(self.job).store(round)
         if self._shares_early and self._shared is not None:
             return self._shared.with_prefix(prefix)
         self.close_shared_store()
@@ -500,10 +503,7 @@ class MeetingPoint:
 
         settings, etcd = self._rendezvous.settings, self._rendezvous.etcd
         if etcd is not None:
-            seconds, below = settings.connect_timeout, "/elasticrs-stores/"
-            return connected(
-                etcd.client(self._rendezvous.run_id, below=below, connect_timeout=seconds), prefix
-            )
+            return connected(etcd.client(self._lasting, connect_timeout=settings.connect_timeout), prefix)
         host, port = self.address
         return connect(
             host,
@@ -511,6 +511,7 @@ class MeetingPoint:
             self._rendezvous.run_id,
             prefix=prefix,
             token=settings.token,
+            scope=self._rendezvous.scope,
             connect_timeout=settings.connect_timeout,
         )
 

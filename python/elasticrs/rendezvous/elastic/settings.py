@@ -352,6 +352,7 @@ class Rendezvous(Value):
         replaces: how those of another process began, of which nothing is left, as is known.
         clients: of the store, on each node.
         job: the name of the job in the store; ``None``: the run id.
+        scope: prefix of the only keys that the token allows; ``None``: all keys.
     """
 
     backend: str
@@ -370,6 +371,7 @@ class Rendezvous(Value):
     replaces: str | None = None
     clients: int = 1
     job: str | None = None
+    scope: str | None = None
 
     @property
     def endpoint(self) -> str:

@@ -123,6 +123,7 @@ class Joining(Record):
         incarnation: of the next registration.
         revision: the highest of the store that was told.
         job: value of the job's record that was checked.
+        job_revision: create revision of that record, as on the last connection.
         was_registered: there was a registration once.
         has_seen_round: a head of this job was seen: another job of the same name is not ours.
         claim: an earlier registration of this agent that still has its node rank, as the store has it.
@@ -138,6 +139,7 @@ class Joining(Record):
     incarnation: int = 1
     revision: int = 0
     job: bytes = b""
+    job_revision: int = 0
     was_registered: bool = False
     has_seen_round: bool = False
     claim: bytes | None = None

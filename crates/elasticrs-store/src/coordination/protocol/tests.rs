@@ -45,7 +45,8 @@ fn a_request() -> impl Strategy<Value = Request> {
         hello.prop_map(|(version, run_id, (interval_ms, attempts), challenge, (resume, confirmed))| {
             Request::Hello(Hello { version, run_id, interval_ms, attempts, challenge, resume, confirmed })
         }),
-        any::<Digest>().prop_map(Request::Prove),
+        (any::<Digest>(), prop::option::of("[a-z/]{0,9}"))
+            .prop_map(|(proof, scope)| Request::Prove { proof, scope: scope.map(Into::into) }),
         (any::<u64>(), a_txn()).prop_map(|(tag, txn)| Request::Txn { tag, txn }),
         (any::<u64>(), a_watch(), any::<bool>(), any::<Option<u64>>()).prop_map(
             |(tag, watch, snapshot, from_revision)| Request::Watch {

@@ -1,0 +1,118 @@
+//! A scope: the only keys that a session may use, and a token that opens a session with this scope alone.
+//!
+//! The token of a scope is derived from the store's token, so the store needs no list of them, and any holder of its token can make
+//! one.
+//!
+//! - **SCOPE-1** a session with a scope neither reads, writes nor watches a key outside of it;
+//! - **SCOPE-2** the token of a scope reveals neither the store's token nor the token of another scope.
+
+use std::fmt::Write;
+
+use hmac::Mac;
+
+use super::auth::keyed;
+use super::protocol::Request;
+use super::types::{Compare, Op, Txn};
+
+/// Derives the token of a scope, as hexadecimal text.
+pub fn scoped_token(token: &[u8], scope: &str) -> String {
+    let mut mac = keyed(token);
+    // No proof of the token is made of a text that begins like this: a challenge comes first there.
+    mac.update(b"scope\0");
+    mac.update(scope.as_bytes());
+    mac.finalize().into_bytes().iter().fold(String::new(), |mut text, byte| {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Returns true if a request uses only keys of the scope.
+pub(super) fn allows(scope: Option<&str>, request: &Request) -> bool {
+    let is_within = |key: &str| scope.is_none_or(|prefix| key.starts_with(prefix));
+    match request {
+        Request::Txn { txn: Txn { compares, then, otherwise }, .. } => {
+            compares.iter().all(|compare| is_within(key_of(compare)))
+                && then.iter().chain(otherwise).all(|op| match op {
+                    Op::Put { key, .. } | Op::Delete(key) | Op::Get(key) => is_within(key),
+                    Op::DeletePrefix(prefix) | Op::Range { prefix, .. } => is_within(prefix),
+                    Op::Predecessor { prefix, key } => is_within(prefix) && is_within(key),
+                })
+        }
+        Request::Watch { watch, .. } => is_within(&watch.watch.prefix),
+        Request::Hello(_) | Request::Prove { .. } | Request::Unwatch(_) | Request::KeepAlive { .. } => true,
+    }
+}
+
+fn key_of(compare: &Compare) -> &str {
+    match compare {
+        Compare::Exists(key)
+        | Compare::Missing(key)
+        | Compare::Create(key, _)
+        | Compare::Mod(key, _)
+        | Compare::Value(key, _) => key,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::super::protocol::WatchFrom;
+    use super::super::types::Watch;
+    use super::*;
+
+    /// Every request that names a key or a prefix, with this one in each of the places that it has.
+    fn requests(key: &str) -> Vec<Request> {
+        let (name, inside): (Arc<str>, Arc<str>) = (key.into(), "/own/x".into());
+        let compares = [
+            Compare::Exists(name.clone()),
+            Compare::Missing(name.clone()),
+            Compare::Create(name.clone(), 0),
+            Compare::Mod(name.clone(), 0),
+            Compare::Value(name.clone(), vec![]),
+        ];
+        let ops = [
+            Op::Put { key: name.clone(), value: Arc::from([]), leased: false },
+            Op::Delete(name.clone()),
+            Op::DeletePrefix(name.clone()),
+            Op::Get(name.clone()),
+            Op::Range { prefix: name.clone(), limit: 0 },
+            Op::Predecessor { prefix: name.clone(), key: inside.clone() },
+            Op::Predecessor { prefix: inside.clone(), key: name.clone() },
+        ];
+        let harmless = Op::Get(inside);
+        let mut txns: Vec<Txn> =
+            compares.map(|compare| Txn { compares: vec![compare], ..Txn::default() }).into_iter().collect();
+        for op in ops {
+            txns.push(Txn { then: vec![harmless.clone(), op.clone()], ..Txn::default() });
+            txns.push(Txn { otherwise: vec![harmless.clone(), op], ..Txn::default() });
+        }
+        let mut found: Vec<Request> = txns.into_iter().map(|txn| Request::Txn { tag: 1, txn }).collect();
+        for exact in [false, true] {
+            let watch = Watch { prefix: name.clone(), exact };
+            found.push(Request::Watch { tag: 1, watch: WatchFrom { watch, snapshot: true, from_revision: None } });
+        }
+        found
+    }
+
+    proptest! {
+        #[test]
+        fn a_request_is_allowed_if_its_keys_begin_with_the_scope(key in "(/own|/ow|x)?[/a-z]{0,3}") {
+            for request in requests(&key) {
+                prop_assert_eq!(allows(Some("/own/"), &request), key.starts_with("/own/"), "{:?}", request);
+                prop_assert!(allows(None, &request));
+            }
+        }
+    }
+
+    #[test]
+    fn each_scope_has_a_token_of_its_own() {
+        let tokens = ["", "a", "b", "ab"].map(|scope| scoped_token(b"secret", scope));
+        let unique: std::collections::HashSet<_> = tokens.iter().collect();
+        assert_eq!(unique.len(), tokens.len());
+        assert!(tokens.iter().all(|token| token.len() == 64));
+    }
+}

@@ -1,0 +1,83 @@
+"""Which settings and which credential of the agents reach the meetings of their workers."""
+
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import pytest
+
+from elasticrs.agent.member_workers import among_workers, for_workers, variables_of_members
+from elasticrs.rendezvous.elastic import etcd_site, settings
+from elasticrs.rendezvous.elastic.describe import describe
+from elasticrs.train.meeting_url import parse
+
+OF_THE_STORE = {"connect_timeout", "store_lost_timeout", "store_grace", "lease_ttl", "read_timeout"}
+OF_THE_STORE |= {"keep_alive_interval", "keep_alive_max_attempt", "etcd_prefix", "protocol"}
+OF_THE_STORE |= {"ca_cert", "ssl_cert", "ssl_cert_key", "user", "password_file", "cacert", "cert", "key"}
+OF_THE_MEETING = {"join_timeout", "last_call_timeout", "restart_call_timeout", "worker_port_range"}
+OF_THE_MEETING |= {"order_hint"}
+OF_NODES = {"scale_up_delay", "settle", "close_timeout", "exit_barrier_timeout", "stall_timeout", "scale_up"}
+OF_NODES |= {"max_node_losses", "max_short_losses", "short_round", "is_host", "bind_addr", "rank", "host"}
+OF_NODES |= {"homogeneous", "fresh", "drain", "token", "token_file", "peer_port", "store_type"}
+OF_NODES |= {"heartbeat_timeout", "cas_backoff_max_seconds", "timeout"}
+
+JOB = SimpleNamespace(nproc=4)
+POINT = SimpleNamespace(job="a/job", address=("10.0.0.1", 29400))
+
+
+def place_of(backend="c10d", token="secret", **conf):
+    """Where workers meet whose agents have these settings, as the workers read it."""
+    environ = {} if token is None else {"ELASTICRS_TOKEN": token}
+    nodes, _ = describe(backend, "10.0.0.1:29400", "a/job", (2, 3), conf, environ)
+    variables = variables_of_members(among_workers(nodes, JOB), POINT, 17)
+    assert token is None or token not in str(variables)
+    renamed = {"ELASTICRS_TRAIN_TOKEN": "ELASTICRS_TOKEN"}
+    worker = {renamed.get(name, name): value for name, value in variables.items()}
+    return parse(worker["ELASTICRS_TRAIN"], worker, may_host=False).rendezvous
+
+
+def test_each_setting_is_either_for_workers_or_for_nodes():
+    keys = {key.name for key in (*settings.KEYS, *etcd_site.KEYS)} | set(etcd_site.NAMES)
+    assert keys == OF_THE_STORE | OF_THE_MEETING | OF_NODES
+    assert for_workers(dict.fromkeys(keys, "1")).keys() == OF_THE_STORE | OF_THE_MEETING
+    assert for_workers(dict.fromkeys(keys)) == {}
+
+
+def test_workers_have_none_of_the_limits_of_nodes():
+    found = place_of(max_node_losses=1, scale_up=0, scale_up_delay=60, drain="job", connect_timeout=3)
+    assert (found.min_nodes, found.max_nodes, found.job) == (8, 12, "a/job#workers.17")
+    own = found.settings
+    assert (own.max_node_losses, own.scale_up, own.scale_up_delay, own.drain) == (None, True, 1.0, "node")
+    assert own.connect_timeout == 3
+
+
+def test_workers_get_a_token_for_their_own_keys_alone():
+    found = place_of()
+    assert found.scope == "/elasticrs/a%2Fjob#workers"
+    assert len(found.settings.token) == 64
+    assert place_of(token="other").settings.token != found.settings.token
+    without = place_of(token=None)
+    assert (without.scope, without.settings.token) == (None, None)
+
+
+@pytest.mark.parametrize("conf", [{}, {"protocol": "https", "ca_cert": "/dev/null", "ssl_cert": "/dev/null"}])
+def test_workers_are_a_user_of_their_own_in_an_etcd_that_agents_host(conf):
+    found = place_of("etcd", host=1, peer_port=1234, **conf).etcd
+    assert (found.user, len(found.password), found.is_tls) == ("elasticrs-workers", 64, bool(conf))
+    assert found.seats == ()
+    assert found.prefix.startswith("/torchelastic/p2p/workers/")
+
+
+def test_workers_are_the_user_of_their_agents_in_an_etcd_of_the_site(tmp_path):
+    (tmp_path / "password").write_text("secret")
+    (tmp_path / "password").chmod(0o600)
+    found = place_of("etcd", user="job", password_file=str(tmp_path / "password"))
+    assert (found.etcd.user, found.etcd.password) == ("job", "secret")
+
+
+def test_an_address_with_a_scheme_keeps_it():
+    nodes, _ = describe("etcd", "https://10.0.0.1:2379", "job", (2, 2), {"timeout": 7}, {})
+    url = variables_of_members(among_workers(nodes, JOB), POINT, 1)["ELASTICRS_TRAIN"]
+    assert urlsplit(url).scheme == "etcd"
+    found = parse(url, {}).rendezvous
+    assert found.etcd.is_tls
+    assert found.settings.join_timeout == 7
