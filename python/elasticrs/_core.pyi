@@ -627,9 +627,9 @@ class Supervisor:
         """
     def signal(self, signum: int, local_ranks: Sequence[int] | None = None) -> None:
         """Send a signal to these workers, or to all: to whom of each, ``stop_scope`` of the group says."""
-    def forward(self, signum: int) -> None:
-        """Pass a signal on that this process was sent: to whom of each worker, ``stop_scope`` says. Nothing
-        follows from it, and nothing is sent while workers are being started.
+    def forward(self, signum: int, local_ranks: Sequence[int]) -> None:
+        """Pass on to these workers a signal that this process received. ``stop_scope`` of the group says
+        which processes of each worker get it. Nothing is sent while workers are being started.
         """
 
     def suspend(self) -> None:

@@ -85,6 +85,7 @@ class AgentPage:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
+        self._was_used = False
         size = 8 * (_FIRST + _SPAN * workers)
         self._fd = os.memfd_create("elasticrs-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, size)
@@ -149,8 +150,14 @@ class AgentPage:
     def clear(self, local_rank: int) -> None:
         """Forget what a worker has said of itself: there is none in its place."""
         at = _FIRST + _SPAN * local_rank
+        self._was_used = self.was_used
         for word in range(at, at + _SPAN):
             self._words[word] = 0
+
+    @property
+    def was_used(self) -> bool:
+        """True if some worker has taken part in ``elasticrs.train``, even if it was replaced since."""
+        return self._was_used or bool(self.standings())
 
     def close(self) -> None:
         """Release it. Idempotent."""

@@ -6,6 +6,10 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from elasticrs._core import TimerExpired
@@ -118,10 +122,47 @@ def checkpoint_line(result: str, ns: int) -> str:
     return "a checkpoint was asked for, but the workers have not called set_checkpoint_manager"
 
 
+def checkpoint_requested(signum: int) -> str:
+    """Say that a signal to the agent asks its workers for a checkpoint."""
+    return f"{signal_name(signum)} received: asking the workers for a checkpoint at the end of a step"
+
+
+CHECKPOINT_NOT_MADE = "no checkpoint was saved after the last request: the workers ended first"
+"""For a request that nothing came of until the end of the job."""
+
+
+NOBODY_TRAINED = (
+    "no worker of this node has used elasticrs.train, so --on-failure replace let no worker continue a"
+    " training: use --on-failure restart for other programs"
+)
+
+
 def checkpoint_is_late(seconds: float, workers: int) -> str:
     """Say that nothing has come of a request yet; ``workers``: how many of this node take part."""
     who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
     return f"the checkpoint that was asked for {seconds:g} s ago is not there yet ({who} in elasticrs.train)"
+
+
+def passed_on(signum: int, held: Sequence[int]) -> str:
+    """Say that a signal is passed on to the workers.
+
+    Args:
+        signum: the signal.
+        held: local ranks of the workers that have no handler for it yet.
+    """
+    line = f"{signal_name(signum)} received: passing it on to the workers"
+    if held:
+        ranks = ", ".join(map(str, sorted(held)))
+        line += (
+            f"; held for local rank {ranks} until there is a handler for it, because it would kill the worker"
+        )
+    return line
+
+
+def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
+    """Say that workers were not sent a signal, because they had no handler for it."""
+    ranks = ", ".join(map(str, local_ranks))
+    return f"{signal_name(signum)} was dropped for local rank {ranks}: no handler was installed {when}"
 
 
 def stop_line(asked: int | None, signum: int, grace: float) -> str:

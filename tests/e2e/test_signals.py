@@ -188,18 +188,62 @@ def test_a_request_for_a_checkpoint_is_passed_on_and_the_job_goes_on(running, ho
 
 
 @pytest.mark.beyond_torchrun
-def test_a_worker_that_does_not_know_such_a_signal_fails_by_it(running):
-    launched, _ = running("""
-        import os, signal
-        if os.environ["RANK"] != "1":
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-        os.write(1, f"READY {os.getpid()}\\n".encode())
-        signal.pause()
+def test_a_signal_is_held_until_the_worker_has_a_handler(running, tmp_path):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    launched, _ = running(
+        PASSES_ON.replace(
+            "signal.pthread_sigmask",
+            f"""if os.environ["RANK"] == "1":
+        os.write(1, f"READY {{os.getpid()}}\\n".encode())
+        open({str(gate)!r}).close()
+    signal.pthread_sigmask""",
+        )
+    )
+    launched.signal(signal.SIGUSR1)
+    launched.wait_for_line("SIGUSR1 received: .*held for local rank 1 ", "stderr")
+    launched.wait_for_lines("GOT SIGUSR1", N - 1)
+    with gate.open("w"):
+        launched.wait_for_lines("GOT SIGUSR1", N)
+    launched.signal(signal.SIGTERM)
+    launched.exits(1)
+
+
+@pytest.mark.beyond_torchrun
+def test_a_signal_for_a_worker_that_never_has_a_handler_is_dropped_with_a_line(running, tmp_path):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    launched, _ = running(f"""
+        import os
+        os.write(1, f"READY {{os.getpid()}}\\n".encode())
+        open({str(gate)!r}).close()
     """)
     launched.signal(signal.SIGUSR1)
-    launched.exits(1)
-    launched.wait_for_line(r"rank +: 1 ", "stderr")
-    launched.wait_for_line(r"exitcode +: -10 ", "stderr")
+    launched.wait_for_line("SIGUSR1 received: .*held for local rank 0, 1", "stderr")
+    with gate.open("w"):
+        launched.exits(0)
+    assert "SIGUSR1 was dropped for local rank" in launched.stderr
+
+
+@pytest.mark.beyond_torchrun
+def test_signals_without_pause_kill_no_worker_at_its_start_or_end(launch, worker_script):
+    launched = launch(
+        *("--nproc-per-node=2", "--max-restarts=2"),
+        worker_script("""
+            import os, signal, sys
+            got = []
+            signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+            while not got:
+                signal.sigtimedwait([signal.SIGUSR2], 0.01)
+            import decimal, http.client, xml.dom
+            sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "2" and os.environ["RANK"] == "1")
+        """),
+    )
+    procs.wait_until(lambda: _catches(launched.pid, signal.SIGUSR1))
+    while not launched.has_exited:
+        launched.signal(signal.SIGUSR1)
+        launched.read_for(0.002)
+    launched.exits(0)
 
 
 @pytest.mark.beyond_torchrun

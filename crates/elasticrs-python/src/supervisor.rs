@@ -102,8 +102,8 @@ impl Supervisor {
         Ok(self.inner.signal(signal(signum)?, local_ranks).map_err(Error)?)
     }
 
-    fn forward(&self, signum: i32) -> PyResult<()> {
-        Ok(self.inner.forward(signal(signum)?).map_err(Error)?)
+    fn forward(&self, signum: i32, local_ranks: Vec<u32>) -> PyResult<()> {
+        Ok(self.inner.forward(signal(signum)?, local_ranks).map_err(Error)?)
     }
 
     fn suspend(&self, py: Python<'_>) -> PyResult<()> {

@@ -175,10 +175,23 @@ class Agent:
             page, observers = self.checkpoints.page, self._tracker.observers
             self._pace = Pace(page, self._console.say, observers.training)
 
+    def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
+        """Ask the workers by the page that they share with this agent. A raw signal would kill each worker
+        that does not train yet, or any more.
+        """
+        if not checkpoints.are_open:
+            self._console.say(texts.checkpoint_requested(signal.SIGUSR1))
+        checkpoints.ask()
+
     def _close_checkpoints(self) -> None:
         checkpoints, self.checkpoints = self.checkpoints, None
         if checkpoints is not None:
             checkpoints.look()
+            has_ended = self._result.signum is None and any(each.pids for each in self._result.attempts)
+            if has_ended and not checkpoints.page.was_used:
+                self._console.say(texts.NOBODY_TRAINED)
+            if checkpoints.are_open:
+                self._console.say(texts.CHECKPOINT_NOT_MADE)
             checkpoints.close()
 
     def _look_for_sleepers(self, sleepers: Sleepers) -> None:
@@ -262,6 +275,8 @@ class Agent:
         for signum in self._signals.take():
             if signum == signal.SIGTSTP and signum not in self._job.signals:
                 suspend(supervisor, self._signals)
+            elif signum == signal.SIGUSR1 and self.checkpoints is not None and signum in self._job.forwarded:
+                self._ask_for_checkpoint(self.checkpoints)
             elif signum in self._job.forwarded:
                 phases = (machine.Phase.RUNNING, machine.Phase.STOPPING)
                 are_running = supervisor is not None and self._decisions.phase in phases

@@ -9,12 +9,14 @@ import errno
 import os
 import time
 from collections import deque
+from math import inf
 
 from elasticrs import _core, texts
 from elasticrs.agent import state as machine
 from elasticrs.agent.attempt import Attempt, JobResult, Overdue, phases
 from elasticrs.agent.evidence import oom_kills, read_counters
 from elasticrs.agent.observer import Observers
+from elasticrs.agent.passed_signals import PassedSignals
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
 from elasticrs.logs import attempt_name, discard_empty_fault_file
@@ -83,6 +85,7 @@ class AttemptTracker:
         self._owns_process = owns_process
         self._replaces = job.on_failure == "replace"
         self._restarts = 0
+        self._passed = PassedSignals(self._forward, console.say)
         self.result = JobResult()
         self.events: deque[machine.Event] = deque()
         story = Story(job, self.result, console.say, owns_process=owns_process)
@@ -215,15 +218,15 @@ class AttemptTracker:
         self._follow_workers()
 
     def forward(self, signum: int, *, are_running: bool) -> None:
-        """Pass a signal on to workers that run. Those that are being started have no handlers yet, and
-        nothing to save: it would only kill them.
-        """
-        name = texts.signal_name(signum)
-        if not are_running:
+        """Pass a signal on to running workers. Workers that are being started have nothing to save."""
+        if not are_running or self.attempt is None:
+            name = texts.signal_name(signum)
             self._console.say(f"{name} received: no workers run, so nobody gets it")
             return
-        self._console.say(f"{name} received: passing it on to the workers")
-        self.supervisor.forward(signum)
+        self._passed.pass_on(signum, self.attempt.running())
+
+    def _forward(self, signum: int, local_ranks: list[int]) -> None:
+        self.supervisor.forward(signum, local_ranks)
 
     def count_oom_kills(self) -> None:
         """Read the counters of the OOM killer once more, after the end of the last attempt."""
@@ -266,6 +269,10 @@ class AttemptTracker:
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for an event of the supervisor, and record it; return false if there was none."""
+        running = {} if self.attempt is None else self.attempt.running()
+        left = self._passed.look(running)
+        if left != inf:
+            seconds = left if seconds is None else min(seconds, left)
         event = self.supervisor.next_event(seconds)
         if event is None:
             return False

@@ -86,7 +86,7 @@ pub(super) enum Command {
     Replace(Box<ProcessSpec>, Vec<OwnedFd>, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
-    Forward(Signal),
+    Forward(Signal, Vec<u32>),
     Suspend(Reply<()>),
     Resume,
     RenewNursery,

@@ -162,10 +162,10 @@ impl Supervisor {
         self.tell(Command::Signal(signal, local_ranks))
     }
 
-    /// Passes a signal on that this process was sent: to whom of each worker, [`GroupSpec::stop_scope`] says. Nothing
-    /// follows from it, and nothing is sent while workers are being started.
-    pub fn forward(&self, signal: Signal) -> Result<(), SupervisorError> {
-        self.tell(Command::Forward(signal))
+    /// Passes on to these workers a signal that this process received. [`GroupSpec::stop_scope`] says which processes of each
+    /// worker get it. It is no reason to excuse a worker that dies by it. Nothing is sent while workers are being started.
+    pub fn forward(&self, signal: Signal, local_ranks: Vec<u32>) -> Result<(), SupervisorError> {
+        self.tell(Command::Forward(signal, local_ranks))
     }
 
     /// Stops all groups with SIGSTOP, and the deadlines; returns when the signals are sent.

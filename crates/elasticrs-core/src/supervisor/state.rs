@@ -41,7 +41,7 @@ pub enum Input {
     Signal(Signal, Option<Vec<u32>>),
     /// The agent was sent this signal, and passes it on to all that run. It stops nobody: who fails later has failed by
     /// itself, and so has who dies of it.
-    Forward(Signal),
+    Forward(Signal, Vec<u32>),
     /// Stop time for the group.
     Suspend,
     /// Let it go on.
@@ -253,9 +253,10 @@ impl Group {
             }
             Input::StopForHang(policy, elsewhere) => self.on_stop_for_hang(policy, elsewhere, &mut effects),
             Input::Signal(signal, ranks) => self.on_signal(signal, ranks.as_deref(), &mut effects),
-            Input::Forward(signal) => {
+            Input::Forward(signal, ranks) => {
                 let to = self.stop_scope;
-                effects.extend(self.living().map(|pid| Effect::Signal { pid, to, signal }));
+                let living = self.members.iter().filter(|m| !m.ended && ranks.contains(&m.local_rank));
+                effects.extend(living.map(|m| Effect::Signal { pid: m.pid, to, signal }));
             }
             Input::Suspend => self.on_suspend(&mut effects),
             Input::Resume if self.suspended => {

@@ -303,10 +303,10 @@ impl Task {
             Command::Stop(policy, elsewhere) => self.stop(policy, elsewhere),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
             // Those that are being started have no handlers yet, and nothing to save.
-            Command::Forward(signal) if matches!(self.current, Current::Running(_)) => {
-                self.input(Input::Forward(signal));
+            Command::Forward(signal, local_ranks) if matches!(self.current, Current::Running(_)) => {
+                self.input(Input::Forward(signal, local_ranks));
             }
-            Command::Forward(_) => {}
+            Command::Forward(..) => {}
             Command::Suspend(reply) => {
                 self.input(Input::Suspend);
                 answer(&reply, ());

@@ -12,6 +12,8 @@ importable there. What it promises:
 - **HOOK-4** what is needed only after a failure is loaded only then.
 - **HOOK-5** a finder stands in ``sys.meta_path`` only where the agent watches heartbeats, and only until
   ``torch.optim.optimizer`` is imported; it finds nothing by itself.
+- **HOOK-6** SIGUSR1 and SIGUSR2 with a Python handler are ignored after the last exit handler, because the
+  interpreter then restores their default action, which would kill a worker that is about to exit with 0.
 """
 
 import os
@@ -115,6 +117,15 @@ def _is_end(frame: "types.FrameType") -> bool:
     return frame.f_code.co_name not in ("<module>", "_run_module_as_main")
 
 
+def _ignore_requests() -> None:
+    """Ignore the signals SIGUSR1 and SIGUSR2 if the program handles them (HOOK-6)."""
+    from _signal import SIG_IGN, SIGUSR1, SIGUSR2, getsignal, signal
+
+    for signum in (SIGUSR1, SIGUSR2):
+        if callable(getsignal(signum)):
+            signal(signum, SIG_IGN)
+
+
 def _install(path: str) -> None:
     import atexit
     import faulthandler
@@ -151,6 +162,8 @@ def _install(path: str) -> None:
             previous(kind, error, traceback)  # type: ignore[arg-type]
 
     def at_exit() -> None:
+        if os.getpid() == pid:
+            _ignore_requests()
         # The interpreter keeps what it handed to `sys.excepthook`, even if the hook there is no longer ours.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not recorded:

@@ -335,8 +335,8 @@ fn a_signal_that_is_passed_on_makes_nobody_a_victim() {
     let usr1 = Signal::new(10).expect("it exists");
     let mut group = saving();
     let _ = group.on_input(exited(103, DONE));
-    let effects = group.on_input(Input::Forward(usr1));
-    assert_eq!(effects, [100, 101, 102].map(|pid| to_worker(pid, usr1)));
+    let effects = group.on_input(Input::Forward(usr1, vec![0, 1, 3]));
+    assert_eq!(effects, [100, 101].map(|pid| to_worker(pid, usr1)));
     let effects = group.on_input(exited(101, WorkerExit::Signaled { signal: 10, core_dumped: false }));
     assert!(effects.iter().any(|e| matches!(e, Effect::TellFailure { local_rank: 1, .. })));
     assert!(effects.iter().any(|e| matches!(e, Effect::Tell(Event::WorkerExited { sent: None, .. }))), "{effects:?}");
@@ -408,7 +408,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         2 => pid().prop_map(|pid| Input::Continued { pid }),
         1 => Just(Input::Stop(TERM_30)),
         1 => Just(Input::Stop(KILL)),
-        1 => Just(Input::Forward(Signal::new(10).expect("it exists"))),
+        1 => Just(Input::Forward(Signal::new(10).expect("it exists"), vec![0, 1])),
         1 => Just(Input::Suspend),
         1 => Just(Input::Resume),
         2 => timer.prop_map(Input::Expired),

@@ -1,0 +1,136 @@
+"""Which signals the agent sends to its workers, and which it holds or drops."""
+
+import os
+import signal
+
+import pytest
+from helpers.procs import wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.agent import passed_signals
+from elasticrs.agent.passed_signals import PATIENCE, TICK, PassedSignals, can_take
+
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+
+
+@pytest.fixture
+def procs_that_wait():
+    """Start a process that waits for signals; return its pid."""
+    pids = []
+
+    def start(signals: set[int]) -> int:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        pid = os.fork()
+        if not pid:
+            signal.sigwait(signals)
+            os._exit(0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        pids.append(pid)
+        return pid
+
+    yield start
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+class Node:
+    """Workers that change as a test says, and what they were sent."""
+
+    def __init__(self) -> None:
+        self.workers: dict[int, int] = {}
+        self.handlers: set[tuple[int, int]] = set()
+        self.seconds = 0.0
+        self.sent: list[tuple[int, int]] = []
+        self.lines: list[str] = []
+        self.passed = PassedSignals(self._send, self.lines.append, self._can_take, lambda: self.seconds)
+
+    def _can_take(self, pid: int, signum: int) -> bool:
+        return (pid, signum) in self.handlers
+
+    def _send(self, signum: int, local_ranks: list[int]) -> None:
+        for rank in local_ranks:
+            pid = self.workers[rank]
+            assert (pid, signum) in self.handlers
+            self.sent.append((pid, signum))
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("pass on"), st.sampled_from((USR1, USR2))),
+        st.tuples(st.just("install"), st.sampled_from((USR1, USR2)), st.integers(0, 2)),
+        st.tuples(st.just("remove"), st.sampled_from((USR1, USR2)), st.integers(0, 2)),
+        st.tuples(st.just("replace"), st.integers(0, 2)),
+        st.tuples(st.just("exit"), st.integers(0, 2)),
+        st.tuples(st.just("wait"), st.sampled_from((TICK, PATIENCE + 1))),
+    )
+)
+
+
+@given(STEPS)
+def test_each_signal_is_delivered_once_or_dropped_with_a_line(steps):
+    node, pids = Node(), iter(range(100, 10_000))
+    node.workers = {rank: next(pids) for rank in range(3)}
+    asked: set[tuple[int, int]] = set()
+    for what, *more in steps:
+        if what == "pass on":
+            asked |= {(pid, more[0]) for pid in node.workers.values()}
+            node.passed.pass_on(more[0], node.workers)
+        elif what in ("install", "remove") and more[1] in node.workers:
+            change = node.handlers.add if what == "install" else node.handlers.discard
+            change((node.workers[more[1]], more[0]))
+        elif what == "replace":
+            node.workers[more[0]] = next(pids)
+        elif what == "exit":
+            node.workers.pop(more[0], None)
+        elif what == "wait":
+            node.seconds += more[0]
+            node.passed.look(node.workers)
+    node.workers = {}
+    assert node.passed.look(node.workers) == float("inf")
+    dropped = sum("dropped" in line for line in node.lines)
+    assert asked >= set(node.sent)
+    assert bool(asked - set(node.sent)) <= bool(dropped)
+
+
+def test_a_signal_that_is_held_twice_is_delivered_once():
+    node = Node()
+    node.workers = {0: 100}
+    node.passed.pass_on(USR1, node.workers)
+    node.passed.pass_on(USR1, node.workers)
+    assert node.passed.look(node.workers) == TICK
+    node.handlers.add((100, USR1))
+    node.passed.look(node.workers)
+    assert node.sent == [(100, USR1)]
+
+
+def test_the_kernel_tells_which_signals_a_process_can_take():
+    before = signal.getsignal(USR1)
+    try:
+        found = []
+        for handler in (signal.SIG_DFL, signal.SIG_IGN, lambda *_: None):
+            signal.signal(USR1, handler)
+            found.append(can_take(os.getpid(), USR1))
+        signal.signal(USR1, signal.SIG_DFL)
+        for blocked in ({USR1}, signal.valid_signals()):
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+            found.append(can_take(os.getpid(), USR1))
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    finally:
+        signal.signal(USR1, before)
+    assert found == [False, True, True, True, False]
+
+
+def test_a_process_takes_the_signals_that_it_waits_for(procs_that_wait):
+    pid = procs_that_wait({USR1, signal.SIGTERM})
+    wait_until(lambda: can_take(pid, USR1))
+    assert not can_take(pid, USR2)
+
+
+def test_an_exited_process_takes_no_signal():
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert can_take(pid, USR1) is None
+    os.waitpid(pid, 0)
+    assert passed_signals.can_take(pid, USR1) is None
