@@ -10,7 +10,6 @@ from helpers import procs
 pytestmark = pytest.mark.beyond_torchrun
 
 WAITS = """
-    # A script that uses elasticrs.train
     import os, signal, sys
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
     rank, life = os.environ["LOCAL_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -91,7 +90,6 @@ def test_only_the_worker_that_dies_is_started_again(launch, worker_script, optio
 @pytest.mark.parametrize(("given", "seen"), [({}, "0"), ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "3")])
 def test_nccl_ends_no_worker_whose_collective_is_aborted(launch, worker_script, given, seen):
     script = worker_script("""
-        # A script that uses elasticrs.train
         import os
         os.write(1, f"NCCL {os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']}.\\n".encode())
     """)
@@ -139,7 +137,6 @@ def test_what_the_dead_worker_had_started_is_ended_and_nothing_else(launch, work
 
 def test_without_a_restart_left_the_job_fails_with_the_last_failure(launch, worker_script):
     script = worker_script("""
-        # A script that uses elasticrs.train
         import os, signal
         if os.environ["LOCAL_RANK"] == "1":
             raise ValueError(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}")
@@ -176,7 +173,6 @@ def test_a_signal_stops_all_though_one_was_replaced(launch, worker_script):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ((), "does not use elasticrs.train"),
         (("--no-python",), "--no-python"),
         (("--run-path", "--start-method=fork"), "use spawn"),
         (("--nnodes=2", "--rdzv-endpoint=localhost:1", "--rdzv-backend=static"), "c10d or etcd"),
@@ -184,7 +180,7 @@ def test_a_signal_stops_all_though_one_was_replaced(launch, worker_script):
     ],
 )
 def test_what_cannot_be_replaced_is_refused_at_the_start(launch, worker_script, options, why):
-    script = worker_script("pass" if not options else WAITS)
+    script = worker_script(WAITS)
     script.chmod(0o755)
     job = launch(*options, "--on-failure=replace", script).exits(2)
     (line,) = job.stderr.splitlines()
@@ -192,9 +188,41 @@ def test_what_cannot_be_replaced_is_refused_at_the_start(launch, worker_script, 
     assert "--on-failure" in line
 
 
+@pytest.mark.parametrize(("uses", "lines"), [("", 1), ("from elasticrs.node_page import page_of", 0)])
+def test_the_end_of_a_job_in_which_no_worker_trained_says_so(launch, worker_script, uses, lines):
+    script = worker_script(f"""
+        import os
+        {uses}
+        page = page_of(os.environ) if {bool(uses)} else None
+    """)
+    job = launch("--on-failure=replace", script).exits(0)
+    assert job.stderr.count("has used elasticrs.train") == lines
+
+
+def test_a_checkpoint_request_does_not_reach_workers_that_do_not_train(launch, worker_script):
+    waits = WAITS.replace("SIGUSR1", "SIGUSR2")
+    job = launch("--nproc-per-node=2", "--on-failure=replace", worker_script(waits))
+    pids = dict(started(job, 2))
+    job.signal(signal.SIGUSR1)
+    job.wait_for_line("SIGUSR1 received: asking", "stderr")
+    for pid in pids.values():
+        os.kill(pid, signal.SIGUSR2)
+    assert job.wait() == 0
+    assert "no checkpoint was saved" in job.stderr
+    assert "replaced by" not in job.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_without_replace_a_training_program_restarts_as_a_whole(launch, worker_script):
+    script = worker_script(TRAINS.replace("FAULT", "os._exit(3)"))
+    job = launch("--nproc-per-node=2", "--max-restarts=1", "--warm=torch", script).exits(0)
+    assert job.stdout.count("DONE 20.") == 2
+    assert re.search(r"succeeded after .*\b1 restart\b", job.stderr)
+
+
 def test_a_worker_that_hangs_is_replaced(launch, worker_script):
     beats = """
-    # A script that uses elasticrs.train
     import os, signal
     from elasticrs.timer import heartbeat
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
@@ -236,7 +264,6 @@ def test_the_loop_gives_signs_of_life_for_a_program_that_gives_none(launch, work
 
 def test_who_waits_for_a_worker_that_hangs_is_not_replaced(launch, worker_script, tmp_path):
     script = worker_script("""
-        # A script that uses elasticrs.train
         import os, signal, sys
         from elasticrs.timer import heartbeat
 

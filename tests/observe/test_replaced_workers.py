@@ -30,7 +30,7 @@ WORKER = """
     local, life = int(os.environ["LOCAL_RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
     os.write(1, f"UP {local} {os.getpid()} {life}.\\n".encode())
     while signal.sigwait([signal.SIGUSR1, signal.SIGUSR2]) == signal.SIGUSR2:
-        page.place(5 - local, 6, 1)
+        page.place(int(os.environ["SUM"]) - local, 6, 1)
         os.write(1, f"MET {local}.\\n".encode())
     page.finish()
 """
@@ -46,7 +46,8 @@ def status_with(port, expected):
         told = {worker["local_rank"]: worker["rank"] for worker in status["workers"]}
         return told, {int(local): int(rank) for rank, local in re.findall(SAMPLE, page)}, status
 
-    return procs.wait_until(look, lambda found: found[:2] == (expected, expected))[2]
+    with_rank = {local: rank for local, rank in expected.items() if rank is not None}
+    return procs.wait_until(look, lambda found: found[:2] == (expected, with_rank))[2]
 
 
 SAMPLE = r'worker_cpu_seconds_total\{rank="(-?\d+)",local_rank="(\d+)"\}'
@@ -57,6 +58,7 @@ def test_all_name_the_rank_of_the_last_meeting(launch, worker_script, tmp_path):
     job = launch(
         *("--nproc-per-node=2", "--max-restarts=2", "--on-failure=replace", "--health-check-port=0"),
         *(f"--event-log-handler=file:{events}", worker_script(WORKER)),
+        env={"SUM": "5"},
     )
     port = port_of(job)
     pids = {int(up[1]): int(up[2]) for up in job.wait_for_lines(r"UP (\d) (\d+) 0\.", 2)}
@@ -78,6 +80,23 @@ def test_all_name_the_rank_of_the_last_meeting(launch, worker_script, tmp_path):
     ends = [event["metadata"] for event in map(json.loads, events.read_text().splitlines())]
     found = [(each["global_rank"], each["worker_id"]) for each in ends if each["state"] == "FAILED"]
     assert found == [(5, str(pids[0]))]
+
+
+def test_a_worker_whose_rank_another_worker_has_shows_none(launch, worker_script):
+    job = launch(
+        *("--nproc-per-node=2", "--on-failure=replace", "--health-check-port=0", worker_script(WORKER)),
+        env={"SUM": "1"},
+    )
+    port = port_of(job)
+    pids = {int(up[1]): int(up[2]) for up in job.wait_for_lines(r"UP (\d) (\d+) 0\.", 2)}
+    status_with(port, {0: 0, 1: 1})
+    # It meets with the rank that the other one started with.
+    os.kill(pids[0], signal.SIGUSR2)
+    job.wait_for_line(r"MET 0\.")
+    status_with(port, {0: 1, 1: None})
+    for pid in pids.values():
+        os.kill(pid, signal.SIGUSR1)
+    assert job.wait() == 0, job.stderr
 
 
 def test_the_report_tells_two_apart_that_had_a_rank_one_after_the_other(launch, worker_script):

@@ -177,22 +177,27 @@ class Attempt(Record):
         return page.last_met(local_rank)
 
     def global_ranks(self) -> dict[int, int]:
-        """Return them by local rank, all different.
+        """Return the global ranks by local rank. No two are equal.
 
-        Workers that are members of a rendezvous have those of their last meetings. One that has met nobody
-        has the rank that it began with. Where its rank is another one's meanwhile, it has a negative number.
+        A worker that is a member of a rendezvous has the rank of its last meeting. One that has not met the
+        others has the rank that it started with. A negative number stands for a worker whose rank another
+        worker has taken over; see :meth:`shown_ranks`.
         """
         began = {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
         if self.plan.members is None:
             return began
         met = {local_rank: self.last_met(local_rank) for local_rank in began}
         taken: dict[int, int] = {}
-        # Who has met last has the rank.
+        # The worker with the latest meeting keeps the rank.
         for local_rank, last in sorted(met.items(), key=lambda each: -each[1].round if each[1] else 0):
             rank = last.rank if last else began[local_rank]
             taken[-1 - local_rank if rank in taken else rank] = local_rank
         found = {local_rank: rank for rank, local_rank in taken.items()}
         return dict(sorted(found.items()))
+
+    def shown_ranks(self) -> dict[int, int | None]:
+        """Return the global ranks by local rank; ``None`` for a worker whose rank another worker has."""
+        return {place: rank if rank >= 0 else None for place, rank in self.global_ranks().items()}
 
     def who(self, local_rank: int, pid: int | None = None) -> str:
         """Name a worker, for the user: by its rank, where it has one."""

@@ -180,12 +180,12 @@ class EventRecorder(Observer):
     ) -> None:
         if not attempt.pids:
             return
-        global_ranks = attempt.global_ranks()
+        global_ranks = attempt.shown_ranks()
         for ranks, state, failure in _ends(attempt, succeeded=has_succeeded):
             if only not in (None, ranks.local_rank):
                 continue
             pid = attempt.pids[ranks.local_rank]
-            self._record_worker(state, ranks, pid, failure, at_ns, global_ranks[ranks.local_rank])
+            self._record_worker(state, ranks, pid, failure, at_ns, rank=global_ranks[ranks.local_rank])
 
     def _record_worker(
         self,

@@ -52,7 +52,7 @@ class HealthObserver(Observer):
         self._say = say
         self._state: _core.WorkersState = "INIT"
         self._attempt: Attempt | None = None
-        self._ranks: dict[int, int] = {}
+        self._ranks: dict[int, int | None] = {}
         self._restarts = 0
         self._paused: set[int] = set()
         self._last_failure: dict[str, Any] | None = None
@@ -81,7 +81,7 @@ class HealthObserver(Observer):
         if not self._is_asked or fd != self._native.fd:
             return False
         attempt = self._attempt
-        if attempt is not None and (attempt.global_ranks(), attempt.restarts) != (
+        if attempt is not None and (attempt.shown_ranks(), attempt.restarts) != (
             self._ranks,
             self._restarts,
         ):
@@ -193,7 +193,7 @@ class HealthObserver(Observer):
         if self._last_failure is not None:
             self._earlier_failures.append(self._last_failure)
         self._last_failure = {
-            "rank": attempt.global_ranks()[local_rank],
+            "rank": attempt.shown_ranks()[local_rank],
             "local_rank": local_rank,
             "pid": attempt.pids[local_rank] if worker is None else worker.pid,
             "exitcode": None if worker is None else worker.exitcode,
@@ -245,9 +245,13 @@ class HealthObserver(Observer):
         }
 
     def _workers_now(self, attempt: Attempt) -> list[tuple[int, int, int]]:
-        """Global rank, local rank and pid of each worker."""
-        self._ranks = attempt.global_ranks()
-        return [(rank, local_rank, attempt.pids[local_rank]) for local_rank, rank in self._ranks.items()]
+        """Return global rank, local rank and pid of each worker that has a rank of its own."""
+        self._ranks = attempt.shown_ranks()
+        return [
+            (rank, local_rank, attempt.pids[local_rank])
+            for local_rank, rank in self._ranks.items()
+            if rank is not None
+        ]
 
     def _training(self, local_rank: int, pid: int) -> dict[str, Any] | None:
         said = self._standings.get(local_rank)

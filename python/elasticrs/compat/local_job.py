@@ -69,7 +69,7 @@ class LocalJob:
         if spec.on_failure == "replace":
             from elasticrs.replaceable import why_not
 
-            if why := why_not(_entry(spec, start_method), start_method):
+            if why := why_not(start_method):
                 raise ValueError(f"on_failure: got 'replace', but {why}")
         self._preload = _preload(spec, start_method)
         self._shutdown_timeout = shutdown_timeout

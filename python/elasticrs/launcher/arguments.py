@@ -148,7 +148,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
     meeting = meeting_of(args, environ, grace, notices)
     if args.on_failure == "replace":
-        _check_replace(args, command, meeting)
+        _check_replace(args, meeting)
     job = JobConfig(
         nproc,
         meeting.run_id,
@@ -391,11 +391,11 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
         raise UsageError(f"--numa-binding: got {mode!r}, but {error}") from None
 
 
-def _check_replace(args: Namespace, command: list[str], meeting: Meeting) -> None:
-    """Workers that go on when another one has failed must be programs that can do so.
+def _check_replace(args: Namespace, meeting: Meeting) -> None:
+    """Check that single workers of this job can be replaced.
 
     Raises:
-        UsageError: they are not.
+        UsageError: they cannot.
     """
     from elasticrs import replaceable
 
@@ -406,7 +406,7 @@ def _check_replace(args: Namespace, command: list[str], meeting: Meeting) -> Non
         is_file = meeting.handler is not None and args.rdzv_backend == "c10d"
         back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
     method = args.start_method if args.run_path else "spawn"
-    if why := replaceable.why_not(_entry(args, command), method, back_end):
+    if why := replaceable.why_not(method, back_end):
         raise UsageError(f"{where} {why}")
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
+from functools import cache
+from typing import Any
+from urllib.parse import quote, urlencode
 
+from elasticrs._value import Value
 from elasticrs._worker import TOKEN_VARIABLE
 from elasticrs.node_page import page_of
 from elasticrs.train.meeting_url import JOB_VARIABLE, MEMBER_VARIABLE
@@ -14,6 +19,10 @@ __all__ = ["AgentCoordinator"]
 URL_VARIABLE = "ELASTICRS_TRAIN"
 TOKEN_OF_URL_VARIABLE = "ELASTICRS_TRAIN_TOKEN"
 
+_OF_EVERY_WORKER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PLACE_KEY = "elasticrs/train"
+_stores: list[Any] = []
+
 
 class AgentCoordinator(CoordinatorP2P):
     """Finds the others by what the agent has put into the environment; no address stands in the script.
@@ -23,33 +32,82 @@ class AgentCoordinator(CoordinatorP2P):
         process_group_timeout: milliseconds for a collective.
         coordinator_pg_timeout: milliseconds for the others to reach :meth:`barrier`.
 
+    Without ``--on-failure replace`` the workers meet as well, and repeat a step that fails. But when a worker
+    exits, its agent restarts all of them.
+
     Raises:
-        RuntimeError: no agent has started this process with ``--on-failure replace``.
+        RuntimeError: no agent has started this process.
         ValueError: time-outs that contradict each other.
     """
 
     def __init__(
         self, c10d_backend: str, process_group_timeout: int = 10000, coordinator_pg_timeout: int = 600000
     ) -> None:
-        url, environ = agent_url()
+        place = agent_place()
         timeouts = process_group_timeout, coordinator_pg_timeout
-        self._begin(c10d_backend, (url, URL_VARIABLE), environ, None, timeouts, may_host=False)
+        url = (place.url, URL_VARIABLE)
+        self._begin(c10d_backend, url, place.environ, None, timeouts, may_host=place.hosts)
+        self.others_come_back = place.others_come_back
         self._member.page = page_of(os.environ)
 
 
-def agent_url() -> tuple[str, dict[str, str]]:
-    """Return the URL that the agent has given to this worker, and the environment with the token for it.
+class AgentPlace(Value):
+    """Where the workers of an agent meet.
+
+    Args:
+        url: see :mod:`elasticrs.train.meeting_url`.
+        environ: for the credential, and for the names that the agent gives to this worker.
+        hosts: this process hosts the coordination store.
+        others_come_back: the agent replaces a worker that exits; otherwise it restarts all of them.
+    """
+
+    url: str
+    environ: dict[str, str]
+    hosts: bool
+    others_come_back: bool
+
+
+def agent_place() -> AgentPlace:
+    """Return where the workers of this process's agent meet.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no agent has started this process.
     """
     url = os.environ.get(URL_VARIABLE)
     if url is None:
+        return _place_of_restarted_workers()
+    renamed = {name: name for name in (MEMBER_VARIABLE, JOB_VARIABLE)} | {
+        TOKEN_OF_URL_VARIABLE: TOKEN_VARIABLE
+    }
+    environ = {own: os.environ[name] for name, own in renamed.items() if name in os.environ}
+    return AgentPlace(url, environ, hosts=False, others_come_back=True)
+
+
+@cache
+def _place_of_restarted_workers() -> AgentPlace:
+    """Have rank 0 host the coordination store, because the agent of this job hosts none for its workers.
+
+    The others learn its port and its token from the workers' store. The place is found once, because a
+    meeting changes the variables that say where that store is.
+    """
+    if not all(name in os.environ for name in _OF_EVERY_WORKER):
         raise RuntimeError(
             f"{URL_VARIABLE} is not set: start the script with elasticrun --on-failure replace,"
             " or use CoordinatorP2P"
         )
-    renamed = {name: name for name in (MEMBER_VARIABLE, JOB_VARIABLE)} | {
-        TOKEN_OF_URL_VARIABLE: TOKEN_VARIABLE
-    }
-    return url, {own: os.environ[name] for name, own in renamed.items() if name in os.environ}
+    from torch import distributed
+
+    store, rank, world = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
+    if rank == 0:
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        store.set(_PLACE_KEY, f"{port} {os.urandom(16).hex()}")
+    port, token = store.get(_PLACE_KEY).decode().split()
+    # A store that rank 0's process serves has to last until the others have read from it.
+    _stores.append(store)
+    host = os.environ["MASTER_ADDR"]
+    host = f"[{host}]" if ":" in host else host
+    job = quote(os.environ.get("TORCHELASTIC_RUN_ID") or "job", safe="")
+    settings = {"min_workers": world, "max_workers": world, "order_hint": rank, "is_host": int(rank == 0)}
+    url = f"elasticrs://{host}:{port}/{job}?{urlencode(settings)}"
+    return AgentPlace(url, {TOKEN_VARIABLE: token}, hosts=rank == 0, others_come_back=False)

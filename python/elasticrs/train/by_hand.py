@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from elasticrs.node_page import page_of
 from elasticrs.train import groups
-from elasticrs.train.agent import URL_VARIABLE, agent_url
+from elasticrs.train.agent import URL_VARIABLE, agent_place
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership
 
@@ -51,14 +51,14 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
             agent when ``None``.
 
     Raises:
-        RuntimeError: no agent has started this process with ``--on-failure replace``.
+        RuntimeError: no agent has started this process.
         ValueError: a URL that makes no sense.
     """
     if init_method is not None:
         place = parse(init_method, os.environ)
     else:
-        url, environ = agent_url()
-        place = parse(url, environ, source=URL_VARIABLE, may_host=False)
+        found = agent_place()
+        place = parse(found.url, found.environ, source=URL_VARIABLE, may_host=found.hosts)
     member = Membership(
         place.rendezvous, place.backend, on_change=callback, stuck_timeout=place.stuck_timeout
     )

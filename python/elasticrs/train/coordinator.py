@@ -38,12 +38,14 @@ class Coordinator(ABC):
     Attributes:
         rounds_before: how many rounds the job had before the present one, as far as that is known.
         takes_requests: it has :meth:`request` and what belongs to it.
+        others_come_back: a worker that exits is replaced. Otherwise its agent restarts all workers.
         keeps_final_state: it can pass the final state to workers that start after the end.
     """
 
     rounds_before: int = 0
     keeps_final_state: bool = False
     takes_requests: bool = False
+    others_come_back: bool = True
 
     @abstractmethod
     def rendezvous_barrier(self) -> tuple[Any, int, int]:

@@ -74,11 +74,12 @@ class RequestSignals:
         self._coordinator.request(leave=signum == signal.SIGTERM)
 
     def _watch_meeting(self) -> None:
-        left = MEETING_LIMIT
+        limit = MEETING_LIMIT if self._coordinator.others_come_back else _TICK
+        left = limit
         while left > 0:
             if self._is_over.wait(_TICK):
                 return
-            left = MEETING_LIMIT if self._coordinator.has_round else left - _TICK
+            left = limit if self._coordinator.has_round else left - _TICK
         # The main thread handles it, and ends.
         os.kill(os.getpid(), signal.SIGTERM)
 

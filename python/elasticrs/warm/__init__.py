@@ -36,7 +36,7 @@ start cold.
 from __future__ import annotations
 
 from elasticrs.warm.entry import Entry, entry_of_command, entry_of_function, entry_of_script
-from elasticrs.warm.modules import Preload, mentions, preload
+from elasticrs.warm.modules import Preload, preload
 
 __all__ = [
     "Entry",
@@ -44,6 +44,5 @@ __all__ = [
     "entry_of_command",
     "entry_of_function",
     "entry_of_script",
-    "mentions",
     "preload",
 ]

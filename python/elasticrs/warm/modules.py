@@ -290,27 +290,6 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def mentions(entry: Entry, words: Sequence[bytes]) -> bool:
-    """Return true if one of the user's own sources has one of these words, or none of them can be read.
-
-    Args:
-        entry: what the workers run.
-        words: wherever they are.
-    """
-    if entry.path is None:
-        return False
-    try:
-        # As a rule it is the script itself, and nothing has to be parsed.
-        if _has(_read(entry.path), words):
-            return True
-        plan = _Plan(entry)
-        plan.read_entry()
-    except (OSError, *_CANNOT_PARSE):
-        # The worker will tell.
-        return True
-    return any(_has(source, words) for source in plan.sources)
-
-
 def _has(source: bytes, words: Sequence[bytes]) -> bool:
     return any(word in source for word in words)
 
