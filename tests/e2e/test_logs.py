@@ -233,7 +233,8 @@ def test_the_file_of_the_root_cause_goes_up_through_launchers(launch, worker_scr
         LAUNCHER[inner],
         script,
         env={"TORCHELASTIC_ERROR_FILE": str(tmp_path / "top.json")},
-    ).exits(1)
+        # The inner one imports torch twice.
+    ).exits(1, timeout=2.5 * procs.HANG)
     found = json.loads((tmp_path / "top.json").read_text())
     assert found["message"]["message"] == "ValueError: deep down"
     assert found["message"]["errorCode"] == 1
