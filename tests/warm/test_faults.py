@@ -73,6 +73,14 @@ def test_stopped_and_continued_while_it_imports(importing):
     assert job.runs() == [("0", "True"), ("1", "True")]
 
 
+def test_an_import_that_takes_long_is_named_while_it_takes_long(importing):
+    job = importing()
+    job.launched.wait_for_line(r"warm: slow is still being imported after 5 s", "stderr")
+    job.go_on()
+    assert job.runs() == [("0", "True"), ("1", "True")]
+    assert job.launched.stderr.count("still being imported") == 1
+
+
 def test_the_module_is_named_after_which_the_import_cannot_go_on(launch, tmp_path, worker_script):
     library = tmp_path / "library"
     library.mkdir()

@@ -201,6 +201,23 @@ fn a_nursery_that_hangs_before_it_is_ready_is_given_up() {
 }
 
 #[test]
+fn a_nursery_of_another_build_leaves_the_workers_cold() {
+    let supervisor = supervisor("is of another build", HANG);
+    for _ in 0..2 {
+        supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
+        let first = event(&supervisor);
+        if let Event::Warmed { failure } = first {
+            assert_eq!(failure.unwrap().exit, WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false });
+            started(&supervisor);
+        } else {
+            assert!(matches!(first, Event::GroupStarted { .. }), "the second one is cold from the start: {first:?}");
+        }
+        assert_eq!(outcome(&supervisor), Outcome::Succeeded);
+    }
+    close(supervisor);
+}
+
+#[test]
 fn a_stop_does_not_wait_for_the_import() {
     for policy in [TERM, KILL] {
         let supervisor = supervisor("hangs", HANG);

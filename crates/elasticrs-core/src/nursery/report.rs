@@ -3,7 +3,7 @@
 //! Each import begins with `{"importing": NAME}`. If that stays the last record, the module has ended the process. Another
 //! process then imports the rest.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use nix::sys::stat::fstat;
 use nix::sys::uio::pread;
@@ -29,13 +29,27 @@ pub fn length(report: impl AsFd) -> u64 {
     fstat(report.as_fd()).map_or(0, |found| u64::try_from(found.st_size).unwrap_or(0))
 }
 
+fn read(report: BorrowedFd<'_>, since: u64) -> Vec<u8> {
+    let mut told = vec![0; usize::try_from(length(report).saturating_sub(since)).unwrap_or(0)];
+    let count = i64::try_from(since).ok().and_then(|since| pread(report, &mut told, since).ok());
+    told.truncate(count.unwrap_or(0));
+    told
+}
+
+/// Returns the module that is being imported, if the last record says so.
+pub fn importing(report: impl AsFd, since: u64) -> Option<String> {
+    let told = read(report.as_fd(), since);
+    let last = told.strip_suffix(b"}\n")?.rsplit(|&byte| byte == b'\n').next()?;
+    let name = String::from_utf8_lossy(last.strip_prefix(IMPORTING)?);
+    Some(name.trim().trim_matches('"').to_owned())
+}
+
 /// Adds how the process has ended. Does nothing, and returns false, if no module was being imported, or one that has
 /// ended a process since then already.
 pub fn blame(report: impl AsFd, since: u64, end: End) -> bool {
     let report = report.as_fd();
-    let mut told = vec![0; usize::try_from(length(report).saturating_sub(since)).unwrap_or(0)];
-    let count = i64::try_from(since).ok().and_then(|since| pread(report, &mut told, since).ok());
-    let lines: Vec<&[u8]> = told[..count.unwrap_or(0)].split_inclusive(|&byte| byte == b'\n').collect();
+    let told = read(report, since);
+    let lines: Vec<&[u8]> = told.split_inclusive(|&byte| byte == b'\n').collect();
     let Some(last) = lines.last().filter(|line| line.starts_with(IMPORTING) && line.ends_with(b"\n")) else {
         return false;
     };
@@ -65,6 +79,21 @@ mod tests {
     use std::io::{Read, Seek, Write};
 
     use super::*;
+
+    #[test]
+    fn the_module_that_is_being_imported() {
+        let mut file = tempfile::tempfile().unwrap();
+        for (record, found) in [
+            ("", None),
+            ("{\"importing\": \"a.b\"}\n", Some("a.b")),
+            ("{\"imported\": \"a.b\", \"seconds\": 1}\n", None),
+            ("{\"importing\": \"c\"}\n", Some("c")),
+            ("{\"importing\": \"torn", None),
+        ] {
+            file.write_all(record.as_bytes()).unwrap();
+            assert_eq!(importing(&file, 0).as_deref(), found, "{record}");
+        }
+    }
 
     const IMPORTS_A: &str = "{\"importing\": \"a\"}\n";
     const IMPORTS_B: &str = "{\"importing\": \"b\"}\n";

@@ -11,6 +11,8 @@ pub enum Timer {
     Fence,
     /// The nursery must have imported by then.
     Warm,
+    /// An import that is not done by then is reported.
+    SlowImport,
     /// SIGKILL follows the first signal.
     Kill,
     /// Workers that outlive SIGKILL for so long are given up.

@@ -441,6 +441,7 @@ impl Group {
             | Timer::Start
             | Timer::Fence
             | Timer::Warm
+            | Timer::SlowImport
             | Timer::Sweep
             | Timer::Replace(_) => {}
         }

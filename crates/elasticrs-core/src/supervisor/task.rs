@@ -253,10 +253,8 @@ impl Task {
 
     fn on_reply(&mut self, reply: FromLink, fds: Vec<OwnedFd>) {
         match reply {
-            FromLink::Ready { protocol, .. } => {
-                assert_eq!(protocol, PROTOCOL, "the nursery is of another build");
-                self.on_ready();
-            }
+            FromLink::Ready { protocol: PROTOCOL, .. } => self.on_ready(),
+            FromLink::Ready { .. } => self.on_other_build(),
             FromLink::Spawned { local_rank, pid } => self.on_spawned(local_rank, pid, fds.into_iter().next()),
             FromLink::SpawnFailed { local_rank, stage, errno, subject } => {
                 let failure = StartFailure::Worker { local_rank, stage, errno, subject };
@@ -453,6 +451,7 @@ impl Task {
                 Timer::Start => self.on_hung_start(),
                 Timer::Fence => self.fence_start(),
                 Timer::Warm => self.on_hung_import(),
+                Timer::SlowImport => self.on_slow_import(),
                 Timer::Kill if matches!(self.current, Current::Starting(_)) => self.kill_start(),
                 Timer::Sweep => self.on_overdue_sweep(),
                 Timer::Replace(local_rank) => self.on_hung_replace(local_rank),

@@ -6,7 +6,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
+use elasticrs_core::nursery::link::NurseryLink;
+use elasticrs_core::nursery::protocol::{FIXED_FDS, PROTOCOL, Reply};
 use elasticrs_core::nursery::server::run_warm;
+use elasticrs_core::sys::fds::take_inherited;
 use elasticrs_core::sys::fork::plain;
 use nix::unistd::pause;
 
@@ -17,6 +20,15 @@ fn main() -> ExitCode {
             pause();
         },
         Ok("dies") => return ExitCode::from(3),
+        Ok("is of another build") => {
+            let [socket, ..] = take_inherited(FIXED_FDS).expect("the agent passes them");
+            let mut link = NurseryLink::new(socket).expect("it is a socket");
+            let ready = Reply::Ready { protocol: PROTOCOL + 1, pid: 0 };
+            link.send(&ready, Vec::new()).expect("there is room");
+            loop {
+                pause();
+            }
+        }
         _ => {}
     }
     let what = env::var("WARM_NURSERY").unwrap_or_default();

@@ -1,7 +1,7 @@
 //! The time in which a warm nursery imports, and what is to start after it.
 
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{CLOSE_LIMIT, Current, Guard, Import, Nursery, Task};
 use crate::nursery::launch::NurseryImage;
@@ -10,6 +10,9 @@ use crate::spec::GroupSpec;
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, NurseryEnd, StartFailure};
 use crate::sys::stage::Stage;
+
+/// Time after which the user is told why no worker runs yet.
+const SLOW_IMPORT: Duration = Duration::from_secs(5);
 
 impl Task {
     pub(super) fn is_warming(&self) -> bool {
@@ -23,7 +26,7 @@ impl Task {
         }
         if let Some(old) = self.nursery.take() {
             self.retire(old);
-            self.deadlines.disarm(Timer::Warm);
+            self.disarm_import();
         }
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
         // An error is that of the next start, which tries again.
@@ -47,7 +50,25 @@ impl Task {
         if let Some(import) = self.nursery.as_ref().and_then(|nursery| nursery.import.as_ref()) {
             // Those that follow each other, since a module has ended the first one, have the time of one.
             self.deadlines.hasten(Timer::Warm, import.warm.limit, Instant::now());
+            self.deadlines.hasten(Timer::SlowImport, SLOW_IMPORT, Instant::now());
         }
+    }
+
+    fn disarm_import(&mut self) {
+        self.deadlines.disarm(Timer::Warm);
+        self.deadlines.disarm(Timer::SlowImport);
+    }
+
+    pub(super) fn on_slow_import(&mut self) {
+        let Some(import) = self.nursery.as_ref().and_then(|nursery| nursery.import.as_ref()) else { return };
+        let module = report::importing(&import.warm.report, import.since);
+        let message = format!(
+            "warm: {} is still being imported after {} s; the workers wait for it for at most {} s (--warm-timeout)",
+            module.as_deref().unwrap_or("the first module"),
+            SLOW_IMPORT.as_secs(),
+            import.warm.limit.as_secs_f64(),
+        );
+        self.shared.queue.push(Event::Degraded { message });
     }
 
     pub(super) fn await_import(&mut self, spec: GroupSpec) {
@@ -58,10 +79,23 @@ impl Task {
 
     pub(super) fn on_ready(&mut self) {
         if self.nursery.as_mut().and_then(|nursery| nursery.import.take()).is_some() {
-            self.deadlines.disarm(Timer::Warm);
+            self.disarm_import();
             self.shared.queue.push(Event::Warmed { failure: None });
             self.start_what_waits();
         }
+    }
+
+    /// Kills a nursery that speaks another protocol: a warm one is started from installed files, which may have been replaced
+    /// since this process started. What follows is that of an import that fails. An embedded nursery is part of this program.
+    pub(super) fn on_other_build(&mut self) {
+        let Some(nursery) = &mut self.nursery else { return };
+        if let Some(import) = &nursery.import {
+            report::fail(
+                &import.warm.report,
+                "another build of elasticrs was installed while this job was running; start the job again to use --warm",
+            );
+        }
+        nursery.kill();
     }
 
     pub(super) fn on_hung_import(&mut self) {
@@ -93,7 +127,7 @@ impl Task {
 
     /// From now on workers start cold.
     fn go_on_cold(&mut self, end: NurseryEnd) -> bool {
-        self.deadlines.disarm(Timer::Warm);
+        self.disarm_import();
         self.config.nursery.retain(|image| !matches!(image, NurseryImage::Warm(_)));
         self.shared.queue.push(Event::Warmed { failure: Some(end) });
         if let Ok(nursery) = Nursery::launch(&self.config.nursery) {
