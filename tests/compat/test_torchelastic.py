@@ -1,5 +1,6 @@
 """Programs as they were written for torchelastic in 2019 and 2020 run under the alias, without a change."""
 
+import json
 import re
 import subprocess
 import sys
@@ -26,14 +27,16 @@ print("exit", *sorted(os.waitstatus_to_exitcode(os.wait()[1]) for rank in range(
 """Torch is imported once; each child is then a process that somebody has started."""
 
 OF_2019 = """
+import os
 import sys
 
+import numpy
 import torch
 import torch.distributed as dist
 import torchelastic
 import torchelastic.distributed as edist
 from torchelastic.worker_stats import WorkerStats  # noqa: F401
-from torchelastic.p2p import CoordinatorP2P
+from torchelastic.p2p.coordinator_p2p import CoordinatorP2P
 
 
 class ToyState(torchelastic.State):
@@ -53,8 +56,16 @@ class ToyState(torchelastic.State):
 
     def sync(self, world_size, rank):
         self.rank = rank
+        if self.i >= self.limit:
+            raise ValueError("no data are left")
         max_rank, self.i = edist.all_gather_return_max_long(self.i)
-        self.total = edist.broadcast_long(self.total, max_rank)
+        self.total = edist.broadcast_long(self.total, src_rank=max_rank)
+        array = numpy.array([7, 8], dtype=numpy.uint8) if rank == max_rank else None
+        received = edist.broadcast_binary(array, max_rank)
+        assert isinstance(received, numpy.ndarray) and received.tolist() == [7, 8], received
+        model = torch.nn.Linear(1, 1)
+        edist.broadcast_model(max_rank, model)
+        assert edist.broadcast_float_list([rank], max_rank) == [max_rank]
 
 
 def train_step(state):
@@ -70,10 +81,16 @@ def train_step(state):
     return state, torchelastic.SimpleWorkerStats(progress_rate=1.0)
 
 
+CoordinatorP2P.MONITOR_PROGRESS_FREQ = 5
 coordinator = CoordinatorP2P(
-    c10d_backend="gloo", init_method=sys.argv[1], max_num_trainers=2, process_group_timeout=10000
+    # A number from the environment, as it comes.
+    c10d_backend="gloo",
+    init_method=sys.argv[1],
+    max_num_trainers=os.environ.get("MAX_SIZE", "2"),
+    process_group_timeout=10000,
 )
 state = torchelastic.train(coordinator, train_step, ToyState(10))
+assert coordinator.last_relative_prog_rate == 1
 print(f"total {state.total}\\n", end="", flush=True)
 """
 
@@ -154,6 +171,85 @@ state = torchelastic.run_train(coordinator, train_steps, TrainState(2))
 weights = [round(each, 6) for each in state.model.weight.flatten().tolist()]
 print(f"steps {state.steps} weights {weights}\\n", end="")
 """
+
+
+NAMES = {
+    "torchelastic": "Coordinator NonRetryableException SimpleWorkerStats State StopException WorkerStats"
+    " __version__ metrics run_train train train_loop version",
+    "torchelastic.checkpoint": "Checkpoint CheckpointManager CheckpointUtil FileSystemCheckpointManager"
+    " get_checkpoint_manager set_checkpoint_manager",
+    "torchelastic.checkpoint.api": "Checkpoint CheckpointBarrier CheckpointManager CheckpointUtil"
+    " get_checkpoint_manager set_checkpoint_manager",
+    "torchelastic.checkpoint.file_system_checkpoint": "FileSystemCheckpointManager",
+    "torchelastic.coordinator": "Coordinator NonRetryableException StopException",
+    "torchelastic.distributed": "broadcast_long collectives get_rank",
+    "torchelastic.distributed.collectives": "all_gather_return_max_long broadcast_binary broadcast_bool"
+    " broadcast_float_list broadcast_long broadcast_model convert_to_distributed_tensor"
+    " convert_to_normal_tensor is_distributed_training_run",
+    "torchelastic.distributed.utils": "get_rank",
+    "torchelastic.event_logger.api": "ConsoleEventLogHandler EventLogHandler NullEventLogHandler configure"
+    " get_event_logger",
+    "torchelastic.fault_injection": "start_fault_injection_thread",
+    "torchelastic.metrics": "api configure getStream initialize_metrics profile publish_metric",
+    "torchelastic.metrics.api": "ConsoleMetricHandler MetricData MetricHandler MetricStream NullMetricHandler"
+    " configure getStream get_elapsed_time_ms prof profile publish_metric put_metric",
+    "torchelastic.p2p": "CoordinatorP2P coordinator_p2p",
+    "torchelastic.p2p.coordinator_p2p": "CoordinatorP2P",
+    "torchelastic.rendezvous.api": "RendezvousClosedException RendezvousHandler RendezvousNonRetryableError"
+    " RendezvousTimeoutException",
+    "torchelastic.rendezvous.etcd_rendezvous": "EtcdRendezvous EtcdRendezvousHandler EtcdStore",
+    "torchelastic.rendezvous.parameters": "RendezvousParameters get_rendezvous",
+    "torchelastic.state": "State",
+    "torchelastic.train_loop": "MAX_FAILURES run_train train",
+    "torchelastic.utils.data": "CyclingIterator ElasticDistributedSampler",
+    "torchelastic.version": "__version__",
+    "torchelastic.worker_stats": "SimpleWorkerStats WorkerStats",
+}
+"""The modules of torchelastic 0.1, and the names that its users import from each."""
+
+CALLS = {
+    "torchelastic.train": "elastic_coordinator train_step state",
+    "torchelastic.run_train": "coordinator train_step_gen state",
+    "torchelastic.checkpoint.FileSystemCheckpointManager": "checkpoint_dir",
+    "torchelastic.checkpoint.set_checkpoint_manager": "checkpoint_manager",
+    "torchelastic.checkpoint.api.CheckpointBarrier": "rank",
+    "torchelastic.checkpoint.api.CheckpointUtil": "coordinator",
+    "torchelastic.checkpoint.api.CheckpointUtil.load_checkpoint": "self state rank",
+    "torchelastic.checkpoint.api.CheckpointUtil.save_checkpoint": "self state rank",
+    "torchelastic.checkpoint.api.CheckpointUtil.set_checkpoint_loaded": "self",
+    "torchelastic.distributed.all_gather_return_max_long": "value",
+    "torchelastic.distributed.broadcast_binary": "data src_rank",
+    "torchelastic.distributed.broadcast_bool": "value src_rank",
+    "torchelastic.distributed.broadcast_float_list": "float_list src_rank",
+    "torchelastic.distributed.broadcast_long": "value src_rank",
+    "torchelastic.event_logger.configure": "handler group",
+    "torchelastic.event_logger.get_event_logger": "group",
+    "torchelastic.fault_injection.start_fault_injection_thread": "fault_injection_rate interval_in_sec",
+    "torchelastic.p2p.CoordinatorP2P": "c10d_backend init_method max_num_trainers process_group_timeout"
+    " coordinator_pg_timeout",
+}
+"""Parameters that its programs may name in a call, in their order; ours may be followed by more."""
+
+SHOWS_INTERFACE = """
+import importlib, inspect, json, operator, sys
+names, calls = json.loads(sys.argv[1])
+missing, different = [], {}
+for module, expected in names.items():
+    found = importlib.import_module(module)
+    missing += [f"{module}.{name}" for name in expected.split() if not hasattr(found, name)]
+for path, expected in calls.items():
+    first, *rest = path.split(".")
+    called = operator.attrgetter(".".join(rest))(sys.modules[first])
+    got = list(inspect.signature(called).parameters)
+    if got[: len(expected.split())] != expected.split():
+        different[path] = got
+print(json.dumps([missing, different]))
+"""
+
+
+def test_all_modules_names_and_parameters_are_there(installed):
+    done = installed("-c", SHOWS_INTERFACE, json.dumps([NAMES, CALLS]), check=False)
+    assert json.loads(done.stdout or "null") == [[], {}], done.stderr
 
 
 def by_hand(installed, program, *arguments):

@@ -12,6 +12,7 @@ import pytest
 from elasticrs.train import NonRetryableException
 from elasticrs.train.checkpoint import (
     CheckpointError,
+    CheckpointUtil,
     FileSystemCheckpointManager,
     get_checkpoint_manager,
     set_checkpoint_manager,
@@ -216,6 +217,24 @@ def test_rank_0_saves_when_it_is_due(saving):
     assert Job(3).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 3
     # The last one is the final state.
     assert [json.loads(read(each))[0] for each in saving.list_checkpoints()] == [10, 8, 4]
+
+
+def test_checkpoints_in_a_loop_without_train(saving):
+    write(saving, json.dumps([6, 210]).encode())
+
+    def work(name, coordinator):
+        util, state = CheckpointUtil(coordinator), Saved(coordinator, 10)
+        _, rank, world_size = coordinator.rendezvous_barrier()
+        for _ in range(2):
+            assert util.load_checkpoint(state, rank) is state
+            state.sync(world_size, rank)
+            util.set_checkpoint_loaded()
+        for state.steps in (7, 8):
+            util.save_checkpoint(state, rank)
+        return state.total, [call for call in coordinator.calls if call[0] == "load"]
+
+    assert Job(2).run(work) == [(210, [("load", 6)]), (210, [])]
+    assert [json.loads(read(each)) for each in saving.list_checkpoints()] == [[8, 210], [6, 210]]
 
 
 def test_a_new_run_goes_on_from_the_newest_and_loads_it_once(saving):

@@ -108,7 +108,7 @@ def test_a_rate_may_be_unknown():
 KILLED = """
 import threading
 from elasticrs.train.fault_injection import start_fault_injection_thread
-start_fault_injection_thread(rate=1, interval_s=0.001)
+start_fault_injection_thread(fault_injection_rate=1, interval_in_sec=0.001)
 threading.Event().wait(60)
 """
 
@@ -119,7 +119,10 @@ def test_a_worker_dies_by_chance():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((1.5, 1), "rate: got 1.5, expected 0 to 1"), ((1, 0), "interval_s: got 0, expected more than 0")],
+    [
+        ((1.5, 1), "fault_injection_rate: got 1.5, expected 0 to 1"),
+        ((1, 0), "interval_in_sec: got 0, expected more than 0"),
+    ],
 )
 def test_chances_that_make_no_sense(arguments, message):
     with pytest.raises(ValueError, match=message):

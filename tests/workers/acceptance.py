@@ -207,7 +207,7 @@ def run(order, say):
     if "meeting_limit" in order:
         request_signals.MEETING_LIMIT = order["meeting_limit"]
     if order.get("monitor"):
-        p2p.MONITOR_PROGRESS_FREQ = order["monitor"]
+        p2p.CoordinatorP2P.MONITOR_PROGRESS_FREQ = order["monitor"]
     state = Total(trainer)
     trainer.fault("begin", 0)
     try:
@@ -232,6 +232,7 @@ def run(order, say):
         straggler=trainer.straggles,
         env=[os.environ["RANK"], os.environ["WORLD_SIZE"]],
         threads=[thread.name for thread in threading.enumerate()],
+        relative_rate=getattr(trainer.coordinator, "last_relative_prog_rate", None),
     )
     while not os.path.exists(order.get("stays_until", "/")):
         select.select([], [], [], 0.01)

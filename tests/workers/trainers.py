@@ -90,7 +90,7 @@ class Trainer:
 def with_coordinator(order):
     trainer = Trainer(order)
     coordinator = p2p.CoordinatorP2P("gloo", order["url"], 64, order.get("timeout", 10000))
-    p2p.MONITOR_PROGRESS_FREQ = 5
+    p2p.CoordinatorP2P.MONITOR_PROGRESS_FREQ = 5
     has_ended = 0
     while True:
         began = time.monotonic()

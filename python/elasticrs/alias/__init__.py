@@ -26,8 +26,22 @@ _TORCH = "torch.distributed"
 _COMMANDS = (f"{_TORCH}.launcher", f"{_TORCH}.run", f"{_TORCH}.launch")
 _ELASTIC = f"{_TORCH}.elastic"
 _OF_2019 = "torchelastic"
+# Modules of torchelastic whose contents are in a module of ours that has another place.
+_MOVED = {
+    f"{_OF_2019}.checkpoint.file_system_checkpoint": "elasticrs.train.checkpoint.files",
+    f"{_OF_2019}.distributed.collectives": "elasticrs.train.distributed",
+    f"{_OF_2019}.distributed.utils": "elasticrs.train.distributed",
+    f"{_OF_2019}.event_logger.api": "elasticrs.train.event_logger",
+    f"{_OF_2019}.metrics.api": "elasticrs.metrics.api",
+    f"{_OF_2019}.p2p.coordinator_p2p": "elasticrs.train.p2p",
+    f"{_OF_2019}.rendezvous.api": "elasticrs.train.rendezvous",
+    f"{_OF_2019}.rendezvous.parameters": "elasticrs.train.rendezvous",
+    f"{_OF_2019}.train_loop": "elasticrs.train.running",
+    f"{_OF_2019}.version": "elasticrs",
+}
 _OURS = {
-    # The first that fits: what torchelastic had before torch.
+    # The first match wins, so the most specific names come first.
+    **_MOVED,
     f"{_OF_2019}.timer": "elasticrs.timer",
     f"{_OF_2019}.utils": "elasticrs.utils",
     _OF_2019: "elasticrs.train",
@@ -83,8 +97,13 @@ class _Finder:
         original = find_spec(name)
         if original is None:
             return None if fullname.startswith(_OF_2019) else _torchs_own(fullname)
-        spec = ModuleSpec(fullname, _Loader(name, original), origin=original.origin)  # type: ignore[arg-type]
+        submodules = [each for each in _MOVED if each.rpartition(".")[0] == fullname]
+        loader = _Loader(name, original, submodules)
+        spec = ModuleSpec(fullname, loader, origin=original.origin)  # type: ignore[arg-type]
         spec.submodule_search_locations = original.submodule_search_locations
+        if submodules and spec.submodule_search_locations is None:
+            # Importlib looks for submodules only in modules that have a `__path__`, which it sets from this.
+            spec.submodule_search_locations = []
         return spec
 
 
@@ -98,11 +117,18 @@ def _torchs_own(fullname: str) -> ModuleSpec | None:
 
 
 class _Loader:
-    """Hands out a module that has another name, and leaves it as it is."""
+    """Returns the existing module for another name, without changing it.
 
-    def __init__(self, name: str, spec: ModuleSpec) -> None:
+    Args:
+        name: the full name of our module.
+        spec: the module's own spec, used if the module has none.
+        submodules: full names to import together with the module.
+    """
+
+    def __init__(self, name: str, spec: ModuleSpec, submodules: Sequence[str]) -> None:
         self._name = name
         self._spec = spec
+        self._submodules = submodules
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002 -- the protocol's argument
         from importlib import import_module
@@ -114,6 +140,9 @@ class _Loader:
     def exec_module(self, module: ModuleType) -> None:
         # It has run. Importlib has meanwhile given it the other name's.
         module.__spec__ = self._spec
+        for name in self._submodules:
+            # Torchelastic's packages import their modules, and programs use them as attributes.
+            __import__(name)
         if _TORCH not in sys.modules:
             # It is torchelastic, which does not need it.
             return

@@ -6,7 +6,7 @@ where the group is NCCL's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,61 +78,65 @@ def _broadcast(tensor: torch.Tensor, src: int) -> torch.Tensor:
     return convert_to_normal_tensor(sent, origin)
 
 
-def broadcast_long(value: int, src: int = 0) -> int:
+def broadcast_long(value: int, src_rank: int = 0) -> int:
     """Return the whole number of one worker.
 
     Args:
         value: of this worker.
-        src: the rank whose number counts.
+        src_rank: the rank whose number counts.
     """
     import torch
 
     if not is_distributed_training_run():
         return value
-    return int(_broadcast(torch.tensor([value], dtype=torch.long), src).item())
+    return int(_broadcast(torch.tensor([value], dtype=torch.long), src_rank).item())
 
 
-def broadcast_bool(value: bool, src: int = 0) -> bool:
+def broadcast_bool(value: bool, src_rank: int = 0) -> bool:
     """Return the flag of one worker.
 
     Args:
         value: of this worker.
-        src: the rank whose flag counts.
+        src_rank: the rank whose flag counts.
     """
-    return bool(broadcast_long(int(value), src))
+    return bool(broadcast_long(int(value), src_rank))
 
 
-def broadcast_float_list(values: Sequence[float], src: int = 0) -> list[float]:
-    """Return the list of one worker; those of the others may have another length.
+def broadcast_float_list(float_list: Sequence[float], src_rank: int = 0) -> list[float]:
+    """Return the list of one worker; the lists of the others may have another length.
 
     Args:
-        values: of this worker.
-        src: the rank whose list counts.
+        float_list: of this worker.
+        src_rank: the rank whose list counts.
     """
     import torch
 
     if not is_distributed_training_run():
-        return list(values)
-    length = broadcast_long(len(values), src)
-    sent = torch.tensor(values if get_rank() == src else [0.0] * length, dtype=torch.double)
-    received: list[float] = _broadcast(sent, src).tolist()
+        return list(float_list)
+    length = broadcast_long(len(float_list), src_rank)
+    sent = torch.tensor(float_list if get_rank() == src_rank else [0.0] * length, dtype=torch.double)
+    received: list[float] = _broadcast(sent, src_rank).tolist()
     return received
 
 
-def broadcast_model(model: torch.nn.Module, src: int = 0) -> None:
-    """Give all workers the parameters of one of them, in place. Buffers stay.
+def broadcast_model(model: torch.nn.Module | int, src_rank: int | torch.nn.Module = 0) -> None:
+    """Give all workers the parameters of one of them, in place. Buffers are not sent.
+
+    Without keywords the arguments may come in either order, because torchelastic 0.1 takes the rank first.
 
     Args:
-        model: of the same shape everywhere.
-        src: the rank whose parameters count.
+        model: of the same shape on every worker.
+        src_rank: the rank whose parameters count.
     """
+    if isinstance(model, int):
+        model, src_rank = src_rank, model
     if not is_distributed_training_run():
         return
     dist = _distributed()
     pending = []
-    for parameter in model.parameters():
+    for parameter in cast("torch.nn.Module", model).parameters():
         sent, origin = convert_to_distributed_tensor(parameter.data)
-        pending.append((parameter, sent, origin, dist.broadcast(sent, src, async_op=True)))
+        pending.append((parameter, sent, origin, dist.broadcast(sent, src_rank, async_op=True)))
     for parameter, sent, origin, work in pending:
         work.wait()
         received = convert_to_normal_tensor(sent, origin)
@@ -140,26 +144,42 @@ def broadcast_model(model: torch.nn.Module, src: int = 0) -> None:
             parameter.data.copy_(received)
 
 
-def broadcast_binary(array: torch.Tensor | None, src: int = 0) -> torch.Tensor | None:
-    """Return the bytes of one worker. Large ones are sent in parts, all at once.
+def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
+    """Return the bytes of one worker. Large data are sent in parts, all at once.
 
     Args:
-        array: of this worker, of type ``uint8``; may be ``None`` where another's counts.
-        src: the rank whose bytes count.
+        data: of this worker: a ``numpy.ndarray`` or a tensor, of type ``uint8``; ``None`` is allowed on all
+            workers except the source.
+        src_rank: the rank whose bytes count.
+
+    Returns:
+        On every worker the type that the source passed.
+
+    Raises:
+        TypeError: this worker passed something else.
     """
     import torch
 
+    is_tensor = isinstance(data, torch.Tensor)
+    if not is_tensor and data is not None and not hasattr(data, "__array_interface__"):
+        raise TypeError(f"data: got {type(data).__name__}, expected a numpy.ndarray or a tensor")
     if not is_distributed_training_run():
-        return array
-    length = broadcast_long(0 if array is None else array.numel(), src)
-    is_source = get_rank() == src and array is not None
-    data = array.reshape(-1) if is_source and array is not None else torch.empty(length, dtype=torch.uint8)
-    sent, origin = convert_to_distributed_tensor(data.contiguous())
+        return data
+    mine = torch.empty(0, dtype=torch.uint8)
+    if data is not None:
+        # A copy of a read-only array, because tensors cannot be read-only and torch would warn.
+        mine = torch.as_tensor(data if is_tensor or data.flags.writeable else data.copy())
+    # The sign carries the type: negative means an array, counted from -1.
+    length = broadcast_long(mine.numel() if is_tensor else -1 - mine.numel(), src_rank)
+    if get_rank() != src_rank:
+        mine = torch.empty(length if length >= 0 else -1 - length, dtype=torch.uint8)
+    sent, origin = convert_to_distributed_tensor(mine.reshape(-1).contiguous())
     dist = _distributed()
-    parts = sent.chunk(_CHUNKS if length >= _LARGE else 1)
-    for work in [dist.broadcast(part, src, async_op=True) for part in parts]:
+    parts = sent.chunk(_CHUNKS if sent.numel() >= _LARGE else 1)
+    for work in [dist.broadcast(part, src_rank, async_op=True) for part in parts]:
         work.wait()
-    return convert_to_normal_tensor(sent, origin)
+    received = convert_to_normal_tensor(sent, origin)
+    return received if length >= 0 else received.numpy()
 
 
 def all_gather_longs(values: Sequence[int]) -> list[list[int]]:

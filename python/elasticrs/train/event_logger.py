@@ -41,19 +41,23 @@ class NullEventLogHandler(EventLogHandler):
         """Drop the event."""
 
 
-_handler: EventLogHandler = NullEventLogHandler()
+_handlers: dict[str | None, EventLogHandler] = {None: NullEventLogHandler()}
 
 
-def configure(event_log_handler: EventLogHandler) -> None:
-    """Set the handler of this process.
+def configure(handler: EventLogHandler, group: str | None = None) -> None:
+    """Set the handler of this process, or of one group of events.
 
     Args:
-        event_log_handler: from now on.
+        handler: receives the events from now on.
+        group: ``None`` for the events of ``elasticrs.train`` and of all groups without a handler.
     """
-    global _handler  # noqa: PLW0603 -- of the process
-    _handler = event_log_handler
+    _handlers[group] = handler
 
 
-def get_event_logger() -> EventLogHandler:
-    """Return the handler of this process."""
-    return _handler
+def get_event_logger(group: str | None = None) -> EventLogHandler:
+    """Return the handler of a group; the handler of this process if the group has none.
+
+    Args:
+        group: as for :func:`configure`.
+    """
+    return _handlers.get(group, _handlers[None])

@@ -11,8 +11,9 @@ Invariants, each held by a property test:
 - **TRAIN-3** the loop gives up after ``max_failures`` failures of its own without a committed step between
   them, and not before. A collective that is broken off is mostly another worker's failure, which that one
   counts: it takes :data:`OF_OTHERS` times as many, so that the others are still there when it gives up.
-- **TRAIN-4** once a worker knows that the data have ended it takes no step any more, and it ends only after
-  one more ``sync``: so all return the same state.
+- **TRAIN-4** once a worker knows that the data have ended it takes no further step, and it returns only after
+  one more meeting. That meeting includes a ``sync`` unless the data of all workers ended after the same step
+  (:func:`elasticrs.train.votes.have_ended_together`). So all return the state of the same step.
 - **TRAIN-5** who was asked to leave does so only after a step that is done by all: nothing is rolled back for
   it.
 """
@@ -22,11 +23,6 @@ from __future__ import annotations
 from enum import Enum
 
 from elasticrs._value import Value
-
-MAX_FAILURES = 10
-"""How many failures without progress end a worker, unless it says otherwise. Torchelastic 0.1 had 100; a step
-that has failed ten times by itself is not going to succeed.
-"""
 
 OF_OTHERS = 100
 """How many collectives that were broken off count as one failure."""

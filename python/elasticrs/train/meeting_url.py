@@ -61,7 +61,7 @@ class MeetingPlace(Value):
 def parse(
     url: str,
     environ: Mapping[str, str],
-    most: int | None = None,
+    most: int | str | None = None,
     source: str = "init_method",
     *,
     may_host: bool = True,
@@ -98,7 +98,8 @@ def parse(
     config = _config(parts.query, source)
     low = _count(config, "min_workers", None, source)
     high = _count(config, "max_workers", low, source)
-    high = high if most is None else min(high, most)
+    if most is not None:
+        high = min(high, _count({"max_num_trainers": most}, "max_num_trainers", None, source))
     if high < low:
         raise UsageError(f"{source}: got min_workers={low}, but at most {high} workers")
     stuck = _stuck_timeout(config.pop("stuck_timeout", STUCK_TIMEOUT), source)

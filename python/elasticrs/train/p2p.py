@@ -32,9 +32,6 @@ __all__ = ["CoordinatorP2P"]
 
 _log = logging.getLogger("elasticrs.train")
 
-MONITOR_PROGRESS_FREQ = 1000
-"""Steps between two looks for stragglers."""
-
 STRAGGLER_THRESHOLD = 0.8
 """A worker is one if its rate is less than this part of the best."""
 
@@ -68,12 +65,19 @@ class CoordinatorP2P(Coordinator):
     Attributes:
         rank: in the present round; -1 before the first.
         world_size: of the present round.
-        is_worker_straggler: this worker was much slower than the best one when that was last looked at.
+        is_worker_straggler: this worker was much slower than the best one at the last comparison.
+        last_relative_prog_rate: the rate of this worker divided by the best one at the last comparison;
+            absent until this worker has had a rate.
         stop_training: the job is closed.
 
     Raises:
         ValueError: a URL that makes no sense, or time-outs that contradict each other.
     """
+
+    MONITOR_PROGRESS_FREQ = 1000
+    """Steps between two comparisons of the workers' rates."""
+
+    last_relative_prog_rate: float
 
     def __init__(
         self,
@@ -333,7 +337,7 @@ class CoordinatorP2P(Coordinator):
         groups.destroy()
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: ARG002
-        """Every :data:`MONITOR_PROGRESS_FREQ` steps, compare the rates of all workers, and set
+        """Every :attr:`MONITOR_PROGRESS_FREQ` steps, compare the rates of all workers, and set
         :attr:`is_worker_straggler` where one is much slower than the best.
 
         That is two messages to the store in a thousand steps, some 0.3 µs a step, and none on the way of the
@@ -343,13 +347,17 @@ class CoordinatorP2P(Coordinator):
         if page is not None and page.stepped() and worker_stats is not None:
             page.tell_rate(_rate_of(worker_stats))
         self.monitor_progress_step += 1
-        if self.monitor_progress_step < MONITOR_PROGRESS_FREQ:
+        if self.monitor_progress_step < self.MONITOR_PROGRESS_FREQ:
             return
         self.monitor_progress_step = 0
         rate = None if worker_stats is None else _rate_of(worker_stats)
         rates = [json.loads(each) for each in self._gather(json.dumps(rate))]
         best = max((each for each in rates if each is not None), default=None)
-        self.is_worker_straggler = rate is not None and best is not None and rate < STRAGGLER_THRESHOLD * best
+        if rate is None or best is None:
+            self.is_worker_straggler = False
+            return
+        self.last_relative_prog_rate = rate / best if best > 0 else 1.0
+        self.is_worker_straggler = self.last_relative_prog_rate < STRAGGLER_THRESHOLD
         if self.is_worker_straggler:
             _log.warning("rank %s is a straggler: its rate is %s, the best one is %s", self.rank, rate, best)
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs.metrics import api as metrics
 from elasticrs.train import forked, heartbeats, loop
-from elasticrs.train.checkpoint import CheckpointUtil, get_checkpoint_manager
-from elasticrs.train.checkpoint.saving import load_newest
+from elasticrs.train.checkpoint import get_checkpoint_manager
+from elasticrs.train.checkpoint.saving import CheckpointUtil, load_newest
 from elasticrs.train.coordinator import Coordinator
 from elasticrs.train.errors import NonRetryableException, StopException
 from elasticrs.train.loop import Action, Event, Loop
 from elasticrs.train.measuring import GROUP, Measured, Times
 from elasticrs.train.request_signals import RequestSignals
 from elasticrs.train.state import State, why_not_saved
-from elasticrs.train.votes import Vote, disagreement, numbers_of, vote_of
+from elasticrs.train.votes import Vote, disagreement, have_ended_together, numbers_of, vote_of
 from elasticrs.train.worker_stats import WorkerStats
 
 if TYPE_CHECKING:
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["run_train", "train"]
 
 _log = logging.getLogger("elasticrs.train")
+
+MAX_FAILURES = 10
+"""Failures without progress that end a worker, unless the program sets another limit. Torchelastic 0.1 had
+100; a step that has failed ten times by itself is not going to succeed.
+"""
 
 _SHOWN = 120
 """Characters of the error of a collective that others have broken off: it says little of why."""
@@ -41,7 +46,7 @@ _MISTAKES = (NonRetryableException, NotImplementedError, RecursionError)
 
 
 def train(
-    coordinator: Coordinator,
+    elastic_coordinator: Coordinator,
     train_step: Callable[[Any], tuple[Any, WorkerStats | None]],
     state: State,
     *,
@@ -55,7 +60,7 @@ def train(
     worker that is still alive, or from the final checkpoint, and otherwise fails.
 
     Args:
-        coordinator: who brings the workers together.
+        elastic_coordinator: brings the workers together.
         train_step: takes the state; returns the state, and how fast this worker is (or ``None``). It raises
             ``StopIteration`` when the data have ended.
         state: of the job, as it begins.
@@ -83,7 +88,7 @@ def train(
 
     if not callable(train_step):
         raise TypeError(f"train_step: got {train_step!r}, expected a function")
-    return _Run(coordinator, steps, state, retryable, max_failures).run()
+    return _Run(elastic_coordinator, steps, state, retryable, max_failures).run()
 
 
 def run_train(
@@ -156,7 +161,7 @@ class _Run:
         self._state = state
         self._steps_of = steps_of
         self._retryable = retryable
-        self._loop = Loop(loop.MAX_FAILURES if max_failures is None else max_failures)
+        self._loop = Loop(MAX_FAILURES if max_failures is None else max_failures)
         self._steps: Any = None
         self._snapshot: Any = _NOTHING
         self._error: Exception | None = None
@@ -171,6 +176,7 @@ class _Run:
         self._is_stored = False
         # The state is the one that all workers return.
         self._is_final = False
+        self._taken = self._ended_after = 0
         self._rank, self._world_size = -1, 0
         self._signals = RequestSignals(coordinator)
         self._times: Times | None = None
@@ -261,6 +267,7 @@ class _Run:
             asked=self._asked,
             said_yes=self._said_yes,
             is_saving=self._is_saving,
+            ended_after=self._ended_after,
         )
         self._votes = [vote_of(numbers) for numbers in self._coordinator.exchange(numbers_of(vote))]
         if trouble := disagreement(self._votes):
@@ -271,16 +278,19 @@ class _Run:
         self._round = self._votes[0].next_round
         self._asked = self._said_yes = 0
         self._is_saving = False
+        self._taken = self._ended_after = 0
 
     def _sync(self) -> Event:
         self._is_meeting = False
         try:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
-            began = time.perf_counter()
-            self._state.sync(self._world_size, self._rank)
-            if self._times is not None:
-                self._times.put("state_sync", began)
+            # At the end of the data a needless sync may fail, because it often makes loaders for the rest.
+            if not have_ended_together(self._votes):
+                began = time.perf_counter()
+                self._state.sync(self._world_size, self._rank)
+                if self._times is not None:
+                    self._times.put("state_sync", began)
             # What has been received whole stays, whatever becomes of the others.
             self._is_loaded, self._snapshot = True, _NOTHING
             self._coordinator.barrier()
@@ -386,9 +396,11 @@ class _Run:
             began = 0.0 if self._times is None else time.perf_counter()
             result: Any = next(self._steps, _END)
             if result is _END:
+                self._ended_after = self._taken + 1
                 coordinator.announce_end()
                 return Event.OUT_OF_DATA
             self._is_stored = False
+            self._taken += 1
             self._state, stats = result[0], result[1]
             if self._times is not None:
                 self._times.put("train_step", began)
@@ -492,7 +504,7 @@ class _Run:
         if self._coordinator.should_stop_training():
             return Event.ENDED
         error = RuntimeError(
-            f"reached the max number of recoverable failures: {self._loop.failures} of this worker and "
+            f"Exceeded max number of recoverable failures: {self._loop.failures} of this worker and "
             f"{self._loop.broken_off} collectives that were broken off, without a step in between"
         )
         self._plain.on_error(error)

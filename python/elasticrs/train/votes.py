@@ -25,6 +25,8 @@ class Vote(Value):
         asked: how often it had been asked there whether to save.
         said_yes: when it last said yes there; 0 for never.
         is_saving: it has not come out of that save.
+        ended_after: number of the step of the last round at which its own data had ended, counted from 1;
+            0 if its data have not ended.
     """
 
     has_manager: bool
@@ -35,6 +37,7 @@ class Vote(Value):
     asked: int = 0
     said_yes: int = 0
     is_saving: bool = False
+    ended_after: int = 0
 
 
 def numbers_of(vote: Vote) -> list[int]:
@@ -44,7 +47,7 @@ def numbers_of(vote: Vote) -> list[int]:
 
 def vote_of(numbers: Sequence[int]) -> Vote:
     """Return the vote that was sent as these numbers."""
-    has_manager, is_loaded, at_the_end, next_round, last_round, asked, said_yes, is_saving = numbers
+    has_manager, is_loaded, at_the_end, next_round, last_round, asked, said_yes, is_saving, ended = numbers
     return Vote(
         bool(has_manager),
         bool(is_loaded),
@@ -54,6 +57,19 @@ def vote_of(numbers: Sequence[int]) -> Vote:
         asked,
         said_yes,
         bool(is_saving),
+        ended,
+    )
+
+
+def have_ended_together(votes: Sequence[Vote]) -> bool:
+    """Return true if the data of all workers ended after the same step, so that their states are equal.
+
+    Args:
+        votes: by rank.
+    """
+    first = votes[0]
+    return first.ended_after > 0 and all(
+        (vote.last_round, vote.ended_after) == (first.last_round, first.ended_after) for vote in votes
     )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from elasticrs.train.checkpoint.api import (
+from elasticrs.train.checkpoint.api import CheckpointUtil
+from elasticrs.train.checkpoint.files import FileSystemCheckpointManager
+from elasticrs.train.checkpoint.manager import (
     Checkpoint,
     CheckpointError,
     CheckpointManager,
     get_checkpoint_manager,
     set_checkpoint_manager,
 )
-from elasticrs.train.checkpoint.files import FileSystemCheckpointManager
-from elasticrs.train.checkpoint.saving import CheckpointUtil
 
 __all__ = [
     "Checkpoint",

@@ -1,81 +1,105 @@
-"""What keeps checkpoints, and which one this process uses."""
+"""Checkpoints with the names of torchelastic 0.1, also for loops that do not use ``train``."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from elasticrs.train.errors import NonRetryableException
+from elasticrs.train.checkpoint import saving
+from elasticrs.train.checkpoint.manager import (
+    Checkpoint,
+    CheckpointManager,
+    get_checkpoint_manager,
+    set_checkpoint_manager,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from typing_extensions import Self
+
+    from elasticrs.train.coordinator import Coordinator
+    from elasticrs.train.state import State
 
 __all__ = [
     "Checkpoint",
-    "CheckpointError",
+    "CheckpointBarrier",
     "CheckpointManager",
+    "CheckpointUtil",
     "get_checkpoint_manager",
     "set_checkpoint_manager",
 ]
 
 
-class CheckpointError(NonRetryableException):
-    """A checkpoint cannot be used."""
-
-
-class Checkpoint(ABC):
-    """One checkpoint: streams by name."""
-
-    @abstractmethod
-    def open_output_stream(self, key: str) -> IO[bytes]:
-        """Return a stream to write to; the caller closes it."""
-
-    @abstractmethod
-    def open_input_stream(self, key: str) -> IO[bytes]:
-        """Return a stream to read from; the caller closes it."""
-
-    @abstractmethod
-    def commit(self) -> None:
-        """Make it visible, with all that has been written. Idempotent."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Remove it, unless it is committed. Idempotent."""
-
-
-class CheckpointManager(ABC):
-    """The checkpoints of a job."""
-
-    @abstractmethod
-    def create_checkpoint(self) -> Checkpoint:
-        """Return a new one, to be written and committed."""
-
-    @abstractmethod
-    def get_checkpoint(self, sequence_id: int) -> Checkpoint:
-        """Return a committed one by its number; raises if there is none."""
-
-    @abstractmethod
-    def get_latest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest committed one; ``None`` if there is none."""
-
-    @abstractmethod
-    def list_checkpoints(self) -> Sequence[Checkpoint]:
-        """Return all committed ones, the newest first."""
-
-
-_manager: CheckpointManager | None = None
-
-
-def set_checkpoint_manager(manager: CheckpointManager | None) -> None:
-    """Choose where this process saves and loads states; all workers call it, before they train.
+class CheckpointUtil:
+    """Load and save states in a loop of your own; rank 0 reads and writes. ``train`` does not need this.
 
     Args:
-        manager: of the job's checkpoints; ``None`` for none.
+        coordinator: of the loop.
+
+    Attributes:
+        coordinator: of the loop.
+        checkpoint_manager: the manager that was set when this object was made; ``None`` for no checkpoints.
+        checkpoint_loaded: this worker has a state of this job, so no checkpoint has to be loaded.
     """
-    global _manager  # noqa: PLW0603 -- of the process
-    _manager = manager
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.checkpoint_manager = get_checkpoint_manager()
+        self.checkpoint_loaded = False
+
+    def load_checkpoint(self, state: State, rank: int) -> State:
+        """Load the newest checkpoint into the state, unless a worker already has a state of this job.
+
+        All workers call this together. Rank 0 loads; ``state.sync`` gives the state to the others.
+
+        Args:
+            state: to load into.
+            rank: of this worker.
+
+        Returns:
+            The same state.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be used; raised on all workers.
+        """
+        if self.checkpoint_manager is not None and not any(
+            is_loaded for (is_loaded,) in self.coordinator.exchange([int(self.checkpoint_loaded)])
+        ):
+            saving.CheckpointUtil(self.coordinator).load_checkpoint(state, rank)
+        return state
+
+    def set_checkpoint_loaded(self) -> None:
+        """Note that this worker has a state of this job. Call it after ``state.sync``."""
+        self.checkpoint_loaded = True
+
+    def save_checkpoint(self, state: State, rank: int) -> None:
+        """Save the state if the coordinator or the state asks for it. All workers call this together.
+
+        Args:
+            state: to save.
+            rank: of this worker.
+        """
+        if self.checkpoint_manager is None:
+            return
+        # Call both on every worker, even if the first one already decides, because they may keep counters.
+        is_asked = self.coordinator.should_save_checkpoint()
+        if state.should_save_checkpoint(rank) or is_asked:
+            saving.CheckpointUtil(self.coordinator).save_checkpoint(state, rank)
 
 
-def get_checkpoint_manager() -> CheckpointManager | None:
-    """Return what :func:`set_checkpoint_manager` has set."""
-    return _manager
+class CheckpointBarrier:
+    """Context manager that waits for all workers at the end of its block.
+
+    Args:
+        rank: of this worker.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import torch.distributed
+
+        dist: Any = torch.distributed
+        dist.barrier()

@@ -21,7 +21,7 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from elasticrs.metrics import prof
-from elasticrs.train.checkpoint.api import Checkpoint, CheckpointError, CheckpointManager
+from elasticrs.train.checkpoint.manager import Checkpoint, CheckpointError, CheckpointManager
 
 __all__ = ["FileSystemCheckpointManager"]
 
@@ -41,7 +41,7 @@ class FileSystemCheckpointManager(CheckpointManager):
     """Checkpoints in a directory that all workers which may become rank 0 can read.
 
     Args:
-        directory: made when it is not there.
+        checkpoint_dir: created if it does not exist.
         job: a name that the checkpoints carry; those of another name are refused.
         keep: how many of the newest stay; all when ``None``.
 
@@ -50,11 +50,11 @@ class FileSystemCheckpointManager(CheckpointManager):
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], job: str | None = None, keep: int | None = None
+        self, checkpoint_dir: str | os.PathLike[str], job: str | None = None, keep: int | None = None
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep: got {keep}, expected at least 1")
-        self.directory = os.fspath(directory)
+        self.directory = os.fspath(checkpoint_dir)
         self._job = job
         self._keep = keep
         os.makedirs(self.directory, exist_ok=True)

@@ -6,14 +6,14 @@ import logging
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from elasticrs.metrics import prof
-from elasticrs.train.checkpoint.api import CheckpointError, get_checkpoint_manager
+from elasticrs.train.checkpoint.manager import CheckpointError, get_checkpoint_manager
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
 
-    from elasticrs.train.checkpoint.api import CheckpointManager
+    from elasticrs.train.checkpoint.manager import CheckpointManager
     from elasticrs.train.coordinator import Coordinator
     from elasticrs.train.state import State
 

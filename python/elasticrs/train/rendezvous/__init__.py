@@ -40,7 +40,7 @@ class RendezvousParameters(Value):
         run_id: the name of the job.
         min_workers: how many have to come.
         max_workers: how many may come.
-        config: more settings, ``KEY=VALUE,KEY=VALUE``.
+        config: more settings, ``KEY=VALUE,KEY=VALUE``; ``None`` for no more.
 
     Raises:
         ValueError: numbers that make no sense, or settings that are none.
@@ -51,7 +51,7 @@ class RendezvousParameters(Value):
     run_id: str
     min_workers: int
     max_workers: int
-    config: str = ""
+    config: str | None = None
 
     def __init__(self, *args: object, **given: object) -> None:
         super().__init__(*args, **given)
@@ -64,7 +64,7 @@ class RendezvousParameters(Value):
     @property
     def url(self) -> str:
         """The URL for ``init_method`` of a coordinator."""
-        pairs = [pair.partition("=") for pair in self.config.split(",") if pair]
+        pairs = [pair.partition("=") for pair in (self.config or "").split(",") if pair]
         if wrong := ["".join(pair) for pair in pairs if not pair[1]]:
             raise ValueError(f"config: got {wrong[0]!r}, expected KEY=VALUE")
         query: dict[str, object] = {"min_workers": self.min_workers, "max_workers": self.max_workers}
