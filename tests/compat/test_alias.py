@@ -1,10 +1,16 @@
 """``ELASTICRS_ALIAS=1``: torch's names lead to our modules, in an environment of the test's own."""
 
+import os
+import subprocess
+import venv
+
 import pytest
 from helpers import procs
 
 from elasticrs.alias import our_name
 from elasticrs.alias.launch import with_local_rank
+
+from .conftest import TREE
 
 
 def test_it_is_put_in_place_and_removed(run, environment):
@@ -18,6 +24,49 @@ def test_it_is_put_in_place_and_removed(run, environment):
     run("-m", "elasticrs.alias", "uninstall")
     assert not path.exists()
     assert "not installed" in run("-m", "elasticrs.alias", "uninstall").stdout
+
+
+@pytest.fixture
+def late_environment(tmp_path):
+    """The interpreter of an environment that finds elasticrs only after the hook has run."""
+    folder = tmp_path / "venv"
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # Interpreters of virtual environments run these files twice. The folder comes after the second time, as
+    # the base installation's folders do with --system-site-packages.
+    count = "vars(sys).setdefault('times', []).append(1)"
+    line = f"import sys; {count}; sys.times[1:] and sys.path.append({str(TREE)!r})"
+    (packages / "later.pth").write_text(line, encoding="utf-8")
+    return folder / "bin" / "python", packages
+
+
+def run_late(python, *args, **variables):
+    variables["PATH"] = os.environ["PATH"]
+    return subprocess.run(
+        [python, *args], env=variables, capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+def test_a_hook_that_does_not_work_is_refused(late_environment):
+    python, packages = late_environment
+    done = run_late(python, "-m", "elasticrs.alias", "install")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "install elasticrs into this environment" in done.stderr
+    assert not list(packages.glob("elasticrs_alias.pth"))
+
+
+def test_a_hook_that_works_no_longer_says_so_in_one_line_at_each_start(late_environment):
+    python, packages = late_environment
+    (packages / "elasticrs.pth").write_text(str(TREE), encoding="utf-8")
+    assert run_late(python, "-m", "elasticrs.alias", "install").returncode == 0
+    for path in ("elasticrs.pth", "later.pth"):
+        (packages / path).unlink()
+    done = run_late(python, "-c", "", ELASTICRS_ALIAS="1")
+    assert done.returncode == 0
+    assert done.stderr.count("\n") == 1
+    assert "ELASTICRS_ALIAS=1 had no effect" in done.stderr
+    assert run_late(python, "-c", "").stderr == ""
 
 
 @pytest.mark.parametrize("args", [[], ["instal"], ["install", "now"]])

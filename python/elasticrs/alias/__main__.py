@@ -19,9 +19,24 @@ if TYPE_CHECKING:
 
 # Files of this kind run in the order of their names, and one called elasticrs.pth may say where elasticrs is.
 FILE = "elasticrs_alias.pth"
-LINE = (
-    'import os; os.environ.get("ELASTICRS_ALIAS") == "1" and __import__("elasticrs.alias").alias.activate()\n'
-)
+_ACTIVATE = """
+try:
+    from elasticrs.alias import activate
+except ModuleNotFoundError:
+    # The interpreter may run this file again, when more folders are known, so report it only at the end.
+    if not hasattr(sys, "elasticrs_alias_is_missing"):
+        sys.elasticrs_alias_is_missing = True
+        import atexit
+        atexit.register(lambda: sys.elasticrs_alias_is_missing and sys.stderr.write(
+            "elasticrs.alias: ELASTICRS_ALIAS=1 had no effect, because this interpreter did not find "
+            "elasticrs at its start: run python -m elasticrs.alias install again\\n"))
+else:
+    sys.elasticrs_alias_is_missing = False
+    activate()
+"""
+# Only one line that begins with an import is run from such a file.
+LINE = f'import os, sys; os.environ.get("ELASTICRS_ALIAS") == "1" and exec({_ACTIVATE!r}, {{"sys": sys}})\n'
+_PROBE = "import sys; from elasticrs.alias import is_active; sys.exit(not is_active())"
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -46,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def install() -> int:
-    """Put the hook in place, in the first folder that can be written to."""
+    """Put the hook in place, in the first folder that can be written to, and check that it works."""
     folder = next((each for each in _folders() if os.access(each, os.W_OK)), None)
     if folder is None:
         print(
@@ -57,6 +72,14 @@ def install() -> int:
     path = os.path.join(folder, FILE)
     with open(path, "w", encoding="utf-8") as file:
         file.write(LINE)
+    if not _works():
+        os.unlink(path)
+        print(
+            f"elasticrs.alias: {path} had no effect in a new interpreter, so it was removed: elasticrs is "
+            f"not in {folder}, and its own folder is added later; install elasticrs into this environment",
+            file=sys.stderr,
+        )
+        return 1
     print(f"installed {path}; it acts in interpreters with ELASTICRS_ALIAS=1")
     return 0
 
@@ -81,6 +104,15 @@ def status() -> int:
         print("not installed")
     print("on" if is_active() else "off: ELASTICRS_ALIAS is not 1" if found else "off")
     return 0 if found else 1
+
+
+def _works() -> bool:
+    """Start an interpreter, and return true if its imports are redirected."""
+    import subprocess
+
+    environ = {**os.environ, "ELASTICRS_ALIAS": "1"}
+    done = subprocess.run([sys.executable, "-c", _PROBE], env=environ, capture_output=True, check=False)
+    return done.returncode == 0
 
 
 def _folders() -> list[str]:
