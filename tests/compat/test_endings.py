@@ -1,6 +1,7 @@
 """How a job ends under both launchers: signals, exit codes, the report, the error file."""
 
 import json
+import os
 import re
 import signal
 
@@ -108,6 +109,9 @@ def normalised(report):
     text = re.sub(r"\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d(\.\d+)?", "TIME", text)
     text = re.sub(r"(host +: ).*", r"\1HOST", text)
     text = re.sub(r"(?i)\b(pid:? )\d+", r"\1PID", text)
+    # Ours has the name of the host besides.
+    ours = rf"/\S*/(\w+)_{re.escape(os.uname().nodename.split('.')[0])}_\w{{8}}/attempt_0"
+    text = re.sub(ours, r"\1/attempt_0", text)
     text = re.sub(r"/\S*/(\w+)_\S{8}/attempt_0", r"\1/attempt_0", text)
     text = re.sub(r'File ".*/(\w+\.py)", line \d+, in wrapper', r"WRAPPER", text)
     return re.sub(r"(?<=[ (\"])/\S*/(?=\w+\.py)", "", text).splitlines()
