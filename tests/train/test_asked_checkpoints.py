@@ -87,7 +87,7 @@ def test_without_a_manager_a_line_says_so_and_nothing_else_happens(trainers, tmp
     job.run(*NAMES)
     job.trainers.kill("c", signal.SIGUSR1)
     job.ends(*NAMES)
-    assert len(job.trainers.of("met")) == 4, "at the start"
+    assert len(job.trainers.of("met")) == 8, "at the start and at the end"
     text = job.trainers.stderr.read_text()
     assert text.count("a checkpoint is asked for, but set_checkpoint_manager was not called") == 1
 

@@ -19,7 +19,7 @@ from elasticrs.train.errors import NonRetryableException, StopException
 from elasticrs.train.loop import Action, Event, Loop
 from elasticrs.train.measuring import GROUP, Measured, Times
 from elasticrs.train.request_signals import RequestSignals
-from elasticrs.train.state import State, why_not_saved
+from elasticrs.train.state import State, is_torchelastic_program, why_not_saved
 from elasticrs.train.votes import Vote, disagreement, have_ended_together, numbers_of, vote_of
 from elasticrs.train.worker_stats import WorkerStats
 
@@ -396,7 +396,10 @@ class _Run:
             began = 0.0 if self._times is None else time.perf_counter()
             result: Any = next(self._steps, _END)
             if result is _END:
-                self._ended_after = self._taken + 1
+                # Only programs for torchelastic 0.1 return without a last sync. Others need it, because some
+                # values differ by rank even after the same step, such as the buffers of BatchNorm.
+                if is_torchelastic_program():
+                    self._ended_after = self._taken + 1
                 coordinator.announce_end()
                 return Event.OUT_OF_DATA
             self._is_stored = False

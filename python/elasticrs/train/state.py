@@ -58,7 +58,7 @@ class State(ABC):
         For programs written for torchelastic 0.1, which had no such method, the default is
         :meth:`capture_snapshot`.
         """
-        if _is_torchelastic_program():
+        if is_torchelastic_program():
             return self.capture_snapshot()
         raise NotImplementedError(f"{type(self).__name__} has no state_dict")
 
@@ -70,7 +70,7 @@ class State(ABC):
         Args:
             state_dict: the content of a checkpoint.
         """
-        if not _is_torchelastic_program():
+        if not is_torchelastic_program():
             raise NotImplementedError(f"{type(self).__name__} has no load_state_dict")
         self.apply_snapshot(state_dict)
 
@@ -132,7 +132,7 @@ def why_not_saved(state: State) -> str | None:
     Args:
         state: of a job.
     """
-    kind, is_old = type(state), _is_torchelastic_program()
+    kind, is_old = type(state), is_torchelastic_program()
     saves = ("state_dict", "save", *(("capture_snapshot",) if is_old else ()))
     loads = ("load_state_dict", "load", *(("apply_snapshot",) if is_old else ()))
     missing = [
@@ -148,6 +148,6 @@ def why_not_saved(state: State) -> str | None:
     )
 
 
-def _is_torchelastic_program() -> bool:
+def is_torchelastic_program() -> bool:
     """True if this program imports ``torchelastic``: in version 0.1 a checkpoint was a snapshot."""
     return "torchelastic" in sys.modules

@@ -26,7 +26,7 @@ class Vote(Value):
         said_yes: when it last said yes there; 0 for never.
         is_saving: it has not come out of that save.
         ended_after: number of the step of the last round at which its own data had ended, counted from 1;
-            0 if its data have not ended.
+            0 if its data have not ended, or if the program is not one for torchelastic 0.1.
     """
 
     has_manager: bool
@@ -62,7 +62,7 @@ def vote_of(numbers: Sequence[int]) -> Vote:
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
-    """Return true if the data of all workers ended after the same step, so that their states are equal.
+    """Return true if the data of all workers of a torchelastic 0.1 program ended after the same step.
 
     Args:
         votes: by rank.
