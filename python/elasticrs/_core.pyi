@@ -313,8 +313,10 @@ class WorkerHung:
     @property
     def pid(self) -> int: ...
     @property
-    def missed(self) -> Literal["startup", "step", "section", "line"]:
-        """What it did not do in time: its first heartbeat, the next one, the end of a section, any line."""
+    def missed(self) -> Literal["startup", "step", "section", "exit", "line"]:
+        """What it did not do in time: its first heartbeat, the next one, the end of a section, the exit of
+        its process after its program had returned, any line.
+        """
     @property
     def since_ns(self) -> int:
         """Its last sign of life, or the start of the group; monotonic."""
@@ -671,7 +673,12 @@ class Supervisor:
             OSError: somebody reads the FIFO there; timers are watched already; no such directory.
         """
     def watch_hangs(
-        self, limit: float | None, *, startup: float | None = None, least: float | None = None
+        self,
+        limit: float | None,
+        *,
+        startup: float | None = None,
+        exit_limit: float | None = None,
+        least: float | None = None,
     ) -> None:
         """Give the workers of the groups that follow a page for heartbeats (``ELASTICRS_HEARTBEAT``), and
         watch them. :class:`WorkerHung` tells who hangs.
@@ -680,6 +687,8 @@ class Supervisor:
             limit: seconds between two signs of life; ``None``: learned from the job's own steps.
             startup: seconds from the start of a group to the first sign of life of each worker; ``None``:
                 any.
+            exit_limit: seconds from the return of a worker's program to the end of its process, in which
+                ``limit`` does not apply; ``None``: no limit.
             least: seconds below which a learned limit never is; ``None``: one minute.
 
         Raises:

@@ -24,6 +24,7 @@ DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
 DEFAULT_LINGER = 5.0
 DEFAULT_EXIT_TIMEOUT = 10.0
+DEFAULT_HANG_EXIT_TIMEOUT = 1800.0
 DEFAULT_WARM_TIMEOUT = 120.0
 DEFAULT_MONITOR_INTERVAL = 0.1
 DEFAULT_MASTER_PORT = 29500
@@ -75,6 +76,8 @@ class JobConfig(Record):
         hang_timeout: seconds without a sign of life after which a rank has failed; ``"auto"``: learned from
             its steps; ``"auto:SECONDS"``: the same, and never less; ``None``: nobody is watched.
         hang_startup_timeout: the same from the start to the first sign of life; ``None``: any time.
+        hang_exit_timeout: seconds from the return of a worker's program to the end of its process, while
+            heartbeats are watched; 0: no limit.
         exit_timeout: seconds in which a worker must end after an exception that nobody caught; 0: any time.
         preload: what is imported before the workers are forked; ``None``, or no modules: they start cold.
         warm_timeout: seconds that this may take; then they start cold.
@@ -101,6 +104,7 @@ class JobConfig(Record):
     uninterruptible_state_timeout: float = 0.0
     hang_timeout: float | str | None = None
     hang_startup_timeout: float | None = None
+    hang_exit_timeout: float = DEFAULT_HANG_EXIT_TIMEOUT
     exit_timeout: float = DEFAULT_EXIT_TIMEOUT
     preload: Preload | None = None
     warm_timeout: float = DEFAULT_WARM_TIMEOUT

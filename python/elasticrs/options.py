@@ -310,6 +310,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                "limit from steps", None, HANG_TIMEOUT, group=OURS),
         Option("hang-startup-timeout", "the same, from the start of the workers to the first heartbeat "
                "(default: no limit)", None, INTERVAL, group=OURS),
+        Option("hang-exit-timeout", "the same, from the return of the program to the end of the process "
+               "(default 1800; 0: no limit)", config.DEFAULT_HANG_EXIT_TIMEOUT, EXIT_TIMEOUT, group=OURS),
     ),
     "Monitoring": (
         Option("health-check-port", "port for /healthz, /readyz, /metrics, /status (default: "

@@ -202,8 +202,12 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None
     job = setup.job
     if job.hang_timeout is not None:
         limit, least = hang_limits(job.hang_timeout)
-        startup = job.hang_startup_timeout
-        supervisor.watch_hangs(_enough(limit), startup=_enough(startup), least=_enough(least))
+        supervisor.watch_hangs(
+            _enough(limit),
+            startup=_enough(job.hang_startup_timeout),
+            exit_limit=_enough(job.hang_exit_timeout or None),
+            least=_enough(least),
+        )
     return timer_file
 
 

@@ -335,6 +335,46 @@ def test_a_section_has_its_own_limit(launch, worker_script):
     assert "last heartbeat of rank 0: in section 'checkpoint'" in launched.stderr
 
 
+EXITS = {
+    "atexit": "import atexit; atexit.register(upload)",
+    "thread": "import threading; threading.Thread(target=upload).start()",
+    "pool": """
+        from concurrent.futures import ThreadPoolExecutor
+        ThreadPoolExecutor().submit(upload)
+    """,
+}
+TRAINED = """
+    import os, select
+    from elasticrs.timer import heartbeat
+    pipe = os.pipe()
+    def upload():
+        # Much longer than a step may take.
+        select.select({waits_for}, [], [], 3)
+        os.write(1, b"UPLOADED\\n")
+    {hold}
+    heartbeat(7)
+"""
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_a_slow_exit_after_the_program_has_returned_is_no_hang(launch, worker_script, how):
+    hold = textwrap.indent(textwrap.dedent(EXITS[how]), " " * 4)
+    script = worker_script(TRAINED.format(waits_for=[], hold=f"\n{hold}"))
+    launched = launch("--nproc-per-node=2", "--hang-timeout=1", script).exits(0)
+    assert launched.stdout.count("UPLOADED\n") == 2
+    assert re.search(r"still exiting 1 s after the program returned.*1800 s", launched.stderr)
+
+
+def test_an_exit_that_exceeds_its_own_limit_is_a_hang(launch, worker_script):
+    hold = textwrap.indent(textwrap.dedent(EXITS["atexit"]), " " * 4)
+    body = TRAINED.format(waits_for="pipe[:1]", hold=f"\n{hold}")
+    script = worker_script(body.replace("[], [], 3)", "[], [])"))
+    options = ("--nproc-per-node=1", "--hang-timeout=60", "--hang-exit-timeout=1")
+    launched = launch(*options, script).exits(1)
+    assert re.search(r"hung: its program had returned.*\(limit 1 s\); stopped at step 7", launched.stderr)
+    assert "in upload" in launched.stderr
+
+
 def test_a_section_without_a_limit_and_a_worker_without_heartbeats_are_left_alone(launch, worker_script):
     script = worker_script("""
         import os

@@ -10,7 +10,7 @@ import pytest
 
 from elasticrs.timer import heartbeats
 
-PID, COUNT, STEP, LIMIT, TIMES = 0, 1, 2, 3, 64
+PID, COUNT, STEP, LIMIT, EXIT, TIMES = 0, 1, 2, 3, 4, 64
 UNLIMITED = 2**64 - 1
 
 
@@ -115,7 +115,26 @@ def test_another_process_takes_no_page_that_has_an_owner(page):
 def test_the_page_of_a_process_that_ended_can_be_had(page):
     for _ in range(2):
         subprocess.run([sys.executable, "-c", PROGRAM], pass_fds=[page.fd], check=True, timeout=30)
-    assert (page.word(STEP), page.word(COUNT)) == (6, 1)
+    # A heartbeat, and the return of the program.
+    assert (page.word(STEP), page.word(COUNT)) == (6, 2)
+
+
+LATER = "import threading; threading.Thread(target=lambda: (main.join(), heartbeat(9))).start()"
+RETURNS = {
+    "returns": ("", True),
+    "raises": ("raise SystemExit(0)", True),
+    "trains in a thread": (LATER, False),
+    "leaves": ("import os; os._exit(0)", False),
+}
+
+
+@pytest.mark.parametrize("how", RETURNS)
+def test_the_return_of_the_program_is_marked_unless_a_heartbeat_follows(page, how):
+    end, is_exiting = RETURNS[how]
+    program = f"{PROGRAM}; import threading; main = threading.main_thread(); {end}"
+    subprocess.run([sys.executable, "-c", program], pass_fds=[page.fd], check=True, timeout=30)
+    assert (page.word(EXIT) == max(page.times())) == is_exiting
+    assert all(at & 1 for at in page.times() if at != page.word(EXIT)), "the exit ends no step"
 
 
 @pytest.mark.parametrize("variable", ["", "x", "3", "1:2:3", "999999:1:1", "-1:0:0"])

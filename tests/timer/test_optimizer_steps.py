@@ -42,6 +42,16 @@ def test_a_script_that_says_nothing_is_found_with_its_step(job):
     assert re.search(line, launched.stderr), launched.stderr
 
 
+def test_a_slow_exit_after_the_last_step_is_no_hang(job):
+    source = [
+        "import atexit",
+        "atexit.register(select.select, [], [], [], 6)",
+        "train(25)",
+    ]
+    launched = job(source, "--hang-timeout=3").exits(0, timeout=120)
+    assert "still exiting 3 s after the program returned" in launched.stderr
+
+
 def test_steps_are_silent_from_the_first_heartbeat_of_the_program_on(job):
     source = ["train(5)", "from elasticrs.timer import heartbeat", "heartbeat(700)", "train(5)", STUCK]
     launched = job(source, "--hang-timeout=2").exits(1, timeout=120)

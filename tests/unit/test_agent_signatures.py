@@ -36,7 +36,8 @@ DIFFERENT = {
 }
 MORE = {
     "WorkerSpec.__init__": {
-        *("exit_timeout", "hang_timeout", "hang_startup_timeout", "warm", "warm_timeout", "on_failure"),
+        *("exit_timeout", "hang_timeout", "hang_startup_timeout", "hang_exit_timeout"),
+        *("warm", "warm_timeout", "on_failure"),
     },
     "LocalElasticAgent.__init__": {"signals_to_handle", "signals_to_forward", "stop_scope"},
     "LaunchConfig.__init__": {
@@ -46,6 +47,7 @@ MORE = {
         "stop_scope",
         "hang_timeout",
         "hang_startup_timeout",
+        "hang_exit_timeout",
         "warm",
         "warm_timeout",
         "on_failure",
@@ -130,6 +132,7 @@ def test_a_launch_configuration_has_torchs_fields_in_order(torchs):
         "stop_scope",
         "hang_timeout",
         "hang_startup_timeout",
+        "hang_exit_timeout",
         "exit_timeout",
         "warm",
         "warm_timeout",

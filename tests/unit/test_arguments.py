@@ -466,12 +466,15 @@ def test_a_rank_may_hang_for_a_fixed_or_a_learned_time(script):
     assert launch("--exit-timeout", "0", script).job.exit_timeout == 0.0
     assert launch("--hang-timeout", "90", script).job.hang_timeout == 90.0
     job = launch("--hang-timeout", "auto", "--hang-startup-timeout", "600", script).job
-    assert (job.hang_timeout, job.hang_startup_timeout) == ("auto", 600.0)
+    assert (job.hang_timeout, job.hang_startup_timeout, job.hang_exit_timeout) == ("auto", 600.0, 1800.0)
+    assert launch("--hang-timeout", "9", "--hang-exit-timeout", "0", script).job.hang_exit_timeout == 0
     assert launch("--hang-timeout", "auto:20", script).job.hang_timeout == "auto:20"
     with pytest.raises(UsageError, match="got 'auto:', expected seconds, more than 0, auto or auto:SECONDS"):
         launch("--hang-timeout", "auto:", script)
     with pytest.raises(UsageError, match="--hang-startup-timeout needs --hang-timeout"):
         launch("--hang-startup-timeout", "600", script)
+    with pytest.raises(UsageError, match="--hang-exit-timeout needs --hang-timeout"):
+        launch("--hang-exit-timeout", "600", script)
 
 
 def test_help_may_still_be_shortened_to_its_first_letter():

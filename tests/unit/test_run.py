@@ -68,7 +68,7 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
         "rdzv_id": "job", "rdzv_conf": "timeout=7", "node_rank": 1, "tee": "3", "redirects": "0:1",
         "max_restarts": 5, "shutdown_timeout": "4", "duplicate_stdout_filters": ["a,b"],
         "numa_binding": "node", "signals_to_handle": "SIGUSR1", "capture_stderr": False,
-        "hang_timeout": "auto:3", "hang_startup_timeout": 7, "stop_scope": "group",
+        "hang_timeout": "auto:3", "hang_startup_timeout": 7, "hang_exit_timeout": 8, "stop_scope": "group",
         "signals_to_forward": "USR2", "exit_timeout": 3, "warm": "torch",
     }  # fmt: skip
     made, command, arguments = config_from_args(namespace(**given))
@@ -79,7 +79,7 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
     assert made.duplicate_stdout_filters == ["a,b"]
     assert (made.hang_timeout, made.hang_startup_timeout, made.stop_scope) == ("auto:3", 7, "group")
     assert made.signals_to_forward == "USR2"
-    assert (made.exit_timeout, made.warm) == (3, "torch")
+    assert (made.exit_timeout, made.hang_exit_timeout, made.warm) == (3, 8, "torch")
     assert made.numa_options.affinity_mode.value == "node"
     assert (made.logs_specs._tee, made.logs_specs._redirects) == (Std.ALL, {0: Std.OUT})
     assert (command, arguments) == (sys.executable, ["-u", "train.py", "--x"])

@@ -322,6 +322,7 @@ fn worker_hung(hung: supervisor::WorkerHung) -> WorkerHung {
             Missed::Startup => "startup",
             Missed::Step => "step",
             Missed::Section => "section",
+            Missed::Exit => "exit",
             Missed::Line => "line",
         },
         since_ns: hung.since.0,

@@ -132,15 +132,22 @@ impl Supervisor {
         Ok(py.detach(|| self.inner.watch_timers(path)).map_err(Error)?.into_os_string())
     }
 
-    #[pyo3(signature = (limit, *, startup=None, least=None))]
-    fn watch_hangs(&self, limit: Option<f64>, startup: Option<f64>, least: Option<f64>) -> PyResult<()> {
+    #[pyo3(signature = (limit, *, startup=None, exit_limit=None, least=None))]
+    fn watch_hangs(
+        &self,
+        limit: Option<f64>,
+        startup: Option<f64>,
+        exit_limit: Option<f64>,
+        least: Option<f64>,
+    ) -> PyResult<()> {
         let positive = |seconds: f64| match duration(seconds, "a limit")? {
             limit if limit.is_zero() => Err(PyValueError::new_err("a limit must be more than 0 seconds")),
             limit => Ok(limit),
         };
         let learned = StepLimit::Learned(least.map(positive).transpose()?.unwrap_or(LEAST_LEARNED));
         let step = limit.map(positive).transpose()?.map_or(learned, StepLimit::Fixed);
-        let limits = Limits { step, startup: startup.map(positive).transpose()? };
+        let limits =
+            Limits { step, startup: startup.map(positive).transpose()?, exit: exit_limit.map(positive).transpose()? };
         Ok(self.inner.watch_hangs(limits).map_err(Error)?)
     }
 

@@ -47,6 +47,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
         "startup": "no sign of life since its start",
         "step": "no heartbeat",
         "section": f"no end of its section '{section}'",
+        "exit": "its program had returned, and it had not exited",
         "line": "no rank has written a line",
     }[event.missed]
     silent = (event.seen_ns - event.since_ns) / 1e9

@@ -113,6 +113,7 @@ class LocalJob:
             uninterruptible_state_timeout=self.uninterruptible_state_timeout,
             hang_timeout=spec.hang_timeout,
             hang_startup_timeout=spec.hang_startup_timeout,
+            hang_exit_timeout=spec.hang_exit_timeout,
             exit_timeout=spec.exit_timeout,
             preload=self._preload,
             warm_timeout=spec.warm_timeout,

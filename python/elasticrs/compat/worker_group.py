@@ -46,6 +46,7 @@ class WorkerSpec:
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
         hang_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
         hang_startup_timeout: see there.
+        hang_exit_timeout: see there.
         exit_timeout: see there.
         warm: see there.
         warm_timeout: see there.
@@ -74,6 +75,7 @@ class WorkerSpec:
     virtual_local_rank: bool = False
     hang_timeout: float | str | None = None
     hang_startup_timeout: float | None = None
+    hang_exit_timeout: float = defaults.DEFAULT_HANG_EXIT_TIMEOUT
     exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
     warm: str = "off"
     warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
@@ -87,6 +89,7 @@ class WorkerSpec:
         options.check(
             hang_timeout=self.hang_timeout,
             hang_startup_timeout=self.hang_startup_timeout,
+            hang_exit_timeout=self.hang_exit_timeout,
             exit_timeout=self.exit_timeout,
             warm=self.warm,
             warm_timeout=self.warm_timeout,

@@ -76,8 +76,10 @@ class LaunchConfig:
             Not in torch, nor are the next ones.
         hang_timeout: seconds without a heartbeat after which a rank has failed; ``"auto"``: learned from its
             steps; ``"auto:SECONDS"``: and never less (60); ``None``: nobody is watched. Not in torch, nor are
-            the next two.
+            the next three.
         hang_startup_timeout: the same from the start of the workers to the first heartbeat.
+        hang_exit_timeout: the same from the return of a worker's program or function to the end of its
+            process; 0: no limit.
         exit_timeout: seconds within which a worker must end after an exception that nobody caught, or it has
             failed; 0: any time.
         warm: what is imported once, before the workers are forked: ``"auto"``, or names of modules separated
@@ -119,6 +121,7 @@ class LaunchConfig:
     stop_scope: str | None = None
     hang_timeout: float | str | None = None
     hang_startup_timeout: float | None = None
+    hang_exit_timeout: float = defaults.DEFAULT_HANG_EXIT_TIMEOUT
     exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
     warm: str = "off"
     warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
@@ -143,6 +146,7 @@ class LaunchConfig:
             stop_scope=self.stop_scope,
             hang_timeout=self.hang_timeout,
             hang_startup_timeout=self.hang_startup_timeout,
+            hang_exit_timeout=self.hang_exit_timeout,
             exit_timeout=self.exit_timeout,
             warm=self.warm,
             warm_timeout=self.warm_timeout,

@@ -35,7 +35,7 @@ _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 JOB_OPTIONS = (
     *("role", "max_restarts", "on_failure", "virtual_local_rank"),
-    *("hang_timeout", "hang_startup_timeout", "exit_timeout", "warm_timeout"),
+    *("hang_timeout", "hang_startup_timeout", "hang_exit_timeout", "exit_timeout", "warm_timeout"),
 )
 """Options that are settings of :class:`~elasticrs.config.JobConfig` as they are."""
 LOG_OPTIONS = ("log_dir", "redirects", "tee", "local_ranks_filter", "capture_stderr")
@@ -177,6 +177,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         _check_devices(nproc, environ)
     if args.hang_startup_timeout is not None and args.hang_timeout is None:
         raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
+    if args.hang_exit_timeout != config.DEFAULT_HANG_EXIT_TIMEOUT and args.hang_timeout is None:
+        raise UsageError("--hang-exit-timeout needs --hang-timeout: SECONDS or auto")
     notices += settings_without_effect(args, environ, nproc)
     cpus = len(os.sched_getaffinity(0))
     if nproc > _MANY * cpus:

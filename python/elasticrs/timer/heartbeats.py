@@ -20,7 +20,7 @@ __all__ = ["Section", "heartbeat"]
 
 _SIZE = 4096
 # By words of 8 bytes.
-_PID, _COUNT, _STEP, _LIMIT, _TIMES = 0, 1, 2, 3, 64
+_PID, _COUNT, _STEP, _LIMIT, _EXIT, _TIMES = 0, 1, 2, 3, 4, 64
 _NAME = slice(64, 128)  # By bytes.
 _LAST = 127
 _UNLIMITED = 2**64 - 1
@@ -155,7 +155,37 @@ def _take_page() -> memoryview:
 
         answer_with_stacks()
         os.register_at_fork(after_in_child=_detach)
+        if _automatic is None:
+            _notice_exit()
     return words
+
+
+def _notice_exit() -> None:
+    """Call :func:`_begin_exit` when the program has returned.
+
+    ``atexit`` would be too late: its callbacks run after all background threads have ended.
+    """
+    from threading import _register_atexit  # type: ignore[attr-defined]
+
+    try:
+        _register_atexit(_begin_exit)
+    except RuntimeError:
+        return  # The program has returned already, and heartbeats of that time have the limit of steps.
+
+
+def _begin_exit() -> None:
+    """Store when the program returned. The limit of steps no longer applies, unless another heartbeat follows
+    because a background thread still trains.
+    """
+    global _count  # noqa: PLW0603 -- as in `_heartbeat`
+    words = _words or _automatic
+    if words is not None:
+        # Even, because the time from the last heartbeat to the return is no step.
+        at = monotonic_ns() & -2
+        words[_TIMES + (_count & _LAST)] = at
+        _count += 1
+        words[_COUNT] = _count
+        words[_EXIT] = at
 
 
 def _detach() -> None:

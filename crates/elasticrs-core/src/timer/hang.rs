@@ -14,7 +14,9 @@
 //! - **HANG-7** [`Watch::unwatched`] names only ranks that no limit is for, and only once for a group;
 //! - **HANG-8** while a rank is replaced, which ends with the first sign of life of its new process, the time of the others
 //!   does not count, nor what has passed since their last sign of life before: they may wait for it. Looks are
-//!   [`LOOK_FOR_ABSENT`] apart then.
+//!   [`LOOK_FOR_ABSENT`] apart then;
+//! - **HANG-9** a rank whose program has returned is not judged by the limit of steps; only the limit for the exit applies.
+//!   A later heartbeat undoes that, because it shows that a background thread still trains.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -52,6 +54,8 @@ pub struct Limits {
     pub step: StepLimit,
     /// From the start of the group to the first one of each rank.
     pub startup: Option<Duration>,
+    /// From the return of a rank's program to the end of its process; `None`: no limit.
+    pub exit: Option<Duration>,
 }
 
 /// What a rank has said of itself last.
@@ -60,6 +64,10 @@ pub struct Beat {
     pub last: u64,
     pub step: Option<u64>,
     pub section: Option<Section>,
+    /// True if `last` is the moment at which the program returned: the process is exiting since then.
+    pub is_exiting: bool,
+    /// The last heartbeat before the program returned, if it is exiting.
+    pub before_exit: Option<u64>,
     /// How long its last steps took.
     pub steps: Vec<u64>,
 }
@@ -91,6 +99,8 @@ pub enum Missed {
     Step,
     /// The end of a section.
     Section,
+    /// The end of its process, after its program had returned.
+    Exit,
     /// A line, and so did all others.
     Line,
 }
@@ -169,6 +179,8 @@ pub struct Watch {
     frozen_at: Option<u64>,
     thawed: u64,
     unwatched_told: bool,
+    /// Ranks that were reported as still exiting.
+    exits_told: BTreeSet<usize>,
 }
 
 impl Watch {
@@ -185,6 +197,7 @@ impl Watch {
             frozen_at: None,
             thawed: started,
             unwatched_told: false,
+            exits_told: BTreeSet::new(),
         }
     }
 
@@ -197,6 +210,12 @@ impl Watch {
     /// Another process has begun in its place.
     pub fn restart(&mut self, rank: usize, now: u64) {
         (self.starts[rank], self.credits[rank]) = (now, Credit::default());
+        self.exits_told.remove(&rank);
+    }
+
+    /// Time limit for the exit of a process after its program has returned; `None`: no limit.
+    pub fn exit_limit(&self) -> Option<Duration> {
+        self.limits.exit
     }
 
     /// The group is suspended from now on.
@@ -254,6 +273,24 @@ impl Watch {
         let ranks: Vec<usize> = (0..seen.len()).filter(|rank| is_unwatched(*rank)).collect();
         self.unwatched_told = !ranks.is_empty();
         self.unwatched_told.then_some((ranks, limit))
+    }
+
+    /// Returns the ranks that would count as hung by now if their program had not returned, and the limit of steps. Each
+    /// rank is returned once.
+    pub fn still_exiting(&mut self, now: u64, seen: &[Seen]) -> Option<(Vec<usize>, Duration)> {
+        let limit = self.step_limit(seen);
+        let is_late = |rank: usize, last: u64| {
+            now.saturating_sub(last).saturating_sub(self.credits[rank].of(last)) >= nanoseconds(limit)
+        };
+        let is_new = |(rank, seen): (usize, &Seen)| match seen {
+            Seen::Beat(Beat { last, section: None, is_exiting: true, .. }) if is_late(rank, *last) => {
+                (!self.exits_told.contains(&rank)).then_some(rank)
+            }
+            _ => None,
+        };
+        let ranks: Vec<usize> = seen.iter().enumerate().filter_map(is_new).collect();
+        self.exits_told.extend(&ranks);
+        (!ranks.is_empty() && self.frozen_at.is_none()).then_some((ranks, limit))
     }
 
     /// Who is late, and when the next one will be due.
@@ -322,6 +359,9 @@ impl Watch {
         for (rank, seen) in seen.iter().enumerate() {
             let (missed, since, limit) = match (seen, line) {
                 (Seen::Ended, _) => continue,
+                (Seen::Beat(Beat { last, section: None, is_exiting: true, .. }), _) => {
+                    (Missed::Exit, *last, self.limits.exit)
+                }
                 (Seen::Beat(Beat { last, section: None, .. }), _) => (Missed::Step, *last, Some(step)),
                 (Seen::Beat(Beat { last, section: Some(section), .. }), _) => {
                     (Missed::Section, *last, section.limit.map(Duration::from_nanos))
@@ -353,6 +393,8 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> V
     let somebody_beats = seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
+        // The return of the program is no sign of life: the question for its stacks may have ended its wait.
+        (_, Some(Seen::Beat(beat))) if beat.is_exiting => beat.before_exit.is_none_or(|last| last <= overdue.since),
         (_, Some(Seen::Beat(beat))) => beat.last <= overdue.since,
         (_, Some(Seen::Nothing | Seen::Ended) | None) => true,
     });

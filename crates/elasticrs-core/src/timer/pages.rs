@@ -17,6 +17,7 @@ use crate::sys::page::Page;
 const COUNT: usize = 1;
 const STEP: usize = 2;
 const LIMIT: usize = 3;
+const EXIT: usize = 4;
 const NAME: usize = 8;
 const NAME_WORDS: usize = 8;
 const TIMES: usize = 64;
@@ -65,7 +66,7 @@ impl HeartbeatPage {
     /// The worker gives a heartbeat before it sets the limit that begins then. In the other order, a limit that is seen
     /// has its heartbeat: a long step is not judged by the short limit of the section that ended it.
     fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> Seen {
-        let limit = load(LIMIT);
+        let (limit, exit) = (load(LIMIT), load(EXIT));
         let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
         let step = load(STEP);
         // Not the place that the count names: the worker's stores may be seen in another order.
@@ -77,7 +78,10 @@ impl HeartbeatPage {
         let steps = times.windows(2).filter(|pair| pair[1] & 1 == 1).map(|pair| pair[1] - pair[0]).collect();
         let section =
             (limit != 0).then(|| Section { name: name_of(&name), limit: (limit != UNLIMITED).then_some(limit) });
-        Seen::Beat(Beat { last: last.min(now), step: step.checked_sub(1), section, steps })
+        // The worker stores the time of its exit as a heartbeat first. A later heartbeat shows that it still trains.
+        let is_exiting = exit == last;
+        let before_exit = times.iter().rev().nth(1).copied().filter(|_| is_exiting);
+        Seen::Beat(Beat { last: last.min(now), step: step.checked_sub(1), section, is_exiting, before_exit, steps })
     }
 }
 
@@ -119,7 +123,7 @@ mod tests {
         }
         put(&page, COUNT, 5);
         put(&page, STEP, 4);
-        let expected = Beat { last: 171, step: Some(3), section: None, steps: vec![10, 11] };
+        let expected = Beat { last: 171, step: Some(3), steps: vec![10, 11], ..Beat::default() };
         assert_eq!(page.read(1000), Seen::Beat(expected));
     }
 
@@ -167,6 +171,21 @@ mod tests {
             let is_short = beat.section.is_some_and(|section| section.limit == Some(7));
             assert!(!is_short || beat.last > STARTED, "{before} stores before, the others from load {first} on");
         }
+    }
+
+    #[test]
+    fn a_worker_is_exiting_until_it_gives_another_heartbeat() {
+        let page = HeartbeatPage::new(0).unwrap();
+        for (word, value) in [(TIMES, 51), (TIMES + 1, 60), (COUNT, 2)] {
+            put(&page, word, value);
+        }
+        let is_exiting = || matches!(page.read(99), Seen::Beat(Beat { is_exiting: true, .. }));
+        assert!(!is_exiting());
+        put(&page, EXIT, 60);
+        assert!(is_exiting());
+        assert!(matches!(page.read(99), Seen::Beat(Beat { before_exit: Some(51), .. })));
+        put(&page, TIMES + 2, 71);
+        assert!(!is_exiting(), "a background thread still trains, or another program has taken the page");
     }
 
     #[test]

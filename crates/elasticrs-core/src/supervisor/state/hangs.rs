@@ -103,6 +103,12 @@ impl Group {
                     let message = unwatched(&members.map(|member| member.local_rank).collect::<Vec<_>>(), limit);
                     effects.push(Effect::Tell(Event::Degraded { message }));
                 }
+                if let Some((ranks, limit)) = watch.still_exiting(at.0, seen) {
+                    let members = ranks.iter().map(|rank| &self.members[*rank]).filter(|member| member.runs());
+                    let ranks = members.map(|member| member.local_rank).collect::<Vec<_>>();
+                    let message = still_exiting(&ranks, limit, watch.exit_limit());
+                    effects.extend((!ranks.is_empty()).then_some(Effect::Tell(Event::Degraded { message })));
+                }
                 effects.push(Effect::Arm(Timer::Hang, Duration::from_nanos(next.saturating_sub(at.0))));
             }
             Verdict::Hung(late) => self.take_evidence(Then::Hung(Look { late, seen: seen.clone(), at: *at }), effects),
@@ -299,12 +305,27 @@ impl Group {
     }
 }
 
-/// The reason names all that it can be: which of them it is only the worker knows.
+/// "local rank 3 is", "local ranks 1, 2 are".
+fn ranks_are(local_ranks: &[u32]) -> String {
+    let names = local_ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+    if local_ranks.len() == 1 { format!("local rank {names} is") } else { format!("local ranks {names} are") }
+}
+
+/// Returns the line about ranks whose program returned longer ago than a step may take.
+fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) -> String {
+    let (ranks_are, step) = (ranks_are(local_ranks), step.as_secs_f64());
+    let limit = exit.map_or_else(
+        || "there is no limit for that (--hang-exit-timeout 0)".to_owned(),
+        |limit| format!("the limit for that is {} s (--hang-exit-timeout)", limit.as_secs_f64()),
+    );
+    format!("{ranks_are} still exiting {step} s after the program returned; {limit}")
+}
+
+/// Lists every possible reason, because only the worker knows which one applies.
 fn unwatched(local_ranks: &[u32], limit: Duration) -> String {
-    let (number, names) = (local_ranks.len(), local_ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", "));
-    let (ranks, are) = if number == 1 { ("rank", "is") } else { ("ranks", "are") };
+    let ranks_are = ranks_are(local_ranks);
     format!(
-        "local {ranks} {names} {are} not watched for hangs yet: no heartbeat in the first {} s. There was no call of \
+        "{ranks_are} not watched for hangs yet: no heartbeat in the first {} s. There was no call of \
          elasticrs.timer.heartbeat(), and no step of a torch optimizer was seen: torch is not used, has taken no step \
          so far, or heartbeats of steps are off",
         limit.as_secs_f64()

@@ -5,7 +5,7 @@ use super::*;
 const SECOND: u64 = 1_000_000_000;
 
 fn fixed(seconds: u64) -> Limits {
-    Limits { step: StepLimit::Fixed(Duration::from_secs(seconds)), startup: None }
+    Limits { step: StepLimit::Fixed(Duration::from_secs(seconds)), startup: None, exit: None }
 }
 
 fn beat(at: u64) -> Seen {
@@ -46,6 +46,21 @@ fn ranks_without_a_heartbeat_are_told_once_after_the_limit_of_steps() {
     assert_eq!(told(fixed(10), &[beat(1), section(1, None)], None), [], "who has given one is watched by its limits");
     assert_eq!(told(fixed(10), &nobody, Some(3)), [], "their lines are watched");
     assert_eq!(told(Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) }, &nobody, None), []);
+}
+
+#[test]
+fn a_rank_whose_program_has_returned_has_the_limit_for_the_exit() {
+    // HANG-9
+    let exiting = |at| Seen::Beat(Beat { last: at * SECOND, is_exiting: true, ..Beat::default() });
+    let seen = [exiting(1), beat(1000)];
+    assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 500, &seen, None), None);
+    let limits = Limits { exit: Some(Duration::from_secs(300)), ..fixed(10) };
+    let mut ranks = Watch::new(limits, 2, 0);
+    assert_eq!(watch(&mut ranks, 1, 500, &seen, None), Some((301, vec![0])));
+    let mut ranks = Watch::new(limits, 2, 0);
+    let tell = |now: u64| Some((now, ranks.still_exiting(now * SECOND, &[exiting(1), exiting(4)])?));
+    let limit = Duration::from_secs(10);
+    assert_eq!((1..100).filter_map(tell).collect::<Vec<_>>(), [(11, (vec![0], limit)), (14, (vec![1], limit))]);
 }
 
 #[test]
@@ -150,7 +165,7 @@ fn the_oldest_sign_of_life_comes_first() {
 #[test]
 fn a_limit_of_nearly_nothing_leaves_time_between_the_looks() {
     for nanoseconds in [0, 1] {
-        let limits = Limits { step: StepLimit::Fixed(Duration::from_nanos(nanoseconds)), startup: None };
+        let limits = Limits { step: StepLimit::Fixed(Duration::from_nanos(nanoseconds)), ..fixed(0) };
         let mut ranks = Watch::new(limits, 1, 0);
         let next = SECOND + u64::try_from(LEAST_WAIT.as_nanos()).unwrap();
         assert_eq!(ranks.look(SECOND, &[Seen::Nothing], None), Verdict::LookAgain(next), "HANG-3");
@@ -199,7 +214,7 @@ fn a_limit_is_learned_from_steps() {
     let mut steps = vec![SECOND; 99];
     steps.push(50 * SECOND);
     assert_eq!(learned(steps, LEAST_LEARNED), Some(Duration::from_secs(150)));
-    let limits = Limits { step: StepLimit::Learned(LEAST_LEARNED), startup: None };
+    let limits = Limits { step: StepLimit::Learned(LEAST_LEARNED), ..fixed(0) };
     let seen = |steps| Seen::Beat(Beat { last: SECOND, steps, ..Beat::default() });
     let few = [seen(vec![SECOND; 3])];
     assert_eq!(watch(&mut Watch::new(limits, 1, 0), 1, 2000, &few, None), Some((1801, vec![0])));
@@ -314,12 +329,16 @@ fn any_seen() -> impl Strategy<Value = Seen> {
     prop_oneof![
         Just(Seen::Ended),
         Just(Seen::Nothing),
-        (at, proptest::option::of(1_u64..9), proptest::option::of(proptest::option::of(SECOND..90 * SECOND))).prop_map(
-            |(last, step, limit)| {
+        (
+            at,
+            proptest::option::of(1_u64..9),
+            proptest::option::of(proptest::option::of(SECOND..90 * SECOND)),
+            any::<bool>()
+        )
+            .prop_map(|(last, step, limit, is_exiting)| {
                 let section = limit.map(|limit| Section { name: String::new(), limit });
-                Seen::Beat(Beat { last, step, section, steps: Vec::new() })
-            }
-        ),
+                Seen::Beat(Beat { last, step, section, is_exiting, ..Beat::default() })
+            }),
     ]
 }
 
@@ -330,9 +349,11 @@ proptest! {
         seen in proptest::collection::vec(any_seen(), 1..6),
         limit in 1_u64..30,
         startup in proptest::option::of(1_u64..60),
+        exit in proptest::option::of(1_u64..90),
         line in proptest::option::of(0..200 * SECOND),
     ) {
-        let limits = Limits { startup: startup.map(Duration::from_secs), ..fixed(limit) };
+        let [startup, exit] = [startup, exit].map(|limit| limit.map(Duration::from_secs));
+        let limits = Limits { startup, exit, ..fixed(limit) };
         let mut watch = Watch::new(limits, seen.len(), 0);
         let mut now = SECOND;
         let mut planned = now;
@@ -358,6 +379,7 @@ proptest! {
         }
         for seen in &seen {
             let watched = match seen {
+                Seen::Beat(Beat { section: None, is_exiting: true, .. }) => exit.is_some(),
                 Seen::Beat(beat) => beat.section.as_ref().is_none_or(|section| section.limit.is_some()),
                 _ => false,
             };
@@ -402,6 +424,11 @@ fn who_has_given_a_sign_of_life_since_is_not_hung() {
     let left = |seen: &[Seen]| still_late(late.clone(), seen, None).iter().map(|late| late.rank).collect::<Vec<_>>();
     assert_eq!(left(&[beat(10), beat(10), Seen::Nothing]), [0, 1, 2]);
     assert_eq!(left(&[beat(10), beat(11), beat(11)]), [0], "HANG-6");
+    let exiting = Seen::Beat(Beat { last: 11, is_exiting: true, ..Beat::default() });
+    assert_eq!(left(&[exiting.clone(), beat(11), beat(11)]), [0], "leaving is no sign of life");
+    let Seen::Beat(exiting) = exiting else { unreachable!() };
+    let alive = Seen::Beat(Beat { before_exit: Some(11), ..exiting });
+    assert_eq!(left(&[alive, beat(11), beat(11)]), [0_usize; 0], "it gave a heartbeat before it left");
     assert_eq!(left(&[Seen::Ended, Seen::Ended, Seen::Ended]), [0, 1, 2], "who has ended was late before");
     let silent = vec![overdue(0, Missed::Line), overdue(1, Missed::Line)];
     let nobody = [Seen::Nothing, Seen::Nothing];

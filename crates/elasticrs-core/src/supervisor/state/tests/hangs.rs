@@ -4,7 +4,7 @@ use super::*;
 use crate::timer::hang::{Beat, Elsewhere, Limits, Seen, StepLimit};
 
 pub(super) const FOUR_SECONDS: Limits =
-    Limits { step: StepLimit::Fixed(Duration::from_secs(4)), startup: Some(Duration::from_secs(4)) };
+    Limits { step: StepLimit::Fixed(Duration::from_secs(4)), startup: Some(Duration::from_secs(4)), exit: None };
 
 /// The last heartbeat of each rank, all in seconds.
 pub(super) fn sight(now: u64, beats: [Option<u64>; 4]) -> Input {
