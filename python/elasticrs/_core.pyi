@@ -339,7 +339,7 @@ class WorkerHung:
 
 @final
 class WorkerRaised:
-    """A worker has recorded an exception that nobody caught, and is about to end. Told again when it has not
+    """A worker has recorded an exception that nobody caught, and is about to end. Told again if it has not
     ended within its limit: then it counts as failed, and :class:`FailureSeen` follows.
     """
 
@@ -358,8 +358,25 @@ class WorkerRaised:
     def limit(self) -> float | None:
         """Seconds from then; ``None``: it may take any time."""
     @property
-    def is_overdue(self) -> bool:
-        """The limit has passed."""
+    def exit(self) -> Literal["begun", "slow", "stalled"]:
+        """``"slow"`` and ``"stalled"``: the limit has passed. A slow exit makes progress, and may use the
+        grace of the stop that follows; the worker of a stalled one gets SIGKILL.
+        """
+
+@final
+class WorkersKilled:
+    """Workers had not ended in time, and get SIGKILL now."""
+
+    @property
+    def local_ranks(self) -> list[int]: ...
+    @property
+    def pids(self) -> list[int]: ...
+    @property
+    def signal(self) -> int | None:
+        """The signal that asked them to end; ``None``: they had raised, and their exit made no progress."""
+    @property
+    def limit(self) -> float:
+        """Seconds: the grace after the signal, or the time without progress."""
 
 @final
 class WorkerPaused:
@@ -477,6 +494,7 @@ Event: TypeAlias = (
     | TimerExpired
     | WorkerHung
     | WorkerRaised
+    | WorkersKilled
     | WorkerPaused
     | WorkerResumed
     | Fenced

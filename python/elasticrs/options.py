@@ -300,8 +300,9 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                None, STOP_SCOPE, group=OURS),
         Option("shutdown-timeout", "seconds between the stop signal and SIGKILL (default: "
                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30)", None, SECONDS),
-        Option("exit-timeout", "a rank that has not ended this long after an uncaught exception has failed "
-               "(default 10; 0: never)", config.DEFAULT_EXIT_TIMEOUT, EXIT_TIMEOUT, group=OURS),
+        Option("exit-timeout", "a rank that has not ended this long after an uncaught exception has failed, "
+               "and is killed unless its exit makes progress (default 10; 0: never)",
+               config.DEFAULT_EXIT_TIMEOUT, EXIT_TIMEOUT, group=OURS),
         Option("linger", "after success, seconds that processes left behind by workers may go on (default 5)",
                config.DEFAULT_LINGER, SECONDS, group=OURS),
         Option("keep-descendants", "after success, leave processes that workers left behind alone",

@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from elasticrs._core import TimerExpired
+    from elasticrs._core import TimerExpired, WorkersKilled
 
 PREFIX = "elasticrs: "
 
@@ -176,6 +176,17 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
     if asked != signum:
         return f"second stop request: {signal_name(signum)} to all workers"
     return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s{AGAIN}"
+
+
+def killed(who: str, event: WorkersKilled) -> str:
+    """Say that workers (``who``) had not ended in time and were killed, and what may be lost."""
+    was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
+    if event.signal is None:
+        return f"{who} had raised, made no progress with the exit for {event.limit:g} s, and {was} killed"
+    return (
+        f"{who} had not exited {event.limit:g} s after {signal_name(event.signal)} and {was} killed; "
+        f"what {it} {was} saving may be incomplete (--shutdown-timeout)"
+    )
 
 
 def stuck(local_ranks: Iterable[int]) -> str:

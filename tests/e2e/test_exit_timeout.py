@@ -62,23 +62,23 @@ def failing(how):
 @pytest.mark.parametrize("how", HOLDS)
 def test_a_rank_that_raised_and_does_not_end_has_failed(launch, worker_script, tmp_path, how):
     logs = tmp_path / "logs"
-    options = ("--nproc-per-node=2", "--exit-timeout=0.5", "--max-restarts=1", f"--log-dir={logs}")
+    options = ("--nproc-per-node=2", "--exit-timeout=2", "--max-restarts=1", f"--log-dir={logs}")
     launched = launch(*options, worker_script(failing(how))).exits(0)
     assert launched.stdout.count("DONE\n") == 2
-    assert re.search(r"rank 1 \(pid \d+\): .*raised.*0\.5 s.*restarting", launched.stderr)
+    assert re.search(r"rank 1 \(pid \d+\): .*raised.*2 s.*restarting", launched.stderr)
     (kept,) = logs.glob("*/attempt_0/1/hang.txt")
     assert "in upload" in kept.read_text()
 
 
 def test_the_report_has_the_exception_as_root_cause_and_what_holds_the_exit(launch, worker_script):
-    launched = launch("--nproc-per-node=2", "--exit-timeout=0.5", worker_script(failing("thread"))).exits(1)
+    launched = launch("--nproc-per-node=2", "--exit-timeout=2", worker_script(failing("thread"))).exits(1)
     report = launched.stderr.partition("Root Cause")[2]
     assert "rank      : 1" in report
     assert "exitcode  : -9" in report
     assert "ValueError: no such batch" in report
     assert "in _shutdown" in report, "where its main thread is"
     assert "in upload" in report, "the thread that holds it"
-    assert re.search(r"raised.* 0\.5 s", report)
+    assert re.search(r"raised.* 2 s", report)
     assert "Stopped by elasticrs after the first failure: rank 0 (SIGTERM)" in launched.stderr
 
 
@@ -171,7 +171,7 @@ def test_a_shell_that_starts_its_program_again_is_left_alone(launch, worker_scri
 def test_a_program_below_a_shell_that_does_not_end_has_failed(launch, worker_script):
     script = worker_script(failing("thread"))
     command = ("--no-python", "/bin/sh", "-c", f"{sys.executable} {script}; exit 3")
-    launched = launch("--nproc-per-node=2", "--exit-timeout=0.5", *command).exits(1)
+    launched = launch("--nproc-per-node=2", "--exit-timeout=2", *command).exits(1)
     report = launched.stderr.partition("Root Cause")[2]
     assert "ValueError: no such batch" in report
     assert "in upload" in report
@@ -197,9 +197,7 @@ def test_all_nodes_are_told_of_the_exception(launch, worker_script):
     meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job")
     script = worker_script(failing("thread"))
     agents = [
-        launch(
-            *meeting, f"--node-rank={rank}", f"--rdzv-conf=is_host={1 - rank}", "--exit-timeout=0.5", script
-        )
+        launch(*meeting, f"--node-rank={rank}", f"--rdzv-conf=is_host={1 - rank}", "--exit-timeout=2", script)
         for rank in (0, 1)
     ]
     for agent in agents:

@@ -100,7 +100,7 @@ def test_siblings_that_ended_otherwise_say_how() -> None:
     start = lines.index("Stopped by elasticrs after the first failure:")
     assert lines[start + 1 : start + 5] == [
         "  rank 0 (SIGTERM)",
-        "  rank 1 (SIGKILL, still there after the grace period)",
+        "  rank 1 (SIGKILL, had not exited in time)",
         "  rank 2 (exit code 1 after SIGTERM)",
         "  rank 3 (SIGSEGV after SIGTERM)",
     ]

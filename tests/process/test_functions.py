@@ -449,7 +449,7 @@ def work():
 """,
         """
 try:
-    launch(work, exit_timeout=0.5)
+    launch(work, exit_timeout=2)
 except ChildFailedError as error:
     first, failure = error.get_first_failure()
     print(json.dumps([first, failure.exitcode, str(failure.error_file_data), failure.note, failure.stack]))
@@ -458,7 +458,7 @@ except ChildFailedError as error:
     first, exitcode, text, note, stack = message
     assert (first, exitcode) == (1, -9)
     assert "ValueError: no such batch" in text
-    assert "0.5 s" in note
+    assert "2 s" in note
     assert "in upload" in stack
 
 

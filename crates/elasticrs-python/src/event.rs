@@ -4,7 +4,7 @@ use std::ffi::OsString;
 
 use elasticrs_core::exit::{Usage, WorkerExit};
 use elasticrs_core::nursery::protocol;
-use elasticrs_core::supervisor::{self, Event, Outcome, StartFailure};
+use elasticrs_core::supervisor::{self, Event, ExitStage, Outcome, StartFailure};
 use elasticrs_core::timer::hang::{Ground, Missed};
 use pyo3::prelude::*;
 
@@ -138,7 +138,15 @@ pub struct WorkerRaised {
     text: String,
     seen_ns: u64,
     limit: Option<f64>,
-    is_overdue: bool,
+    exit: &'static str,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct WorkersKilled {
+    local_ranks: Vec<u32>,
+    pids: Vec<i32>,
+    signal: Option<i32>,
+    limit: f64,
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
@@ -261,9 +269,19 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         Event::TimerExpired(timer) => object(py, timer_expired(timer)),
         Event::WorkerHung(hung) => object(py, worker_hung(*hung)),
         Event::WorkerRaised(raised) => {
-            let supervisor::WorkerRaised { local_rank, pid, text, seen, limit, is_overdue } = raised;
+            let supervisor::WorkerRaised { local_rank, pid, text, seen, limit, exit } = raised;
             let limit = limit.map(|limit| limit.as_secs_f64());
-            object(py, WorkerRaised { local_rank, pid, text, seen_ns: seen.0, limit, is_overdue })
+            let exit = match exit {
+                ExitStage::Begun => "begun",
+                ExitStage::Slow => "slow",
+                ExitStage::Stalled => "stalled",
+            };
+            object(py, WorkerRaised { local_rank, pid, text, seen_ns: seen.0, limit, exit })
+        }
+        Event::WorkersKilled(supervisor::WorkersKilled { workers, signal, limit }) => {
+            let (local_ranks, pids) = workers.into_iter().unzip();
+            let signal = signal.map(elasticrs_core::signal::Signal::number);
+            object(py, WorkersKilled { local_ranks, pids, signal, limit: limit.as_secs_f64() })
         }
         Event::WorkerPaused { local_rank, pid, signal } => object(py, WorkerPaused { local_rank, pid, signal }),
         Event::WorkerResumed { local_rank, pid } => object(py, WorkerResumed { local_rank, pid }),

@@ -36,7 +36,7 @@ mod _core {
     use crate::event::{
         Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, Heartbeat, LogTrouble, RankSeen,
         ReplaceFailed, StartFailed, TimerExpired, Warmed, WorkerExited, WorkerHung, WorkerPaused, WorkerRaised,
-        WorkerReplaced, WorkerResumed, WorkerSwept,
+        WorkerReplaced, WorkerResumed, WorkerSwept, WorkersKilled,
     };
     #[pymodule_export]
     use crate::health::HealthServer;

@@ -11,6 +11,8 @@ from elasticrs.logs import error_file_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.agent.cause import Cause
     from elasticrs.logs import LogPaths
@@ -25,7 +27,7 @@ class Overdue(Value):
         seen_ns: when it was found, monotonic.
         timer: of the worker that was not released in time.
         hung: it gave no sign of life.
-        raised: it had raised, and did not end.
+        raised: it had raised, and did not end in time.
     """
 
     seen_ns: int
@@ -151,12 +153,18 @@ class Attempt(Record):
         if event.timer is not None:
             return texts.timer_expired(event.timer)
         if event.raised is not None:
-            return f"it raised, and had not ended {event.raised.limit:g} s later (--exit-timeout)"
+            was = "was still exiting" if event.raised.exit == "slow" else "its exit made no progress"
+            return f"it raised, and {was} {event.raised.limit:g} s later (--exit-timeout)"
         if event.hung is None:
             return None
         from elasticrs.agent.hangs import hung
 
         return hung(event.hung, self.global_ranks(), was_found_here=self.first_failure is not None)
+
+    def is_slow_to_exit(self, local_rank: int) -> bool:
+        """Return true if a worker that raised made progress with its exit when its time was over."""
+        event = self.expired.get(local_rank)
+        return event is not None and event.raised is not None and event.raised.exit == "slow"
 
     def failed_ns(self, worker: WorkerExited) -> int:
         """Say when a worker failed, monotonic: before its end if it had raised, or hung."""
@@ -209,6 +217,14 @@ class Attempt(Record):
         else:
             rank = f"local rank {local_rank}"
         return f"{rank} ({pids})" if pids else rank
+
+    def who_are(self, local_ranks: Sequence[int]) -> str:
+        """Name several workers, for the user."""
+        if self.plan.members is not None:
+            return ", ".join(self.who(local_rank) for local_rank in local_ranks)
+        from elasticrs.multiprocessing.errors.report import ranks_text
+
+        return ranks_text(sorted(self.plan.ranks[local_rank].global_rank for local_rank in local_ranks))
 
     def failed_exits(self) -> list[WorkerExited]:
         """Return the workers that did not exit with 0, that a timer of theirs ended, or that are silent: the

@@ -46,7 +46,8 @@ def first_of(attempt: Attempt) -> tuple[int, str]:
 def _how(attempt: Attempt, failure: ProcessFailure) -> str:
     worker = attempt.exits[failure.local_rank]
     why = attempt.why_expired(failure.local_rank)
-    if why is not None:
+    # The exit of a worker that was slow to exit is told as any other.
+    if why is not None and not attempt.is_slow_to_exit(failure.local_rank):
         return f": {why}"
     if worker.local_rank in attempt.silent:
         return f" {texts.SILENT}"

@@ -120,6 +120,12 @@ class EventRecorder(Observer):
         """If it was found here, or named by another node, is told by its next event."""
         self._hung = event
 
+    def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
+        """Record each worker that gets SIGKILL because it had not ended in time."""
+        for local_rank, pid in zip(event.local_ranks, event.pids, strict=True):
+            message = texts.killed(attempt.who(local_rank), event)
+            self._record_watchdog("kill worker process", {"worker_pid": str(pid), "message": message})
+
     def failed(self, attempt: Attempt) -> None:
         """Of the watchdog, if the worker hung."""
         if attempt.first_failure is not None:

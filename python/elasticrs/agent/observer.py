@@ -58,6 +58,9 @@ class Observer:
     def hung(self, event: _core.WorkerHung) -> None:
         """A worker gave no sign of life in time."""
 
+    def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
+        """Workers of an attempt had not ended in time, and get SIGKILL now."""
+
     def paused(self, local_rank: int, is_paused: bool) -> None:
         """Somebody has stopped a worker by a signal, or it continues."""
 

@@ -87,11 +87,14 @@ class Story(Observer):
             )
         )
 
+    def failed(self, attempt: Attempt) -> None:
+        """Tell of a first failure whose worker is still exiting; others are told when the worker ends."""
+        if attempt.first_failure is not None and attempt.is_slow_to_exit(attempt.first_failure):
+            self._tell_first(attempt)
+
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """A worker has failed first."""
-        # With several nodes the rendezvous says it, on all of them.
-        is_first = worker.local_rank == attempt.first_failure and self._job.rendezvous is None
-        if is_first and attempt.signalled:
+        """Tell of the worker that failed first."""
+        if worker.local_rank == attempt.first_failure and not attempt.is_slow_to_exit(worker.local_rank):
             self._tell_first(attempt)
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
@@ -155,6 +158,9 @@ class Story(Observer):
         return f", {count} change{'s' if count != 1 else ''} of nodes" if count > 0 else ""
 
     def _tell_first(self, attempt: Attempt) -> None:
+        # With several nodes the rendezvous says it, on all of them.
+        if self._job.rendezvous is not None or not attempt.signalled:
+            return
         from elasticrs.agent.first_failure import first_seen, how_it_failed
 
         first = first_seen(attempt)

@@ -361,8 +361,13 @@ class AttemptTracker:
 
     def _on_raised(self, event: _core.WorkerRaised) -> None:
         self.result.attempts[-1].raised[event.local_rank] = event
-        if event.is_overdue:
+        if event.exit != "begun":
             self._is_overdue(event.local_rank, Overdue(event.seen_ns, raised=event))
+
+    def _on_killed(self, event: _core.WorkersKilled) -> None:
+        attempt = self.result.attempts[-1]
+        self._console.say(texts.killed(attempt.who_are(event.local_ranks), event))
+        self.observers.killed(attempt, event)
 
     def _on_exit(self, event: _core.WorkerExited) -> None:
         attempt = self.result.attempts[-1]
@@ -514,6 +519,7 @@ _RECORDERS: dict[type, Callable[[AttemptTracker, Any], None]] = {
     _core.TimerExpired: AttemptTracker._on_timer,
     _core.WorkerHung: AttemptTracker._on_hung,
     _core.WorkerRaised: AttemptTracker._on_raised,
+    _core.WorkersKilled: AttemptTracker._on_killed,
     _core.WorkerExited: AttemptTracker._on_exit,
     _core.WorkerSwept: AttemptTracker._on_swept,
     _core.WorkerReplaced: AttemptTracker._on_replaced,

@@ -62,6 +62,8 @@ pub enum Event {
     WorkerHung(Box<WorkerHung>),
     /// A worker has recorded an uncaught exception, or has not ended since.
     WorkerRaised(WorkerRaised),
+    /// Workers that were still running when their time to end was over. They get SIGKILL now.
+    WorkersKilled(WorkersKilled),
     /// A worker has been stopped for a second, and not by us.
     WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
     /// A worker that was told of as paused goes on.
@@ -144,8 +146,30 @@ pub struct WorkerRaised {
     pub seen: Stamp,
     /// How long it may take; `None`: any time.
     pub limit: Option<Duration>,
-    /// It had not ended by its limit. The worker counts as failed, and [`Event::FailureSeen`] follows.
-    pub is_overdue: bool,
+    pub exit: ExitStage,
+}
+
+/// Progress of the exit of a worker that has raised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExitStage {
+    /// The exception was recorded just now.
+    Begun,
+    /// The limit has passed, and the worker makes progress. It counts as failed, and [`Event::FailureSeen`] follows; it may
+    /// use the grace of its siblings for the rest of its exit.
+    Slow,
+    /// The limit has passed, and the worker makes no progress. It counts as failed, and [`Event::FailureSeen`] follows.
+    Stalled,
+}
+
+/// Workers that did not end in time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkersKilled {
+    /// Local rank and pid of each.
+    pub workers: Vec<(u32, i32)>,
+    /// The signal that asked them to end; `None` if they had raised, and their exit made no progress.
+    pub signal: Option<Signal>,
+    /// The grace after the signal, or the time without progress.
+    pub limit: Duration,
 }
 
 /// The last sign of life of a worker.

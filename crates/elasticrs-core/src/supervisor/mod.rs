@@ -26,6 +26,8 @@ mod deadlines;
 mod event;
 #[allow(clippy::disallowed_methods, reason = "runs on a thread of its own")]
 pub mod evidence;
+#[allow(clippy::disallowed_methods, reason = "runs on a thread of its own")]
+mod exit_progress;
 mod handle;
 mod nursery_io;
 pub mod queue;
@@ -36,6 +38,7 @@ mod watch;
 
 pub use command::{Config, SupervisorError};
 pub use event::{
-    Event, Heartbeat, NurseryEnd, Outcome, RankSeen, StartFailure, Swept, TimerExpired, WorkerHung, WorkerRaised,
+    Event, ExitStage, Heartbeat, NurseryEnd, Outcome, RankSeen, StartFailure, Swept, TimerExpired, WorkerHung,
+    WorkerRaised, WorkersKilled,
 };
 pub use handle::{Keeper, Supervisor};

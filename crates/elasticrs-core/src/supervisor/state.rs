@@ -67,6 +67,9 @@ pub enum Input {
     Evidence(Vec<Found>),
     /// A member, or a descendant of one, has recorded an uncaught exception.
     Raised(WorkerRaised),
+    /// A member that has raised was sampled after [`Timer::Exit`]. `progressed`: since the sample before it; `None` for the
+    /// first one.
+    ExitSampled { local_rank: u32, progressed: Option<bool> },
     /// One more member, which Python started.
     Adopted { local_rank: u32, pid: i32 },
     /// The answer to [`Effect::SweepLeft`].
@@ -161,6 +164,8 @@ pub struct Group {
     on_success: Descendants,
     phase: Phase,
     stop_signal: Option<Signal>,
+    /// Time between the first stop signal and SIGKILL.
+    grace: Duration,
     /// Decided by the first thing that ends the group; success until then.
     outcome: Outcome,
     nursery: Option<NurseryEnd>,
@@ -185,6 +190,7 @@ impl Group {
             on_success,
             phase: Phase::Running,
             stop_signal: None,
+            grace: Duration::ZERO,
             outcome: Outcome::Succeeded,
             nursery: None,
             suspended: false,
@@ -231,6 +237,7 @@ impl Group {
             | Input::StopForHang(..)
             | Input::Signal(..)
             | Input::Expired(Timer::Kill)
+            | Input::ExitSampled { .. }
             | Input::Evidence(_) => true,
             _ => false,
         }
@@ -278,6 +285,9 @@ impl Group {
             Input::Sight(sight) => self.sight = sight,
             Input::Evidence(found) => self.on_evidence(&found, &mut effects),
             Input::Raised(raised) => self.on_raised(raised, &mut effects),
+            Input::ExitSampled { local_rank, progressed } => {
+                self.on_exit_sampled(local_rank, progressed, &mut effects);
+            }
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
             Input::LeftSwept(swept, at) => self.on_left_swept(swept, at, &mut effects),
             Input::Replace { local_rank } => self.on_replace(local_rank),
@@ -420,7 +430,13 @@ impl Group {
 
     fn on_expired(&mut self, timer: Timer, effects: &mut Vec<Effect>) {
         match timer {
-            Timer::Kill if self.phase == Phase::Stopping => self.kill(effects),
+            Timer::Kill if self.phase == Phase::Stopping => {
+                let killed = effects.len();
+                self.tell_grace_is_over(effects);
+                let told = effects.split_off(killed);
+                self.kill(effects);
+                effects.extend(told);
+            }
             Timer::GiveUp if self.phase == Phase::Killing => self.sweep_on_end(effects),
             Timer::Paused(local_rank) => {
                 let paused = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
@@ -431,8 +447,6 @@ impl Group {
                     effects.push(Effect::Tell(Event::WorkerPaused { local_rank, pid: member.pid, signal }));
                 }
             }
-            // What holds the exit is looked at first.
-            Timer::Exit(local_rank) => self.take_evidence(Then::Exit(local_rank), effects),
             Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
             Timer::Check | Timer::Hang => self.look(effects),
             // A deadline whose reason has passed in the meantime, or those that are the executor's.
@@ -442,6 +456,7 @@ impl Group {
             | Timer::Fence
             | Timer::Warm
             | Timer::SlowImport
+            | Timer::Exit(_)
             | Timer::Sweep
             | Timer::Replace(_) => {}
         }
@@ -512,6 +527,7 @@ impl Group {
         }
         // It may have been asked for while the group was started.
         effects.push(Effect::Hasten(Timer::Kill, policy.grace));
+        self.grace = if self.phase == Phase::Stopping { self.grace.min(policy.grace) } else { policy.grace };
         (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));
     }
 

@@ -138,7 +138,7 @@ enum Wake {
     Deadline,
     Timers(Ring),
     Evidence(Vec<Found>),
-    Notices,
+    Exits(exits::Woken),
     Close { keep_descendants: bool },
 }
 
@@ -204,14 +204,18 @@ impl Task {
                 }
                 Wake::Swept(swept) => self.on_swept(swept),
                 Wake::Task(ended) => self.on_task_end(ended),
-                Wake::Command(command) => self.on_command(command),
+                Wake::Command(command) => {
+                    // Exceptions that were recorded before a command to stop are told first.
+                    self.on_notices();
+                    self.on_command(command);
+                }
                 Wake::Deadline => self.on_deadline(),
                 Wake::Timers(ring) => self.on_ring(&ring).await,
                 Wake::Evidence(found) => {
                     self.gathering = None;
                     self.input(Input::Evidence(found));
                 }
-                Wake::Notices => self.on_notices(),
+                Wake::Exits(woken) => self.on_exits(woken).await,
                 Wake::Close { keep_descendants } => return self.close(keep_descendants).await,
             }
         }
@@ -235,8 +239,6 @@ impl Task {
             found = async { self.gathering.as_mut().expect("guarded below").found().await }, if self.gathering.is_some() => {
                 Wake::Evidence(found)
             }
-            // Before a command to stop: what was known then is told first.
-            () = self.exits.next(), if self.exits.are_watched() && !is_starting => Wake::Notices,
             command = inbox.recv() => match command {
                 Some(Command::Close { keep_descendants }) => Wake::Close { keep_descendants },
                 Some(command) => Wake::Command(command),
@@ -245,6 +247,8 @@ impl Task {
             () = async { tokio::time::sleep_until(deadline.expect("guarded below").into()).await }, if deadline.is_some() => {
                 Wake::Deadline
             }
+            // After commands and deadlines, because anybody may send notices without end.
+            woken = self.exits.next(), if self.exits.are_watched() && !is_starting => Wake::Exits(woken),
             ring = async { self.watchdog.as_mut().expect("guarded below").next().await }, if reads_timers => {
                 Wake::Timers(ring)
             }
@@ -457,11 +461,12 @@ impl Task {
                 Timer::Replace(local_rank) => self.on_hung_replace(local_rank),
                 // A worker that started the process may still go on.
                 Timer::Exit(local_rank) if self.exits.has_ended(local_rank) => {}
+                Timer::Exit(local_rank) => self.sample_exit(local_rank),
                 Timer::Check => {
                     self.check();
                     self.input(Input::Expired(timer));
                 }
-                Timer::Hang | Timer::Exit(_) | Timer::Kill | Timer::GiveUp | Timer::Paused(_) | Timer::Condemned(_) => {
+                Timer::Hang | Timer::Kill | Timer::GiveUp | Timer::Paused(_) | Timer::Condemned(_) => {
                     self.input(Input::Expired(timer));
                 }
             }

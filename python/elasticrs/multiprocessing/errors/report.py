@@ -241,7 +241,7 @@ def _stopped_how(failure: ProcessFailure) -> str:
     sent = failure.sent_signal or 0
     if failure.signal_number() != sent:
         return f"{describe_exit(failure.exitcode)} after {signal_name(sent)}"
-    return "SIGKILL, still there after the grace period" if sent == _SIGKILL else signal_name(sent)
+    return "SIGKILL, had not exited in time" if sent == _SIGKILL else signal_name(sent)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -1,23 +1,81 @@
 //! Workers that have recorded an uncaught exception, and that may not end by themselves.
 
-use super::{Effect, Event, Group, Timer, WorkerRaised};
+use std::time::Duration;
+
+use super::hangs::Then;
+use super::{Effect, Event, Group, Phase, Signal, StopScope, Timer, WorkerRaised};
+use crate::supervisor::event::{ExitStage, WorkersKilled};
+
+/// Time between two samples of a worker that has raised: half of its limit, so that the second one comes when that has
+/// passed.
+fn between_samples(limit: Duration) -> Duration {
+    limit / 2
+}
 
 impl Group {
-    /// The process is about to end. Only the last word of a rank counts: a shell may start its program again.
+    /// The process is about to end. Only the last exception of a rank counts, because a shell may start its program again.
+    ///
+    /// A worker that is being stopped has usually recorded a consequence of the first failure. That is not told, but its
+    /// exit is watched as well.
     pub(super) fn on_raised(&mut self, raised: WorkerRaised, effects: &mut Vec<Effect>) {
         let local_rank = raised.local_rank;
-        let Some(member) = self.working(local_rank) else { return };
+        let is_working = self.working(local_rank).is_some();
+        let is_open = matches!(self.phase, Phase::Running | Phase::Stopping);
+        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
+        let Some(member) = member.filter(|_| is_open) else { return };
         member.raised = Some(raised.clone());
         let limit = raised.limit;
-        effects.push(Effect::Tell(Event::WorkerRaised(raised)));
-        effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), limit)));
+        if is_working {
+            effects.push(Effect::Tell(Event::WorkerRaised(raised)));
+        }
+        effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), between_samples(limit))));
     }
 
-    /// It has had its time to end, and whoever waits for it has waited for as long. So no grace for it.
+    /// Follows up a sample of a worker that has raised. `progressed`: since the sample before; `None` for the first one.
+    pub(super) fn on_exit_sampled(&mut self, local_rank: u32, progressed: Option<bool>, effects: &mut Vec<Effect>) {
+        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
+        let Some(raised) = member.and_then(|m| m.raised.clone()) else { return };
+        let Some(limit) = raised.limit else { return };
+        let is_working = self.working(local_rank).is_some();
+        match progressed {
+            // What holds the exit is looked at first.
+            Some(false) if is_working => return self.take_evidence(Then::Exit(local_rank), effects),
+            Some(false) => return self.kill_stalled(local_rank, between_samples(limit), effects),
+            Some(true) if is_working => {
+                let seen = raised.seen;
+                let slow = Event::WorkerRaised(WorkerRaised { exit: ExitStage::Slow, ..raised });
+                self.fail_in_grace(local_rank, seen, slow, effects);
+            }
+            Some(true) | None => {}
+        }
+        effects.push(Effect::Arm(Timer::Exit(local_rank), between_samples(limit)));
+    }
+
+    /// A stalled worker has had its time to end, and its siblings may have waited for as long. So it gets no grace.
     pub(super) fn on_exit_overdue(&mut self, local_rank: u32, effects: &mut Vec<Effect>) {
         let Some(raised) = self.working(local_rank).and_then(|member| member.raised.clone()) else { return };
         let seen = raised.seen;
-        let overdue = Event::WorkerRaised(WorkerRaised { is_overdue: true, ..raised });
-        self.fail_at_once(local_rank, seen, overdue, effects);
+        let stalled = Event::WorkerRaised(WorkerRaised { exit: ExitStage::Stalled, ..raised });
+        self.fail_at_once(local_rank, seen, stalled, effects);
+    }
+
+    /// Ends a worker before the grace of the stop is over: its program has ended, and nothing is being saved.
+    fn kill_stalled(&mut self, local_rank: u32, limit: Duration, effects: &mut Vec<Effect>) {
+        let is_open = matches!(self.phase, Phase::Running | Phase::Stopping);
+        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
+        let Some(member) = member.filter(|m| is_open && !m.group_has_got(Signal::KILL)) else { return };
+        effects.push(member.send(Signal::KILL, StopScope::Group));
+        let workers = vec![(local_rank, member.pid)];
+        effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, signal: None, limit })));
+    }
+
+    /// Names the workers whose grace is over. Those that have SIGKILL already are not named.
+    pub(super) fn tell_grace_is_over(&self, effects: &mut Vec<Effect>) {
+        let runs = self.members.iter().filter(|m| m.runs() && m.sent != Some(Signal::KILL));
+        let workers: Vec<_> = runs.map(|m| (m.local_rank, m.pid)).collect();
+        if !workers.is_empty() {
+            let (signal, limit) = (self.stop_signal, self.grace);
+            effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, signal, limit })));
+        }
     }
 }

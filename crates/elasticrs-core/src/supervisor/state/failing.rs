@@ -6,6 +6,7 @@ use super::member::{Member, Pause, to_group};
 use super::{Effect, Event, GIVE_UP_AFTER, Group, Outcome, Phase, Timer, TimerExpired};
 use crate::signal::Signal;
 use crate::spec::StopScope;
+use crate::supervisor::event::WorkersKilled;
 use elasticrs_runtime::clock::Stamp;
 
 impl Group {
@@ -59,6 +60,19 @@ impl Group {
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
+    /// Fails a worker that may use the grace for the rest of its exit, and stops the others.
+    pub(super) fn fail_in_grace(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
+        let Some(member) = self.working(local_rank) else { return };
+        let worker = member.pid;
+        if let Some(index) = self.survivable(worker) {
+            self.condemn(index, self.on_failure.grace, seen, effects);
+            return effects.push(Effect::Tell(why));
+        }
+        let siblings = self.fail(worker, Some(worker), effects);
+        effects.push(Effect::Tell(why));
+        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+    }
+
     /// The stop after a worker failed that has not ended yet; returns how many siblings it has.
     fn fail(&mut self, worker: i32, but: Option<i32>, effects: &mut Vec<Effect>) -> u32 {
         self.outcome = Outcome::Failed;
@@ -80,7 +94,10 @@ impl Group {
         let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
         let Some(seen) = member.condemned else { return };
         if !member.group_has_got(Signal::KILL) {
+            let (workers, signal) = (vec![(local_rank, member.pid)], member.sent);
             effects.push(member.send(Signal::KILL, StopScope::Group));
+            let limit = self.on_failure.grace;
+            effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, signal, limit })));
             return effects.push(Effect::Arm(Timer::Condemned(local_rank), GIVE_UP_AFTER));
         }
         let pid = member.pid;

@@ -2,9 +2,10 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 
-use self::exits::raised;
+use self::exits::{raised, sampled};
 use self::hangs::{FOUR_SECONDS, after_evidence, elsewhere, sight};
 use super::*;
+use crate::supervisor::event::{ExitStage, WorkersKilled};
 
 mod exits;
 mod hangs;
@@ -395,13 +396,8 @@ fn any_exit() -> impl Strategy<Value = WorkerExit> {
 
 fn any_input() -> impl Strategy<Value = Input> {
     let pid = || prop::sample::select(vec![100, 101, 102, 103, 999]);
-    let timer = prop_oneof![
-        Just(Timer::Kill),
-        Just(Timer::GiveUp),
-        Just(Timer::Hang),
-        (0..4_u32).prop_map(Timer::Paused),
-        (0..4_u32).prop_map(Timer::Exit)
-    ];
+    let timer =
+        prop_oneof![Just(Timer::Kill), Just(Timer::GiveUp), Just(Timer::Hang), (0..4_u32).prop_map(Timer::Paused)];
     prop_oneof![
         6 => (pid(), any_exit()).prop_map(|(pid, exit)| exited(pid, exit)),
         2 => pid().prop_map(|pid| Input::Paused { pid, signal: 19 }),
@@ -419,6 +415,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => Just(Input::StopForHang(TERM_30, elsewhere())),
         2 => Just(Input::Evidence(Vec::new())),
         2 => (0..4_u32).prop_map(raised),
+        2 => (0..4_u32, any::<Option<bool>>()).prop_map(|(rank, progressed)| sampled(rank, progressed)),
         2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
         2 => Just(swept()),
     ]

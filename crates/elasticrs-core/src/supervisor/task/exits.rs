@@ -15,9 +15,11 @@ use nix::sys::socket::{
 };
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+use tokio::task::JoinSet;
 
 use super::{Current, Task};
-use crate::supervisor::event::{Event, WorkerRaised};
+use crate::supervisor::event::{Event, ExitStage, WorkerRaised};
+use crate::supervisor::exit_progress::{self, Sample, progressed, ticks_per_second};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 use crate::sys::pidfd;
@@ -25,6 +27,10 @@ use crate::sys::readiness::register;
 
 /// Longest text of a notice, in bytes. A longer one is cut at its end; the hook sends at most this much.
 const MAX_TEXT: usize = 4096;
+
+/// Notices are taken in slices of this many. Any process of the network namespace may send some, and the search for the
+/// worker that a sender descends from reads `/proc`.
+const SLICE: usize = 64;
 
 /// A socket for notices, with a name that the kernel chose: no file, and gone with its descriptor.
 pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
@@ -42,8 +48,27 @@ pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
 pub(super) struct Exits {
     limit: Option<Duration>,
     notices: Option<AsyncFd<OwnedFd>>,
-    /// By local rank, the process that has recorded its exception.
-    raised: Vec<(u32, OwnedFd)>,
+    /// The processes that have recorded their exceptions.
+    raised: Vec<Raised>,
+    /// Samples that are being taken, by local rank. A sample that takes too long is `None`.
+    sampling: JoinSet<(u32, Option<Sample>)>,
+}
+
+/// What woke [`Exits::next`].
+pub(super) enum Woken {
+    /// There may be notices.
+    Notices,
+    /// A worker that has raised was sampled; `None`: that took too long.
+    Sampled { local_rank: u32, sample: Option<Sample> },
+}
+
+#[derive(Debug)]
+struct Raised {
+    local_rank: u32,
+    process: OwnedFd,
+    is_sampled: bool,
+    /// The last sample of its worker, unless that took too long.
+    sample: Option<Sample>,
 }
 
 impl Exits {
@@ -51,35 +76,70 @@ impl Exits {
         self.notices.is_some()
     }
 
-    /// A notice may be there. Cancel-safe.
-    pub(super) async fn next(&self) {
-        match &self.notices {
-            Some(notices) => match notices.readable().await {
-                Ok(mut ready) => ready.clear_ready(),
-                // The runtime shuts down.
-                Err(_) => std::future::pending().await,
-            },
-            None => std::future::pending().await,
+    /// Waits for a notice or a sample. Cancel-safe.
+    pub(super) async fn next(&mut self) -> Woken {
+        let notices = async {
+            match &self.notices {
+                Some(notices) => match notices.readable().await {
+                    // Stays ready until a read finds nothing.
+                    Ok(mut ready) => ready.retain_ready(),
+                    // The runtime shuts down.
+                    Err(_) => std::future::pending().await,
+                },
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            () = notices => Woken::Notices,
+            Some(sampled) = self.sampling.join_next() => {
+                let (local_rank, sample) = super::or_panic(sampled);
+                Woken::Sampled { local_rank, sample }
+            }
         }
     }
 
-    /// Receives the notices that have arrived.
+    /// Receives up to [`SLICE`] of the notices that have arrived; of each sender the first one.
     fn take(&self) -> Vec<Notice> {
-        let mut found = Vec::new();
-        while let Some(Ok(notice)) = self.notices.as_ref().map(|notices| receive(notices.get_ref())) {
-            found.extend(notice);
+        let mut found: Vec<Notice> = Vec::new();
+        let Some(notices) = &self.notices else { return found };
+        for _ in 0..SLICE {
+            // The reactor may not have reported a notice yet that is there. The second attempt clears the readiness if there
+            // is none.
+            let again = |_| notices.try_io(Interest::READABLE, |notices| Ok(receive(notices)?));
+            match receive(notices.get_ref()).or_else(again) {
+                Ok(Some(notice)) if notice.may_be_a_worker() && found.iter().all(|other| other.pid != notice.pid) => {
+                    found.push(notice);
+                }
+                Ok(_) => {}
+                // There are no more, or the runtime shuts down.
+                Err(_) => break,
+            }
         }
         found
     }
 
     /// Another process takes the place of this worker.
     pub(super) fn forget(&mut self, local_rank: u32) {
-        self.raised.retain(|(rank, _)| *rank != local_rank);
+        self.raised.retain(|raised| raised.local_rank != local_rank);
+    }
+
+    /// Returns whether the worker made progress since the sample before this one; `None` for its first sample.
+    fn progressed(&mut self, local_rank: u32, sample: Option<Sample>) -> Option<bool> {
+        let raised = self.raised.iter_mut().find(|raised| raised.local_rank == local_rank)?;
+        let is_first = !std::mem::replace(&mut raised.is_sampled, true);
+        match (std::mem::replace(&mut raised.sample, sample), sample) {
+            _ if is_first => None,
+            // Workers that were suspended in between, or a machine that was, cannot have made progress.
+            (Some(before), Some(after)) if after.since(&before) > self.limit? + exit_progress::LIMIT => None,
+            (Some(before), Some(after)) => Some(progressed(&before, &after, ticks_per_second())),
+            _ => Some(false),
+        }
     }
 
     pub(super) fn has_ended(&self, local_rank: u32) -> bool {
-        let process = self.raised.iter().find(|(rank, _)| *rank == local_rank);
-        process.is_none_or(|(_, process)| watch::ended(&[process.as_fd()]) == [true])
+        let raised = self.raised.iter().find(|raised| raised.local_rank == local_rank);
+        raised.is_none_or(|raised| watch::ended(&[raised.process.as_fd()]) == [true])
     }
 }
 
@@ -87,6 +147,8 @@ impl Exits {
 #[derive(Debug, PartialEq, Eq)]
 struct Notice {
     pid: i32,
+    /// Real user id of the sender, as the kernel reports it.
+    uid: u32,
     /// When the exception was recorded, in monotonic nanoseconds. This thread may see the notice much later, and the order of
     /// failures depends on it.
     recorded: Option<u64>,
@@ -95,13 +157,20 @@ struct Notice {
 
 impl Notice {
     /// Reads `NANOSECONDS\nTEXT`; without such a number all of it is the text.
-    fn new(pid: i32, said: &[u8]) -> Self {
+    fn new(pid: i32, uid: u32, said: &[u8]) -> Self {
         let said = String::from_utf8_lossy(said);
         let parts = said.split_once('\n').and_then(|(number, text)| Some((number.parse().ok()?, text)));
         match parts {
-            Some((recorded, text)) => Self { pid, recorded: Some(recorded), text: text.to_owned() },
-            None => Self { pid, recorded: None, text: said.into_owned() },
+            Some((recorded, text)) => Self { pid, uid, recorded: Some(recorded), text: text.to_owned() },
+            None => Self { pid, uid, recorded: None, text: said.into_owned() },
         }
+    }
+
+    /// False for a process of another user, which is no worker. Workers of root may have given up its rights, and a worker
+    /// may gain them (`sudo`).
+    fn may_be_a_worker(&self) -> bool {
+        let own = nix::unistd::getuid();
+        own.is_root() || [own.as_raw(), 0].contains(&self.uid)
     }
 }
 
@@ -112,18 +181,18 @@ fn receive(notices: &OwnedFd) -> nix::Result<Option<Notice>> {
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
     let mut parts = [IoSliceMut::new(&mut buffer)];
     let message = recvmsg::<()>(notices.as_raw_fd(), &mut parts, Some(&mut control), flags)?;
-    let pid = message.cmsgs()?.find_map(|part| match part {
-        ControlMessageOwned::ScmCredentials(sender) => Some(sender.pid()),
+    let sender = message.cmsgs()?.find_map(|part| match part {
+        ControlMessageOwned::ScmCredentials(sender) => Some(sender),
         _ => None,
     });
     let size = message.bytes;
-    Ok(pid.map(|pid| Notice::new(pid, &buffer[..size])))
+    Ok(sender.map(|sender| Notice::new(sender.pid(), sender.uid(), &buffer[..size])))
 }
 
 impl Task {
     pub(super) fn watch_exits(&mut self, notices: OwnedFd, limit: Option<Duration>) {
         match register(notices, Interest::READABLE) {
-            Ok(notices) => self.exits = Exits { limit, notices: Some(notices), raised: Vec::new() },
+            Ok(notices) => self.exits = Exits { limit, notices: Some(notices), ..Exits::default() },
             Err(error) => {
                 let message = format!("workers that raise and do not end are not noticed: {error}");
                 self.shared.queue.push(Event::Degraded { message });
@@ -131,13 +200,23 @@ impl Task {
         }
     }
 
-    /// Records the notices that have arrived. Also called before an exit is recorded: a worker that raises and exits while
-    /// this thread is delayed would otherwise seem to have ended without an exception.
+    pub(super) async fn on_exits(&mut self, woken: Woken) {
+        match woken {
+            Woken::Notices => self.on_notices(),
+            Woken::Sampled { local_rank, sample } => self.on_exit_sample(local_rank, sample),
+        }
+        // As for timers: a sender that never stops must not keep the runtime from its sockets and clocks.
+        tokio::task::yield_now().await;
+    }
+
+    /// Records one slice of the notices that have arrived. Also called before an exit is recorded: a worker that raises and
+    /// exits while this thread is delayed would otherwise seem to have ended without an exception.
     pub(super) fn on_notices(&mut self) {
-        if !matches!(self.current, Current::Running(_)) {
+        if matches!(self.current, Current::Starting(_)) {
+            // They wait in the socket until the workers are known.
             return;
         }
-        for Notice { pid, recorded, text } in self.exits.take() {
+        for Notice { pid, recorded, text, .. } in self.exits.take() {
             let Current::Running(running) = &self.current else { return };
             // Any other process may have sent one.
             let Some(local_rank) = running.worker_of(pid) else { continue };
@@ -146,8 +225,8 @@ impl Task {
             // lives.
             let limit = match process {
                 Some(process) if self.exits.has_ended(local_rank) => {
-                    self.exits.raised.retain(|(rank, _)| *rank != local_rank);
-                    self.exits.raised.push((local_rank, process));
+                    self.exits.forget(local_rank);
+                    self.exits.raised.push(Raised { local_rank, process, is_sampled: false, sample: None });
                     self.exits.limit
                 }
                 Some(_) => continue,
@@ -155,7 +234,28 @@ impl Task {
             };
             let now = Stamp::now();
             let seen = recorded.map_or(now, |recorded| Stamp(recorded).min(now));
-            self.input(Input::Raised(WorkerRaised { local_rank, pid, text, seen, limit, is_overdue: false }));
+            let exit = ExitStage::Begun;
+            self.input(Input::Raised(WorkerRaised { local_rank, pid, text, seen, limit, exit }));
+        }
+    }
+
+    /// Samples a worker that has raised, on another thread. The worker as a whole is sampled, not only the process that
+    /// raised, because a shell may have started other processes that save.
+    pub(super) fn sample_exit(&mut self, local_rank: u32) {
+        let Current::Running(running) = &self.current else { return };
+        let mut members = running.members.iter().map(|member| member.pid);
+        let Some(worker) = members.find(|pid| running.group.rank_of(*pid) == Some(local_rank)) else { return };
+        self.exits.sampling.spawn_local(async move {
+            let sampling = tokio::task::spawn_blocking(move || exit_progress::sample(worker));
+            (local_rank, tokio::time::timeout(exit_progress::LIMIT, sampling).await.ok().map(super::or_panic))
+        });
+    }
+
+    fn on_exit_sample(&mut self, local_rank: u32, sample: Option<Sample>) {
+        // A worker that started the process may still go on.
+        if !self.exits.has_ended(local_rank) {
+            let progressed = self.exits.progressed(local_rank, sample);
+            self.input(Input::ExitSampled { local_rank, progressed });
         }
     }
 }
@@ -182,8 +282,10 @@ mod tests {
         ];
         for (said, recorded, text) in cases {
             UnixDatagram::unbound().expect("a socket").send_to_addr(said.as_bytes(), &address).expect("sent");
-            let (pid, text) = (std::process::id().cast_signed(), text.to_owned());
-            assert_eq!(receive(&notices), Ok(Some(Notice { pid, recorded, text })));
+            let (pid, uid) = (std::process::id().cast_signed(), nix::unistd::getuid().as_raw());
+            let expected = Notice { pid, uid, recorded, text: text.to_owned() };
+            assert!(expected.may_be_a_worker());
+            assert_eq!(receive(&notices), Ok(Some(expected)));
         }
     }
 }

@@ -4,7 +4,21 @@ use super::*;
 
 pub(super) fn raised(local_rank: u32) -> Input {
     let (pid, limit) = (PIDS[local_rank as usize], Some(Duration::from_secs(10)));
-    Input::Raised(WorkerRaised { local_rank, pid, text: String::new(), seen: Stamp(5), limit, is_overdue: false })
+    Input::Raised(WorkerRaised { local_rank, pid, text: String::new(), seen: Stamp(5), limit, exit: ExitStage::Begun })
+}
+
+/// A sample of a worker that has raised.
+pub(super) fn sampled(local_rank: u32, progressed: Option<bool>) -> Input {
+    Input::ExitSampled { local_rank, progressed }
+}
+
+fn killed(effects: &[Effect]) -> Vec<(Vec<u32>, Option<Signal>, u64)> {
+    let told = effects.iter().filter_map(|effect| match effect {
+        Effect::Tell(Event::WorkersKilled(killed)) => Some(killed),
+        _ => None,
+    });
+    let ranks = |killed: &WorkersKilled| killed.workers.iter().map(|(local_rank, _)| *local_rank).collect();
+    told.map(|killed| (ranks(killed), killed.signal, killed.limit.as_secs())).collect()
 }
 
 #[test]
@@ -14,8 +28,9 @@ fn a_worker_that_raised_and_does_not_end_has_failed() {
     let [Effect::Tell(Event::WorkerRaised(told)), Effect::Arm(Timer::Exit(2), limit)] = &effects[..] else {
         panic!("{effects:?}");
     };
-    assert_eq!((told.is_overdue, *limit), (false, Duration::from_secs(10)));
-    let effects = after_evidence(&mut group, Input::Expired(Timer::Exit(2)));
+    assert_eq!((told.exit, *limit), (ExitStage::Begun, Duration::from_secs(5)), "half of its time, for two samples");
+    assert_eq!(group.on_input(sampled(2, None)), [Effect::Arm(Timer::Exit(2), *limit)]);
+    let effects = after_evidence(&mut group, sampled(2, Some(false)));
     assert_eq!(
         signals(&effects),
         [(102, Signal::KILL), (100, Signal::TERM), (101, Signal::TERM), (103, Signal::TERM)],
@@ -23,7 +38,7 @@ fn a_worker_that_raised_and_does_not_end_has_failed() {
     );
     let told: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Tell(_))).collect();
     let [
-        Effect::Tell(Event::WorkerRaised(WorkerRaised { is_overdue: true, .. })),
+        Effect::Tell(Event::WorkerRaised(WorkerRaised { exit: ExitStage::Stalled, .. })),
         Effect::TellFailure { local_rank: 2, seen: Stamp(5), siblings: 3 },
     ] = told[..]
     else {
@@ -37,11 +52,63 @@ fn a_worker_that_ends_in_time_or_may_take_any_time_is_not_ended() {
     let _ = group.on_input(raised(2));
     let effects = group.on_input(exited(102, FAILED));
     assert!(effects.contains(&Effect::Disarm(Timer::Exit(2))));
-    assert_eq!(group.on_input(Input::Expired(Timer::Exit(2))), []);
-    assert_eq!(group.on_input(raised(1)), [], "the stop has its own deadline");
+    assert_eq!(group.on_input(sampled(2, Some(false))), []);
     let mut group = lingering();
     let Input::Raised(raised) = raised(2) else { unreachable!() };
     let effects = group.on_input(Input::Raised(WorkerRaised { limit: None, ..raised }));
     assert!(matches!(effects[..], [Effect::Tell(Event::WorkerRaised(_))]));
-    assert_eq!(after_evidence(&mut group, Input::Expired(Timer::Exit(0))), [], "it has not raised");
+    assert_eq!(group.on_input(sampled(2, Some(false))), [], "it may take any time");
+    assert_eq!(group.on_input(sampled(0, Some(false))), [], "it has not raised");
+}
+
+#[test]
+fn a_slow_exit_that_makes_progress_fails_the_group_and_uses_the_grace() {
+    let mut group = lingering();
+    let _ = group.on_input(raised(2));
+    let _ = group.on_input(sampled(2, None));
+    let effects = group.on_input(sampled(2, Some(true)));
+    assert_eq!(signals(&effects), [100, 101, 103].map(|pid| (pid, Signal::TERM)), "the failed worker is left alone");
+    let told: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Tell(_))).collect();
+    let [
+        Effect::Tell(Event::WorkerRaised(WorkerRaised { exit: ExitStage::Slow, .. })),
+        Effect::TellFailure { local_rank: 2, seen: Stamp(5), siblings: 3 },
+        Effect::Arm(Timer::Exit(2), _),
+    ] = told[..]
+    else {
+        panic!("SUP-3: {effects:?}");
+    };
+    assert!(matches!(group.on_input(sampled(2, Some(true)))[..], [Effect::Arm(Timer::Exit(2), _)]));
+    let effects = group.on_input(exited(102, FAILED));
+    let told = effects.iter().any(|e| matches!(e, Effect::Tell(Event::WorkerExited { sent: None, exit: FAILED, .. })));
+    assert!(told, "it ended by itself: {effects:?}");
+}
+
+#[test]
+fn a_stopped_worker_that_raised_and_stalls_is_killed_before_the_grace_is_over() {
+    let mut group = lingering();
+    let _ = group.on_input(exited(101, FAILED));
+    let effects = group.on_input(raised(0));
+    assert!(matches!(effects[..], [Effect::Arm(Timer::Exit(0), _)]), "a consequence is not told: {effects:?}");
+    let _ = group.on_input(sampled(0, None));
+    assert_eq!(signals(&group.on_input(sampled(0, Some(true)))), [], "it may be saving");
+    let effects = group.on_input(sampled(0, Some(false)));
+    assert_eq!(signals(&effects), [(100, Signal::KILL)]);
+    assert_eq!(killed(&effects), [(vec![0], None, 5)]);
+    assert_eq!(group.on_input(sampled(0, Some(false))), [], "once");
+    assert_eq!(group.on_input(sampled(2, Some(false))), [], "this one has not raised, and may be saving");
+}
+
+#[test]
+fn workers_whose_grace_is_over_are_named_once_with_the_signal_and_the_grace() {
+    let mut group = lingering();
+    let _ = group.on_input(Input::Stop(StopPolicy { grace: Duration::from_secs(4), ..TERM_30 }));
+    let _ = group.on_input(exited(101, DONE));
+    let _ = group.on_input(Input::Dead(vec![103]));
+    let effects = group.on_input(Input::Expired(Timer::Kill));
+    assert_eq!(killed(&effects), [(vec![0, 2], Some(Signal::TERM), 4)]);
+    let last_signal = effects.iter().rposition(|effect| matches!(effect, Effect::Signal { .. }));
+    let told = effects.iter().position(|effect| matches!(effect, Effect::Tell(_)));
+    assert!(told > last_signal, "the signals come first");
+    let mut group = lingering();
+    assert_eq!(killed(&group.on_input(Input::Stop(KILL))), [], "it was asked for");
 }

@@ -268,7 +268,7 @@ impl World {
                 Effect::Tell(Event::TimerExpired(timer)) => {
                     self.condemned.insert(timer.local_rank);
                 }
-                Effect::Tell(Event::WorkerRaised(raised)) if raised.is_overdue => {
+                Effect::Tell(Event::WorkerRaised(raised)) if raised.exit != ExitStage::Begun => {
                     self.condemned.insert(raised.local_rank);
                 }
                 Effect::Arm(timer, _) | Effect::Hasten(timer, _) => {

@@ -1,0 +1,154 @@
+//! Whether a worker that has raised makes progress with its exit: it flushes files, uploads, or waits for a CPU.
+//!
+//! CPU time and transferred bytes of the worker and its descendants are sampled twice. All decisions are in [`progressed`],
+//! which is pure. [`sample`] reads `/proc` and may block, so it runs on a thread of its own.
+
+use std::iter;
+use std::time::{Duration, Instant};
+
+use elasticrs_runtime::clock::nanoseconds;
+
+use crate::nursery::tree::{descendants, threads};
+use crate::procfs;
+use crate::stat::Stat;
+
+/// Time limit for one sample. `/proc/PID/io` blocks while the process executes another program, for example from a dead
+/// network file system.
+pub(super) const LIMIT: Duration = Duration::from_secs(2);
+const MAX_PROCESSES: usize = 64;
+const MAX_THREADS: usize = 256;
+/// A process that uses, or waits for, a CPU for one part in this many of the time is busy. Threads that poll use less.
+const BUSY_SHARE: u32 = 20;
+/// Bytes read that count as progress. Monitors that poll `/proc` read less in a few seconds.
+const MANY_BYTES: u64 = 64 * 1024;
+/// Fields of `/proc/PID/stat`: CPU time in clock ticks, in user and kernel mode, the same of children that were reaped.
+const CPU_TICKS: std::ops::RangeInclusive<usize> = 14..=17;
+
+/// Totals of a worker and its descendants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Sample {
+    at: Instant,
+    /// Clock ticks.
+    cpu: u64,
+    /// Nanoseconds in which threads were ready to run and had no CPU.
+    delayed: u64,
+    read: u64,
+    written: u64,
+    /// A thread is in uninterruptible sleep (state D): it waits for a disk or a network file system.
+    waits_for_disk: bool,
+}
+
+/// Samples a worker; blocks for about [`LIMIT`] at most, apart from a process that executes another program.
+pub(super) fn sample(worker: i32) -> Sample {
+    let mut sample = Sample { at: Instant::now(), cpu: 0, delayed: 0, read: 0, written: 0, waits_for_disk: false };
+    let below = descendants(worker, &[]).map(|listed| listed.pid).take(MAX_PROCESSES);
+    for pid in iter::once(worker).chain(below) {
+        sample.add(pid);
+    }
+    sample
+}
+
+impl Sample {
+    /// Time between an earlier sample and this one.
+    pub(super) fn since(&self, before: &Self) -> Duration {
+        self.at.saturating_duration_since(before.at)
+    }
+
+    fn add(&mut self, pid: i32) {
+        if let Some(stat) = Stat::of(pid) {
+            self.cpu += CPU_TICKS.filter_map(|field| stat.field::<u64>(field)).sum::<u64>();
+        }
+        let io = procfs::read(pid, "io").unwrap_or_default();
+        let count = |name: &str| {
+            let value = io.lines().find_map(|line| line.strip_prefix(name));
+            value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
+        };
+        self.read += count("rchar:");
+        self.written += count("wchar:");
+        for thread in threads(pid).into_iter().flatten().take(MAX_THREADS) {
+            self.waits_for_disk |= Stat::in_folder(&thread).and_then(|stat| stat.field(3)) == Some('D');
+            // Nanoseconds on a CPU, nanoseconds ready to run, and a count.
+            let schedule = std::fs::read_to_string(thread.join("schedstat")).unwrap_or_default();
+            self.delayed += schedule.split_whitespace().nth(1).and_then(|value| value.parse().ok()).unwrap_or(0);
+        }
+    }
+}
+
+/// True if the worker made progress between two samples.
+pub(super) fn progressed(before: &Sample, after: &Sample, ticks_per_second: u64) -> bool {
+    let span = nanoseconds(after.since(before));
+    let cpu = after.cpu.saturating_sub(before.cpu).saturating_mul(1_000_000_000 / ticks_per_second.max(1));
+    // Processes that ended in between take their totals with them.
+    let busy = cpu.saturating_add(after.delayed.saturating_sub(before.delayed));
+    after.waits_for_disk
+        || busy > 0 && busy >= span / u64::from(BUSY_SHARE)
+        || after.written > before.written
+        || after.read.saturating_sub(before.read) >= MANY_BYTES
+}
+
+/// Clock ticks per second, the unit of CPU time in `/proc`.
+pub(super) fn ticks_per_second() -> u64 {
+    let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
+    ticks.and_then(|ticks| u64::try_from(ticks).ok()).unwrap_or(100)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+
+    fn quiet() -> Sample {
+        Sample { at: Instant::now(), cpu: 0, delayed: 0, read: 0, written: 0, waits_for_disk: false }
+    }
+
+    #[test]
+    fn cpu_time_delay_bytes_and_disks_are_progress() {
+        let before = quiet();
+        let after = Sample { at: before.at + Duration::from_secs(5), ..before };
+        let is_progress = |change: fn(&mut Sample)| {
+            let mut after = after;
+            change(&mut after);
+            progressed(&before, &after, 100)
+        };
+        assert!(!is_progress(|_| {}));
+        assert!(!is_progress(|after| after.cpu = 24), "threads that poll");
+        assert!(is_progress(|after| after.cpu = 25));
+        assert!(is_progress(|after| after.delayed = 250_000_000), "the machine is busy");
+        assert!(!is_progress(|after| after.read = MANY_BYTES - 1));
+        assert!(is_progress(|after| after.read = MANY_BYTES));
+        assert!(is_progress(|after| after.written = 1));
+        assert!(is_progress(|after| after.waits_for_disk = true));
+        assert!(
+            !progressed(&Sample { cpu: 7, delayed: 9, read: 1, written: 2, ..before }, &after, 100),
+            "one has ended"
+        );
+    }
+
+    fn shell(program: &str) -> Child {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", program]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap()
+    }
+
+    #[test]
+    fn a_process_that_waits_makes_no_progress_until_it_or_its_child_writes() {
+        // The second `cat` copies what comes to the standard output: a descendant of the worker writes.
+        let mut child = shell("cat; true");
+        let pid = child.id().cast_signed();
+        let mut output = child.stdout.take().unwrap();
+        let mut input = child.stdin.take().unwrap();
+        let mut byte = [0];
+        input.write_all(b"a").unwrap();
+        std::io::Read::read_exact(&mut output, &mut byte).unwrap();
+        let before = sample(pid);
+        input.write_all(b"b").unwrap();
+        std::io::Read::read_exact(&mut output, &mut byte).unwrap();
+        let after = sample(pid);
+        drop(input);
+        child.wait().unwrap();
+        assert!(after.written > before.written, "{before:?} {after:?}");
+        assert!(progressed(&before, &after, ticks_per_second()));
+        assert_eq!((sample(pid).written, sample(pid).cpu), (0, 0), "it is gone");
+    }
+}

@@ -1,0 +1,146 @@
+"""Exits that take long: those that make progress are not cut off, and those that are cut off are reported."""
+
+import json
+import signal
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.beyond_torchrun
+
+SAVES = {
+    "writes": """
+        for _ in range(30):
+            select.select([], [], [], 0.1)
+            with open(os.environ["RANK"] + ".partial", "a") as file:
+                file.write("x")
+    """,
+    "computes": """
+        while time.process_time() < 2.5:
+            sum(range(10000))
+    """,
+    "child": """
+        subprocess.run(["/bin/sh", "-c", "for i in 1 2 3 4 5 6; do sleep 0.5; echo $i >> child; done"])
+    """,
+}
+"""What a rank does while it exits, for several times ``--exit-timeout``."""
+
+PROGRAM = """
+    import atexit, os, select, signal, subprocess, time
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    reader, writer = os.pipe()
+    def save():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        exec({save!r})
+        with open(f"saved.{{rank}}", "w") as file:
+            file.write("whole")
+    def lose_peer(*_):
+        raise ConnectionError("the peer is gone")
+    if attempt == 0:
+        if rank == {saves}:
+            atexit.register(save)
+        {body}
+    os.write(1, b"DONE\\n")
+"""
+RAISES = """
+        if rank == 1:
+            raise ValueError("no such batch")
+        os.read(reader, 1)
+"""
+SURVIVES = """
+        if rank == 0:
+            signal.signal(signal.SIGTERM, lose_peer)
+            open("here", "w").close()
+            os.read(reader, 1)
+        while not os.path.exists("here"):
+            select.select([], [], [], 0.01)
+        os._exit(3)
+"""
+
+
+def program(body, saves, save):
+    source = PROGRAM.replace("{body}", body.strip())
+    return source.format(saves=saves, save=textwrap.dedent(save))
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_the_exit_of_a_rank_that_raised_is_not_cut_off_while_it_makes_progress(
+    launch, worker_script, tmp_path, how
+):
+    script = worker_script(program(RAISES, 1, SAVES[how]))
+    launched = launch("--nproc-per-node=2", "--exit-timeout=1", script).exits(1)
+    assert (tmp_path / "saved.1").read_text() == "whole"
+    assert "raised and is still exiting; stopping the other rank" in launched.stderr
+    report = launched.stderr.partition("Root Cause")[2]
+    assert "rank      : 1" in report
+    assert "exitcode  : 1 " in report
+    assert "ValueError: no such batch" in report
+    assert "hung" not in launched.stderr
+    assert "Stopped by elasticrs after the first failure: rank 0 (SIGTERM)" in launched.stderr
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_a_stopped_rank_that_raised_may_save_while_it_makes_progress(launch, worker_script, tmp_path, how):
+    script = worker_script(program(SURVIVES, 0, SAVES[how]))
+    launched = launch("--nproc-per-node=2", "--exit-timeout=1", "--max-restarts=1", script).exits(0)
+    assert (tmp_path / "saved.0").read_text() == "whole"
+    assert launched.stdout.count("DONE\n") == 2
+    assert "killed" not in launched.stderr
+
+
+def test_a_restart_does_not_wait_for_a_stopped_rank_that_raised_and_stalls(launch, worker_script, tmp_path):
+    script = worker_script(program(SURVIVES, 0, "os.read(reader, 1)"))
+    # The test would run into its own limit if the restart waited for the grace.
+    options = ("--exit-timeout=2", "--shutdown-timeout=3000", "--max-restarts=1")
+    launched = launch("--nproc-per-node=2", *options, script).exits(0)
+    assert launched.stdout.count("DONE\n") == 2
+    assert "rank 0 had raised, made no progress" in launched.stderr
+    assert not (tmp_path / "saved.0").exists()
+
+
+def test_a_save_that_is_cut_off_is_reported(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os, signal
+        reader, writer = os.pipe()
+        signal.signal(signal.SIGTERM, lambda *_: os.read(reader, 1))
+        os.write(1, b"HERE\\n")
+        while True:
+            os.read(reader, 1)
+    """)
+    events = tmp_path / "events"
+    options = ("--nproc-per-node=2", "--shutdown-timeout=1", f"--event-log-handler=file:{events}")
+    launched = launch(*options, script)
+    launched.wait_for_lines("HERE", 2)
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() != 0
+    line = "ranks 0, 1 had not exited 1 s after SIGTERM and were killed"
+    assert line in launched.stderr
+    assert "(--shutdown-timeout)" in launched.stderr
+    recorded = [json.loads(text) for text in events.read_text().splitlines()]
+    killed = [
+        json.loads(event["metadata"]["metadata"])
+        for event in recorded
+        if event["name"] == "kill worker process"
+    ]
+    assert ["1 s after SIGTERM" in event["message"] for event in killed] == [True, True]
+
+
+def test_a_second_request_to_stop_reports_no_cut_off(launch, worker_script):
+    script = worker_script("""
+        import os, signal
+        reader, writer = os.pipe()
+        def save(*_):
+            os.write(1, b"SAVES\\n")
+            os.read(reader, 1)
+        signal.signal(signal.SIGTERM, save)
+        os.write(1, b"HERE\\n")
+        while True:
+            os.read(reader, 1)
+    """)
+    launched = launch("--shutdown-timeout=600", script)
+    launched.wait_for_line("HERE")
+    launched.signal(signal.SIGTERM)
+    launched.wait_for_line("SAVES")
+    launched.insist(signal.SIGTERM)
+    assert launched.wait() != 0
+    assert "had not exited" not in launched.stderr
