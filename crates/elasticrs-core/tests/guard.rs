@@ -55,6 +55,15 @@ impl Guarded {
     }
 }
 
+/// Stops a process in a way that no signal undoes, until [`ptrace::detach`].
+fn hold(pid: i32) -> Pid {
+    let held = Pid::from_raw(pid);
+    ptrace::seize(held, ptrace::Options::empty()).unwrap();
+    ptrace::interrupt(held).unwrap();
+    wait_for_state(pid, 't');
+    held
+}
+
 fn has_ended(peer: &mut TcpStream) -> bool {
     peer.set_nonblocking(true).unwrap();
     match peer.read(&mut [0]) {
@@ -122,12 +131,11 @@ fn when_a_session_has_moved_only_its_new_connection_is_held() {
     assert_eq!(guarded.ask("older"), "let go");
     wait_readable(&guarded.peer, "the end of the first connection");
     assert!(guarded.connection_has_ended());
-    send(nursery, libc::SIGSTOP);
-    wait_for_state(nursery, 'T');
+    let held = hold(nursery);
     guarded.agent.process.kill().unwrap();
     guarded.agent.process.wait().unwrap();
     assert!(!has_ended(&mut second));
-    send(nursery, libc::SIGCONT);
+    ptrace::detach(held, None).unwrap();
     wait_readable(&second, "the end of the second connection");
     assert!(has_ended(&mut second));
     guarded.agent.kill();
@@ -142,16 +150,29 @@ fn a_connection_is_open_as_long_as_its_nursery_and_no_longer_when_released() {
             assert_eq!(guarded.ask("release"), "released");
             wait_until("the link to the agent alone", || sockets(nursery) == 1);
         }
-        send(nursery, libc::SIGSTOP);
-        wait_for_state(nursery, 'T');
+        let held = hold(nursery);
         guarded.agent.process.kill().unwrap();
         guarded.agent.process.wait().unwrap();
         // The agent's own descriptors are closed.
         assert_eq!(guarded.connection_has_ended(), released);
         assert!(is_running(guarded.agent.tree.workers[0]));
-        send(nursery, libc::SIGCONT);
+        ptrace::detach(held, None).unwrap();
         guarded.agent.kill();
     }
+}
+
+#[test]
+fn a_stopped_nursery_ends_its_workers_when_its_agent_is_killed() {
+    let mut guarded = Guarded::start(&["ignore-term", "daemonise"]);
+    let nursery = guarded.agent.tree.nursery;
+    send(nursery, libc::SIGSTOP);
+    wait_for_state(nursery, 'T');
+    guarded.agent.process.kill().unwrap();
+    wait_readable(&guarded.peer, "the end of the connection");
+    let left: Vec<i32> = guarded.agent.tree.below().filter(|&pid| is_running(pid)).collect();
+    assert_eq!(left, [0; 0], "the connection has ended before them");
+    assert!(guarded.connection_has_ended());
+    guarded.agent.kill();
 }
 
 #[test]

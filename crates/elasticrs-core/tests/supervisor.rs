@@ -4,6 +4,7 @@
 mod common;
 
 use std::io::{self, BufRead, Write};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use common::groups::{
@@ -17,7 +18,7 @@ use elasticrs_core::spec::{Descendants, PassedFd, ProcessSpec, Stdio, StopPolicy
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
 use elasticrs_core::sys::stage::Stage;
 use elasticrs_core::sys::wait::{Waited, any_child};
-use elasticrs_testkit::{assert_no_children, wait_for_state};
+use elasticrs_testkit::{assert_no_children, wait_for_state, wait_until};
 
 const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
 
@@ -270,6 +271,57 @@ fn who_died_by_itself_before_a_stop_is_not_listed_as_stopped() {
     let (exits, end) = until_end(&supervisor);
     assert_eq!(exits, [(0, KILLED, None), (1, TERMINATED, Some(Signal::TERM))]);
     assert_eq!(outcome(&end), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn notices_without_end_from_strangers_keep_nobody_from_stopping_the_group() {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::{SocketAddr, UnixDatagram};
+    let supervisor = supervisor();
+    let name = supervisor.watch_exits(Some(Duration::from_secs(600))).unwrap();
+    let address = SocketAddr::from_abstract_name(name).unwrap();
+    let (_, _lines) = run(&supervisor, &[&["sleep"]]);
+    let (is_over, sent) = (AtomicBool::new(false), AtomicU32::new(0));
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let socket = UnixDatagram::unbound().unwrap();
+                // After the end of the group nobody takes them.
+                while !is_over.load(Ordering::Relaxed) && socket.send_to_addr(&[], &address).is_ok() {
+                    sent.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        wait_until("a flood of notices", || sent.load(Ordering::Relaxed) > 1000);
+        supervisor.stop(TERM).unwrap();
+        let (exits, _) = until_end(&supervisor);
+        is_over.store(true, Ordering::Relaxed);
+        assert_eq!(exits, [(0, TERMINATED, Some(Signal::TERM))]);
+    });
+    close(supervisor);
+}
+
+#[test]
+fn a_worker_that_asked_its_parent_to_trace_it_still_gets_its_signals() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["traced"]]);
+    kill(pids[0], libc::SIGWINCH);
+    supervisor.stop(TERM).unwrap();
+    assert_eq!(until_end(&supervisor).0, [(0, TERMINATED, Some(Signal::TERM))]);
+    close(supervisor);
+}
+
+#[test]
+fn a_stopped_nursery_is_resumed_although_it_traces_the_dead_worker() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["traced"], &["sleep"]]);
+    kill(supervisor.nursery_pid().unwrap(), libc::SIGSTOP);
+    kill(pids[0], libc::SIGKILL);
+    // No event says that a tracer holds the worker.
+    let told = event(&supervisor);
+    assert!(matches!(told, Event::FailureSeen { local_rank: 0, .. }), "{told:?}");
+    assert_eq!(until_end(&supervisor).0.len(), 2);
     close(supervisor);
 }
 

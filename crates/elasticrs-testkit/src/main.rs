@@ -110,6 +110,11 @@ fn run() -> Result<ExitCode, Problem> {
             say("CONTINUED")?;
             pause_for_ever();
         }
+        "traced" => {
+            nix::sys::ptrace::traceme()?;
+            ready()?;
+            pause_for_ever();
+        }
         "daemonise" => forking::daemonise(Daemon::Ordinary)?,
         "hang-in-map" => {
             let path = request.next()?;

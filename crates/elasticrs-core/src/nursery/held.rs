@@ -19,6 +19,8 @@ const EXIT_CODE: usize = 52;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Held {
     pub exit: WorkerExit,
+    /// Pid of the tracer.
+    pub tracer: i32,
     /// One line, for people.
     pub told: String,
 }
@@ -35,7 +37,7 @@ pub fn by_tracer(pid: i32) -> Option<Held> {
         Some(status) if may_read(pid) => WorkerExit::from_wait_status(status).unwrap_or(WorkerExit::Unknown),
         _ => WorkerExit::Unknown,
     };
-    (tracer != 0).then(|| Held { exit, told: tell(pid, &stat.name, tracer) })
+    (tracer != 0).then(|| Held { exit, tracer, told: tell(pid, &stat.name, tracer) })
 }
 
 /// The line for a process that a sweep did not wait for; its tracer may be of another pid namespace.

@@ -1,5 +1,7 @@
 //! Reaping.
 
+use std::ptr;
+
 use nix::errno::Errno;
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
@@ -55,6 +57,17 @@ pub fn reap(pid: i32) -> Waited {
 /// Reaps one child if it has ended.
 pub fn try_reap(pid: i32) -> Waited {
     wait(pid, libc::WNOHANG)
+}
+
+/// Lets a stopped process run for good if this process traces it; `false` if it does not.
+///
+/// `signal` is what it was stopped for, and is delivered to it. Only SIGTRAP is not: the kernel sends that one to the tracer,
+/// for example when a traced process executes a program.
+pub fn release(pid: i32, signal: i32) -> bool {
+    let signal = if signal == libc::SIGTRAP { 0 } else { usize::try_from(signal).unwrap_or(0) };
+    let (unused, signal) = (ptr::null_mut::<libc::c_void>(), ptr::without_provenance_mut::<libc::c_void>(signal));
+    // SAFETY: detaching reads and writes no memory of this process; the last argument is a number.
+    unsafe { libc::ptrace(libc::PTRACE_DETACH, pid, unused, signal) == 0 }
 }
 
 fn wait(pid: i32, options: i32) -> Waited {

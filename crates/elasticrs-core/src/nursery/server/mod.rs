@@ -78,11 +78,9 @@ pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u
 }
 
 /// What a process has as the program that it was until now ends; returns the name that its workers get back.
-fn leave_program() -> io::Result<CString> {
-    // It had the signal while it imported, when it could not look for the agent.
-    prctl::set_pdeathsig(None)?;
+fn leave_program() -> CString {
     let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
-    Ok(CString::new(name.trim_end()).unwrap_or_default())
+    CString::new(name.trim_end()).unwrap_or_default()
 }
 
 struct Nursery {
@@ -143,7 +141,11 @@ impl Nursery {
             start.limit_descriptors()?;
         }
         prctl::set_child_subreaper(true)?;
-        let name = if forker.is_some() { leave_program()? } else { CString::default() };
+        // A nursery that somebody has stopped must run again when its agent dies, or the workers would outlive the lease.
+        // The kernel sends the signal, so no other process has to be alive for it. In a warm nursery it takes the place of
+        // SIGKILL, which was for the time of the import, when the nursery could not watch its agent.
+        prctl::set_pdeathsig(Signal::SIGCONT)?;
+        let name = if forker.is_some() { leave_program() } else { CString::default() };
         prctl::set_name(NAME)?;
         // Where the scheduler shares by sessions first, the nice value counts within one only. Ours has nobody else in
         // it. Without permission a fair share has to do.
@@ -260,6 +262,10 @@ impl Nursery {
                     let exit = WorkerExit::from_wait_status(status);
                     self.held_by_tracers.remove(&pid);
                     self.given_up.remove(&pid);
+                    // A process that asked to be traced by its parent is stopped at each signal, and we are its parent.
+                    if exit.is_none() && libc::WIFSTOPPED(status) && wait::release(pid, libc::WSTOPSIG(status)) {
+                        continue;
+                    }
                     let is_worker =
                         if exit.is_some() { self.workers.remove(&pid) } else { self.workers.contains(&pid) };
                     if !is_worker {

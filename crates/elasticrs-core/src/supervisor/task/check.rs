@@ -38,7 +38,10 @@ impl Task {
         let Current::Running(running) = &mut self.current else { return };
         let is_adopted = |pid: i32| running.members.iter().any(|m| m.pid == pid && m.adopted);
         let workers = running.group.living().filter(|&pid| !is_adopted(pid));
-        let held: Vec<_> = workers.filter_map(|pid| held::by_tracer(pid).map(|held| (pid, held))).collect();
+        // A worker that asked to be traced by its parent is traced by the nursery, which collects it unless it is stopped.
+        let nursery = self.nursery.as_ref().map(|nursery| nursery.pid);
+        let by_others = |pid: i32| held::by_tracer(pid).filter(|held| Some(held.tracer) != nursery);
+        let held: Vec<_> = workers.filter_map(|pid| by_others(pid).map(|held| (pid, held))).collect();
         let is_held = |pid: i32| held.iter().any(|(held, _)| *held == pid);
         let dead: Vec<i32> = running.dead().into_iter().filter(|&pid| !is_adopted(pid) && !is_held(pid)).collect();
         // While a process is started in the place of another, the nursery may wait for that: it has a deadline of its own.
@@ -51,7 +54,7 @@ impl Task {
         self.deadlines.arm(Timer::Check, pause, Instant::now());
         running.unreported = dead;
         let before = std::mem::replace(&mut running.held, held.iter().map(|(pid, _)| *pid).collect());
-        for (pid, Held { exit, told }) in held {
+        for (pid, Held { exit, told, .. }) in held {
             if before.contains(&pid) {
                 self.tell_held(pid, told);
                 self.input(Input::Exited { pid, exit, usage: None, seen: Stamp::now() });
