@@ -35,6 +35,7 @@ pub type NurseryLink = Link<Reply, Request>;
 pub struct Link<Out, In> {
     socket: OwnedFd,
     unsent: VecDeque<Frame>,
+    unsent_bytes: usize,
     received: Received,
     kinds: PhantomData<fn(&Out) -> In>,
 }
@@ -52,18 +53,24 @@ impl<Out: Message + Serialize, In: Message + DeserializeOwned> Link<Out, In> {
         let socket = socket.into();
         let flags = OFlag::from_bits_retain(fcntl(&socket, FcntlArg::F_GETFL)?);
         fcntl(&socket, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
-        Ok(Self { socket, unsent: VecDeque::new(), received: Received::default(), kinds: PhantomData })
+        Ok(Self { socket, unsent: VecDeque::new(), unsent_bytes: 0, received: Received::default(), kinds: PhantomData })
     }
 
     /// Queues a message, and sends what the socket takes.
     ///
     /// `fds` are closed here once they are sent. `InvalidInput` when there are not as many as the message announces,
-    /// more than the kernel carries, or the frame is too large; other errors are those of the socket.
+    /// more than the kernel carries, or the frame is too large; `OutOfMemory` when the other end has not read for so long that
+    /// [`Message::MAX_UNSENT`] is exceeded; other errors are those of the socket.
     pub fn send(&mut self, message: &Out, fds: Vec<OwnedFd>) -> io::Result<()> {
         if fds.len() != message.descriptors() || fds.len() > socket::MAX_DESCRIPTORS {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        self.unsent.push_back(Frame { bytes: encode(message)?, sent: 0, fds });
+        let frame = Frame { bytes: encode(message)?, sent: 0, fds };
+        if self.unsent_bytes + frame.size() > Out::MAX_UNSENT {
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, "the other end does not read"));
+        }
+        self.unsent_bytes += frame.size();
+        self.unsent.push_back(frame);
         self.flush()
     }
 
@@ -71,7 +78,10 @@ impl<Out: Message + Serialize, In: Message + DeserializeOwned> Link<Out, In> {
     pub fn flush(&mut self) -> io::Result<()> {
         while let Some(frame) = self.unsent.front_mut() {
             match frame.send(&self.socket) {
-                Ok(()) if frame.sent == frame.bytes.len() => drop(self.unsent.pop_front()),
+                Ok(()) if frame.sent == frame.bytes.len() => {
+                    self.unsent_bytes -= frame.size();
+                    self.unsent.pop_front();
+                }
                 Ok(()) | Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => return Ok(()),
                 Err(error) => return Err(error.into()),
@@ -116,6 +126,11 @@ impl<Out, In> AsRawFd for Link<Out, In> {
 }
 
 impl Frame {
+    /// Memory that it takes while it is queued; small frames are mostly overhead.
+    fn size(&self) -> usize {
+        self.bytes.len() + size_of::<Self>()
+    }
+
     fn send(&mut self, socket: &OwnedFd) -> Result<(), Errno> {
         let raw: Vec<RawFd> = self.fds.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&raw)];
@@ -281,6 +296,18 @@ mod tests {
             agent.send(&spawn(1, 10_000), nulls(1)).unwrap();
         }
         agent.send(&Request::Leave, Vec::new()).unwrap();
+    }
+
+    #[test]
+    fn what_is_queued_for_a_peer_that_does_not_read_is_bounded() {
+        let (agent, mut nursery) = ends();
+        let reply = Reply::Continued { pid: 1 };
+        // Enough to find the limit, and an end if there is none.
+        let refused = (0..Reply::MAX_UNSENT / size_of::<Frame>() + 10_000)
+            .map(|_| nursery.send(&reply, Vec::new()))
+            .find_map(Result::err);
+        assert_eq!(refused.map(|error| error.kind()), Some(io::ErrorKind::OutOfMemory));
+        drop(agent);
     }
 
     #[test]

@@ -23,11 +23,17 @@ pub const FIXED_FDS: [i32; 3] = [3, 4, 5];
 
 /// Something that is sent as one frame.
 pub trait Message {
+    /// Most bytes that are queued for an end that does not read.
+    const MAX_UNSENT: usize;
+
     /// How many descriptors come with it.
     fn descriptors(&self) -> usize;
 }
 
 impl Message for Request {
+    /// The start of a large group comes in one go, with an environment for each worker.
+    const MAX_UNSENT: usize = 4 * MAX_FRAME;
+
     fn descriptors(&self) -> usize {
         match self {
             Self::Spawn { process, .. } => process.pass_fds.len(),
@@ -42,6 +48,9 @@ impl Message for Request {
 }
 
 impl Message for Reply {
+    /// Hundreds of thousands: an agent that is stopped for long, and workers that are stopped and resumed without end.
+    const MAX_UNSENT: usize = 16 * 1024 * 1024;
+
     fn descriptors(&self) -> usize {
         usize::from(matches!(self, Self::Spawned { .. }))
     }

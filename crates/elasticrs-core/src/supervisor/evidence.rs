@@ -6,7 +6,8 @@
 //! answers as well. `py-spy` looks into those that do not, where it is installed.
 //!
 //! - **EVI-1** nobody gets the signal without a handler for it and the hook's file;
-//! - **EVI-2** all ranks are asked at once, and all of it ends by the deadline that the caller gives;
+//! - **EVI-2** all ranks are asked at once, each by a thread of its own, and all of it ends by the deadline that the caller
+//!   gives: a file of one rank that hangs costs the evidence of this rank only;
 //! - **EVI-3** only plain files are opened: a worker may put anything in their place, and one that blocks (a FIFO) would
 //!   cost the evidence of all;
 //! - **EVI-4** what is written to the file for a crash, meanwhile or before, stays in it;
@@ -38,6 +39,8 @@ const ANSWERS: Duration = Duration::from_millis(1200);
 /// A file that has not grown for so long is whole.
 const SETTLED: Duration = Duration::from_millis(40);
 const PAUSE: Duration = Duration::from_millis(5);
+/// Time for a killed `py-spy` to end. It may hang in the kernel, as the worker that it looks into does.
+const REAPED: Duration = Duration::from_millis(100);
 const MAX_THREADS: usize = 64;
 const MAX_DESCENDANTS: usize = 64;
 const MAX_STACKS: usize = 256 * 1024;
@@ -318,14 +321,27 @@ impl Spy {
 
     /// The innermost frame, if it was written by now. What was written stays.
     fn end(mut self) -> Option<String> {
-        // It is our child: that fails only when it has ended and is reaped.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        reap(self.child);
         let mut bytes = Vec::new();
         self.report.seek(SeekFrom::Start(self.start)).ok()?;
         self.report.take(MAX_STACKS as u64).read_to_end(&mut bytes).ok()?;
         innermost_spied(&String::from_utf8_lossy(&bytes))
     }
+}
+
+/// Kills a child of ours and reaps it; on another thread if it hangs in the kernel.
+fn reap(mut child: Child) {
+    // The only error is that it has ended and is reaped.
+    let _ = child.kill();
+    let deadline = Instant::now() + REAPED;
+    while Instant::now() < deadline {
+        if !matches!(child.try_wait(), Ok(None)) {
+            return;
+        }
+        std::thread::sleep(PAUSE);
+    }
+    // Without a thread it stays a zombie until this process ends.
+    let _ = std::thread::Builder::new().name("elasticrs-reap".to_owned()).spawn(move || child.wait());
 }
 
 /// Of the main thread, or of the first one, in the form of [`innermost_frame`].

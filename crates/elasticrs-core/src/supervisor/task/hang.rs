@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::clock::Stamp;
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 
 use super::{Current, Running, Task};
 use crate::limits;
@@ -105,21 +105,41 @@ fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::R
     Ok(Arc::new(page))
 }
 
-/// Evidence is being taken, in a thread of its own.
+/// Evidence is being taken, by one thread for each worker.
 pub(super) struct Gathering {
-    task: JoinHandle<Vec<Found>>,
+    threads: JoinSet<Vec<Found>>,
+    /// Local ranks of the workers.
+    asked: Vec<u32>,
+    found: Vec<Found>,
     patience: Arc<Patience>,
 }
 
 impl Gathering {
+    fn new(patience: Patience) -> Self {
+        Self { threads: JoinSet::new(), asked: Vec::new(), found: Vec::new(), patience: Arc::new(patience) }
+    }
+
+    fn ask(&mut self, local_rank: u32, look: impl FnOnce(&Patience) -> Vec<Found> + Send + 'static) {
+        let patience = Arc::clone(&self.patience);
+        self.threads.spawn_blocking(move || look(&patience));
+        self.asked.push(local_rank);
+    }
+
     /// What was found by the deadline. Cancel-safe.
     pub(super) async fn found(&mut self) -> Vec<Found> {
         let deadline = self.patience.deadline + SLACK;
-        match tokio::time::timeout_at(deadline.into(), &mut self.task).await {
-            Ok(Ok(found)) => found,
-            // It panicked, or a disk does not answer: the job goes on without.
-            Ok(Err(_)) | Err(_) => Vec::new(),
+        while let Ok(Some(found)) = tokio::time::timeout_at(deadline.into(), self.threads.join_next()).await {
+            // The thread of a worker may have panicked. Its evidence is missing then.
+            self.found.extend(found.into_iter().flatten());
         }
+        let mut found = std::mem::take(&mut self.found);
+        for &local_rank in &self.asked {
+            if !found.iter().any(|found| found.local_rank == local_rank) {
+                let problem = format!("local rank {local_rank}: its files did not answer in time");
+                found.push(Found { local_rank, state: ' ', problem: Some(problem), ..Found::default() });
+            }
+        }
+        found
     }
 }
 
@@ -138,11 +158,13 @@ impl Task {
             Some(Subject { local_rank, pid: member.pid, files, title: title.to_owned() })
         };
         let subjects: Vec<Subject> = running.members.iter().filter_map(subject).collect();
-        let (py_spy, patience) = (self.hangs.py_spy.clone(), Patience::until(Instant::now() + evidence::LIMIT));
-        let patience = Arc::new(patience);
-        let shared = Arc::clone(&patience);
-        let task = tokio::task::spawn_blocking(move || evidence::gather(subjects, py_spy.as_deref(), &shared));
-        self.gathering = Some(Gathering { task, patience });
+        let mut gathering = Gathering::new(Patience::until(Instant::now() + evidence::LIMIT));
+        for subject in subjects {
+            let py_spy = self.hangs.py_spy.clone();
+            gathering
+                .ask(subject.local_rank, move |patience| evidence::gather(vec![subject], py_spy.as_deref(), patience));
+        }
+        self.gathering = Some(gathering);
     }
 
     /// Nobody waits for it any more. Closing does, for `py-spy`: it is our child.
@@ -162,6 +184,24 @@ mod tests {
     use crate::supervisor::start::Terms;
     use crate::supervisor::state::Group;
     use crate::sys::pidfd;
+
+    #[tokio::test]
+    async fn a_worker_whose_files_hang_costs_the_evidence_of_no_other() {
+        let (hangs, goes_on) = std::sync::mpsc::channel::<()>();
+        let mut gathering = Gathering::new(Patience::until(Instant::now() + Duration::from_millis(300)));
+        gathering.ask(0, move |_| {
+            let _ = goes_on.recv();
+            Vec::new()
+        });
+        let frame = Some("File \"a.py\", line 3 in read".to_owned());
+        let other = Found { local_rank: 1, frame, ..Found::default() };
+        let found = other.clone();
+        gathering.ask(1, move |_| vec![found]);
+        let [first, second] = &gathering.found().await[..] else { panic!("both are named") };
+        assert_eq!(first, &other);
+        assert_eq!((second.local_rank, second.problem.is_some()), (0, true));
+        drop(hangs);
+    }
 
     #[test]
     fn members_without_a_page_are_not_seen() {
