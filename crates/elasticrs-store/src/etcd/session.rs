@@ -484,8 +484,12 @@ impl<'a> Session<'a> {
         self.tasks.iter().take(MOST_BEGUN).filter_map(|task| task.retries.as_ref())
     }
 
-    /// A connection has ended, and with it an attempt at the first task.
+    /// A connection has ended, and with it an attempt at the first task. If no keep-alive was answered on it, etcd is away, and
+    /// the task is not the cause.
     fn note_failure(&mut self, why: &str) {
+        if self.away.is_some() {
+            return;
+        }
         let retries = self.tasks.front_mut().and_then(|task| task.retries.as_mut());
         if let Some(message) = retries.and_then(|retries| retries.fail(boot_now(), why)) {
             self.events.push(Event::Notice { message }, 0);
