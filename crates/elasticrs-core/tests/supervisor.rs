@@ -469,21 +469,6 @@ fn a_start_that_hangs_is_stopped_when_the_grace_is_over() {
 }
 
 #[test]
-fn a_panic_of_the_runtime_is_an_error_and_not_a_hang() {
-    // A nursery that says `Ready` in protocol 999, which no build has, and ends when its link does.
-    let code = r"printf '\004\000\000\000\000\347\007\002' >&3; cat <&3 >/dev/null";
-    let args = ["sh", "-c", code].map(Into::into).to_vec();
-    let impostor = NurseryImage::Program { path: "/bin/sh".into(), args };
-    let supervisor = Supervisor::new(Config { nursery: vec![impostor], owns_process: true }).unwrap();
-    let Event::Panicked { message } = event(&supervisor) else { panic!("the runtime accepts any protocol") };
-    assert!(message.contains("the nursery is of another build"), "{message}");
-    assert!(matches!(supervisor.start(group(vec![])), Err(SupervisorError::Ended)));
-    supervisor.close(false).unwrap();
-    nix::sys::wait::wait().unwrap();
-    assert_no_children();
-}
-
-#[test]
 fn in_a_host_application_a_lost_nursery_leaves_no_daemon_either() {
     nix::sys::prctl::set_child_subreaper(true).unwrap();
     let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: false }).unwrap();

@@ -100,6 +100,9 @@ pub(super) enum Command {
     Close {
         keep_descendants: bool,
     },
+    /// Panics, because the runtime has no other panic that a test could cause.
+    #[cfg(test)]
+    Panic,
 }
 
 /// What becomes of the sockets that the nursery holds.

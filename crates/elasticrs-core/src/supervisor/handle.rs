@@ -340,3 +340,31 @@ impl Drop for Supervisor {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::wait::wait;
+
+    use super::*;
+    use crate::nursery::launch::NurseryImage;
+    use crate::supervisor::Event;
+
+    #[test]
+    fn a_panic_of_the_runtime_is_an_error_and_not_a_hang() {
+        // A nursery that does nothing, and ends when its link does.
+        let args = ["sh", "-c", "cat <&3 >/dev/null"].map(Into::into).to_vec();
+        let nursery = vec![NurseryImage::Program { path: "/bin/sh".into(), args }];
+        let supervisor = Supervisor::new(Config { nursery, owns_process: true }).unwrap();
+        supervisor.tell(Command::Panic).unwrap();
+        let hang = Some(Duration::from_secs(60));
+        let Next::Event(Event::Panicked { message }) = supervisor.next(hang).unwrap() else {
+            panic!("the panic is not reported")
+        };
+        assert_eq!(message, "out of luck");
+        let kill = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
+        assert!(matches!(supervisor.stop(kill), Err(SupervisorError::Ended)));
+        supervisor.close(false).unwrap();
+        wait().unwrap();
+        assert_eq!(wait(), Err(nix::errno::Errno::ECHILD), "a process was left behind");
+    }
+}

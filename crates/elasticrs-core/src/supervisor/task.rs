@@ -332,6 +332,8 @@ impl Task {
             Command::WatchExits(notices, limit) => self.watch_exits(notices, limit),
             Command::Guard(guarded) => self.guard(guarded),
             Command::Close { .. } => unreachable!("taken by `wake`"),
+            #[cfg(test)]
+            Command::Panic => panic!("out of luck"),
         }
     }
 
