@@ -12,7 +12,6 @@ use common::groups::{
 };
 use common::{image, pipe, process, worker};
 use elasticrs_core::exit::WorkerExit;
-use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::{Descendants, PassedFd, ProcessSpec, Stdio, StopPolicy};
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
