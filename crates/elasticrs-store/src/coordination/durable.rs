@@ -1,15 +1,15 @@
-//! The state of a store in a file, from which another one goes on.
+//! The file with the state of a store, from which a restarted store continues.
 //!
-//! A head, then records: each is a batch of changes, and the first ones make up a whole state. A record is added for each
-//! commit. When there are many, and at each start, a new file takes the place of the old one, with what there is by then.
-//! The file that stands there is locked by its store, the new one before it stands there.
+//! The file has a head, followed by records. A record is a batch of changes, and the first records contain a whole
+//! state. Each commit appends a record. When the file has doubled, and at each start, the store replaces it by a new
+//! file with the current state. The store locks its file; it locks a new file before it moves the file into place.
 //!
-//! - **DISK-1** what [`StateFile::commit`] has returned for is there after any end of the process or of the machine; if the
-//!   file was damaged since, it is refused, or the loss is reported;
-//! - **DISK-2** a batch is there whole or not at all;
-//! - **DISK-3** a file that is damaged, was cut off, is not ours or in use, stays as it is;
-//! - **DISK-4** nothing is read from or written to a file that another user has made, or in a folder in which anybody may
-//!   replace it.
+//! - **DISK-1** a change survives any crash of the process or the machine once [`StateFile::commit`] has returned; if
+//!   the file was damaged after that, it is refused, or the loss is reported;
+//! - **DISK-2** a batch is read as a whole or not at all;
+//! - **DISK-3** a file that is damaged, truncated, in use or not a state file is left unchanged;
+//! - **DISK-4** the store does not read or write a file that another user owns, or a file in a folder where any user
+//!   may replace it.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, Permissions, canonicalize, metadata, remove_file, rename};
@@ -28,24 +28,24 @@ use super::state::{SessionId, Stored, cost_of_entries};
 use super::wire::{Cursor, Field, MAX_IDS, Malformed, Writer, kinds, record};
 
 const MAGIC: [u8; 8] = *b"\x93ERSTAT\n";
-/// What this code writes. Any other number: not understood.
+/// Format version that this code reads and writes. A file with any other version is refused.
 const FORMAT: u32 = 1;
-/// [`MAGIC`], [`FORMAT`], and how much of the file was on disk before its last record was written.
+/// Length of the head: [`MAGIC`], [`FORMAT`], and the synced length, which is the number of bytes known to be on disk.
 const HEAD_LENGTH: usize = 20;
 const HEAD: u64 = HEAD_LENGTH as u64;
-/// Where the last of these stands.
+/// Offset of the synced length in the head.
 const SYNCED_AT: u64 = 12;
-/// A record's length and its digest.
+/// Number of bytes that a record takes besides its contents: its length and its digest.
 const AROUND: u64 = 4 + 32;
 
-/// What the sessions of one record may take.
+/// Maximum number of bytes for the sessions of one record.
 const MAX_SESSIONS: u64 = 16 << 20;
-/// How much of a whole state goes into one record, about.
+/// Approximate number of bytes per record when a whole state is written.
 const CHUNK: usize = 1 << 20;
-/// A file is replaced when it has grown by this, and to the double.
+/// A file is replaced when it has grown by more than this number of bytes and has doubled.
 const GROWTH: u64 = 4 << 20;
 
-/// Why a state cannot be read, or kept.
+/// Error when the state file is opened, read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     #[error("cannot {doing} the state {path}: {why}", path = path.display(), why = words(source))]
@@ -76,20 +76,21 @@ fn run(run_id: Option<&str>) -> String {
     run_id.map_or_else(|| "any run".into(), |run_id| format!("run {run_id}"))
 }
 
-/// What a session was granted.
+/// The secret and the keep-alive settings that the store granted to a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Granted {
     pub(super) secret: Secret,
     pub(super) interval_ms: u32,
     pub(super) attempts: u16,
-    /// The longest time to live that it was told.
+    /// Longest time to live that was announced to the session, in milliseconds.
     pub(super) ttl_ms: u32,
 }
 
 /// A part of a state, or a change of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Item {
-    /// The run that is served, if it is only one, and the store with its forerunners, the newest first.
+    /// The only run that the store serves (`None`: any run), and the IDs of the store and its predecessors, newest
+    /// first.
     Store {
         run_id: Option<String>,
         ids: Vec<StoreId>,
@@ -98,12 +99,12 @@ pub(super) enum Item {
         revision: u64,
         next_session: SessionId,
     },
-    /// `None`: it has ended.
+    /// A session. `granted` is `None` if the session has ended.
     Session {
         id: SessionId,
         granted: Option<Granted>,
     },
-    /// `None`: it was deleted.
+    /// A key. `stored` is `None` if the key was deleted.
     Key {
         key: Arc<str>,
         stored: Option<Stored>,
@@ -124,7 +125,7 @@ record!(Stored { value, create_revision, mod_revision, lease });
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Image {
     pub(super) run_id: Option<String>,
-    /// The store's own, then its forerunners', the newest first.
+    /// The IDs of the store and its predecessors, newest first.
     pub(super) ids: Vec<StoreId>,
     pub(super) revision: u64,
     pub(super) next_session: SessionId,
@@ -146,7 +147,7 @@ impl Image {
         }
     }
 
-    /// All of it, with these keys in place of its own.
+    /// Returns the whole state as items, with `entries` instead of the image's own keys.
     pub(super) fn items(&self, entries: &BTreeMap<Arc<str>, Stored>) -> impl Iterator<Item = Item> {
         let store = Item::Store { run_id: self.run_id.clone(), ids: self.ids.clone() };
         let session = |(id, granted): (&SessionId, &Granted)| Item::Session { id: *id, granted: Some(granted.clone()) };
@@ -167,44 +168,44 @@ fn set<K: Ord, V>(map: &mut BTreeMap<K, V>, key: K, value: Option<V>) {
     }
 }
 
-/// Bits of a folder's mode: only owners remove files; anybody may make some.
+/// Sticky bit of a folder: users may remove or replace only their own files in it.
 const STICKY: u32 = 0o1000;
 const WRITABLE: u32 = 0o0002;
-/// Sessions can be taken up by whoever reads it.
+/// Only the owner may read the file, because its secrets allow a reader to resume sessions.
 const MODE: u32 = 0o600;
 
-/// What [`StateFile::replace`] has done.
+/// Outcome of [`StateFile::replace`].
 #[derive(Debug)]
 pub(super) enum Replaced {
     Yes,
-    /// The new file could not be written. The one before is as it was, and in use.
+    /// The new file could not be written. The old file is unchanged and still in use.
     No(StateError),
 }
 
-/// The file of a store that runs.
+/// The open and locked state file of a running store.
 #[derive(Debug)]
 pub(super) struct StateFile {
     path: PathBuf,
     file: Flock<File>,
     end: u64,
-    /// Bytes at the end of the file before that were no whole record, and are not in this one.
+    /// Number of bytes at the end of the previous file that were not a whole record. They were not copied to this file.
     pub(super) dropped: u64,
-    /// Of all that was written so far.
+    /// Chained digest of all records written so far.
     digest: Digest,
-    /// How long it was when it took its predecessor's place, or when that was last tried.
+    /// Length of the file when it was created, or when the last attempt to replace it failed.
     begun: u64,
 }
 
 impl StateFile {
-    /// Goes on with the state that is there, if any is, in a store of this name, which is to serve this run and whose keys
-    /// have at most `limit` bytes.
+    /// Opens the state at `path`, or starts an empty one, for the store `id`, which serves the run `run_id` and whose
+    /// keys take at most `limit` bytes.
     pub(super) fn open(
         path: &Path,
         run_id: Option<&str>,
         id: StoreId,
         limit: usize,
     ) -> Result<(Self, Image), StateError> {
-        // A link stays one.
+        // Resolve symbolic links, because the rename would otherwise replace the link instead of its target.
         let path = match canonicalize(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => path.to_owned(),
             real => real.map_err(|source| failed("open", path, source))?,
@@ -228,24 +229,25 @@ impl StateFile {
         Ok((Self { dropped, ..begun.map_err(|(error, _)| error)? }, image))
     }
 
-    /// Adds these in one batch, and returns when they are on disk. After an error nobody knows what is there: the store
-    /// has to end.
+    /// Appends these items as one batch, and returns when they are on disk. After an error the contents of the file are
+    /// unknown, so the store has to stop.
     pub(super) fn commit(&mut self, items: &[Item]) -> Result<(), StateError> {
-        // The note comes last: until it is there, a record that is not whole may be one that was on its way.
+        // Raise the synced length last. If the store crashes before that, an incomplete record lies behind the synced
+        // length, so `load` drops it instead of reporting damage.
         let written = self.append(items).and_then(|()| self.file.sync_data()).and_then(|()| self.note_synced());
         written.map_err(|source| self.failed(source))
     }
 
-    /// Whether it is time for a new file.
+    /// True if the file has grown so much that it should be replaced by a shorter one.
     pub(super) fn has_grown(&self) -> bool {
         self.end - self.begun > self.begun.max(GROWTH)
     }
 
-    /// Puts a new file with this whole state in place of the one that is there; it is on disk then. If there is no room for it,
-    /// the next attempt is due when the file has doubled again.
+    /// Replaces the file by a new one with this whole state, and returns when the new file is on disk. If the new file
+    /// cannot be written, the next attempt is due when the old file has doubled again.
     ///
     /// # Errors
-    /// The file is no longer in its place, or nobody knows which one is.
+    /// The old file is no longer at its path, or it is unknown which file is.
     pub(super) fn replace(&mut self, whole: impl Iterator<Item = Item>) -> Result<Replaced, StateError> {
         match Self::begin(self.path.clone(), Some(&self.file), whole) {
             Ok(new) => {
@@ -260,13 +262,13 @@ impl StateFile {
         }
     }
 
-    /// Notes that nothing follows: a copy that lacks the end is then known as such.
+    /// Writes the final synced length to disk, so that a copy without the last record is later recognized as truncated.
     pub(super) fn finish(&mut self) -> Result<(), StateError> {
         self.note_synced().and_then(|()| self.file.sync_data()).map_err(|source| self.failed(source))
     }
 
-    /// Makes a file with this whole state, and puts it where `held` stands, or nothing does. After an error `held` may still
-    /// be in its place.
+    /// Writes a new file with this whole state and moves it to `path`. There it replaces `held`; if `held` is `None`,
+    /// no file may exist at `path`. After an error, `held` may still be in place.
     fn begin(
         path: PathBuf,
         held: Option<&File>,
@@ -274,15 +276,17 @@ impl StateFile {
     ) -> Result<Self, (StateError, Harm)> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let next = path.with_file_name(format!(".{name}.elasticrs-new"));
-        // Somebody else may have put something there: a link leads nowhere, and what was open to others is no longer.
+        // Another user may have created this path before. `O_NOFOLLOW` refuses a symbolic link, and `fill` resets the
+        // permissions.
         let mut options = OpenOptions::new();
         options.create(true).mode(MODE).custom_flags(OFlag::O_NOFOLLOW.bits());
         let Some(file) = lock(&next, &path, &mut options).map_err(|error| (error, Harm::None))? else {
-            // Only its folder can be missing.
+            // A missing file is created, so only the folder can be missing.
             return Err((failed("write", &path, Errno::ENOENT.into()), Harm::Unknown));
         };
         let mut begun = Self { path, file, dropped: 0, end: HEAD, digest: Digest::default(), begun: HEAD };
-        // Whoever replaces the file holds this lock, so what stands there now stays until it is replaced here.
+        // Every store locks the new file before it replaces the state, so the file at `path` does not change from here
+        // on.
         let is_there = match held {
             Some(held) => stands_at(&begun.path, held),
             None => begun.path.try_exists().map(|is_there| !is_there),
@@ -294,12 +298,12 @@ impl StateFile {
                 .map_err(harm(Harm::None))
                 .and_then(|()| put_in_place(&next, &begun.path).map_err(harm(Harm::Unknown))),
             Ok(false) if begun.path.exists() => Err((Errno::EWOULDBLOCK.into(), Harm::Unknown)),
-            // It was removed.
+            // `held` was removed or replaced; or another file exists at `path`, although none was found before.
             Ok(false) => Err((Errno::ENOENT.into(), Harm::Unknown)),
             Err(error) => Err((error, Harm::Unknown)),
         };
         let Err((source, harm)) = written else { return Ok(begun) };
-        // It is of no use to anybody; that it could not be removed is no second error.
+        // Remove the unusable new file. Ignore a failure to do so, because the first error matters more.
         let _ = remove_file(&next);
         Err((begun.failed(source), harm))
     }
@@ -337,8 +341,8 @@ impl StateFile {
         Ok(())
     }
 
-    /// Notes in the head that all is on disk. The note itself gets there with the next sync; after a crash of the process
-    /// alone it is there, too.
+    /// Sets the synced length in the head to the length of the file. The new value reaches the disk with the next sync.
+    /// If only the process crashes, the kernel still has it.
     fn note_synced(&self) -> io::Result<()> {
         self.file.write_all_at(&self.end.to_le_bytes(), SYNCED_AT)
     }
@@ -348,11 +352,11 @@ impl StateFile {
     }
 }
 
-/// What an attempt to replace a file has done to the one before.
+/// Effect of a failed replacement on the old file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Harm {
     None,
-    /// It is not in its place, or that is not known.
+    /// The old file is no longer at its path, or it is unknown whether it is.
     Unknown,
 }
 
@@ -367,7 +371,8 @@ fn chained(before: &Digest, record: &[u8]) -> Digest {
     Sha256::new().chain_update(before).chain_update(record).finalize().into()
 }
 
-/// Opens and locks what stands there; of a name that somebody else replaces meanwhile, what stands there then.
+/// Opens and locks the file at `at`. If another process replaces the file at the same time, opens the new file instead.
+/// Returns `None` if there is no file. Errors name the path `state`.
 fn lock(at: &Path, state: &Path, options: &mut OpenOptions) -> Result<Option<Flock<File>>, StateError> {
     loop {
         let file = match options.read(true).write(true).open(at) {
@@ -383,7 +388,7 @@ fn lock(at: &Path, state: &Path, options: &mut OpenOptions) -> Result<Option<Flo
     }
 }
 
-/// Refuses a file that another user has made, who may still have it open.
+/// Refuses a file of another user, because that user may still have it open.
 fn check_owner(path: &Path, file: &File) -> io::Result<Result<(), StateError>> {
     let (about, own) = (file.metadata()?, geteuid().as_raw());
     let owner = about.uid();
@@ -391,11 +396,12 @@ fn check_owner(path: &Path, file: &File) -> io::Result<Result<(), StateError>> {
     Ok(if is_ours { Ok(()) } else { Err(StateError::Stranger { path: path.to_owned(), owner, own }) })
 }
 
-/// Refuses a folder in which anybody may replace a file. In one with the sticky bit, only its owner may.
+/// Refuses a folder that all users may write to, because any of them could replace the file. A folder with the sticky
+/// bit is accepted, because there users may replace only their own files.
 fn check_folder(path: &Path) -> Result<(), StateError> {
     let folder = folder_of(path);
     let Ok(about) = metadata(folder) else {
-        // That it is missing is told when the file is opened.
+        // A missing folder is reported when the file is opened.
         return Ok(());
     };
     if about.mode() & (STICKY | WRITABLE) == WRITABLE {
@@ -421,7 +427,8 @@ fn put_in_place(next: &Path, path: &Path) -> io::Result<()> {
     File::open(folder_of(path))?.sync_all()
 }
 
-/// What a file holds; `None`: it is empty. Its keys should have at most `limit` bytes.
+/// Reads the state from a file whose keys take about `limit` bytes at most. Also returns the number of bytes at the end
+/// that are not a whole record. Returns `None` if the file is empty.
 fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, StateError> {
     let cannot_read = |source| failed("read", path, source);
     let foreign = || StateError::Foreign(path.to_owned());
@@ -447,14 +454,15 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
     }
     let mut image = Image::default();
     let mut digest = Digest::default();
-    // A record holds each key once, or its name.
+    // A record has each key at most once: with its value, or only its name if the key was deleted.
     let most = u64::try_from(limit).unwrap_or(u64::MAX).saturating_mul(2).saturating_add(MAX_SESSIONS);
     let mut at = HEAD;
     loop {
         let damaged = || StateError::Damaged { path: path.to_owned(), at };
         let left = about.len() - at;
         let Some(record) = next_record(&mut reader, left, most, &mut digest).map_err(cannot_read)? else {
-            // As a rule nobody was told of what was on its way to the disk when the store ended.
+            // Drop the bytes behind the synced length. They are usually from a commit that had not returned when the
+            // store stopped, so no client knows its changes.
             return if at < synced { Err(damaged()) } else { Ok(Some((image, left))) };
         };
         image.apply(Cursor::whole::<Vec<Item>>(&record).map_err(|Malformed(_)| damaged())?);
@@ -462,7 +470,8 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
     }
 }
 
-/// `None`: what follows is no whole record of at most `most` bytes, or nothing.
+/// Reads the next record. Returns `None` if the `left` remaining bytes do not start with an intact record of at most
+/// `most` bytes.
 fn next_record(reader: &mut impl Read, left: u64, most: u64, digest: &mut Digest) -> io::Result<Option<Vec<u8>>> {
     let mut length = [0; 4];
     if left < AROUND {

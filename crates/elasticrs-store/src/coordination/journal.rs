@@ -1,6 +1,7 @@
-//! What has changed since the state was last on disk, and who waits until it is there.
+//! Tracks the changes that are not on disk yet, and lets tasks wait until they are.
 //!
-//! - **JOURNAL-1** nothing leaves the store while a part of its state is not on disk: nobody has seen what is lost.
+//! - **JOURNAL-1** the store sends a message only when the changes made before it are on disk, so a crash loses only
+//!   changes that no client has seen.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -12,11 +13,11 @@ use tokio::task::yield_now;
 use super::durable::{Granted, Image, Item, Replaced, StateError, StateFile};
 use super::state::{Revision, SessionId, State};
 
-/// Of a store that keeps its state.
+/// The journal of a store that keeps its state in a file.
 #[derive(Debug)]
 pub(super) struct Journal {
     kept: RefCell<Kept>,
-    /// Number of changes so far, and how many of them are on disk.
+    /// Number of changes so far. `on_disk` is the number of those that are on disk.
     noted: Cell<u64>,
     on_disk: Cell<u64>,
     changed: Notify,
@@ -26,9 +27,9 @@ pub(super) struct Journal {
 #[derive(Debug)]
 struct Kept {
     file: StateFile,
-    /// What is kept beside the keys.
+    /// The state except the keys, which [`State`] holds.
     image: Image,
-    /// Keys and sessions that are not on disk as they are.
+    /// Keys and sessions that have changed since the last save.
     keys: BTreeSet<Arc<str>>,
     sessions: BTreeSet<SessionId>,
 }
@@ -46,7 +47,7 @@ impl Journal {
         }
     }
 
-    /// A session has begun.
+    /// Records that a session has started.
     pub(super) fn begin(&self, session: SessionId, granted: Granted) {
         self.note(|kept| {
             kept.image.sessions.insert(session, granted);
@@ -54,7 +55,7 @@ impl Journal {
         });
     }
 
-    /// A session is told this time to live.
+    /// Records the time to live that is announced to a session, if it is the longest so far.
     pub(super) fn extend(&self, session: SessionId, ttl_ms: u32) {
         let is_longer = |kept: &Kept| kept.image.sessions.get(&session).is_some_and(|granted| granted.ttl_ms < ttl_ms);
         if is_longer(&self.kept.borrow()) {
@@ -65,7 +66,7 @@ impl Journal {
         }
     }
 
-    /// Sessions have ended, and their keys have been deleted.
+    /// Records that sessions have ended. The deletion of their keys is recorded by [`Self::revise`].
     pub(super) fn end(&self, sessions: &[SessionId]) {
         self.note(|kept| {
             for session in sessions {
@@ -75,7 +76,7 @@ impl Journal {
         });
     }
 
-    /// Keys have changed.
+    /// Records that keys have changed.
     pub(super) fn revise(&self, revision: &Revision) {
         self.note(|kept| kept.keys.extend(revision.changes.iter().map(|change| Arc::clone(&change.key))));
     }
@@ -86,14 +87,15 @@ impl Journal {
         self.changed.notify_one();
     }
 
-    /// Waits until something is not on disk, and until all who could ask for something now have done so.
+    /// Waits until there is a change that is not on disk. Then yields once, so that other tasks that are ready can add
+    /// their changes to the same save.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
         yield_now().await;
     }
 
-    /// Waits until all changes so far are on disk. Changes that come meanwhile are not waited for: in a busy store there would
-    /// always be more of them.
+    /// Waits until all changes made before this call are on disk. Does not wait for later changes, because in a busy
+    /// store there would always be more of them.
     pub(super) async fn settled(&self) {
         let noted = self.noted.get();
         while self.on_disk.get() < noted {
@@ -101,8 +103,8 @@ impl Journal {
         }
     }
 
-    /// Writes to disk whatever is not there yet. Returns a line for the user if the file could not be replaced by a shorter one,
-    /// which does no harm as long as there is room for it to grow.
+    /// Writes all unsaved changes to disk. Returns a message for the user if the file could not be replaced by a
+    /// shorter one. The store keeps running then, because the old file works as long as it has room to grow.
     pub(super) fn save(&self, state: &State, next_session: SessionId) -> Result<Option<String>, StateError> {
         let Kept { file, image, keys, sessions } = &mut *self.kept.borrow_mut();
         (image.revision, image.next_session) = (state.revision(), next_session);
@@ -125,7 +127,7 @@ impl Journal {
         })
     }
 
-    /// Puts the rest on disk, behind which nothing follows.
+    /// Saves the remaining changes and marks the file as complete. Nothing may be saved after this call.
     pub(super) fn finish(&self, state: &State, next_session: SessionId) -> Result<(), StateError> {
         if self.on_disk.get() < self.noted.get() {
             self.save(state, next_session)?;
