@@ -1,8 +1,9 @@
 //! The sockets that the nursery holds for its agent.
 //!
-//! With our own store, the connection of the agent's session: one, and two while the session moves to the second. With etcd,
-//! the links on which other agents wait for this one, each with its last word: a secret that only the nursery says, and only
-//! when nothing of a dead agent is left.
+//! With the built-in store, the nursery holds a duplicate of the connection of the agent's session. It holds two while
+//! the session moves to a new connection. With etcd, the nursery holds the links to other agents, which learn on them
+//! that this agent has died. Each link has a last word: a secret that the nursery sends only when no process of a dead
+//! agent is left.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -12,7 +13,7 @@ use serde::{Deserialize, Serialize};
 /// Which sockets are closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Release {
-    /// All of them: nothing depends on the session any more. The store is told so.
+    /// All sockets, because nothing depends on the session anymore. The peers are notified.
     All,
     /// All of them, and the session goes on: the agent lives, and needs this nursery no more.
     Quietly,
@@ -22,27 +23,28 @@ pub enum Release {
     Newest,
 }
 
-/// What is said on a link when nothing of the agent is left.
+/// Secret that the nursery sends on a link when no process of the agent is left.
 pub type LastWord = [u8; 32];
 
-/// Maximum number of links that are held. Two agents have links with each one, and a link that is made again leaves the
-/// one before it behind.
+/// Maximum number of links that are held. An agent has links with two other agents, and a link that is set up again
+/// does not remove the link that it replaces.
 const MAX_LINKS: usize = 8;
 
-/// A socket that is held.
+/// A socket that the nursery holds.
 #[derive(Debug)]
 pub struct Held {
     pub socket: OwnedFd,
-    /// `None` for the connection of a session.
+    /// Sent on the socket when no process of the agent is left. `None` for the connection of a session.
     pub word: Option<LastWord>,
 }
 
-/// Sockets that are held, the newest last.
+/// The sockets that the nursery holds, in the order in which they were added.
 #[derive(Debug, Default)]
 pub struct Connections(Vec<Held>);
 
 impl Connections {
-    /// Holds this socket beside the others, or in place of them. Of too many links the oldest is let go.
+    /// Adds a socket to the others, or replaces all of them unless `beside` is set. Drops the oldest one before adding
+    /// a link that would exceed [`MAX_LINKS`].
     pub fn hold(&mut self, held: Held, beside: bool) {
         if !beside {
             self.0.clear();
@@ -53,17 +55,18 @@ impl Connections {
         self.0.push(held);
     }
 
-    /// Holds these no longer.
+    /// Closes some or all of the sockets.
     pub fn release(&mut self, which: Release) {
         match which {
             Release::All => {
                 for Held { socket, word } in self.0.drain(..) {
                     if let Some(word) = word {
-                        // Nothing else is ever sent on a link, so the kernel takes it. An error: the link has ended.
+                        // The send buffer has room, because nothing else is ever sent on a link. An error means that
+                        // the link is down, so there is no peer to notify.
                         let _ = send(socket.as_raw_fd(), &word, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL);
                     }
-                    // Without it the kernel would reset a connection of which something is unread, and a reset does not tell
-                    // the store that nothing runs here. An error: it has no peer any more.
+                    // Without `shutdown`, the kernel would reset a connection that has unread data, and a reset does
+                    // not tell the store that nothing runs here. An error means that the peer is already gone.
                     let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
                 }
             }
@@ -73,7 +76,7 @@ impl Connections {
         }
     }
 
-    /// What is held, the newest last.
+    /// Returns the sockets that are held, the newest last.
     pub fn all(&self) -> &[Held] {
         &self.0
     }

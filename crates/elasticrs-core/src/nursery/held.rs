@@ -15,17 +15,17 @@ pub const LIMIT: Duration = Duration::from_secs(1);
 /// The field of the exit status; 0 for who may not read it.
 const EXIT_CODE: usize = 52;
 
-/// A process that has ended, and is held by a tracer.
+/// A process that has exited but cannot be reaped yet, because a tracer holds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Held {
     pub exit: WorkerExit,
     /// Pid of the tracer.
     pub tracer: i32,
-    /// One line, for people.
+    /// One-line description for the user.
     pub told: String,
 }
 
-/// `None`: it runs, is gone, or no process that can be seen traces it.
+/// Describes a process that a tracer holds. `None` if the process is running, is gone, or has no visible tracer.
 pub fn by_tracer(pid: i32) -> Option<Held> {
     let stat = Stat::of(pid)?;
     if !has_died(pid, Status::in_stat(&stat)?) {

@@ -30,7 +30,8 @@ pub type AgentLink = Link<Request, Reply>;
 /// The nursery's end.
 pub type NurseryLink = Link<Reply, Request>;
 
-/// One end: sends `Out`, receives `In`.
+/// One end of the connection between agent and nursery. Sends messages of type `Out` and receives messages of type
+/// `In`.
 #[derive(Debug)]
 pub struct Link<Out, In> {
     socket: OwnedFd,
@@ -56,11 +57,12 @@ impl<Out: Message + Serialize, In: Message + DeserializeOwned> Link<Out, In> {
         Ok(Self { socket, unsent: VecDeque::new(), unsent_bytes: 0, received: Received::default(), kinds: PhantomData })
     }
 
-    /// Queues a message, and sends what the socket takes.
+    /// Queues a message, and sends as many queued bytes as the socket accepts.
     ///
-    /// `fds` are closed here once they are sent. `InvalidInput` when there are not as many as the message announces,
-    /// more than the kernel carries, or the frame is too large; `OutOfMemory` when the other end has not read for so long that
-    /// [`Message::MAX_UNSENT`] is exceeded; other errors are those of the socket.
+    /// Closes `fds` in this process once they are sent. Returns `InvalidInput` if their number differs from
+    /// [`Message::descriptors`] or exceeds the kernel's limit, or if the frame is too large. Returns `OutOfMemory` if
+    /// queueing the message would exceed [`Message::MAX_UNSENT`] because the peer does not read. Other errors come from
+    /// the socket.
     pub fn send(&mut self, message: &Out, fds: Vec<OwnedFd>) -> io::Result<()> {
         if fds.len() != message.descriptors() || fds.len() > socket::MAX_DESCRIPTORS {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -74,7 +76,7 @@ impl<Out: Message + Serialize, In: Message + DeserializeOwned> Link<Out, In> {
         self.flush()
     }
 
-    /// Sends what the socket takes.
+    /// Sends as many queued bytes as the socket accepts.
     pub fn flush(&mut self) -> io::Result<()> {
         while let Some(frame) = self.unsent.front_mut() {
             match frame.send(&self.socket) {
@@ -126,7 +128,8 @@ impl<Out, In> AsRawFd for Link<Out, In> {
 }
 
 impl Frame {
-    /// Memory that it takes while it is queued; small frames are mostly overhead.
+    /// Memory that the frame uses while it is queued. Includes the struct itself, because that is most of a small
+    /// frame.
     fn size(&self) -> usize {
         self.bytes.len() + size_of::<Self>()
     }
@@ -138,7 +141,7 @@ impl Frame {
         let bytes = [IoSlice::new(&self.bytes[self.sent..])];
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
         self.sent += sendmsg::<()>(socket.as_raw_fd(), &bytes, control, flags, None)?;
-        // They went with the first byte.
+        // The descriptors were sent along with the first byte.
         self.fds.clear();
         Ok(())
     }
@@ -302,7 +305,7 @@ mod tests {
     fn what_is_queued_for_a_peer_that_does_not_read_is_bounded() {
         let (agent, mut nursery) = ends();
         let reply = Reply::Continued { pid: 1 };
-        // Enough to find the limit, and an end if there is none.
+        // Enough messages to exceed the limit. The range is finite so that the test ends if there is no limit.
         let refused = (0..Reply::MAX_UNSENT / size_of::<Frame>() + 10_000)
             .map(|_| nursery.send(&reply, Vec::new()))
             .find_map(Result::err);

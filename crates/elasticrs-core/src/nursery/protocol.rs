@@ -21,17 +21,17 @@ pub const MAX_FRAME: usize = 256 * 1024 * 1024;
 /// The descriptors that the nursery is started with: the socket, the agent's pidfd, the stage pipe.
 pub const FIXED_FDS: [i32; 3] = [3, 4, 5];
 
-/// Something that is sent as one frame.
+/// A message that is sent as one frame.
 pub trait Message {
-    /// Most bytes that are queued for an end that does not read.
+    /// Maximum number of bytes to queue for a peer that does not read.
     const MAX_UNSENT: usize;
 
-    /// How many descriptors come with it.
+    /// Number of file descriptors that are sent with the message.
     fn descriptors(&self) -> usize;
 }
 
 impl Message for Request {
-    /// The start of a large group comes in one go, with an environment for each worker.
+    /// Large, because the agent sends all requests that start a group at once, each with the environment of its worker.
     const MAX_UNSENT: usize = 4 * MAX_FRAME;
 
     fn descriptors(&self) -> usize {
@@ -48,7 +48,8 @@ impl Message for Request {
 }
 
 impl Message for Reply {
-    /// Hundreds of thousands: an agent that is stopped for long, and workers that are stopped and resumed without end.
+    /// Room for hundreds of thousands of replies, which can pile up while the agent is stopped and its workers are
+    /// stopped and resumed again and again.
     const MAX_UNSENT: usize = 16 * 1024 * 1024;
 
     fn descriptors(&self) -> usize {
@@ -95,15 +96,15 @@ pub enum Request {
         /// As in [`Request::Sweep`].
         give_up_ms: u64,
     },
-    /// Hold the descriptor that comes with this, for as long as there is a nursery. When it is a duplicate of the agent's
-    /// connection, that connection ends only after whatever a dead agent leaves.
+    /// Keep the descriptor that is sent with this request open until the nursery exits. If it is a duplicate of the
+    /// agent's connection, the store sees that connection close only after the processes of a dead agent are gone.
     Hold {
-        /// Not in place of those that are held, but as well.
+        /// True to keep the descriptors that are already held, false to replace them.
         beside: bool,
-        /// What to say on it when nothing of a dead agent is left.
+        /// Secret to send on the descriptor when no process of a dead agent is left.
         word: Option<LastWord>,
     },
-    /// Close what is held, or some of it.
+    /// Close some or all of the descriptors that are held.
     Release(Release),
     /// Look at the deadline in the page that comes with this whenever the timer expires that comes with it as well; see
     /// [`super::fence`].

@@ -24,7 +24,7 @@ pub enum End {
     Closes,
 }
 
-/// How long the report is: where the one of the next process begins.
+/// Returns the length of the report in bytes, which is the offset at which the report of the next process starts.
 pub fn length(report: impl AsFd) -> u64 {
     fstat(report.as_fd()).map_or(0, |found| u64::try_from(found.st_size).unwrap_or(0))
 }
@@ -36,7 +36,8 @@ fn read(report: BorrowedFd<'_>, since: u64) -> Vec<u8> {
     told
 }
 
-/// Returns the module that is being imported, if the last record says so.
+/// Returns the name of the module that is being imported. `None` unless the last record after the offset `since`
+/// announces an import.
 pub fn importing(report: impl AsFd, since: u64) -> Option<String> {
     let told = read(report.as_fd(), since);
     let last = told.strip_suffix(b"}\n")?.rsplit(|&byte| byte == b'\n').next()?;
@@ -44,8 +45,8 @@ pub fn importing(report: impl AsFd, since: u64) -> Option<String> {
     Some(name.trim().trim_matches('"').to_owned())
 }
 
-/// Adds how the process has ended. Does nothing, and returns false, if no module was being imported, or one that has
-/// ended a process since then already.
+/// Appends a record of how the process ended, which blames the module that was being imported. Does nothing and returns
+/// false if no module was being imported, or if that module is already blamed for the end of an earlier process.
 pub fn blame(report: impl AsFd, since: u64, end: End) -> bool {
     let report = report.as_fd();
     let told = read(report, since);

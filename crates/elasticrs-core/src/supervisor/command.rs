@@ -82,7 +82,7 @@ pub(super) type Reply<T> = SyncSender<T>;
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
     Adopt(Adopted, Reply<Result<(), SupervisorError>>),
-    /// With what its `pass_fds` point into.
+    /// With the descriptors that `pass_fds` of the process refer to.
     Replace(Box<ProcessSpec>, Vec<OwnedFd>, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
@@ -100,27 +100,28 @@ pub(super) enum Command {
     Close {
         keep_descendants: bool,
     },
-    /// Panics, because the runtime has no other panic that a test could cause.
+    /// Makes the runtime panic. Tests need this command, because they have no other way to cause a panic.
     #[cfg(test)]
     Panic,
 }
 
-/// What becomes of the sockets that the nursery holds.
+/// Change to the set of sockets that the nursery holds.
 pub(super) enum Guarded {
     Hold(OwnedFd),
-    /// A link with another agent; in place of the links of an earlier session if it is the first one of a session.
+    /// Hold a link with another agent. The first link of a session replaces the links of the previous session.
     Link {
         link: OwnedFd,
         word: LastWord,
         is_first: bool,
     },
-    /// As well as those that are held. Answered when a nursery has it, or will have it before it looks for the end of this
-    /// process; not answered where none can be told.
+    /// Hold this socket in addition to the others. The sender is notified once the nursery has the socket, or is
+    /// certain to receive it before it handles the death of this process. The sender is dropped if there is no nursery
+    /// to send it to.
     Beside(OwnedFd, oneshot::Sender<()>),
     Release(Release),
 }
 
-/// What is known of a process that Python started; see [`super::Supervisor::adopt`].
+/// A process that Python started, with its descriptors. See [`super::Supervisor::adopt`].
 pub(super) struct Adopted {
     pub(super) local_rank: u32,
     pub(super) pid: i32,
@@ -129,7 +130,7 @@ pub(super) struct Adopted {
     pub(super) page: Option<OwnedFd>,
 }
 
-/// What both use.
+/// State that the handle and the task of a supervisor share.
 #[derive(Clone)]
 pub(super) struct Shared {
     pub(super) queue: Arc<Queue>,

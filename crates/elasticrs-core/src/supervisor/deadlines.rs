@@ -5,19 +5,19 @@ use std::time::{Duration, Instant};
 /// What a deadline is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Timer {
-    /// All workers must run by then.
+    /// Deadline by which all workers must be running.
     Start,
-    /// The fence may have passed while the nursery waits for a start.
+    /// Time to check the fence's deadline, which may pass while the nursery is blocked in a start.
     Fence,
-    /// The nursery must have imported by then.
+    /// Deadline for the imports of a warm nursery.
     Warm,
-    /// An import that is not done by then is reported.
+    /// Time at which an import that is still running is reported to the user.
     SlowImport,
-    /// SIGKILL follows the first signal.
+    /// End of the grace after the first stop signal, when SIGKILL is sent.
     Kill,
-    /// Workers that outlive SIGKILL for so long are given up.
+    /// Deadline for workers to exit after SIGKILL. The supervisor does not wait for them any longer.
     GiveUp,
-    /// The nursery must have answered a sweep by then.
+    /// Deadline for the nursery's reply to a sweep.
     Sweep,
     /// Time to compare what was told with what the kernel says.
     Check,

@@ -49,27 +49,27 @@ pub enum Event {
     /// The first failure of the group; the siblings have been signalled already.
     FailureSeen {
         local_rank: u32,
-        /// When its death was seen.
+        /// When the supervisor noticed the failure.
         seen: Stamp,
-        /// When the last sibling had been signalled.
+        /// When the last sibling had been sent the stop signal.
         signalled: Stamp,
         siblings: u32,
     },
     /// An expiration timer of a worker, or of a descendant of one, was not released in time. With a signal, the worker
     /// counts as failed, and [`Self::FailureSeen`] follows.
     TimerExpired(TimerExpired),
-    /// A worker gave no sign of life for too long. It counts as failed, and [`Self::FailureSeen`] follows.
+    /// A worker missed its heartbeat deadline. It counts as failed, and [`Self::FailureSeen`] follows.
     WorkerHung(Box<WorkerHung>),
-    /// A worker has recorded an uncaught exception, or has not ended since.
+    /// A worker has recorded an uncaught exception, or has not exited in time after recording one.
     WorkerRaised(WorkerRaised),
-    /// Workers that were still running when their time to end was over. They get SIGKILL now.
+    /// Workers were still running at the end of their grace, or their exit made no progress. They get SIGKILL now.
     WorkersKilled(WorkersKilled),
-    /// A worker has been stopped for a second, and not by us.
+    /// A worker has been stopped for one second by a signal that the supervisor did not send.
     WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
-    /// A worker that was told of as paused goes on.
+    /// A worker that was reported as paused is running again.
     WorkerResumed { local_rank: u32, pid: i32 },
-    /// The deadline of the fence has passed, and the nursery kills everything. Told at once, also without a group; a
-    /// group that runs ends as [`Outcome::Stopped`].
+    /// The deadline of the fence has passed, and the nursery kills everything. Reported immediately, even if no group
+    /// is running. A running group ends with [`Outcome::Stopped`].
     Fenced { at: Stamp },
     /// Nothing of the group is left, apart from what is named here.
     GroupEnded {
@@ -129,50 +129,52 @@ pub struct TimerExpired {
     pub deadline_ms: u64,
     /// How many other timers of the process are live.
     pub others: u32,
-    /// What was sent to the process; `None`: the timer only tells.
+    /// Signal that was sent to the process. `None` if the timer only reports.
     pub signal: Option<Signal>,
     pub seen: Stamp,
 }
 
-/// A worker, or a program below it, has recorded an exception that nobody has caught: it is about to end.
+/// A worker, or a descendant of it, has recorded an uncaught exception and is about to exit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerRaised {
     pub local_rank: u32,
-    /// The process that has recorded it: the worker, or a descendant.
+    /// Process that recorded the exception: the worker or a descendant.
     pub pid: i32,
-    /// End of the traceback, as the process sent it; empty if it sent none.
+    /// Last part of the traceback, as the process sent it. Empty if it sent none.
     pub text: String,
-    /// When it was recorded, or when the notice was received if the process did not say.
+    /// When the exception was recorded. If the process did not send that time, when its notice was received.
     pub seen: Stamp,
-    /// How long it may take; `None`: any time.
+    /// Time limit for the exit, measured from `seen`. `None` if there is no limit.
     pub limit: Option<Duration>,
     pub exit: ExitStage,
 }
 
-/// Progress of the exit of a worker that has raised.
+/// Progress of a worker's exit after an uncaught exception.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExitStage {
-    /// The exception was recorded just now.
+    /// The exception has just been recorded.
     Begun,
-    /// The limit has passed, and the worker makes progress. It counts as failed, and [`Event::FailureSeen`] follows; it may
-    /// use the grace of its siblings for the rest of its exit.
+    /// The limit has passed, but the exit is making progress. The worker counts as failed, and [`Event::FailureSeen`]
+    /// follows. The worker has the same grace as its siblings to finish its exit.
     Slow,
-    /// The limit has passed, and the worker makes no progress. It counts as failed, and [`Event::FailureSeen`] follows.
+    /// The limit has passed, and the exit makes no progress. The worker counts as failed and is killed at once, and
+    /// [`Event::FailureSeen`] follows.
     Stalled,
 }
 
-/// Workers that did not end in time.
+/// Workers that get SIGKILL because they did not exit in time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkersKilled {
     /// Local rank and pid of each.
     pub workers: Vec<(u32, i32)>,
-    /// The signal that asked them to end; `None` if they had raised, and their exit made no progress.
+    /// Stop signal that the workers received before. `None` if they received none, because they were already exiting
+    /// after an uncaught exception.
     pub signal: Option<Signal>,
-    /// The grace after the signal, or the time without progress.
+    /// Time that the workers had to exit: their grace, or the time without progress.
     pub limit: Duration,
 }
 
-/// The last sign of life of a worker.
+/// The last heartbeat of a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Heartbeat {
     pub local_rank: u32,
@@ -181,20 +183,20 @@ pub struct Heartbeat {
     pub section: Option<String>,
 }
 
-/// A worker that hangs, and what all of them were doing then.
+/// A worker that hangs, with the activity of all workers at that time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerHung {
     /// The worker that keeps the others waiting, as far as can be told.
     pub local_rank: u32,
     pub pid: i32,
     pub missed: Missed,
-    /// Its last sign of life, or the start of the group.
+    /// Time of the worker's last heartbeat or output, or the start of the group.
     pub since: Stamp,
     pub limit: Duration,
     pub seen: Stamp,
-    /// Why it, of all that are late.
+    /// Reason for blaming this worker rather than the other late ones.
     pub ground: Ground,
-    /// All that run, by local rank.
+    /// All running workers, ordered by local rank.
     pub ranks: Vec<RankSeen>,
 }
 

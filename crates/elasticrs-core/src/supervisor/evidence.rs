@@ -6,8 +6,8 @@
 //! answers as well. `py-spy` looks into those that do not, where it is installed.
 //!
 //! - **EVI-1** nobody gets the signal without a handler for it and the hook's file;
-//! - **EVI-2** all ranks are asked at once, each by a thread of its own, and all of it ends by the deadline that the caller
-//!   gives: a file of one rank that hangs costs the evidence of this rank only;
+//! - **EVI-2** all ranks are examined in parallel, each on its own thread, and all threads stop by the caller's
+//!   deadline. If a file of one rank hangs, only the evidence of that rank is missing;
 //! - **EVI-3** only plain files are opened: a worker may put anything in their place, and one that blocks (a FIFO) would
 //!   cost the evidence of all;
 //! - **EVI-4** what is written to the file for a crash, meanwhile or before, stays in it;
@@ -34,12 +34,12 @@ use crate::sys::pidfd;
 
 /// For all ranks together.
 pub const LIMIT: Duration = Duration::from_secs(2);
-/// Of it, for the answers of `faulthandler`; `py-spy` gets the rest.
+/// Part of [`LIMIT`] for the answers of `faulthandler`. `py-spy` gets the rest.
 const ANSWERS: Duration = Duration::from_millis(1200);
-/// A file that has not grown for so long is whole.
+/// Time after which a file that does not grow is considered complete.
 const SETTLED: Duration = Duration::from_millis(40);
 const PAUSE: Duration = Duration::from_millis(5);
-/// Time for a killed `py-spy` to end. It may hang in the kernel, as the worker that it looks into does.
+/// Time limit for `py-spy` to exit after SIGKILL. It may hang in the kernel, like the worker that it inspects.
 const REAPED: Duration = Duration::from_millis(100);
 const MAX_THREADS: usize = 64;
 const MAX_DESCENDANTS: usize = 64;
@@ -319,7 +319,7 @@ impl Spy {
         Ok(Self { child, report, start })
     }
 
-    /// The innermost frame, if it was written by now. What was written stays.
+    /// Kills `py-spy` and returns the innermost frame, if it has been written. The output stays in the report.
     fn end(mut self) -> Option<String> {
         reap(self.child);
         let mut bytes = Vec::new();
@@ -329,9 +329,9 @@ impl Spy {
     }
 }
 
-/// Kills a child of ours and reaps it; on another thread if it hangs in the kernel.
+/// Kills and reaps a child process. If the child hangs in the kernel, leaves the reaping to a background thread.
 fn reap(mut child: Child) {
-    // The only error is that it has ended and is reaped.
+    // `kill` only fails if the child has exited and is already reaped.
     let _ = child.kill();
     let deadline = Instant::now() + REAPED;
     while Instant::now() < deadline {
@@ -340,7 +340,7 @@ fn reap(mut child: Child) {
         }
         std::thread::sleep(PAUSE);
     }
-    // Without a thread it stays a zombie until this process ends.
+    // If the thread cannot be started, the child stays a zombie until this process exits.
     let _ = std::thread::Builder::new().name("elasticrs-reap".to_owned()).spawn(move || child.wait());
 }
 

@@ -1,7 +1,8 @@
-//! Whether a worker that has raised makes progress with its exit: it flushes files, uploads, or waits for a CPU.
+//! Decides whether a worker makes progress with its exit after an uncaught exception. Progress means that it flushes
+//! files, uploads data, or waits for a CPU.
 //!
-//! CPU time and transferred bytes of the worker and its descendants are sampled twice. All decisions are in [`progressed`],
-//! which is pure. [`sample`] reads `/proc` and may block, so it runs on a thread of its own.
+//! The CPU time and transferred bytes of the worker and its descendants are sampled twice and compared. All decisions
+//! are in the pure function [`progressed`]. [`sample`] runs on its own thread, because it reads `/proc` and may block.
 
 use std::iter;
 use std::time::{Duration, Instant};
@@ -12,33 +13,36 @@ use crate::nursery::tree::{descendants, threads};
 use crate::procfs;
 use crate::stat::Stat;
 
-/// Time limit for one sample. `/proc/PID/io` blocks while the process executes another program, for example from a dead
-/// network file system.
+/// Time limit for one sample, because a read of `/proc/PID/io` blocks while the process is inside `exec`, for example
+/// of a program on a dead network file system.
 pub(super) const LIMIT: Duration = Duration::from_secs(2);
 const MAX_PROCESSES: usize = 64;
 const MAX_THREADS: usize = 256;
-/// A process that uses, or waits for, a CPU for one part in this many of the time is busy. Threads that poll use less.
+/// A worker is busy if it uses or waits for a CPU during at least 1/`BUSY_SHARE` of the time. Threads that only poll
+/// use less.
 const BUSY_SHARE: u32 = 20;
-/// Bytes read that count as progress. Monitors that poll `/proc` read less in a few seconds.
+/// Number of bytes read between two samples that counts as progress. Monitoring threads that poll `/proc` read less.
 const MANY_BYTES: u64 = 64 * 1024;
-/// Fields of `/proc/PID/stat`: CPU time in clock ticks, in user and kernel mode, the same of children that were reaped.
+/// Fields of `/proc/PID/stat` that hold CPU time in clock ticks: user and kernel mode of the process, and the same of
+/// its reaped children.
 const CPU_TICKS: std::ops::RangeInclusive<usize> = 14..=17;
 
 /// Totals of a worker and its descendants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sample {
     at: Instant,
-    /// Clock ticks.
+    /// CPU time in clock ticks.
     cpu: u64,
-    /// Nanoseconds in which threads were ready to run and had no CPU.
+    /// Nanoseconds for which threads were ready to run but had no CPU.
     delayed: u64,
     read: u64,
     written: u64,
-    /// A thread is in uninterruptible sleep (state D): it waits for a disk or a network file system.
+    /// True if a thread is in uninterruptible sleep (state D), because it waits for a disk or a network file system.
     waits_for_disk: bool,
 }
 
-/// Samples a worker; blocks for about [`LIMIT`] at most, apart from a process that executes another program.
+/// Samples a worker and its descendants. May block while one of these processes is inside `exec`; the caller applies
+/// [`LIMIT`].
 pub(super) fn sample(worker: i32) -> Sample {
     let mut sample = Sample { at: Instant::now(), cpu: 0, delayed: 0, read: 0, written: 0, waits_for_disk: false };
     let below = descendants(worker, &[]).map(|listed| listed.pid).take(MAX_PROCESSES);
@@ -49,7 +53,7 @@ pub(super) fn sample(worker: i32) -> Sample {
 }
 
 impl Sample {
-    /// Time between an earlier sample and this one.
+    /// Returns the time between an earlier sample and this one.
     pub(super) fn since(&self, before: &Self) -> Duration {
         self.at.saturating_duration_since(before.at)
     }
@@ -67,18 +71,18 @@ impl Sample {
         self.written += count("wchar:");
         for thread in threads(pid).into_iter().flatten().take(MAX_THREADS) {
             self.waits_for_disk |= Stat::in_folder(&thread).and_then(|stat| stat.field(3)) == Some('D');
-            // Nanoseconds on a CPU, nanoseconds ready to run, and a count.
+            // The three fields are nanoseconds on a CPU, nanoseconds ready to run, and the number of time slices.
             let schedule = std::fs::read_to_string(thread.join("schedstat")).unwrap_or_default();
             self.delayed += schedule.split_whitespace().nth(1).and_then(|value| value.parse().ok()).unwrap_or(0);
         }
     }
 }
 
-/// True if the worker made progress between two samples.
+/// Returns true if the worker made progress between two samples.
 pub(super) fn progressed(before: &Sample, after: &Sample, ticks_per_second: u64) -> bool {
     let span = nanoseconds(after.since(before));
     let cpu = after.cpu.saturating_sub(before.cpu).saturating_mul(1_000_000_000 / ticks_per_second.max(1));
-    // Processes that ended in between take their totals with them.
+    // Subtract with saturation, because the totals shrink when a descendant has exited between the samples.
     let busy = cpu.saturating_add(after.delayed.saturating_sub(before.delayed));
     after.waits_for_disk
         || busy > 0 && busy >= span / u64::from(BUSY_SHARE)
@@ -86,7 +90,7 @@ pub(super) fn progressed(before: &Sample, after: &Sample, ticks_per_second: u64)
         || after.read.saturating_sub(before.read) >= MANY_BYTES
 }
 
-/// Clock ticks per second, the unit of CPU time in `/proc`.
+/// Returns the number of clock ticks per second. `/proc` reports CPU time in clock ticks.
 pub(super) fn ticks_per_second() -> u64 {
     let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
     ticks.and_then(|ticks| u64::try_from(ticks).ok()).unwrap_or(100)
@@ -133,7 +137,8 @@ mod tests {
 
     #[test]
     fn a_process_that_waits_makes_no_progress_until_it_or_its_child_writes() {
-        // The second `cat` copies what comes to the standard output: a descendant of the worker writes.
+        // `cat` copies its input to its output. It is a child of the shell, so the bytes are written by a descendant of
+        // the sampled process.
         let mut child = shell("cat; true");
         let pid = child.id().cast_signed();
         let mut output = child.stdout.take().unwrap();

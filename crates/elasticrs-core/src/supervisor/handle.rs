@@ -36,23 +36,24 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// As [`Supervisor::guard_connection`]. Nothing, once it has ended; likewise below.
+    /// Same as [`Supervisor::guard_connection`]. Does nothing if the supervisor has ended; this holds for the other
+    /// methods, too.
     pub fn hold(&self, connection: OwnedFd) {
         self.send(Guarded::Hold(connection));
     }
 
-    /// Gives the nursery a link with another agent, on which it says `word` when nothing of this agent is left. The first link
-    /// of a session takes the place of those of the session before.
+    /// Gives the nursery a link with another agent. The nursery sends `word` on it when no process of this agent is
+    /// left. The first link of a session (`is_first`) replaces the links of the previous session.
     pub fn hold_link(&self, link: OwnedFd, word: LastWord, is_first: bool) {
         self.send(Guarded::Link { link, word, is_first });
     }
 
-    /// The nursery holds this connection beside the one that it has: the session is about to move there. Returns when this
-    /// process may be killed: then it is the nursery that ends both.
+    /// Gives the nursery a second connection to hold, because the session is about to move to it. Returns once this
+    /// process may be killed without closing either connection early, because the nursery then closes both.
     pub async fn hold_beside(&self, connection: OwnedFd) {
         let (held, is_held) = oneshot::channel();
         self.send(Guarded::Beside(connection, held));
-        // Not told: there is no nursery, or one that is ending, and the workers with it.
+        // An error means that there is no nursery, or that the nursery is exiting together with its workers.
         let _ = is_held.await;
     }
 
@@ -157,18 +158,20 @@ impl Supervisor {
         self.tell(Command::Stop(policy, Some(elsewhere)))
     }
 
-    /// Sends a signal to these workers, or to all; to whom of each, [`GroupSpec::stop_scope`] says.
+    /// Sends a signal to these workers, or to all of them if `local_ranks` is `None`. [`GroupSpec::stop_scope`] says
+    /// which processes of each worker get it.
     pub fn signal(&self, signal: Signal, local_ranks: Option<Vec<u32>>) -> Result<(), SupervisorError> {
         self.tell(Command::Signal(signal, local_ranks))
     }
 
-    /// Passes on to these workers a signal that this process received. [`GroupSpec::stop_scope`] says which processes of each
-    /// worker get it. It is no reason to excuse a worker that dies by it. Nothing is sent while workers are being started.
+    /// Forwards a signal that this process received to these workers. [`GroupSpec::stop_scope`] says which processes of
+    /// each worker get it. A worker that dies from the signal counts as failed. Nothing is sent while workers are being
+    /// started.
     pub fn forward(&self, signal: Signal, local_ranks: Vec<u32>) -> Result<(), SupervisorError> {
         self.tell(Command::Forward(signal, local_ranks))
     }
 
-    /// Stops all groups with SIGSTOP, and the deadlines; returns when the signals are sent.
+    /// Suspends all groups with SIGSTOP and pauses their deadlines. Returns once the signals are sent.
     pub fn suspend(&self) -> Result<(), SupervisorError> {
         self.ask(Command::Suspend)
     }
@@ -335,7 +338,7 @@ impl Drop for Supervisor {
     /// As `close(false)`: a supervisor that is forgotten leaves nothing behind. In a forked child it does nothing.
     fn drop(&mut self) {
         if self.close(false).is_err() {
-            // The logs' thread is the parent's; closing them would wait for it.
+            // Leak the logs, because dropping them would wait for a thread that only exists in the parent process.
             std::mem::forget(Arc::clone(&self.shared.logs));
         }
     }
@@ -351,7 +354,7 @@ mod tests {
 
     #[test]
     fn a_panic_of_the_runtime_is_an_error_and_not_a_hang() {
-        // A nursery that does nothing, and ends when its link does.
+        // A nursery that does nothing and exits when its link is closed.
         let args = ["sh", "-c", "cat <&3 >/dev/null"].map(Into::into).to_vec();
         let nursery = vec![NurseryImage::Program { path: "/bin/sh".into(), args }];
         let supervisor = Supervisor::new(Config { nursery, owns_process: true }).unwrap();

@@ -12,11 +12,12 @@
 //! - **SUP-4** after a stop began, SIGKILL follows at the deadline for whatever has not ended;
 //! - **SUP-5** the end of a group is told once, after its descendants were swept, however the group ended;
 //! - **SUP-6** no pid is signalled by number after its exit;
-//! - **SUP-7** a group that is fenced ends as stopped, with SIGKILL as the signal sent, and is never counted as failed;
-//! - **SUP-8** before SIGKILL, what a worker has in its group is signalled when the worker has ended, and with
-//!   [`crate::spec::StopScope::Worker`] not earlier;
-//! - **SUP-9** in a group that [replaces](crate::spec::GroupSpec::replaces) nobody is signalled because another one has
-//!   failed, and a process is started only when nothing is left of the one before it.
+//! - **SUP-7** a group whose fence has expired ends as stopped, with SIGKILL as the signal sent, and never counts as
+//!   failed;
+//! - **SUP-8** before SIGKILL, the rest of a worker's process group is signalled once the worker has exited. With
+//!   [`crate::spec::StopScope::Worker`], it is not signalled earlier;
+//! - **SUP-9** in a group that [replaces](crate::spec::GroupSpec::replaces) failed workers, no worker is signalled
+//!   because another one has failed, and a replacement is started only when no process of the failed worker is left.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 

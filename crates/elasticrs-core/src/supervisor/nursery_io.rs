@@ -207,8 +207,9 @@ impl Nursery {
         stage_reached(&self.stages)
     }
 
-    /// A nursery that imports holds its end of the link until it ends. Otherwise an import has put another program in its
-    /// place, which would run the script as nobody's worker; or has closed what was not its own.
+    /// Kills a nursery that has closed its link while it was importing. A nursery keeps its end of the link open until
+    /// it exits, so an imported module has either executed another program, which would run the script outside of any
+    /// group, or closed descriptors that do not belong to it.
     #[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
     fn end_what_it_executes(&mut self) {
         let Some(import) = &mut self.import else { return };

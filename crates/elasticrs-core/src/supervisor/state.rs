@@ -27,54 +27,54 @@ pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 /// What happened to the group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Input {
-    /// A member has ended.
+    /// A member has exited.
     Exited { pid: i32, exit: WorkerExit, usage: Option<Usage>, seen: Stamp },
     /// A member was stopped by a signal.
     Paused { pid: i32, signal: i32 },
-    /// A stopped member goes on.
+    /// A stopped member is running again.
     Continued { pid: i32 },
-    /// Somebody wants the group stopped.
+    /// The caller asked for the group to be stopped.
     Stop(StopPolicy),
-    /// The same, because a rank of another node hangs.
+    /// The caller asked for the group to be stopped, because a rank on another node hangs.
     StopForHang(StopPolicy, Elsewhere),
-    /// Somebody sent this signal to these ranks (`None`: to all).
+    /// The caller asked for this signal to be sent to these local ranks. `None` stands for all of them.
     Signal(Signal, Option<Vec<u32>>),
-    /// The agent was sent this signal, and passes it on to all that run. It stops nobody: who fails later has failed by
-    /// itself, and so has who dies of it.
+    /// The agent received this signal and forwards it to the running workers with these local ranks. This is not a
+    /// stop: a worker that exits later, or dies from the signal, counts as failed in the usual way.
     Forward(Signal, Vec<u32>),
-    /// Stop time for the group.
+    /// Suspend the group and pause its deadlines.
     Suspend,
-    /// Let it go on.
+    /// Resume a suspended group.
     Resume,
     /// A deadline has passed.
     Expired(Timer),
     /// The answer to [`Effect::Sweep`].
     Swept(Swept),
-    /// The nursery has died; its workers die by their parent-death signal.
+    /// The nursery has died. Its workers are killed by their parent-death signal.
     NurseryLost(NurseryEnd),
-    /// The deadline of the fence has passed: the nursery kills its workers.
+    /// The deadline of the fence has passed, and the nursery kills its workers.
     Fenced,
-    /// These members are dead, and their exits are still to be told. It comes before what makes the group signal: whoever
-    /// died by itself must not be listed as stopped by us.
+    /// These members are dead, but their exits have not been reported yet. This input precedes any input that makes the
+    /// group send signals, because a worker that died by itself may not be listed as stopped by the supervisor.
     Dead(Vec<i32>),
     /// A timer of a member, or of a descendant of one, was not released in time.
     TimerExpired(TimerExpired),
-    /// From now on all present members are watched for hangs.
+    /// Start watching all current members for hangs.
     Watch(Limits),
-    /// The signs of life right now, for the input that follows; see [`Group::needs_sight`].
+    /// The current heartbeats and other signs of life, for the next input. See [`Group::needs_sight`].
     Sight(Sight),
-    /// What [`Effect::TakeEvidence`] has found.
+    /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<Found>),
     /// A member, or a descendant of one, has recorded an uncaught exception.
     Raised(WorkerRaised),
-    /// A member that has raised was sampled after [`Timer::Exit`]. `progressed`: since the sample before it; `None` for the
-    /// first one.
+    /// A member that recorded an uncaught exception was sampled, because [`Timer::Exit`] expired. `progressed` says
+    /// whether it made progress since its previous sample, and is `None` for the first sample.
     ExitSampled { local_rank: u32, progressed: Option<bool> },
-    /// One more member, which Python started.
+    /// The group has a new member, which Python started.
     Adopted { local_rank: u32, pid: i32 },
     /// The answer to [`Effect::SweepLeft`].
     LeftSwept(Swept, Stamp),
-    /// A process is being started in the place of this worker, for which there is no [`Group::refusal`].
+    /// A replacement for this worker is being started, and [`Group::refusal`] has no objection.
     Replace { local_rank: u32 },
     /// It runs.
     Replaced { local_rank: u32, pid: i32, started: Stamp },
@@ -166,7 +166,7 @@ pub struct Group {
     stop_signal: Option<Signal>,
     /// Time between the first stop signal and SIGKILL.
     grace: Duration,
-    /// Decided by the first thing that ends the group; success until then.
+    /// Success until the first event that stops the group decides otherwise.
     outcome: Outcome,
     nursery: Option<NurseryEnd>,
     suspended: bool,
@@ -449,7 +449,7 @@ impl Group {
             }
             Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
             Timer::Check | Timer::Hang => self.look(effects),
-            // A deadline whose reason has passed in the meantime, or those that are the executor's.
+            // Deadlines that no longer apply in the current phase, and deadlines that the executor handles.
             Timer::Kill
             | Timer::GiveUp
             | Timer::Start
@@ -462,7 +462,8 @@ impl Group {
         }
     }
 
-    /// The nursery kills its own workers; those that Python started, and the groups of all, are left to us.
+    /// Kills the workers that Python started and the process groups of all workers. The nursery only kills the workers
+    /// that it started itself.
     fn on_fenced(&mut self, effects: &mut Vec<Effect>) {
         if matches!(self.phase, Phase::Running | Phase::Sweeping { lingering: true }) {
             self.outcome = Outcome::Stopped;
@@ -525,7 +526,8 @@ impl Group {
         for member in self.members.iter().filter(|m| !m.ended && (m.adopted || m.pause != Pause::Running)) {
             effects.push(to_group(member.pid, Signal::CONT));
         }
-        // It may have been asked for while the group was started.
+        // Hasten the deadline instead of arming it, because a stop requested during the start may have armed it
+        // already.
         effects.push(Effect::Hasten(Timer::Kill, policy.grace));
         self.grace = if self.phase == Phase::Stopping { self.grace.min(policy.grace) } else { policy.grace };
         (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));

@@ -15,14 +15,15 @@ impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
         match fds.into_iter().next() {
             Some(socket) => self.held.hold(Held { socket, word }, beside),
-            // Our own limit of descriptors.
+            // The descriptor was lost, because this process has reached its limit of open files.
             None => self.tell(&Reply::NotGuarded { errno: libc::EMFILE }, Vec::new()),
         }
     }
 
-    /// Nothing is left: the session of an agent that is dead may end.
+    /// Lets the session of a dead agent end, because none of its processes is left.
     pub(super) fn end_session(&mut self) {
-        // What it sent last is still to be read: the session may have moved, or the agent lives.
+        // Read the agent's last requests first, because they may say that the session has moved to another connection,
+        // or that the agent is alive.
         while let Ok(Some((request, fds))) = self.link.receive() {
             match request {
                 Request::Hold { beside, word } => self.hold(fds, beside, word),
@@ -34,7 +35,7 @@ impl Nursery {
     }
 
     pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
-        // Without it the sentinel does not wait for us when the agent is gone.
+        // Without the activity page, the sentinel does not wait for the nursery when the agent is gone.
         self.activity = Activity::from_descriptors(fds).ok();
         if let Some(activity) = &mut self.activity {
             activity.wait();
@@ -51,7 +52,7 @@ impl Nursery {
         }
     }
 
-    /// Looks at the deadline, and ends everything when it has passed; says whether it has.
+    /// Kills everything if the deadline of the fence has passed. Returns true if it has.
     pub(super) fn check_fence(&mut self) -> bool {
         match self.fence.as_ref().map(Fence::look) {
             None | Some(Ok(Look::Unset | Look::At(_))) => false,

@@ -77,7 +77,7 @@ pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u
     nursery.serve().map_err(code)?.map(Begun::settle).ok_or(0)
 }
 
-/// What a process has as the program that it was until now ends; returns the name that its workers get back.
+/// Returns the current process name, which the workers get back after the nursery has renamed itself.
 fn leave_program() -> CString {
     let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
     CString::new(name.trim_end()).unwrap_or_default()
@@ -141,16 +141,18 @@ impl Nursery {
             start.limit_descriptors()?;
         }
         prctl::set_child_subreaper(true)?;
-        // A nursery that somebody has stopped must run again when its agent dies, or the workers would outlive the lease.
-        // The kernel sends the signal, so no other process has to be alive for it. In a warm nursery it takes the place of
-        // SIGKILL, which was for the time of the import, when the nursery could not watch its agent.
+        // Have the kernel send SIGCONT to this nursery when the agent dies. If the nursery is stopped at that time, it
+        // must resume, because otherwise the workers would outlive the lease. The kernel sends the signal even if no
+        // other process is alive. In a warm nursery, SIGCONT replaces SIGKILL, which was set during the import because
+        // the nursery could not watch its agent then.
         prctl::set_pdeathsig(Signal::SIGCONT)?;
         let name = if forker.is_some() { leave_program() } else { CString::default() };
         prctl::set_name(NAME)?;
-        // Where the scheduler shares by sessions first, the nice value counts within one only. Ours has nobody else in
-        // it. Without permission a fair share has to do.
+        // With autogroups, the scheduler divides the CPU among sessions first, and the nice value only counts within
+        // one session. The nursery is alone in its session, so set the nice value of the session's autogroup. Continue
+        // if it fails: the nursery then has an ordinary share of the CPU.
         let _ = std::fs::write("/proc/self/autogroup", "-20");
-        // Ignored, it would make the kernel reap in our place.
+        // If SIGCHLD were ignored, the kernel would discard the exit statuses of the workers.
         signals::set_default(Signal::SIGCHLD)?;
         sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None)?;
         let mut child_signal = SigSet::empty();
@@ -262,7 +264,8 @@ impl Nursery {
                     let exit = WorkerExit::from_wait_status(status);
                     self.held_by_tracers.remove(&pid);
                     self.given_up.remove(&pid);
-                    // A process that asked to be traced by its parent is stopped at each signal, and we are its parent.
+                    // A worker that called `PTRACE_TRACEME` is traced by the nursery, because that is its parent. Such
+                    // a worker stops at each signal, so detach from it.
                     if exit.is_none() && libc::WIFSTOPPED(status) && wait::release(pid, libc::WSTOPSIG(status)) {
                         continue;
                     }

@@ -75,7 +75,8 @@ impl Sentinel {
                 Ok(None) => return true,
                 Err(_) => return false,
             };
-            // What cannot be taken over leaves the nursery without this guard, as a sentinel that is lost does.
+            // If a descriptor cannot be taken over, the sentinel does not guard it. The loss of the whole sentinel has
+            // the same effect.
             match request {
                 Request::Guard => self.nursery = Guarded::new(fds),
                 Request::Fence => self.fence = Fence::from_descriptors(fds).ok(),

@@ -1,4 +1,4 @@
-//! Workers that have recorded an uncaught exception, and that may not end by themselves.
+//! Workers that have recorded an uncaught exception and may fail to exit by themselves.
 
 use std::time::Duration;
 
@@ -6,17 +6,18 @@ use super::hangs::Then;
 use super::{Effect, Event, Group, Phase, Signal, StopScope, Timer, WorkerRaised};
 use crate::supervisor::event::{ExitStage, WorkersKilled};
 
-/// Time between two samples of a worker that has raised: half of its limit, so that the second one comes when that has
-/// passed.
+/// Returns the time between two samples of a worker that has raised. It is half of the limit, so that the second sample
+/// is taken when the limit has passed.
 fn between_samples(limit: Duration) -> Duration {
     limit / 2
 }
 
 impl Group {
-    /// The process is about to end. Only the last exception of a rank counts, because a shell may start its program again.
+    /// Records an uncaught exception of a worker and starts watching the worker's exit. Only the last exception of a
+    /// rank counts, because a shell may run its program again.
     ///
-    /// A worker that is being stopped has usually recorded a consequence of the first failure. That is not told, but its
-    /// exit is watched as well.
+    /// The exception of a worker that is being stopped is not reported, because it is usually a consequence of the
+    /// first failure. The exit of such a worker is watched as well.
     pub(super) fn on_raised(&mut self, raised: WorkerRaised, effects: &mut Vec<Effect>) {
         let local_rank = raised.local_rank;
         let is_working = self.working(local_rank).is_some();
@@ -31,14 +32,15 @@ impl Group {
         effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), between_samples(limit))));
     }
 
-    /// Follows up a sample of a worker that has raised. `progressed`: since the sample before; `None` for the first one.
+    /// Handles a sample of a worker that has raised. `progressed` says whether the worker made progress since the
+    /// previous sample, and is `None` for the first sample.
     pub(super) fn on_exit_sampled(&mut self, local_rank: u32, progressed: Option<bool>, effects: &mut Vec<Effect>) {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
         let Some(raised) = member.and_then(|m| m.raised.clone()) else { return };
         let Some(limit) = raised.limit else { return };
         let is_working = self.working(local_rank).is_some();
         match progressed {
-            // What holds the exit is looked at first.
+            // Take evidence of what blocks the exit before the worker is killed.
             Some(false) if is_working => return self.take_evidence(Then::Exit(local_rank), effects),
             Some(false) => return self.kill_stalled(local_rank, between_samples(limit), effects),
             Some(true) if is_working => {
@@ -51,7 +53,8 @@ impl Group {
         effects.push(Effect::Arm(Timer::Exit(local_rank), between_samples(limit)));
     }
 
-    /// A stalled worker has had its time to end, and its siblings may have waited for as long. So it gets no grace.
+    /// Kills a worker whose exit has stalled. It gets no grace, because its time limit has passed and its siblings may
+    /// have been waiting for it all that time.
     pub(super) fn on_exit_overdue(&mut self, local_rank: u32, effects: &mut Vec<Effect>) {
         let Some(raised) = self.working(local_rank).and_then(|member| member.raised.clone()) else { return };
         let seen = raised.seen;
@@ -59,7 +62,8 @@ impl Group {
         self.fail_at_once(local_rank, seen, stalled, effects);
     }
 
-    /// Ends a worker before the grace of the stop is over: its program has ended, and nothing is being saved.
+    /// Kills a worker before the grace of the stop is over, because its program has failed and its exit makes no
+    /// progress, so it is not saving anything.
     fn kill_stalled(&mut self, local_rank: u32, limit: Duration, effects: &mut Vec<Effect>) {
         let is_open = matches!(self.phase, Phase::Running | Phase::Stopping);
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
@@ -69,7 +73,7 @@ impl Group {
         effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, signal: None, limit })));
     }
 
-    /// Names the workers whose grace is over. Those that have SIGKILL already are not named.
+    /// Reports the workers whose grace is over, except those that were already sent SIGKILL.
     pub(super) fn tell_grace_is_over(&self, effects: &mut Vec<Effect>) {
         let runs = self.members.iter().filter(|m| m.runs() && m.sent != Some(Signal::KILL));
         let workers: Vec<_> = runs.map(|m| (m.local_rank, m.pid)).collect();

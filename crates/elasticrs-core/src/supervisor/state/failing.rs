@@ -10,7 +10,8 @@ use crate::supervisor::event::WorkersKilled;
 use elasticrs_runtime::clock::Stamp;
 
 impl Group {
-    /// A worker that hangs has failed. Once a stop has begun, its deadline is the one that counts.
+    /// Handles a timer that was not released in time. The worker counts as failed if the timer has a signal, unless a
+    /// stop has begun: then only the deadline of the stop counts.
     pub(super) fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
         let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
         let Some(member) = self.working(local_rank) else { return };
@@ -46,7 +47,8 @@ impl Group {
         self.members.iter_mut().find(runs).filter(|_| self.phase == Phase::Running)
     }
 
-    /// Kills a worker that must not go on, without any grace, and stops the others.
+    /// Kills a worker immediately, without grace. Also stops the other workers, unless the group replaces failed
+    /// workers.
     pub(super) fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
         let Some(member) = self.working(local_rank) else { return };
         let worker = member.pid;
@@ -60,7 +62,8 @@ impl Group {
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
-    /// Fails a worker that may use the grace for the rest of its exit, and stops the others.
+    /// Marks a worker as failed, but gives it the grace to finish its exit. Also stops the other workers, unless the
+    /// group replaces failed workers.
     pub(super) fn fail_in_grace(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
         let Some(member) = self.working(local_rank) else { return };
         let worker = member.pid;
@@ -73,7 +76,8 @@ impl Group {
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
-    /// The stop after a worker failed that has not ended yet; returns how many siblings it has.
+    /// Stops the group after the failure of a worker that has not exited yet. Returns the number of its running
+    /// siblings.
     fn fail(&mut self, worker: i32, but: Option<i32>, effects: &mut Vec<Effect>) -> u32 {
         self.outcome = Outcome::Failed;
         let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();
@@ -81,14 +85,15 @@ impl Group {
         u32::try_from(siblings).unwrap_or(u32::MAX)
     }
 
-    /// A member has failed and has so long to end; the others go on.
+    /// Marks a member as failed and gives it `limit` to exit, while the other members keep running.
     fn condemn(&mut self, index: usize, limit: Duration, seen: Stamp, effects: &mut Vec<Effect>) {
         let member = &mut self.members[index];
         member.condemned = Some(seen);
         effects.push(Effect::Arm(Timer::Condemned(member.local_rank), limit));
     }
 
-    /// It has not ended in time. One that SIGKILL does not end cannot be replaced, and the group ends as any other does.
+    /// Kills a failed member that has not exited in time. If it does not exit after SIGKILL either, it cannot be
+    /// replaced, so the group is stopped as a group without replacement would be.
     pub(super) fn on_condemned(&mut self, local_rank: u32, effects: &mut Vec<Effect>) {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
         let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
