@@ -161,26 +161,28 @@ def _take_page() -> memoryview:
 
 
 def _notice_exit() -> None:
-    """Call :func:`_begin_exit` when the program has returned.
+    """Call :func:`_begin_exit` when the main program has returned.
 
-    ``atexit`` would be too late: its callbacks run after all background threads have ended.
+    Do not use ``atexit``, because its callbacks run only after all background threads have finished.
     """
     from threading import _register_atexit  # type: ignore[attr-defined]
 
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        return  # The program has returned already, and heartbeats of that time have the limit of steps.
+        return  # The main program has returned already, so later heartbeats keep the time limit for a step.
 
 
 def _begin_exit() -> None:
-    """Store when the program returned. The limit of steps no longer applies, unless another heartbeat follows
-    because a background thread still trains.
+    """Store the time at which the main program returned.
+
+    From then on the time limit for a step does not apply. It applies again if another heartbeat follows,
+    because then a background thread is still training.
     """
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:
-        # Even, because the time from the last heartbeat to the return is no step.
+        # Clear the lowest bit, because the time from the last heartbeat to the return is not a step.
         at = monotonic_ns() & -2
         words[_TIMES + (_count & _LAST)] = at
         _count += 1

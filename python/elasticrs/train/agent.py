@@ -25,19 +25,21 @@ _stores: list[Any] = []
 
 
 class AgentCoordinator(CoordinatorP2P):
-    """Finds the others by what the agent has put into the environment; no address stands in the script.
+    """Coordinator that finds the other workers through environment variables that the agent sets.
+
+    The training script needs no address.
 
     Args:
-        c10d_backend: of the default process group, such as ``"gloo"``.
-        process_group_timeout: milliseconds for a collective.
-        coordinator_pg_timeout: milliseconds for the others to reach :meth:`barrier`.
+        c10d_backend: Backend of the default process group, such as ``"gloo"``.
+        process_group_timeout: Timeout of a collective, in milliseconds.
+        coordinator_pg_timeout: Time limit for all workers to reach :meth:`barrier`, in milliseconds.
 
-    Without ``--on-failure replace`` the workers meet as well, and repeat a step that fails. But when a worker
-    exits, its agent restarts all of them.
+    Without ``--on-failure replace``, workers still repeat a step that fails. But if a worker exits, the agent
+    restarts all workers.
 
     Raises:
-        RuntimeError: no agent has started this process.
-        ValueError: time-outs that contradict each other.
+        RuntimeError: This process was not started by an agent.
+        ValueError: The two timeouts contradict each other.
     """
 
     def __init__(
@@ -52,13 +54,13 @@ class AgentCoordinator(CoordinatorP2P):
 
 
 class AgentPlace(Value):
-    """Where the workers of an agent meet.
+    """Rendezvous settings for the workers of an agent.
 
     Args:
-        url: see :mod:`elasticrs.train.meeting_url`.
-        environ: for the credential, and for the names that the agent gives to this worker.
-        hosts: this process hosts the coordination store.
-        others_come_back: the agent replaces a worker that exits; otherwise it restarts all of them.
+        url: Rendezvous URL, see :mod:`elasticrs.train.meeting_url`.
+        environ: Environment variables that hold the credential and the names that the agent gave this worker.
+        hosts: True if this process hosts the coordination store.
+        others_come_back: True if the agent replaces a worker that exits. False if it restarts all workers.
     """
 
     url: str
@@ -68,10 +70,10 @@ class AgentPlace(Value):
 
 
 def agent_place() -> AgentPlace:
-    """Return where the workers of this process's agent meet.
+    """Return the rendezvous settings that this process got from its agent.
 
     Raises:
-        RuntimeError: no agent has started this process.
+        RuntimeError: This process was not started by an agent.
     """
     url = os.environ.get(URL_VARIABLE)
     if url is None:
@@ -85,10 +87,10 @@ def agent_place() -> AgentPlace:
 
 @cache
 def _place_of_restarted_workers() -> AgentPlace:
-    """Have rank 0 host the coordination store, because the agent of this job hosts none for its workers.
+    """Let rank 0 host the coordination store, because the agent of this job hosts none for its workers.
 
-    The others learn its port and its token from the workers' store. The place is found once, because a
-    meeting changes the variables that say where that store is.
+    The other ranks read the port and the token from torch's ``env://`` store. The result is cached, because
+    a rendezvous changes the environment variables that locate that store.
     """
     if not all(name in os.environ for name in _OF_EVERY_WORKER):
         raise RuntimeError(
@@ -103,7 +105,7 @@ def _place_of_restarted_workers() -> AgentPlace:
             port = free.getsockname()[1]
         store.set(_PLACE_KEY, f"{port} {os.urandom(16).hex()}")
     port, token = store.get(_PLACE_KEY).decode().split()
-    # A store that rank 0's process serves has to last until the others have read from it.
+    # Keep a reference, because the store may be served by rank 0's process and the other ranks still read it.
     _stores.append(store)
     host = os.environ["MASTER_ADDR"]
     host = f"[{host}]" if ":" in host else host

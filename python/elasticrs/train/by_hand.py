@@ -25,7 +25,7 @@ __all__ = ["Participant", "on_change"]
 
 
 def on_change(callback: Callable[[Stop], None] | None = None, init_method: str | None = None) -> Participant:
-    """Take part in the job by hand: this process stays when others fail.
+    """Take part in the job with a training loop of your own, which survives the failure of other workers.
 
     ::
 
@@ -34,25 +34,26 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
                 job.meet()                               # a new round: RANK, WORLD_SIZE, MASTER_* are set
                 try:
                     job.init_process_group("gloo")
-                    synchronise(model)                   # who is most advanced sends to all
+                    synchronise(model)                   # the most advanced worker sends to all
                     while not is_finished(model):
                         step(model)
                         if job.passed():                 # once after each step
                             break
-                except RuntimeError:                     # a collective was broken off
+                except RuntimeError:                     # a collective was aborted
                     roll_back(model)
-            job.close()                                  # the job has ended for all
+            job.close()                                  # end the job for all workers
 
     Args:
-        callback: called with a :class:`~elasticrs.rendezvous.elastic.messages.Stop` as soon as a round ends
-            for this worker, on a thread of its own, so that a framework can abort what this library does not
-            know of. It must not raise. ``planned`` is true if nobody has failed: there is nothing to abort.
-        init_method: where the workers meet, as for :class:`~elasticrs.train.p2p.CoordinatorP2P`; through the
-            agent when ``None``.
+        callback: Called on a separate thread with a :class:`~elasticrs.rendezvous.elastic.messages.Stop` as
+            soon as a round ends for this worker. A framework can use it to abort communication that this
+            library does not know about. It must not raise. If ``planned`` is true, no worker has failed and
+            nothing needs to be aborted.
+        init_method: Rendezvous URL, as for :class:`~elasticrs.train.p2p.CoordinatorP2P`. ``None`` to use the
+            settings from the agent.
 
     Raises:
-        RuntimeError: no agent has started this process.
-        ValueError: a URL that makes no sense.
+        RuntimeError: This process was not started by an agent.
+        ValueError: The URL is invalid.
     """
     if init_method is not None:
         place = parse(init_method, os.environ)
@@ -91,16 +92,18 @@ class Participant:
         return self._member.meet()
 
     def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
-        """Make the default group. Further groups that the program makes with ``torch.distributed`` until the
-        next meeting can be broken off as well. A default group that is made in another way has to be made
-        inside ``with round.connections.recorded()``; otherwise its collectives cannot be broken off.
+        """Create the default process group in such a way that its collectives can be aborted.
+
+        Groups that the program creates with ``torch.distributed`` until the next :meth:`meet` can be aborted
+        as well. If you create the default group in another way, do so inside
+        ``with round.connections.recorded()``. Otherwise its collectives cannot be aborted.
 
         Args:
-            backend: such as ``"gloo"``.
-            timeout: seconds for a collective.
+            backend: Backend of the group, such as ``"gloo"``.
+            timeout: Timeout of a collective, in seconds.
 
         Raises:
-            RuntimeError: the round has ended: :meth:`meet` again.
+            RuntimeError: The round has ended. Call :meth:`meet` again.
         """
         current = self._member.round
         if current is None:

@@ -19,12 +19,12 @@ __all__ = ["Coordinator", "FinalState", "NonRetryableException", "StopException"
 
 
 class FinalState(Value):
-    """What a worker that starts after the end of the training can have.
+    """Final state of a job, for a worker that starts after the training has ended.
 
     Args:
-        content: what ``State.save`` wrote on another worker; ``None`` if no living worker has it.
-        in_checkpoint: the newest checkpoint holds the final state.
-        trouble: why there is no content, and what to do, for the user.
+        content: Bytes that ``State.save`` wrote on another worker. ``None`` if no living worker has a copy.
+        in_checkpoint: True if the newest checkpoint holds the final state.
+        trouble: Message to the user that says why there is no content, and what to do.
     """
 
     content: bytes | None
@@ -33,13 +33,14 @@ class FinalState(Value):
 
 
 class Coordinator(ABC):
-    """Brings the workers of a job together, again and again, and tells the loop when to do what.
+    """Runs the rendezvous of a job's workers and tells the training loop when to meet, save and stop.
 
     Attributes:
-        rounds_before: how many rounds the job had before the present one, as far as that is known.
-        takes_requests: it has :meth:`request` and what belongs to it.
-        others_come_back: a worker that exits is replaced. Otherwise its agent restarts all workers.
-        keeps_final_state: it can pass the final state to workers that start after the end.
+        rounds_before: Number of rounds that the job had before the current one, as far as it is known.
+        takes_requests: True if this coordinator implements :meth:`request` and the related methods.
+        others_come_back: True if a worker that exits is replaced. False if its agent restarts all workers.
+        keeps_final_state: True if this coordinator can pass the final state to workers that start after the
+            training has ended.
     """
 
     rounds_before: int = 0
@@ -132,15 +133,15 @@ class Coordinator(ABC):
         return False
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:  # noqa: ARG002 -- for those that override it
-        """True if a member was lost or the round has ended, so that an error of a collective is a consequence
-        of that. Called when a step or a meeting has raised an error that may be retried, before this worker
-        leaves the round. May wait a moment for the news.
+        """Return true if an error was caused by a lost member or by the end of the round.
 
-        Errors that are broken off count little against ``max_failures``, because the worker that caused them
-        counts them itself.
+        The loop calls this after a step or a rendezvous raised a retryable error, before this worker leaves
+        the round. The call may wait briefly for the store to report a lost member.
+
+        Such an error counts little against ``max_failures``, because the worker that caused it counts it too.
 
         Args:
-            is_meeting: the error was raised before ``sync``.
+            is_meeting: True if the error was raised before ``sync``.
         """
         return False
 
@@ -156,26 +157,28 @@ class Coordinator(ABC):
         """
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- may be left out
-        """Keep the final state for workers that start after the end. Called on all workers, when they have
-        the same state and before :meth:`signal_training_done`.
+        """Keep the final state for workers that start after the training has ended.
+
+        The loop calls this on all workers when they have the same state, before :meth:`signal_training_done`.
 
         Args:
-            content: what ``State.save`` wrote; ``None`` if this worker has no copy.
-            in_checkpoint: the newest checkpoint holds the final state.
+            content: Bytes that ``State.save`` wrote. ``None`` if this worker has no copy.
+            in_checkpoint: True if the newest checkpoint holds the final state.
         """
 
     def final_state(self) -> FinalState | None:
-        """Return the final state of a job that ended without this worker; ``None`` if this coordinator does
-        not know.
+        """Return the final state of a job that ended without this worker.
+
+        ``None`` if this coordinator does not keep final states.
 
         Raises:
-            NonRetryableException: this worker cannot have it.
+            NonRetryableException: This worker cannot get the final state.
         """
         return None
 
     @abstractmethod
     def signal_training_done(self) -> None:
-        """Close the job for good: whoever comes later gets :class:`~elasticrs.train.StopException`."""
+        """Close the job permanently. Workers that join later get :class:`~elasticrs.train.StopException`."""
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: B027 -- may be left out
         """Look for workers that are slower than others; called after every step.

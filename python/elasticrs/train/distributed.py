@@ -79,11 +79,11 @@ def _broadcast(tensor: torch.Tensor, src: int) -> torch.Tensor:
 
 
 def broadcast_long(value: int, src_rank: int = 0) -> int:
-    """Return the whole number of one worker.
+    """Broadcast an integer from one worker to all workers, and return it.
 
     Args:
-        value: of this worker.
-        src_rank: the rank whose number counts.
+        value: Value of this worker. It is used only on the source rank.
+        src_rank: Rank that sends its value.
     """
     import torch
 
@@ -93,21 +93,21 @@ def broadcast_long(value: int, src_rank: int = 0) -> int:
 
 
 def broadcast_bool(value: bool, src_rank: int = 0) -> bool:
-    """Return the flag of one worker.
+    """Broadcast a boolean from one worker to all workers, and return it.
 
     Args:
-        value: of this worker.
-        src_rank: the rank whose flag counts.
+        value: Value of this worker. It is used only on the source rank.
+        src_rank: Rank that sends its value.
     """
     return bool(broadcast_long(int(value), src_rank))
 
 
 def broadcast_float_list(float_list: Sequence[float], src_rank: int = 0) -> list[float]:
-    """Return the list of one worker; the lists of the others may have another length.
+    """Broadcast a list of floats from one worker to all workers, and return it.
 
     Args:
-        float_list: of this worker.
-        src_rank: the rank whose list counts.
+        float_list: List of this worker. It is used only on the source rank; the lengths may differ.
+        src_rank: Rank that sends its list.
     """
     import torch
 
@@ -120,13 +120,13 @@ def broadcast_float_list(float_list: Sequence[float], src_rank: int = 0) -> list
 
 
 def broadcast_model(model: torch.nn.Module | int, src_rank: int | torch.nn.Module = 0) -> None:
-    """Give all workers the parameters of one of them, in place. Buffers are not sent.
+    """Broadcast a model's parameters from one worker to all workers, in place. Buffers are not sent.
 
-    Without keywords the arguments may come in either order, because torchelastic 0.1 takes the rank first.
+    Positional arguments may come in either order, because torchelastic 0.1 takes the rank first.
 
     Args:
-        model: of the same shape on every worker.
-        src_rank: the rank whose parameters count.
+        model: Model to send or to overwrite. It must have the same parameter shapes on every worker.
+        src_rank: Rank that sends its parameters.
     """
     if isinstance(model, int):
         model, src_rank = src_rank, model
@@ -145,18 +145,18 @@ def broadcast_model(model: torch.nn.Module | int, src_rank: int | torch.nn.Modul
 
 
 def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
-    """Return the bytes of one worker. Large data are sent in parts, all at once.
+    """Broadcast bytes from one worker to all workers, and return them. Large data is sent in parts.
 
     Args:
-        data: of this worker: a ``numpy.ndarray`` or a tensor, of type ``uint8``; ``None`` is allowed on all
-            workers except the source.
-        src_rank: the rank whose bytes count.
+        data: A ``numpy.ndarray`` or a tensor of type ``uint8``. Only the source's data is used; ``None`` is
+            allowed on all other workers.
+        src_rank: Rank that sends its data.
 
     Returns:
-        On every worker the type that the source passed.
+        An array or a tensor, on every worker of the type that the source passed.
 
     Raises:
-        TypeError: this worker passed something else.
+        TypeError: This worker passed an object of another type.
     """
     import torch
 
@@ -167,9 +167,9 @@ def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
         return data
     mine = torch.empty(0, dtype=torch.uint8)
     if data is not None:
-        # A copy of a read-only array, because tensors cannot be read-only and torch would warn.
+        # Copy a read-only array, because tensors cannot be read-only and torch would warn.
         mine = torch.as_tensor(data if is_tensor or data.flags.writeable else data.copy())
-    # The sign carries the type: negative means an array, counted from -1.
+    # Encode the type in the sign: an array of n bytes is sent as -1 - n, a tensor of n bytes as n.
     length = broadcast_long(mine.numel() if is_tensor else -1 - mine.numel(), src_rank)
     if get_rank() != src_rank:
         mine = torch.empty(length if length >= 0 else -1 - length, dtype=torch.uint8)

@@ -45,19 +45,20 @@ _handlers: dict[str | None, EventLogHandler] = {None: NullEventLogHandler()}
 
 
 def configure(handler: EventLogHandler, group: str | None = None) -> None:
-    """Set the handler of this process, or of one group of events.
+    """Set the event handler for one group of events, or the default handler.
 
     Args:
-        handler: receives the events from now on.
-        group: ``None`` for the events of ``elasticrs.train`` and of all groups without a handler.
+        handler: Handler that receives the events from now on.
+        group: Name of the group. ``None`` sets the default handler, which receives the events of
+            ``elasticrs.train`` and of all groups without a handler.
     """
     _handlers[group] = handler
 
 
 def get_event_logger(group: str | None = None) -> EventLogHandler:
-    """Return the handler of a group; the handler of this process if the group has none.
+    """Return the event handler of a group, or the default handler if the group has none.
 
     Args:
-        group: as for :func:`configure`.
+        group: Name of the group. ``None`` for the default handler.
     """
     return _handlers.get(group, _handlers[None])

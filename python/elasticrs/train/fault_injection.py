@@ -11,20 +11,20 @@ __all__ = ["start_fault_injection_thread"]
 
 
 def start_fault_injection_thread(fault_injection_rate: float, interval_in_sec: float) -> threading.Thread:
-    """Let this process end by SIGKILL, sooner or later.
+    """Start a thread that kills this process with SIGKILL at a random time.
 
     Args:
-        fault_injection_rate: probability of dying in each interval, from 0 to 1.
-        interval_in_sec: seconds between two draws.
+        fault_injection_rate: Probability of a kill in each interval, from 0 to 1.
+        interval_in_sec: Length of an interval, in seconds.
 
     Raises:
-        ValueError: a rate that is no probability, or an interval that is no time.
+        ValueError: The rate is not between 0 and 1, or the interval is not positive.
     """
     if not 0 <= fault_injection_rate <= 1:
         raise ValueError(f"fault_injection_rate: got {fault_injection_rate}, expected 0 to 1")
     if not interval_in_sec > 0:
         raise ValueError(f"interval_in_sec: got {interval_in_sec}, expected more than 0")
-    # A program that seeds its numbers would let all of its workers die at once.
+    # Use a separate generator: if the program seeds `random`, all its workers would die at the same time.
     numbers, pause = random.SystemRandom(), threading.Event()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints with the names of torchelastic 0.1, also for loops that do not use ``train``."""
+"""Checkpoint API with the names of torchelastic 0.1. Loops that do not use ``train`` can use it as well."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = [
 
 
 class CheckpointUtil:
-    """Load and save states in a loop of your own; rank 0 reads and writes. ``train`` does not need this.
+    """Loads and saves checkpoints in a training loop that does not use ``train``. Rank 0 reads and writes.
 
     Args:
-        coordinator: of the loop.
+        coordinator: Coordinator that the loop uses.
 
     Attributes:
-        coordinator: of the loop.
-        checkpoint_manager: the manager that was set when this object was made; ``None`` for no checkpoints.
-        checkpoint_loaded: this worker has a state of this job, so no checkpoint has to be loaded.
+        coordinator: Coordinator that the loop uses.
+        checkpoint_manager: Manager that was set when this object was created. ``None`` for no checkpoints.
+        checkpoint_loaded: True if this worker has a state of this job, so that no checkpoint must be loaded.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -48,17 +48,18 @@ class CheckpointUtil:
     def load_checkpoint(self, state: State, rank: int) -> State:
         """Load the newest checkpoint into the state, unless a worker already has a state of this job.
 
-        All workers call this together. Rank 0 loads; ``state.sync`` gives the state to the others.
+        All workers must call this together. Only rank 0 loads the checkpoint. Call ``state.sync`` afterwards
+        to send the state to the other workers.
 
         Args:
-            state: to load into.
-            rank: of this worker.
+            state: State to load the checkpoint into.
+            rank: Rank of this worker.
 
         Returns:
-            The same state.
+            The ``state`` argument.
 
         Raises:
-            CheckpointError: the checkpoint cannot be used; raised on all workers.
+            CheckpointError: The checkpoint cannot be used. Raised on all workers.
         """
         if self.checkpoint_manager is not None and not any(
             is_loaded for (is_loaded,) in self.coordinator.exchange([int(self.checkpoint_loaded)])
@@ -67,15 +68,15 @@ class CheckpointUtil:
         return state
 
     def set_checkpoint_loaded(self) -> None:
-        """Note that this worker has a state of this job. Call it after ``state.sync``."""
+        """Record that this worker has a state of this job. Call this after ``state.sync``."""
         self.checkpoint_loaded = True
 
     def save_checkpoint(self, state: State, rank: int) -> None:
-        """Save the state if the coordinator or the state asks for it. All workers call this together.
+        """Save the state if the coordinator or the state asks for it. All workers must call this together.
 
         Args:
-            state: to save.
-            rank: of this worker.
+            state: State to save.
+            rank: Rank of this worker.
         """
         if self.checkpoint_manager is None:
             return
@@ -89,7 +90,7 @@ class CheckpointBarrier:
     """Context manager that waits for all workers at the end of its block.
 
     Args:
-        rank: of this worker.
+        rank: Rank of this worker.
     """
 
     def __init__(self, rank: int) -> None:

@@ -38,12 +38,14 @@ class _TornError(CheckpointError):
 
 
 class FileSystemCheckpointManager(CheckpointManager):
-    """Checkpoints in a directory that all workers which may become rank 0 can read.
+    """Checkpoint manager that stores checkpoints in a directory.
+
+    Every worker that may become rank 0 must be able to read the directory.
 
     Args:
-        checkpoint_dir: created if it does not exist.
-        job: a name that the checkpoints carry; those of another name are refused.
-        keep: how many of the newest stay; all when ``None``.
+        checkpoint_dir: Directory for the checkpoints. It is created if it does not exist.
+        job: Job name to store in the checkpoints. Checkpoints with another job name are rejected.
+        keep: Number of newest checkpoints to keep. ``None`` to keep all.
 
     Raises:
         ValueError: ``keep`` is less than 1.
@@ -109,9 +111,10 @@ class FileSystemCheckpointManager(CheckpointManager):
         return found
 
     def place(self, unfinished: str) -> str:
-        """Give a complete directory the next number; return its path. Remove checkpoints that are too old.
+        """Rename a complete directory to the next number and return its path. Remove old checkpoints.
 
-        One that cannot be removed is named in a warning, because the new checkpoint is there all the same.
+        If an old checkpoint cannot be removed, log a warning and do not raise, because the new checkpoint is
+        complete.
         """
         numbers = self._numbers()
         number = numbers[0] + 1 if numbers else 0

@@ -1,4 +1,4 @@
-"""What keeps checkpoints, and which one this process uses."""
+"""Base classes for checkpoint storage, and the checkpoint manager that this process uses."""
 
 from __future__ import annotations
 
@@ -20,62 +20,62 @@ __all__ = [
 
 
 class CheckpointError(NonRetryableException):
-    """A checkpoint cannot be used."""
+    """Raised when a checkpoint cannot be used."""
 
 
 class Checkpoint(ABC):
-    """One checkpoint: streams by name."""
+    """A checkpoint: a set of named byte streams."""
 
     @abstractmethod
     def open_output_stream(self, key: str) -> IO[bytes]:
-        """Return a stream to write to; the caller closes it."""
+        """Return a stream for writing. The caller must close the stream."""
 
     @abstractmethod
     def open_input_stream(self, key: str) -> IO[bytes]:
-        """Return a stream to read from; the caller closes it."""
+        """Return a stream for reading. The caller must close the stream."""
 
     @abstractmethod
     def commit(self) -> None:
-        """Make it visible, with all that has been written. Idempotent."""
+        """Make the checkpoint visible, with everything written so far. Idempotent."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove it, unless it is committed. Idempotent."""
+        """Remove the checkpoint if it has not been committed. Idempotent."""
 
 
 class CheckpointManager(ABC):
-    """The checkpoints of a job."""
+    """Base class for the storage of a job's checkpoints."""
 
     @abstractmethod
     def create_checkpoint(self) -> Checkpoint:
-        """Return a new one, to be written and committed."""
+        """Return a new checkpoint. The caller writes its streams and commits it."""
 
     @abstractmethod
     def get_checkpoint(self, sequence_id: int) -> Checkpoint:
-        """Return a committed one by its number; raises if there is none."""
+        """Return the committed checkpoint with this number. Raises if it does not exist."""
 
     @abstractmethod
     def get_latest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest committed one; ``None`` if there is none."""
+        """Return the newest committed checkpoint, or ``None`` if there is none."""
 
     @abstractmethod
     def list_checkpoints(self) -> Sequence[Checkpoint]:
-        """Return all committed ones, the newest first."""
+        """Return all committed checkpoints, newest first."""
 
 
 _manager: CheckpointManager | None = None
 
 
 def set_checkpoint_manager(checkpoint_manager: CheckpointManager | None) -> None:
-    """Choose where this process saves and loads states; all workers call it, before they train.
+    """Set the checkpoint manager of this process. All workers must call this before they train.
 
     Args:
-        checkpoint_manager: of the job's checkpoints; ``None`` for none.
+        checkpoint_manager: Manager that saves and loads the checkpoints. ``None`` for no checkpoints.
     """
     global _manager  # noqa: PLW0603 -- of the process
     _manager = checkpoint_manager
 
 
 def get_checkpoint_manager() -> CheckpointManager | None:
-    """Return what :func:`set_checkpoint_manager` has set."""
+    """Return the manager that :func:`set_checkpoint_manager` set."""
     return _manager

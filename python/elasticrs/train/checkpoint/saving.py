@@ -70,16 +70,16 @@ class CheckpointUtil:
 
     @prof
     def save_checkpoint(self, state: State, rank: int) -> bool:
-        """Write a checkpoint. All workers call it together, and all return when rank 0 has finished.
+        """Write a checkpoint. All workers must call this together; it returns when rank 0 has finished.
 
-        An error of the disk costs this checkpoint, not the job; a line says so.
+        If the disk fails, the checkpoint is skipped, a message is logged, and the job continues.
 
         Args:
-            state: to write.
-            rank: of this worker.
+            state: State to write.
+            rank: Rank of this worker.
 
         Returns:
-            True if rank 0 has written it; the same on all workers.
+            True if rank 0 wrote the checkpoint. All workers get the same result.
         """
         is_saved = False
         if rank == 0 and (manager := get_checkpoint_manager()) is not None:
@@ -89,13 +89,13 @@ class CheckpointUtil:
 
 
 def load_newest(state: State) -> bool:
-    """Load the newest checkpoint in this process; false if there is no checkpoint, or no manager of them.
+    """Load the newest checkpoint in this process. Return false if there is no checkpoint or no manager.
 
     Args:
-        state: to load into.
+        state: State to load the checkpoint into.
 
     Raises:
-        CheckpointError: it cannot be used.
+        CheckpointError: The checkpoint cannot be used.
     """
     manager = get_checkpoint_manager()
     checkpoint = None if manager is None else manager.get_latest_checkpoint()
@@ -107,7 +107,7 @@ def load_newest(state: State) -> bool:
 
 
 def _save(manager: CheckpointManager, state: State) -> bool:
-    """Save a state; false if the disk failed. Any other error is a mistake in the program, and is raised."""
+    """Save a state. Return false if the disk failed. Other errors are bugs in the program and are raised."""
     failed: list[OSError] = []
     try:
         checkpoint = manager.create_checkpoint()
@@ -127,9 +127,9 @@ def _save(manager: CheckpointManager, state: State) -> bool:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the OSError that an exception is, or that it names as its cause.
+    """Return the exception if it is an OSError, otherwise the OSError in its chain of causes, if any.
 
-    An OSError that was merely being handled when the exception was raised (``__context__``) does not count.
+    Ignore an OSError that was only being handled when the exception was raised (``__context__``).
     """
     seen: list[BaseException] = []
     while error is not None and error not in seen:
@@ -141,11 +141,11 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 
 class _Watched:
-    """A stream that notes the errors of its writes: ``torch.save`` turns them into a RuntimeError.
+    """Stream wrapper that records write errors, because ``torch.save`` replaces them by a RuntimeError.
 
     Args:
-        stream: to write to.
-        failed: receives the errors.
+        stream: Stream to write to.
+        failed: List to which the errors are appended.
     """
 
     def __init__(self, stream: IO[bytes], failed: list[OSError]) -> None:
