@@ -108,7 +108,7 @@ fn host(head: &[u8]) -> Result<Option<String>, Response> {
     for line in fields {
         let Some(at) = line.iter().position(|&byte| byte == b':') else { continue };
         let (name, value) = (&line[..at], line[at + 1..].trim_ascii());
-        // `Host : x` is a host for some programs and no field for others.
+        // Reject `Host : x`, because some programs read it as a `Host` field and others ignore it.
         if name.iter().any(u8::is_ascii_whitespace) {
             return Err(Response::text(400, "white space in the name of a field"));
         }

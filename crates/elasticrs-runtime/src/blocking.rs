@@ -1,7 +1,8 @@
-//! Blocking calls made by code that runs futures, which may not block: reads of files, look-ups of names.
+//! Blocking calls, such as file reads and name lookups, for threads that run futures and therefore may not block.
 //!
-//! - **BLOCKING-1** the calling thread never blocks: each call has a thread of its own, which nobody joins;
-//! - **BLOCKING-2** a call that hangs in the kernel keeps one thread, however often its callers give up and retry.
+//! - **BLOCKING-1** the calling thread never blocks, because each call has its own thread, which is never joined;
+//! - **BLOCKING-2** a call that hangs in the kernel occupies only one thread, however often its callers time out and
+//!   retry.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -15,10 +16,11 @@ use crate::threads;
 /// Maximum number of different calls that may hang at the same time.
 pub const MAX_CALLS: usize = 8;
 
-/// The blocking calls of one thread that runs futures. Callers that pass equal keys at the same time share one call.
+/// The running blocking calls that were started from one thread. Callers that pass equal keys at the same time share
+/// one call.
 ///
-/// Callers bound the time that they wait. A call whose callers have all given up keeps running, and the next caller with
-/// its key waits for the same call.
+/// Callers should set their own timeout. If all callers of a call time out, the call keeps running, and the next caller
+/// with the same key waits for it.
 #[derive(Debug)]
 pub struct BlockingCalls<K, V> {
     running: RefCell<BTreeMap<K, watch::Receiver<Option<V>>>>,
@@ -31,11 +33,11 @@ impl<K, V> Default for BlockingCalls<K, V> {
 }
 
 impl<K: Ord, V: Clone + Send + Sync + 'static> BlockingCalls<K, V> {
-    /// Returns the result of `call`, which runs on a new thread called `thread`, or the result of the call with this key
-    /// that is already running.
+    /// Runs `call` on a new thread named `thread` and returns its result. If a call with this key is already running,
+    /// returns the result of that call instead.
     ///
     /// # Errors
-    /// The thread could not be started or has panicked, or [`MAX_CALLS`] other calls are hanging.
+    /// The thread could not be started, the thread has panicked, or [`MAX_CALLS`] other calls are still running.
     pub async fn run(&self, thread: &str, key: K, call: impl FnOnce() -> V + Send + 'static) -> io::Result<V> {
         let mut result = self.join_or_start(thread, key, call)?;
         let panicked = || io::Error::other(format!("the thread {thread} has panicked"));
@@ -99,7 +101,7 @@ mod tests {
             for _ in 0..20 {
                 assert!(call(Duration::from_millis(1)).await.is_err());
             }
-            // The last caller waits before the call returns.
+            // The last caller starts to wait before the hanging call returns.
             let (last, ()) = tokio::join!(call(Duration::MAX), async { drop(release) });
             assert_eq!(last.unwrap().unwrap(), 7);
         });

@@ -1,8 +1,8 @@
-//! What our threads have in common, in a process that belongs to somebody else.
+//! Shared code for this library's threads, which run inside a process that belongs to the user.
 //!
-//! [`threads`] starts them, [`runtime`] runs futures on one, [`blocking`] makes blocking calls for those, and [`wake`] wakes
-//! threads that wait. [`listen`] and [`door`] let clients in, [`stream`] moves their bytes, and [`notices`] carry lines to the
-//! user. Without the feature `agent` only [`clock`] and [`named_enum`] are built.
+//! [`threads`] starts threads, [`runtime`] runs futures on a thread, [`blocking`] makes blocking calls for futures, and
+//! [`wake`] wakes waiting threads. [`listen`] and [`door`] accept clients, [`stream`] moves their bytes, and
+//! [`notices`] carries messages to the user. Without the feature `agent` only [`clock`] and [`named_enum`] are built.
 
 #[cfg(feature = "agent")]
 pub mod blocking;

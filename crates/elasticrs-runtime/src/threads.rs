@@ -1,4 +1,4 @@
-//! Threads of ours in a process that belongs to somebody else, and questions to those that run futures.
+//! Starts this library's threads in the user's process, and sends requests to the tasks that run on them.
 
 use std::any::Any;
 use std::io;
@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::sync::mpsc::UnboundedSender;
 
-/// How often somebody who waits for an answer looks whether there is still anybody to give one.
+/// Interval at which a caller that waits for an answer checks whether the task still exists.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long [`Leavable::leave`] waits for a thread that is not stuck.
+/// Time limit of [`Leavable::leave`] for a thread to finish.
 const LEAVE_GRACE: Duration = Duration::from_millis(200);
 
 /// Starts a thread that no signal is delivered to: Python's handlers belong to its own threads. SIGPIPE is among them, so
@@ -60,15 +60,15 @@ impl Leavable {
     }
 }
 
-/// Asks a task for something and waits for it. Returns `None` if the task has ended.
+/// Sends a request to a task and waits for the answer. Returns `None` if the task has ended.
 pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>) -> Q) -> Option<A> {
     ask_within(inbox, question, Duration::MAX)
 }
 
-/// As [`ask`]. Returns `None` also if the task does not answer within `limit`: its thread may hang.
+/// Like [`ask`], but also returns `None` if the task does not answer within `limit`, because its thread may hang.
 ///
-/// That a question is dropped with its inbox is not enough: one that is sent in the moment in which the task ends can stay
-/// behind in the channel for as long as its sender lives.
+/// Checks regularly whether the task has ended, because waiting for the request to be dropped is not enough: a request
+/// that is sent just while the task ends can stay in the channel for as long as the channel's sender exists.
 pub fn ask_within<Q, A>(
     inbox: &UnboundedSender<Q>,
     question: impl FnOnce(SyncSender<A>) -> Q,
@@ -81,7 +81,7 @@ pub fn ask_within<Q, A>(
         match answer.recv_timeout(LOOK) {
             Ok(answer) => return Some(answer),
             Err(RecvTimeoutError::Disconnected) => return None,
-            // The task answers before it drops its inbox.
+            // Look for an answer once more, because the task may have answered just before it dropped its inbox.
             Err(RecvTimeoutError::Timeout) if inbox.is_closed() || asked.elapsed() >= limit => {
                 return answer.try_recv().ok();
             }

@@ -1,4 +1,4 @@
-//! What the clients of both stores have in common: the handle of a session, and how that ends.
+//! Code shared by the clients of both stores: the handle of a session, and how a session ends.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,10 +14,11 @@ use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
 use crate::coordination::types::LostKind;
 
-/// Time limit of [`Handle::close`]. A session bounds its own end at 2 s; the rest is for a thread that is late.
+/// Time limit for [`Handle::close`]. A session takes at most 2 s to close; the remaining time allows for a runtime
+/// thread that is late.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
-/// What the user of a client asks of its task.
+/// A command from the user of a client to its task.
 #[derive(Debug)]
 pub(crate) enum Command<R> {
     Request(R),
@@ -26,7 +27,7 @@ pub(crate) enum Command<R> {
 
 pub(crate) type Inbox<R> = UnboundedReceiver<Command<R>>;
 
-/// The user's end of a session. Dropping it closes the session.
+/// The user's handle of a session. Dropping it closes the session.
 #[derive(Debug)]
 pub(crate) struct Handle<R> {
     commands: UnboundedSender<Command<R>>,
@@ -34,7 +35,7 @@ pub(crate) struct Handle<R> {
 }
 
 impl<R: Send + 'static> Handle<R> {
-    /// Begins the session's task. Its end is told whatever ends it.
+    /// Starts the session's task. Its completion is always reported, whatever the cause.
     pub(crate) fn start<F>(runtime: &dyn Spawn, session: F) -> std::io::Result<Self>
     where
         F: FnOnce(Ending, Inbox<R>) -> Pin<Box<dyn Future<Output = ()>>> + Send + 'static,
@@ -47,19 +48,20 @@ impl<R: Send + 'static> Handle<R> {
         Ok(Self { commands, events })
     }
 
-    /// What happens.
+    /// Returns the events of the session.
     pub(crate) fn events(&self) -> &Events {
         &self.events
     }
 
-    /// Asks for something. A session that is over answers nothing; its end is among the events.
+    /// Sends a request. A session that has ended does not answer; its end is reported as an event.
     pub(crate) fn send(&self, request: R) {
         let _ = self.commands.send(Command::Request(request));
     }
 
-    /// Ends the session; no event follows. Blocks until the session has ended, for [`CLOSE_LIMIT`] at most.
+    /// Ends the session; no event follows. Blocks until the session has ended, or until [`CLOSE_LIMIT`] elapses.
     pub(crate) fn close(&self) {
-        // A session that has ended has nothing left to close. One that does not answer ends with its lease.
+        // Ignore a missing answer: either the session has already ended, or it hangs, and then it ends when its lease
+        // expires.
         ask_within(&self.commands, Command::Close, CLOSE_LIMIT);
         self.events.finish();
     }

@@ -14,7 +14,7 @@ pub(super) enum Direction {
     Store,
 }
 
-/// An HMAC-SHA256 with this key, still without data.
+/// Returns an HMAC-SHA256 that is keyed with this token and has no data yet.
 pub(super) fn keyed(token: &[u8]) -> Hmac<Sha256> {
     Hmac::new_from_slice(token).expect("HMAC takes a key of any length")
 }

@@ -21,22 +21,22 @@ use super::protocol::{Answer, Digest, Hello, Pace, Request, Secret, StoreId, VER
 use super::types::{LostKind, Scope};
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
 
-/// Where a client connects, as what, and how patient it is.
+/// Endpoint, credentials and timeouts of a client.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub host: String,
     pub port: u16,
     pub run_id: String,
-    /// The store's token, or that of the scope.
+    /// The store's token or, with `scope`, the token of that scope.
     pub token: Option<Vec<u8>>,
-    /// The only keys that this client may use; sent together with the token's proof.
+    /// The keys that this client may use. Sent to the store together with the proof of the token.
     pub scope: Scope,
     pub interval: Duration,
-    /// So many intervals without a keep-alive end the session.
+    /// Number of intervals without a keep-alive after which the session ends.
     pub attempts: u16,
-    /// For name, connection and handshake together.
+    /// Total time limit for name lookup, connection and handshake.
     pub connect_timeout: Duration,
-    /// Keep-alives stop when the user has not asked for events for so long; `None`: never.
+    /// Time after which keep-alives stop if the user takes no events. `None` if they never stop.
     pub stall_timeout: Option<Duration>,
     /// The session outlives its connection: it is taken up again until its lease is over. Requests may be carried out twice.
     pub resume: bool,
@@ -211,11 +211,12 @@ pub(super) async fn reopen(
 }
 
 thread_local! {
-    /// Look-ups of names in progress, by name.
+    /// Name lookups in progress, by host name.
     static LOOK_UPS: Rc<BlockingCalls<String, Result<Vec<IpAddr>, String>>> = Rc::default();
 }
 
-/// Returns all addresses of the host. A resolver may hang for longer than any caller waits.
+/// Returns all addresses of the host. The lookup runs on its own thread, because a resolver may hang for longer than
+/// any caller waits.
 pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Lost> {
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);

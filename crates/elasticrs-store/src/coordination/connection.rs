@@ -74,13 +74,13 @@ struct Connection {
     stream: TcpStream,
     frames: Frames,
     outbox: Rc<Outbox>,
-    /// The only keys that the client may use.
+    /// The keys that the client may use.
     scope: Scope,
 }
 
-/// Serves one client until it is gone.
+/// Serves one client until its connection ends.
 pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
-    // Without it small messages would wait; that it can fail is no reason to serve nobody.
+    // Without `TCP_NODELAY`, small messages would be delayed. If setting it fails, serve the client anyway.
     let _ = stream.set_nodelay(true);
     let mut connection = Connection { hub, stream, frames: Frames::new(MAX_UNPROVEN), outbox, scope: None };
     let met = timeout(HANDSHAKE, Box::pin(connection.handshake())).await;
@@ -202,7 +202,7 @@ impl Connection {
                 match self.frames.cut() {
                     Ok(Some(frame)) => {
                         begun = None;
-                        // It is whole, and gone when it has been carried out.
+                        // The request is complete, so its bytes are no longer counted as unparsed.
                         self.outbox.set_unparsed(0);
                         let done = Request::decode(frame).map_err(End::from).and_then(|request| {
                             if !allows(self.scope.as_deref(), &request) {
@@ -256,16 +256,18 @@ impl Connection {
         }
     }
 
-    /// Waits for more bytes; sends what is to be sent meanwhile.
+    /// Waits for more bytes from the client. Meanwhile sends the messages that are queued for it.
     async fn read(&mut self) -> Result<(), End> {
         self.frames.rest();
         loop {
-            // What is pushed meanwhile may tell of a change that is not on disk.
+            // Send only the messages queued before this wait, because a later one may report a change that is not on
+            // disk yet.
             let pushed = self.outbox.pushed();
             self.hub.settled().await;
             let is_sent = match self.outbox.flush(&self.stream, pushed) {
                 Ok(is_sent) => is_sent,
-                // Its end has come before the reset: that is still to be read, behind what was sent before it.
+                // The client closed the connection before it was reset. Continue, because its last requests and the end
+                // of the stream can still be read.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => true,
                 Err(error) => return Err(error.into()),
             };
@@ -318,7 +320,7 @@ impl Connection {
         }
         if self.outbox.is_closing() {
             self.frames = Frames::new(0);
-            // Who does not read its reason in time learns of the end by the end.
+            // Close the connection after this time, even if the client has not read the reason.
             let _ = timeout(PARTING, self.say_why()).await;
         }
     }

@@ -5,21 +5,23 @@ use std::pin::Pin;
 
 /// Is told of a client's connection and of its deadline, on the runtime thread.
 pub trait Guard: Send {
-    /// The session has begun on this socket. A duplicate of it, held elsewhere, keeps the session until it is closed,
-    /// even when this process dies; only [`super::client::Client::close`] ends it all the same.
+    /// The session has started on this socket. A duplicate of the socket, held elsewhere, keeps the session alive until
+    /// the duplicate is closed, even if this process dies. [`super::client::Client::close`] ends the session in any
+    /// case.
     fn connected(&self, socket: BorrowedFd<'_>);
     /// The session is about to be taken up on this socket. Done when a duplicate of it is held elsewhere, beside that of the
     /// socket before: from then on the store may count either as the session's. [`Self::resumed`] or
     /// [`Self::not_resumed`] follows, unless the session is lost or closed first.
     fn resuming(&self, socket: BorrowedFd<'_>) -> Pin<Box<dyn Future<Output = ()>>>;
-    /// It was: the socket before means nothing any more.
+    /// The session was resumed on the new socket. The previous socket has no meaning anymore.
     fn resumed(&self);
-    /// It was not, and that socket will not be used.
+    /// The session was not resumed, and the new socket will not be used.
     fn not_resumed(&self);
-    /// Another session waits on this link for the end of this one. A duplicate of it, held elsewhere, says `word` when nothing
-    /// that depends on this session is left. The first link of a session takes the place of those of the session before.
+    /// Another session waits on this link, a socket, for the end of this session. The guard has a duplicate of the
+    /// socket held elsewhere, and its holder sends `word` when nothing that depends on this session is running. If
+    /// `is_first`, this link replaces the links of the previous session.
     fn linked(&self, _socket: BorrowedFd<'_>, _word: [u8; 32], _is_first: bool) {}
-    /// True if something will say the words given to [`Self::linked`].
+    /// True if the holder of the links will send the words given to [`Self::linked`].
     fn says_words(&self) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-//! What a client has not been sent yet.
+//! Queue of the messages that have not been sent to a client yet.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -24,16 +24,16 @@ const BATCH: usize = 64;
 #[derive(Debug)]
 pub(super) struct Outbox {
     pub(super) peer: SocketAddr,
-    /// Each with its number.
+    /// Each message with its number, in order.
     queue: RefCell<VecDeque<(u64, Rc<Message>)>>,
-    /// The number of the next message.
+    /// Number that the next message will get.
     next: Cell<u64>,
-    /// Bytes of the first message that have been sent.
+    /// Number of bytes of the first message that have been sent.
     sent: Cell<usize>,
     unread: Cell<usize>,
     /// What is unread of the one message that is longer than [`MAX_UNREAD`].
     unread_of_long: Cell<usize>,
-    /// Whether the kernel has got any byte.
+    /// True if the kernel has accepted at least one byte.
     has_begun: Cell<bool>,
     is_closing: Cell<bool>,
     pub(super) wake: Notify,
@@ -88,12 +88,12 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Returns how many messages there have been, for [`Self::flush`].
+    /// Returns the number of messages pushed so far. [`Self::flush`] takes it as the limit of what to send.
     pub(super) fn pushed(&self) -> u64 {
         self.next.get()
     }
 
-    /// So many bytes wait for the rest of their request.
+    /// Sets the number of received bytes that wait for the rest of their request.
     pub(super) fn set_unparsed(&self, bytes: usize) {
         self.connection.set(CONNECTION_COST + bytes);
     }
@@ -103,12 +103,12 @@ impl Outbox {
         self.connection.bytes() + self.unread.get()
     }
 
-    /// Says why the connection ends, in place of all that has not been sent: nothing follows.
+    /// Replaces the unsent messages by the reason why the connection ends. No message follows it.
     pub(super) fn refuse(&self, kind: LostKind, message: String) {
         if self.is_closing.replace(true) {
             return;
         }
-        // A message that has begun must be ended, or the next one could not be told from it.
+        // Keep a message that was partly sent, because the client could not tell the next message apart from it.
         self.queue.borrow_mut().truncate(usize::from(self.sent.get() > 0));
         let mut last = if self.has_begun.get() { Vec::new() } else { MAGIC.to_vec() };
         last.extend(Answer::Refused { kind, message: message.into() }.encode());
@@ -133,12 +133,13 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Whether the connection is to end.
+    /// True if the connection is about to be closed.
     pub(super) fn is_closing(&self) -> bool {
         self.is_closing.get()
     }
 
-    /// Hands the kernel as much as it takes of the first `pushed` messages; returns true when none of them is left.
+    /// Writes as much of the messages numbered below `pushed` as the kernel accepts. Returns true if all of them have
+    /// been sent.
     pub(super) fn flush(&self, stream: &TcpStream, pushed: u64) -> io::Result<bool> {
         let mut queue = self.queue.borrow_mut();
         while queue.front().is_some_and(|(number, _)| *number < pushed) {
@@ -202,7 +203,7 @@ mod tests {
         let outbox = Outbox::new(&all, peer);
         let push = |length| outbox.push(Message::new(&all, vec![0; length]));
         assert!(push(50 << 20) && push(MAX_UNREAD));
-        // The kernel takes some of it.
+        // The kernel accepts only a part of the messages.
         assert!(!outbox.flush(&stream, u64::MAX).unwrap());
         assert!(push(1) && !push(1));
         drop(client);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::types::{Change, Compare, Entry, LostKind, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Scope, Txn, Watch};
 use super::wire::{Cursor, Field, Malformed, Writer, kinds, record, texts};
 
-/// What this code speaks. Another first number: no understanding.
+/// Protocol version of this code. Versions with different first numbers are incompatible.
 pub const VERSION: (u16, u16) = (3, 0);
 
 /// A challenge, a proof: as long as SHA-256.
@@ -56,18 +56,19 @@ pub struct WatchFrom {
     pub from_revision: Option<u64>,
 }
 
-/// What a client says.
+/// A message from a client to the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// Always first.
+    /// Always the first message.
     Hello(Hello),
-    /// The answer to the store's challenge, with the token of this scope.
+    /// Answers the store's challenge. The proof is made with the token of `scope`, or with the store's token if `scope`
+    /// is `None`.
     Prove { proof: Digest, scope: Scope },
-    /// Reads and writes, whole or not at all.
+    /// A transaction: its reads and writes are carried out together or not at all.
     Txn { tag: u64, txn: Txn },
-    /// Tells of changes from now on.
+    /// Starts a watch: the store reports changes from now on.
     Watch { tag: u64, watch: WatchFrom },
-    /// Tells of them no more.
+    /// Ends a watch: the store stops reporting its changes.
     Unwatch(Watch),
     /// Extends the lease.
     KeepAlive {

@@ -1,9 +1,10 @@
-//! A scope: the only keys that a session may use, and a token that opens a session with this scope alone.
+//! Scopes. A scope is a key prefix: a session with a scope may use only keys with this prefix. Each scope has its own
+//! token, which opens only sessions with that scope.
 //!
-//! The token of a scope is derived from the store's token, so the store needs no list of them, and any holder of its token can make
-//! one.
+//! The token of a scope is derived from the store's token. So the store needs no list of scopes, and anyone who has its
+//! token can create a scope.
 //!
-//! - **SCOPE-1** a session with a scope neither reads, writes nor watches a key outside of it;
+//! - **SCOPE-1** a session with a scope cannot read, write or watch a key outside of the scope;
 //! - **SCOPE-2** the token of a scope reveals neither the store's token nor the token of another scope.
 
 use std::fmt::Write;
@@ -17,7 +18,8 @@ use super::types::{Compare, Op, Txn};
 /// Derives the token of a scope, as hexadecimal text.
 pub fn scoped_token(token: &[u8], scope: &str) -> String {
     let mut mac = keyed(token);
-    // No proof of the token is made of a text that begins like this: a challenge comes first there.
+    // This prefix keeps scope tokens apart from proofs, which use the same key: the data of a proof starts with a
+    // random challenge.
     mac.update(b"scope\0");
     mac.update(scope.as_bytes());
     mac.finalize().into_bytes().iter().fold(String::new(), |mut text, byte| {
@@ -64,7 +66,7 @@ mod tests {
     use super::super::types::Watch;
     use super::*;
 
-    /// Every request that names a key or a prefix, with this one in each of the places that it has.
+    /// Returns one request for each place in which a request can have a key or prefix, with `key` in that place.
     fn requests(key: &str) -> Vec<Request> {
         let (name, inside): (Arc<str>, Arc<str>) = (key.into(), "/own/x".into());
         let compares = [

@@ -239,7 +239,8 @@ fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
     hub.notices.say(format!("refused {peer}: {said}"));
     let outbox = Outbox::new(&hub.held, peer);
     outbox.refuse(LostKind::Limit, said);
-    // A socket that is new takes so little at once; one that does not is closed without a word.
+    // The send buffer of a new socket has room for the short reason. If sending fails anyway, close the socket without
+    // a reason.
     if outbox.flush(&stream, u64::MAX).is_ok() {
         let _ = shutdown(stream.as_raw_fd(), Shutdown::Write);
     }

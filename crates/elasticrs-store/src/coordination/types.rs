@@ -85,10 +85,10 @@ pub struct Txn {
     pub otherwise: Vec<Op>,
 }
 
-/// The prefix of the only keys that a session may use; `None`: all keys.
+/// Prefix of the keys that a session may use. `None` if it may use all keys.
 pub type Scope = Option<Arc<str>>;
 
-/// What a client wants to hear of.
+/// The key, or the keys with a prefix, whose changes a client is notified of.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Watch {
     /// A key, or how keys begin.
@@ -137,9 +137,9 @@ named_enum! {
         Gone = "gone",
         /// This store is not the one that the client has met before.
         Other = "other",
-        /// No encrypted connection: a certificate, or a side that speaks no TLS. Of etcd alone.
+        /// TLS failed: a certificate was rejected, or one side does not speak TLS. Only reported for etcd.
         Tls = "tls",
-        /// The store does not let this user in, or not at these keys.
+        /// The store denied access to this user, or access to the requested keys.
         Denied = "denied",
     }
 }

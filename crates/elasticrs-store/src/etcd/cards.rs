@@ -1,4 +1,4 @@
-//! What sessions tell each other of themselves: a card in etcd, and the first words on a link. Pure.
+//! Data that sessions publish about themselves: a card in etcd, and the first message on a link. Pure functions.
 
 use std::fmt::Write;
 
@@ -7,40 +7,41 @@ use sha2::{Digest, Sha256};
 use super::mapping::{Keys, Region, signed};
 use super::messages as pb;
 
-/// Where the cards of sessions are, under the prefix, behind the keys of users.
+/// Key prefix of the session cards, below the store's prefix. It sorts after all keys of users.
 const CARDS: &str = "~sessions/links/";
-/// A secret of all sessions that can read etcd.
+/// Secret of a session, known to all sessions that can read etcd.
 pub(super) type Nonce = [u8; 16];
-/// The secret that is said on a session's links when nothing of the session is left.
+/// Secret that is sent on a session's links when no process of the session is running anymore.
 pub(super) type LastWord = [u8; 32];
-/// SHA-256 of a [`LastWord`].
+/// SHA-256 hash of a [`LastWord`].
 pub(super) type Seal = [u8; 32];
 
-/// Returns the seal by which others know this word.
+/// Returns the hash by which other sessions recognize this word.
 pub(super) fn seal_of(word: &LastWord) -> Seal {
     Sha256::digest(word).into()
 }
 
-/// Who a session is, and where it is found.
+/// The identity of a session and the addresses at which it listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Card {
     pub(super) lease: i64,
     pub(super) nonce: Nonce,
     pub(super) port: u16,
-    /// Tells the session's last word from any other. `None` if nothing will say it: the session has no nursery.
+    /// Hash for recognizing the session's last word. `None` if the word is never sent, because the session has no
+    /// nursery.
     pub(super) seal: Option<Seal>,
-    /// Where its machine may be reached.
+    /// Host names or addresses of the session's machine.
     pub(super) hosts: Vec<String>,
 }
 
 impl Card {
-    /// `port nonce seal host …`; the seal is `-` if there is none.
+    /// Encodes the card as `port nonce seal host …`. A missing seal is written as `-`.
     pub(super) fn encode(&self) -> Vec<u8> {
         let seal = self.seal.map_or_else(|| "-".into(), |seal| hex(&seal));
         format!("{} {} {seal} {}", self.port, hex(&self.nonce), self.hosts.join(" ")).into_bytes()
     }
 
-    /// Reads what any program may have written; `None`: it is no card.
+    /// Decodes a card. Returns `None` if the bytes, which any program may have written, are not a card.
     pub(super) fn decode(lease: i64, value: &[u8]) -> Option<Self> {
         let mut words = str::from_utf8(value).ok()?.split(' ');
         let port = words.next()?.parse().ok()?;
@@ -61,7 +62,7 @@ impl Card {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().fold(String::new(), |mut text, byte| {
-        // A string takes whatever is written.
+        // Writing to a string cannot fail.
         let _ = write!(text, "{byte:02x}");
         text
     })

@@ -1,4 +1,5 @@
-//! The client: one session with its lease, over as many connections as it takes. After its end, make a new one.
+//! The client: one session with its lease, over any number of connections. It cannot be used after the session has
+//! ended.
 
 use std::convert::Infallible;
 use std::rc::Rc;
@@ -101,7 +102,7 @@ fn size(txn: &Txn) -> usize {
     compares.chain(ops).sum()
 }
 
-/// How long the end of a session that has hardly begun may take.
+/// Time limit for revoking the lease when a session is closed while it is being opened.
 const REVOKE_LIMIT: Duration = Duration::from_secs(1);
 
 async fn run(
@@ -141,7 +142,8 @@ async fn run(
     ended.tell(events, guard.as_ref());
 }
 
-/// A session does without links that cannot be: its lease ends by itself.
+/// Opens the session's links. Returns `None` if that fails, because the session works without links: its lease still
+/// expires.
 fn open_links(
     options: &Options,
     opened: &Opened,

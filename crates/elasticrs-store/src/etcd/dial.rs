@@ -28,10 +28,10 @@ use crate::coordination::probe::is_tcp_store;
 use crate::coordination::types::LostKind;
 use crate::coordination::wire::MAX_ANSWER;
 
-/// Who we are to the servers.
+/// Certificates and user with which this client authenticates.
 #[derive(Debug, Clone)]
 pub(super) struct Credentials {
-    /// Read for each connection: certificates are renewed in place.
+    /// The files are read for each connection, because certificates are renewed in place.
     pub(super) tls: Option<Files>,
     /// Name and password.
     pub(super) user: Option<(String, String)>,
@@ -45,18 +45,18 @@ pub(super) struct Link {
     pub(super) at: String,
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
-    /// Moves the bytes; ends with the connection, which ends with this.
+    /// Task that moves the connection's bytes. It ends with the connection, and dropping it closes the connection.
     driver: JoinSet<Result<(), h2::Error>>,
     heard: Rc<RefCell<Heard>>,
     tls: Option<Arc<Identity>>,
 }
 
 impl Link {
-    /// Why the connection has ended, when it has.
+    /// Waits until the connection has ended, and returns the reason.
     pub(super) async fn ended(&mut self) -> Lost {
         let why = match self.driver.join_next().await {
             Some(Ok(Err(error))) => {
-                // HTTP/2 keeps no more than the text of it.
+                // Use the TLS error that was recorded, because the HTTP/2 library keeps only its text.
                 if let (Some(error), Some(identity)) = (&self.heard.borrow().tls, &self.tls) {
                     return tls_lost(&self.at, error, identity);
                 }
@@ -65,7 +65,8 @@ impl Link {
             Some(Ok(Ok(()))) | None => "it was closed".into(),
             Some(Err(error)) => error.to_string(),
         };
-        // The kernel reports an error once: to a write, if that comes before a read.
+        // Prefer the error of a write, because the kernel reports a socket error only once, and a write may have come
+        // before the read.
         let why = self.heard.borrow().unwritten.clone().unwrap_or(why);
         Lost::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
     }
@@ -116,17 +117,17 @@ impl Link {
     }
 }
 
-/// The member that answers may have space itself, so the user would look for the cause in the wrong place.
+/// Hint added to etcd's space alarm, because the member that reports the alarm may itself have enough space.
 const NO_SPACE: &str = ". One of the members has raised this alarm (`etcdctl alarm list`), and all refuse writes until it is \
                         disarmed: free space there (compact, defrag), then `etcdctl alarm disarm`";
 
-/// How long a broken connection may take to say why.
+/// Timeout for reading the error reason from a broken connection.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
-/// Why something did not succeed.
+/// Reason for a failure, and whether a retry can succeed.
 #[derive(Debug)]
 pub(super) enum Trouble {
-    /// It may, later or elsewhere.
+    /// A retry may succeed, later or with another member.
     Again(Lost),
     Fatal(Lost),
 }
@@ -137,7 +138,7 @@ impl Trouble {
         lost
     }
 
-    /// What a failed call means.
+    /// Converts the error of a call, and decides whether a retry can succeed.
     pub(super) fn of(error: CallError, at: &str) -> Self {
         let (code, message) = match error {
             CallError::Broken(why) | CallError::Reset(why) => {
@@ -146,9 +147,9 @@ impl Trouble {
                     format!("the connection to etcd at {at} broke: {why}"),
                 ));
             }
-            // A proxy may say so while it has no member behind it.
+            // Retry, because a proxy may send such an answer while no member is running behind it.
             CallError::Foreign(why) => return Self::Again(not_ours(at, &why)),
-            // It would be as large the next time.
+            // Do not retry, because the answer would be too large again.
             CallError::TooLarge(length) => {
                 let why = format!("etcd at {at} sent an answer of {length} bytes; the limit is {MAX_ANSWER}");
                 return Self::Fatal(Lost::new(LostKind::Limit, why));
@@ -179,15 +180,15 @@ impl Trouble {
     }
 }
 
-/// How far a connection has come, for the message when the time is over.
+/// The step that a connection attempt has reached, for the message if it times out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Certificates are read.
+    /// The certificates are being read.
     Files,
     Resolve,
     Connect,
     Tls(SocketAddr),
-    /// Calls are made.
+    /// Connected; the first calls are being made.
     Calls(SocketAddr),
 }
 
@@ -201,7 +202,7 @@ pub(super) async fn dial(
     let at = endpoint(host, *port);
     stage.set(Stage::Files);
     let identity = match &credentials.tls {
-        // They may be half written.
+        // Retry, because the files may be only partly written.
         Some(files) => Some(tls::load(files).await.map_err(|why| Trouble::Again(Lost::new(LostKind::Tls, why)))?),
         None => None,
     };
@@ -212,7 +213,7 @@ pub(super) async fn dial(
     let (stream, peer) = connected.map_err(Trouble::Again)?;
     let broken =
         |error: &io::Error| Trouble::Again(Lost::new(LostKind::Closed, format!("lost {at}: {}", plain(error))));
-    // Without it small messages would wait; that it can fail is no reason to do without a session.
+    // Without `TCP_NODELAY`, small messages would be delayed. If setting it fails, use the connection anyway.
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
     let heard = Rc::<RefCell<Heard>>::default();
@@ -264,7 +265,7 @@ async fn encrypted(
     TlsConnector::from(Arc::clone(&identity.config)).connect(name, stream).await.map_err(|error| {
         match tls_error(&error) {
             Some(error) => Trouble::Fatal(tls_lost(at, error, identity)),
-            // A member that ends just now looks the same as one that knows no TLS.
+            // Retry, because a member that is just stopping looks the same as one without TLS.
             None => Trouble::Again(Lost::new(
                 LostKind::Closed,
                 format!("etcd at {at} broke off the TLS handshake: {}", plain(&error)),
@@ -292,14 +293,14 @@ async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), 
     }
 }
 
-/// Says that certificates could not be read within `patience`.
+/// Returns the error for certificates that could not be read within `patience`.
 pub(super) fn unread(files: &Files, patience: Duration) -> Lost {
     let seconds = patience.as_secs_f64();
     let why = format!("could not read {files} within {seconds} s: their file system does not answer");
     Lost::new(LostKind::Timeout, why)
 }
 
-/// What the time was spent on.
+/// Returns the error for a connection attempt that timed out in this stage.
 pub(super) async fn too_late(
     (host, port): &(String, u16),
     credentials: &Credentials,
@@ -342,13 +343,13 @@ fn stranger(opening: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// What tells more of the other side than HTTP/2 does.
+/// Data recorded from a connection, to explain failures better than the HTTP/2 library does.
 #[derive(Debug, Default)]
 struct Heard {
-    /// Its first bytes.
+    /// The first bytes that the other side sent.
     opening: Vec<u8>,
     tls: Option<TlsError>,
-    /// The first error of a write.
+    /// Text of the first error of a write.
     unwritten: Option<String>,
 }
 
@@ -378,7 +379,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Overheard<S> {
 impl<S: AsyncWrite + Unpin> AsyncWrite for Overheard<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         match Pin::new(&mut self.stream).poll_write(cx, bytes) {
-            // Why the connection has ended is still to be read from it.
+            // Pretend that the write succeeded, because the reason why the connection ended can still be read from it.
             Poll::Ready(Err(error)) => {
                 self.heard.borrow_mut().unwritten.get_or_insert_with(|| plain(&error));
                 Poll::Ready(Ok(bytes.len()))

@@ -24,18 +24,18 @@ pub(super) mod code {
     pub(in crate::etcd) const UNAUTHENTICATED: u32 = 16;
 }
 
-/// Why a call has no answer.
+/// Reason why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum CallError {
-    /// The server said so, by a code of gRPC.
+    /// The server answered with a gRPC error code.
     Status { code: u32, message: String },
-    /// The answer is none of gRPC.
+    /// The answer is not valid gRPC.
     Foreign(String),
-    /// The answer has this many bytes, more than [`MAX_ANSWER`].
+    /// The answer has this number of bytes, which exceeds [`MAX_ANSWER`].
     TooLarge(usize),
     /// The server has reset the stream of this call.
     Reset(String),
-    /// The connection is of no use any more.
+    /// The connection is broken.
     Broken(String),
 }
 
@@ -191,7 +191,7 @@ fn framed(message: &impl Message) -> Bytes {
     bytes.freeze()
 }
 
-/// Cuts the first message off, if it is there as a whole.
+/// Removes the first message from the buffer and returns it. Returns `None` if it is incomplete.
 fn cut(buffer: &mut BytesMut) -> Result<Option<Bytes>, CallError> {
     let Some(&[flag, a, b, c, d]) = buffer.first_chunk() else { return Ok(None) };
     let length = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);

@@ -1,16 +1,17 @@
-//! Links between the sessions of a job, by which a killed agent is noticed before its lease ends.
+//! Links are connections between the sessions of a job. They detect a killed agent before its lease expires.
 //!
-//! Each session listens, and calls the one before it, which calls back. A caller stays connected; when the connection ends,
-//! it calls again. The agent's nursery holds a duplicate of each connection on which a caller waits. When its sweep is done,
-//! it says the session's last word there. The session's card has a hash of that word, so the caller knows the word from any
-//! other, and revokes the lease.
+//! Each session listens for connections and connects to the session that opened before it, which connects back. A
+//! caller stays connected, and reconnects when the connection ends. The agent's nursery holds a duplicate of each
+//! connection on which a caller waits. After the agent's death, the nursery cleans up the agent's processes and then
+//! sends the session's last word on these connections. The session's card has a hash of the word, so the caller
+//! recognizes it and revokes the lease.
 //!
-//! A session without a nursery (that of a worker, or of a plain program) has no last word. There a refused connection
-//! counts as its end, at an address where the session was met before.
+//! A session without a nursery (of a worker, or of a plain program) has no last word. It counts as ended when it
+//! refuses a connection at an address at which it has answered before.
 //!
-//! - **LINK-1** the lease of a session with a nursery is revoked only after its last word;
-//! - **LINK-2** a link that cannot be made, or that the network ends, costs nothing: the lease ends by itself;
-//! - **LINK-3** a caller or an answer is believed only with a nonce that is on a card in etcd.
+//! - **LINK-1** the lease of a session with a nursery is revoked only after the last word was received;
+//! - **LINK-2** a link that cannot be made, or that the network breaks, does no harm, because the lease still expires;
+//! - **LINK-3** a peer is trusted only if it sends the nonce from its card in etcd.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -39,13 +40,13 @@ use super::options::Site;
 use crate::coordination::connect::resolve;
 use crate::coordination::guard::Guard;
 
-/// For a connection, and for the first words on one.
+/// Time limit for a connection attempt, and for the first message on a connection.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Between two calls of a session, at first and at most.
+/// Shortest and longest pause between two connection attempts to a session.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(10));
-/// Between two looks at the card of a session that is called.
+/// Interval at which a caller checks whether the session's card still exists.
 const LOOK: Duration = Duration::from_secs(60);
-/// Calls that are answered at a time; each session expects two.
+/// Maximum number of incoming links at the same time. A session expects two.
 const CALLERS: usize = 64;
 
 /// The links of a session.
@@ -54,17 +55,17 @@ pub(super) struct Links {
     scope: String,
     own: Card,
     channel: watch::Receiver<Option<Channel>>,
-    /// The sessions that are called, by lease.
+    /// Leases of the sessions that this session connects to.
     called: RefCell<BTreeSet<i64>>,
     guard: Rc<dyn Guard>,
-    /// `None` if nothing would say it.
+    /// This session's last word. `None` if the guard would not send it.
     word: Option<LastWord>,
-    /// True if the guard has got a link of this session.
+    /// True if the guard has received a link of this session.
     is_guarded: Cell<bool>,
 }
 
 impl Links {
-    /// Begins to listen; `link` is a connection with etcd, and `channel` the one in use from now on.
+    /// Starts to listen for links. `link` is a connection with etcd; `channel` always has the connection in use.
     pub(super) fn open(
         site: &Site,
         keys: Rc<Keys>,
@@ -118,7 +119,7 @@ impl Links {
         }
     }
 
-    /// Answers a call, and calls back.
+    /// Answers an incoming link and connects back to the caller.
     async fn answer(self: Rc<Self>, mut stream: TcpStream) {
         let mut bytes = [0; HELLO];
         let Ok(Ok(_)) = timeout(LIMIT, stream.read_exact(&mut bytes)).await else { return };
@@ -132,14 +133,15 @@ impl Links {
         }
     }
 
-    /// Calls a session until it is gone; revokes its lease when nothing of it runs any more.
+    /// Stays connected to a session until its card is gone. Revokes the session's lease when no process of the session
+    /// is running anymore.
     async fn stay_linked(&self, peer: &Card) {
         if !self.called.borrow_mut().insert(peer.lease) {
             return;
         }
         tokio::select! {
             () = self.until_over(peer) => {
-                // One that has left in order has done so itself.
+                // A session that was closed properly has revoked its lease itself.
                 let revoke = pb::LeaseRevokeRequest { id: peer.lease };
                 let _: pb::LeaseRevokeResponse = self.ask("/etcdserverpb.Lease/LeaseRevoke", &revoke).await;
             }
@@ -148,8 +150,8 @@ impl Links {
         self.called.borrow_mut().remove(&peer.lease);
     }
 
-    /// Calls a session until it is over: until its last word comes or, if it has none, until it refuses a connection where it
-    /// was met.
+    /// Connects to a session again and again until it has ended: until its last word arrives or, if it has none, until
+    /// it refuses a connection at an address at which it has answered before.
     async fn until_over(&self, peer: &Card) {
         let mut met = None;
         let mut pause = PAUSES.0;
@@ -164,9 +166,10 @@ impl Links {
                             }
                         }
                     }
-                    // A firewall refuses connections, too, so this is no proof where there is a better one.
+                    // Accept a refused connection as the end only of a session without a last word, because a firewall
+                    // refuses connections, too.
                     Ok(Err(error)) if is_end(&error, peer, met) => return,
-                    // Unreachable, or not there: the lease tells.
+                    // The peer is unreachable or does not exist. Its lease expires if it has ended.
                     Ok(Err(_)) | Err(_) => {}
                 }
             }
@@ -239,7 +242,7 @@ fn is_end(error: &io::Error, peer: &Card, met: Option<SocketAddr>) -> bool {
     peer.seal.is_none() && met.is_some() && error.kind() == io::ErrorKind::ConnectionRefused
 }
 
-/// Waits for the end of a link; returns true if the session's last word came before.
+/// Waits until a link sends the peer's last word or ends. Returns true if the peer's last word was received.
 async fn says_last_word(stream: &mut TcpStream, peer: &Card) -> bool {
     let mut word = LastWord::default();
     let came = stream.read_exact(&mut word).await.is_ok();

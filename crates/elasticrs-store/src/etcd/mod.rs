@@ -1,14 +1,16 @@
-//! etcd v3 in place of our own store: the same requests, the same events, for agents of a site that has one.
+//! Client for etcd v3 as an alternative to our own store, for sites that run etcd. Requests and events are the same.
 //!
-//! [`mapping`] says what requests and answers mean, [`watching`] what a watch has been told of: plain functions. [`grpc`]
-//! speaks with one member, [`dial`], [`tls`] and [`open`] lead there, [`jobs`] and [`session`] carry out. [`messages`] is the
-//! part of etcd's API that is used. [`retries`] says how long a request may fail. By [`links`] sessions look after each other; [`cards`] is what they show.
+//! [`mapping`] translates requests and answers, and [`watching`] tracks which events a watch has received; both are
+//! plain functions. [`grpc`] makes calls to one member. [`dial`] and [`tls`] connect to a member, and [`open`] opens a
+//! session. [`jobs`] and [`session`] carry out requests. [`messages`] is the part of etcd's API that is used.
+//! [`retries`] limits how long a failing request is retried. [`links`] lets sessions detect each other's end, and
+//! [`cards`] is the data that they publish for that.
 //!
-//! - **ETCD-1** requests are carried out one after the other, in the order in which they were made;
-//! - **ETCD-2** a request is carried out once, also when the connection breaks before its answer has come;
+//! - **ETCD-1** requests are carried out one at a time, in the order in which they were made;
+//! - **ETCD-2** a request is carried out only once, even if the connection breaks before its answer arrives;
 //! - **ETCD-3** the session is given up a fifth of its lease before etcd would end it, counted on the boot clock from the
 //!   sending of the last answered keep-alive; whatever arrives after that moment is not looked at;
-//! - **ETCD-4** nothing is left behind by `close`: no task, no descriptor, and, where etcd can be reached, no lease.
+//! - **ETCD-4** `close` leaves no task and no file descriptor behind and, if etcd can be reached, no lease.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 

@@ -48,11 +48,11 @@ const TELLING: [LostKind; 9] = [
     LostKind::Unreachable,
 ];
 
-/// Opens a session with the first of the endpoints that gives one; begins with any of them, so that not all agents use
-/// the same.
+/// Opens a session with the first endpoint that accepts one. Starts at a random endpoint, so that the agents do not all
+/// use the same one.
 pub(super) async fn open(options: &Options, credentials: &Credentials, granted: &Granted) -> Result<Opened, Lost> {
     if let Some(files) = &credentials.tls {
-        // Unusable files are reported once, and not once for each endpoint.
+        // Read the certificates first, so that unusable files are reported once instead of once per endpoint.
         match timeout(options.connect_timeout, tls::load(files)).await {
             Ok(read) => read.map_err(|why| Lost::new(LostKind::Tls, why))?,
             Err(_) => return Err(unread(files, options.connect_timeout)),

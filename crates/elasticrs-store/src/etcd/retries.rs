@@ -1,34 +1,34 @@
-//! How long a request that fails is retried. Pure.
+//! Limits how long a failing request is retried. Pure functions.
 //!
-//! - **RETRY-1** a request that never succeeds ends the session within its time limit, on however many connections it is
-//!   tried;
-//! - **RETRY-2** the time in which etcd is away does not count: then the lease says how long to wait;
-//! - **RETRY-3** the user is told once of each request that keeps failing.
+//! - **RETRY-1** a request that never succeeds ends the session when its time limit is over, regardless of how many
+//!   connections it was tried on;
+//! - **RETRY-2** time during which etcd is unreachable does not count, because then the lease limits the wait;
+//! - **RETRY-3** the user is notified once of each request that keeps failing.
 
 use std::time::Duration;
 
 use elasticrs_runtime::clock::nanoseconds;
 
-/// A request that fails for no longer is not worth a line.
+/// Nanoseconds for which a request may fail before the user is notified.
 const UNNOTICED: u64 = 1_000_000_000;
-/// A watch that has not failed for this long works again.
+/// Nanoseconds without a failure after which a watch counts as working again.
 const CALM: u64 = 30_000_000_000;
 
-/// An outage: a time in which no keep-alive was answered. All times are on the boot clock, in nanoseconds.
+/// An outage: a period in which no keep-alive was answered. All times are in nanoseconds of the boot clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Outage {
     pub(super) begun: u64,
     pub(super) ended: u64,
-    /// The pause before the first new connection. It counts as time of the request, because a request that breaks its
+    /// Pause before the first reconnect. It counts toward the request's time limit, because a request that breaks its
     /// connection causes an outage with each attempt.
     pub(super) pause: u64,
 }
 
-/// The time limit and the failures of one request, from its first attempt.
+/// Time limit of one request, and its failures since the first attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Retries {
     limit: Duration,
-    /// Time of the first attempt, moved by the outages since then.
+    /// Time of the first attempt, plus the duration of the outages since then.
     since: u64,
     /// Time and reason of the last failure.
     failed: Option<(u64, String)>,
@@ -40,12 +40,12 @@ impl Retries {
         Self { limit, since: now, failed: None, is_told: false }
     }
 
-    /// When the request is given up.
+    /// Returns the time on the boot clock at which the request is abandoned.
     pub(super) fn deadline(&self) -> u64 {
         self.since.saturating_add(nanoseconds(self.limit))
     }
 
-    /// Notes a failed attempt; returns a line for the user when the request keeps failing.
+    /// Records a failed attempt. Returns a message for the user, once, if the request keeps failing.
     pub(super) fn fail(&mut self, now: u64, why: &str) -> Option<String> {
         self.failed = Some((now, why.to_owned()));
         if self.is_told || now.saturating_sub(self.since) < UNNOTICED {
@@ -55,7 +55,7 @@ impl Retries {
         Some(format!("a request to etcd keeps failing and is retried for up to {} s: {why}", self.limit.as_secs_f64()))
     }
 
-    /// Leaves an outage out of the account.
+    /// Excludes an outage from the request's time limit.
     pub(super) fn skip(&mut self, outage: Outage) {
         let begun = outage.begun.max(self.since).saturating_add(outage.pause);
         let skipped = outage.ended.saturating_sub(begun);
@@ -65,12 +65,12 @@ impl Retries {
         }
     }
 
-    /// True if the last failure is so long ago that the next one has nothing to do with it.
+    /// True if the last failure is so long ago that a new failure is unrelated to it.
     pub(super) fn is_over(&self, now: u64) -> bool {
         self.failed.as_ref().is_some_and(|(failed, _)| now.saturating_sub(*failed) > CALM)
     }
 
-    /// Why the request is given up.
+    /// Returns the message that explains why the request was abandoned.
     pub(super) fn why(&self) -> String {
         let seconds = self.limit.as_secs_f64();
         match &self.failed {
@@ -90,7 +90,8 @@ mod tests {
     const LIMIT: u64 = 60_000;
     const MS: u64 = 1_000_000;
 
-    /// An attempt that fails after some milliseconds, and the outage that follows: its length and its first pause.
+    /// Generates a failing attempt as three numbers of milliseconds: the time until it fails, the length of the outage
+    /// that follows, and the pause before the first reconnect.
     fn an_attempt() -> impl Strategy<Value = (u64, u64, u64)> {
         let pause = 5..1000_u64;
         (0..3000_u64, pause, prop_oneof![Just(0), 0..3_600_000_u64])

@@ -1,4 +1,4 @@
-//! An open session: jobs one after the other, keep-alives in time, watches that go on, over one connection after the other.
+//! An open session: runs requests in order, sends keep-alives, and resumes watches after a reconnect.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -71,10 +71,10 @@ enum Turn {
     Time,
 }
 
-/// A request of the user's, or one of the session's own, that is not done yet.
+/// A pending request, made by the user or by the session itself.
 struct Task {
     what: What,
-    /// `None` before the first attempt.
+    /// The failures so far. `None` before the first attempt.
     retries: Option<Retries>,
 }
 
@@ -89,18 +89,19 @@ impl From<What> for Task {
     }
 }
 
-/// The user's wish to end the session.
+/// The user's request to close the session.
 struct Closing {
     reply: Option<SyncSender<()>>,
-    /// Boot clock: then it ends, whatever was not done.
+    /// Time on the boot clock at which the session ends, even if requests are unfinished.
     until: u64,
 }
 
-/// How long `close` may take: what was asked before is still carried out, and the lease is revoked.
+/// Time limit for `close`, in nanoseconds. In this time earlier requests are carried out, and the lease is revoked.
 const CLOSE_LIMIT: u64 = 2_000_000_000;
-/// At most this many tasks were tried: one, and the look at the store that comes before it on a new connection.
+/// Maximum number of tasks that have been attempted: the current task, and the check of the store that precedes it on a
+/// new connection.
 const MOST_BEGUN: usize = 2;
-/// A connection that breaks later than this after another is the first of its kind again.
+/// Nanoseconds after which a broken connection is no longer counted as a repetition of the previous one.
 const CALM: u64 = 10_000_000_000;
 
 pub(super) struct Session<'a> {
@@ -112,23 +113,23 @@ pub(super) struct Session<'a> {
     keys: Rc<Keys>,
     lease: Lease<'a>,
     tasks: VecDeque<Task>,
-    /// The failures of the watches, if any has failed lately.
+    /// Recent failures of the watches. `None` if there were none.
     watch_retries: Option<Retries>,
     write: Write,
     watches: Watches,
     closing: Option<Closing>,
     member: usize,
-    /// Since the first of several connections broke, until a keep-alive is answered.
+    /// The current outage. It starts when a connection breaks and ends when a keep-alive is answered.
     away: Option<Away>,
-    /// The pause before the first new connection of that time, in nanoseconds.
+    /// Pause before the first reconnect of the current outage (`away`), in nanoseconds.
     first_pause: u64,
-    /// Boot clock: when the user was told last that etcd was away.
+    /// Time on the boot clock of the last notice to the user that etcd was unreachable.
     told_away: Option<u64>,
-    /// How many connections broke shortly after each other, and when the last one did.
+    /// Number of connections that broke in quick succession, and the time at which the last one broke.
     breaks: (u32, u64),
-    /// The highest revision that an answer had.
+    /// Highest revision of any answer.
     seen: i64,
-    /// The highest revision that a watch was told of. Answers may be older.
+    /// Highest revision reported to a watch. Answers may have older revisions.
     told: u64,
     /// Shows others the connection in use.
     channels: watch::Sender<Option<Channel>>,
@@ -276,7 +277,8 @@ impl<'a> Session<'a> {
                 Ok(())
             }
             Turn::Watch(message) => {
-                // The end of a connection is not the fault of a watch. An answer is.
+                // Count only errors that etcd itself sent as failures of the watch. A broken connection is not caused
+                // by the watch.
                 let is_answer = !matches!(message, Err(CallError::Broken(_)));
                 match message.map_err(trouble) {
                     Ok(message) => self.hear(message),
@@ -320,7 +322,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Begins the first task, unless one is under way.
+    /// Starts the first task, unless a task is already running.
     fn begin(&mut self, live: &mut Live, now: u64) -> Result<(), Halt> {
         while live.running.is_none() {
             let job = match self.tasks.front_mut() {
@@ -389,7 +391,7 @@ impl<'a> Session<'a> {
             Heard::Told(told) => self.tell(told),
             Heard::Forgotten(number) => {
                 if let Some(watch) = self.watches.watch(number).cloned() {
-                    // Behind the task that is under way, if one is.
+                    // Insert the new task behind the first one if that has been attempted, otherwise in front.
                     let at = usize::from(self.tasks.front().is_some_and(|task| task.retries.is_some()));
                     self.tasks.insert(at, What::Job(Job::CatchUp { number, watch }).into());
                 }
@@ -446,7 +448,7 @@ impl<'a> Session<'a> {
         self.tasks.push_back(what.into());
     }
 
-    /// Whether time is over for the session, its end, or its first task.
+    /// Returns an error if the session, its closing or one of the attempted tasks has exceeded its time limit.
     fn check(&mut self, now: u64) -> Result<(), Halt> {
         if self.lease.is_over(now) || self.events.is_over() {
             return Err(self.lease.lost().into());
@@ -459,7 +461,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// A keep-alive was answered.
+    /// Ends an outage, because a keep-alive was answered.
     fn is_back(&mut self, now: u64) {
         let Some(away) = self.away.take() else { return };
         self.told_away = away.told();
@@ -471,7 +473,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// When a task is given up. While etcd is away, only the lease limits the wait.
+    /// Returns the time at which an attempted task is abandoned. There is no such limit during an outage, because then
+    /// the lease limits the wait.
     fn overdue(&self) -> u64 {
         if self.away.is_some() {
             return u64::MAX;
@@ -479,13 +482,13 @@ impl<'a> Session<'a> {
         self.begun().map(Retries::deadline).min().unwrap_or(u64::MAX)
     }
 
-    /// The tasks that were tried.
+    /// Returns the failures of the tasks that have been attempted.
     fn begun(&self) -> impl Iterator<Item = &Retries> {
         self.tasks.iter().take(MOST_BEGUN).filter_map(|task| task.retries.as_ref())
     }
 
-    /// A connection has ended, and with it an attempt at the first task. If no keep-alive was answered on it, etcd is away, and
-    /// the task is not the cause.
+    /// Records that an attempt at the first task failed because the connection broke. Records nothing during an outage,
+    /// because then etcd is unreachable and the task is not the cause.
     fn note_failure(&mut self, why: &str) {
         if self.away.is_some() {
             return;
@@ -496,7 +499,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Etcd has answered a watch by an error. The next connection may do, but not forever.
+    /// Records that etcd answered a watch with an error. Returns `Halt::Broken` to retry on a new connection, or the
+    /// loss of the session if the watches have failed for too long.
     fn watch_failed(&mut self, lost: Lost) -> Halt {
         let now = boot_now();
         if self.watch_retries.as_ref().is_some_and(|retries| retries.is_over(now)) {

@@ -1,4 +1,4 @@
-//! TLS as etcd's sites have it: an authority of their own, and certificates for clients.
+//! TLS for etcd, with a private certificate authority and client certificates.
 
 use std::fmt;
 use std::fs;
@@ -13,12 +13,12 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{AlertDescription, CertificateError, ClientConfig, Error, RootCertStore};
 
-/// Files in PEM.
+/// Paths of certificate files in PEM format.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Files {
-    /// Who signs the servers' certificates; `None`: whoever the system trusts.
+    /// Authority that signs the servers' certificates. `None` to use the authorities that the system trusts.
     pub ca_cert: Option<PathBuf>,
-    /// What this client shows, and the key for it.
+    /// This client's certificate and its private key.
     pub client: Option<(PathBuf, PathBuf)>,
 }
 
@@ -33,7 +33,7 @@ impl fmt::Display for Files {
     }
 }
 
-/// Where systems keep the authorities that they trust: Debian, Fedora, SUSE, Alpine.
+/// Lists of trusted authorities on Debian, Fedora, SUSE and Alpine.
 const SYSTEM: [&str; 4] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -41,21 +41,21 @@ const SYSTEM: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// Contents of [`Files`]: what a connection needs, and what is needed to explain why one was refused.
+/// Contents of [`Files`]: the configuration for connections, and the certificates for explaining a refused connection.
 #[derive(Debug)]
 pub(super) struct Identity {
     pub(super) config: Arc<ClientConfig>,
     roots: Arc<RootCertStore>,
-    /// The certificates that this client shows, and the file that they are from.
+    /// This client's certificate chain, and the file from which it was read.
     client: Option<(PathBuf, Vec<CertificateDer<'static>>)>,
 }
 
 thread_local! {
-    /// Reads of certificates in progress.
+    /// Certificate reads in progress, by their files.
     static READS: Rc<BlockingCalls<Files, Result<Arc<Identity>, String>>> = Rc::default();
 }
 
-/// Reads the files on a thread of its own, because their file system may hang. An error is one line for the user.
+/// Reads the files on a separate thread, because their file system may hang. Errors are messages for the user.
 pub(super) async fn load(files: &Files) -> Result<Arc<Identity>, String> {
     let owned = files.clone();
     let read = READS.with(Rc::clone).run("elasticrs-tls", files.clone(), move || identity(&owned).map(Arc::new)).await;
@@ -113,9 +113,9 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
     fs::read(path).map_err(|error| format!("could not read {}: {error}", path.display()))
 }
 
-/// Returns why no server accepts this client's certificate, if that is because of its dates.
+/// Returns a message for the user if this client's certificate has expired or is not valid yet.
 ///
-/// Many servers send the same alert for every objection.
+/// The client checks this itself, because many servers send the same alert for every problem with a certificate.
 fn out_of_time(identity: &Identity) -> Option<String> {
     let (cert, chain) = identity.client.as_ref()?;
     let roots = Arc::clone(&identity.roots);
@@ -132,7 +132,7 @@ fn out_of_time(identity: &Identity) -> Option<String> {
     Some(format!("it refused this client, whose certificate {} {what}, or this host's clock is wrong", cert.display()))
 }
 
-/// Explains an error of TLS to the user who has set it up.
+/// Returns a message that explains a TLS error to the user who configured it.
 pub(super) fn explain(error: &Error, identity: &Identity) -> String {
     if let (Error::AlertReceived(_), Some(hint)) = (error, out_of_time(identity)) {
         return format!("{hint} ({error})");

@@ -81,7 +81,8 @@ proptest! {
             flipped
         };
         prop_assert_eq!(read(&bytes).unwrap(), kept(&image, 0));
-        // What the last but one commit has returned for; the last one is on its way, so it is not noted.
+        // State after the second-to-last commit. Simulate a crash during the last commit: its synced length is not
+        // written.
         let (noted, before) = &states[states.len() - 2];
         let synced = usize::try_from(*noted).unwrap();
         let mut on_its_way = bytes.clone();
@@ -89,7 +90,8 @@ proptest! {
         let at = synced + cut.index(bytes.len() - synced);
         prop_assert_eq!(read(&on_its_way[..at]).unwrap(), kept(before, at - synced));
         prop_assert_eq!(read(&flip(&on_its_way, at)).unwrap(), kept(before, bytes.len() - synced));
-        // DISK-1: a commit that has returned is noted. DISK-3: anything before the last one was on disk anyway.
+        // DISK-1: damage behind a commit that has returned is detected, because the synced length covers it. The same
+        // holds for all commits before an interrupted one.
         let earlier = HEAD_LENGTH + flipped.index(synced - HEAD_LENGTH);
         for damaged in [
             bytes[..at].to_vec(),
@@ -266,7 +268,7 @@ fn a_file_that_cannot_be_replaced_stays_in_use() {
         }
     };
     grow(&mut file, &mut image);
-    // In the place of the new file stands something that cannot be written to.
+    // A folder at the path of the new file prevents that the file is created.
     let obstacle = folder.path().join(".state.elasticrs-new");
     std::fs::create_dir(&obstacle).unwrap();
     assert!(matches!(file.replace(image.items(&image.entries)), Ok(Replaced::No(StateError::Io { .. }))));
@@ -309,7 +311,7 @@ fn a_file_of_another_user_is_refused_and_so_is_a_folder_that_anybody_may_write_t
     let allow = |mode| std::fs::set_permissions(folder.path(), Permissions::from_mode(mode)).unwrap();
     allow(0o777);
     assert!(matches!(open(&path), Err(StateError::Unprotected { .. })));
-    // Only owners replace files there.
+    // With the sticky bit, users may replace only their own files.
     allow(0o1777);
     drop(open(&path).unwrap());
     if !geteuid().is_root() {
@@ -321,7 +323,7 @@ fn a_file_of_another_user_is_refused_and_so_is_a_folder_that_anybody_may_write_t
     assert!(matches!(open(&path), Err(StateError::Stranger { owner, .. }) if owner == other));
     assert_eq!(std::fs::read(&path).unwrap(), written);
     std::os::unix::fs::chown(&path, Some(0), None).unwrap();
-    // The other user may still have it open.
+    // Refuse a new file that another user created, because that user may still have it open.
     let next = folder.path().join(".state.elasticrs-new");
     std::fs::write(&next, "").unwrap();
     std::os::unix::fs::chown(&next, Some(other), None).unwrap();

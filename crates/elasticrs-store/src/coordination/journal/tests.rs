@@ -104,7 +104,7 @@ proptest! {
         let path = folder.path().join("state");
         let mut kept = Life::from(&path);
         let mut plain = Life::new();
-        // What nobody has seen, for it was not on disk.
+        // Changes that are not on disk, so no client has seen them.
         let mut unsaved = Vec::new();
         for step in steps {
             if let Step::Save = step {
@@ -147,10 +147,10 @@ fn who_waits_for_the_disk_is_not_overtaken_by_later_changes() {
     let mut settled = std::pin::pin!(journal.settled());
     assert!(settled.as_mut().poll(&mut context).is_pending());
     journal.save(&life.state, life.next_session).unwrap();
-    // Another client is faster.
+    // Another client makes a change before the waiting task runs.
     change();
     assert!(settled.as_mut().poll(&mut context).is_ready());
-    // What is said from now on waits for its own change.
+    // A wait that starts now includes that change.
     assert!(std::pin::pin!(journal.settled()).poll(&mut context).is_pending());
 }
 
