@@ -5,12 +5,12 @@ use sha2::Sha256;
 
 use super::protocol::{Digest, Secret};
 
-/// Who proves; a proof of one side is none of the other.
+/// The side that proves that it knows the token. A proof of one side is not valid for the other side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
-    /// The client, to the store's challenge.
+    /// The client answers the store's challenge.
     Client,
-    /// The store, to the client's challenge.
+    /// The store answers the client's challenge.
     Store,
 }
 
@@ -30,12 +30,12 @@ fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> 
     mac
 }
 
-/// The answer to a challenge.
+/// Returns the proof that answers a challenge.
 pub(super) fn proof(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Digest {
     mac(token, challenge, run_id, direction).finalize().into_bytes().into()
 }
 
-/// Whether an answer shows the same token; takes as long for a wrong one as for the right one.
+/// Returns true if the proof was made with this token. Compares in constant time.
 pub(super) fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> bool {
     mac(token, challenge, run_id, direction).verify_slice(answer).is_ok()
 }

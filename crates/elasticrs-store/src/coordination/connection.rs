@@ -21,15 +21,15 @@ use super::state::SessionId;
 use super::types::{LostKind, Scope};
 use super::wire::{Broken, Frames, MAGIC, MAX_REQUEST, MAX_UNPROVEN, Malformed};
 
-/// How long a client has to say who it is.
+/// Time limit for the handshake of a client.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// How long a connection that was refused stays open for its reason to be read.
+/// Time for which a refused connection stays open, so that the client can read the reason.
 const PARTING: Duration = Duration::from_secs(2);
 
 /// How much of what such a client still sends is read away: what was on its way when it was refused.
 const MAX_DROPPED: usize = 4 * MAX_REQUEST;
 
-/// How a connection came to its end.
+/// Reason why a connection ended.
 enum End {
     /// The other side closed it, or we have said why it ends.
     Gone,
@@ -116,7 +116,7 @@ impl Drop for User {
 }
 
 impl Connection {
-    /// Says who we are and finds out who they are.
+    /// Carries out the handshake: authenticates both sides and opens or resumes the session.
     async fn handshake(&mut self) -> Result<SessionId, End> {
         let hello = loop {
             if let Some(frame) = self.frames.cut()? {
@@ -161,7 +161,7 @@ impl Connection {
         self.ready(&hello, Some(own))
     }
 
-    /// The run that this client takes part in.
+    /// Returns the run that this client takes part in, or the reason to refuse the client.
     fn check(&self, hello: &Hello) -> Result<String, End> {
         if !Leases::is_allowed(hello.interval_ms, hello.attempts) {
             let (interval, attempts) = (hello.interval_ms, hello.attempts);
@@ -194,7 +194,7 @@ impl Connection {
         self.outbox.push(self.outbox.message(message));
     }
 
-    /// Requests and answers, until the connection ends.
+    /// Carries out requests and sends answers until the connection ends.
     async fn converse(&mut self, session: SessionId) -> End {
         let mut begun = None;
         loop {
@@ -281,7 +281,7 @@ impl Connection {
             }
             if let Some(is_more) = self.receive()? {
                 if is_more {
-                    // One client that sends without a pause must not keep the others waiting.
+                    // Yield, because a client that sends without a pause may not keep the other clients waiting.
                     yield_now().await;
                 }
                 return Ok(());
@@ -303,7 +303,7 @@ impl Connection {
         }
     }
 
-    /// Ends the connection; a reason is sent first, and there is a while to read it.
+    /// Closes the connection. If there is a reason, sends it first and gives the client time to read it.
     async fn part(mut self, end: End) {
         match end {
             End::Gone | End::Broken => {}

@@ -163,10 +163,11 @@ impl Hub {
         }
     }
 
-    /// A store that goes on with a state: its sessions are absent, and have all their time from now on.
+    /// Restores the state of a previous store. Its sessions are not connected, and each has its full time to live from
+    /// now on to reconnect.
     pub(super) fn going_on_with(mut self, file: StateFile, mut image: Image) -> Self {
         self.shared.get_mut().next_session = image.next_session;
-        // All at once, so that those that do not come back end in one revision.
+        // Use the same start time for all sessions, so that those that do not reconnect end in one revision.
         let now = boot_now();
         self.shared.get_mut().leases.look(now);
         for (session, granted) in &image.sessions {
@@ -184,7 +185,7 @@ impl Hub {
         self
     }
 
-    /// Begins a session, or takes one up again.
+    /// Opens a new session or resumes an existing one.
     pub(super) fn enter(&self, outbox: &Rc<Outbox>, hello: &Hello) -> Result<Entered, Refusal> {
         if hello.confirmed.is_some_and(|id| !self.ids.contains(&id)) {
             let said = "this is not the store that this node has met before: it was started empty, or goes on with \
@@ -451,14 +452,14 @@ impl Hub {
         }
     }
 
-    /// Waits until what has been said may be heard: JOURNAL-1.
+    /// Waits until the queued messages may be sent, because of JOURNAL-1.
     pub(super) async fn settled(&self) {
         if let Some(journal) = &self.journal {
             journal.settled().await;
         }
     }
 
-    /// Puts on disk what changes, batch after batch, until one cannot be put there: the store must not go on.
+    /// Saves changes to disk, one batch after another, until a save fails. After that the store has to stop.
     pub(super) async fn save(self: Rc<Self>) -> StateError {
         let Some(journal) = &self.journal else { return pending().await };
         loop {

@@ -14,13 +14,13 @@ use super::protocol::Answer;
 use super::types::LostKind;
 use super::wire::MAGIC;
 
-/// A client that leaves more than this unread is dropped. One message that is longer may be on its way beside it.
+/// Maximum number of unread bytes before a client is dropped. One message that is longer may be queued in addition.
 const MAX_UNREAD: usize = 8 << 20;
 
-/// How many messages one system call takes.
+/// Maximum number of messages per system call.
 const BATCH: usize = 64;
 
-/// Messages in order; several clients may share one.
+/// The queued messages of one client, in order. Several clients may share a message.
 #[derive(Debug)]
 pub(super) struct Outbox {
     pub(super) peer: SocketAddr,
@@ -31,7 +31,7 @@ pub(super) struct Outbox {
     /// Number of bytes of the first message that have been sent.
     sent: Cell<usize>,
     unread: Cell<usize>,
-    /// What is unread of the one message that is longer than [`MAX_UNREAD`].
+    /// Number of unread bytes of the one message that is longer than [`MAX_UNREAD`].
     unread_of_long: Cell<usize>,
     /// True if the kernel has accepted at least one byte.
     has_begun: Cell<bool>,
@@ -64,7 +64,7 @@ impl Outbox {
         Message::new(&self.all, bytes)
     }
 
-    /// Adds a message; false when the client has too much unread.
+    /// Queues a message. Returns false if the client has too many unread bytes.
     pub(super) fn push(&self, message: Rc<Message>) -> bool {
         if self.is_closing.get() {
             return true;
@@ -172,7 +172,7 @@ impl Outbox {
                 Err(error) => return Err(error),
             }
         }
-        // Room for the many that a flood has left behind is not kept.
+        // Free the memory of a queue that had grown large.
         if queue.capacity() > 2 * BATCH {
             queue.shrink_to(BATCH);
         }

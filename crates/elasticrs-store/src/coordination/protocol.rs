@@ -16,7 +16,7 @@ pub const VERSION: (u16, u16) = (3, 0);
 /// A challenge, a proof: as long as SHA-256.
 pub type Digest = [u8; 32];
 
-/// What a session is taken up with, beside its number.
+/// Secret for resuming a session, in addition to its number.
 pub type Secret = [u8; 32];
 
 /// Names a store from its start to its end.
@@ -46,7 +46,7 @@ pub struct Pace {
     pub ttl_ms: u32,
 }
 
-/// A watch, and what its client knows already.
+/// A watch, and the revision from which its client needs changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WatchFrom {
     pub watch: Watch,
@@ -70,14 +70,14 @@ pub enum Request {
     Watch { tag: u64, watch: WatchFrom },
     /// Ends a watch: the store stops reporting its changes.
     Unwatch(Watch),
-    /// Extends the lease.
+    /// Extends the lease of the session.
     KeepAlive {
-        /// Comes back in the answer: the client's clock when it sent this.
+        /// The client's clock when it sent this message. The answer has the same value.
         sent: u64,
     },
 }
 
-/// What the store says.
+/// A message from the store to a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
     /// Always first, but for a refusal.

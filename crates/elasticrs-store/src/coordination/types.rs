@@ -77,7 +77,7 @@ pub enum OpResult {
     Entries(Vec<Entry>),
 }
 
-/// Conditions, and what to do when all or not all of them hold.
+/// A transaction: runs `then` if all conditions hold, and `otherwise` if not.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Txn {
     pub compares: Vec<Compare>,
@@ -91,25 +91,25 @@ pub type Scope = Option<Arc<str>>;
 /// The key, or the keys with a prefix, whose changes a client is notified of.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Watch {
-    /// A key, or how keys begin.
+    /// A key, or a key prefix.
     pub prefix: Arc<str>,
-    /// Only the key that is called exactly so.
+    /// True to watch only the key that equals `prefix`.
     pub exact: bool,
 }
 
 impl Watch {
-    /// Whether the watch covers this key.
+    /// Returns true if the watch covers this key.
     pub fn covers(&self, key: &str) -> bool {
         if self.exact { key == &*self.prefix } else { key.starts_with(&*self.prefix) }
     }
 }
 
 named_enum! {
-    /// Why a connection ends, in words that a program can tell apart. The position is the code on the wire.
+    /// Machine-readable reason for the end of a connection. The position of a variant is its code on the wire.
     pub enum LostKind {
-        /// Nobody listens.
+        /// Nothing listens on the port.
         Refused = "refused",
-        /// No way to the host.
+        /// There is no route to the host.
         Unreachable = "unreachable",
         /// No answer in time.
         Timeout = "timeout",

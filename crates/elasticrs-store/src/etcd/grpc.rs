@@ -11,7 +11,7 @@ use prost::Message;
 
 use crate::coordination::wire::MAX_ANSWER;
 
-/// Codes of gRPC.
+/// Status codes of gRPC.
 pub(super) mod code {
     pub(in crate::etcd) const OK: u32 = 0;
     pub(in crate::etcd) const INVALID_ARGUMENT: u32 = 3;
@@ -49,7 +49,7 @@ impl From<h2::Error> for CallError {
     }
 }
 
-/// A connection on which calls are made. Cheap to clone.
+/// A connection for calls. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Channel {
     requests: SendRequest<Bytes>,
@@ -171,7 +171,7 @@ impl<A: Message + Default> Answers<A> {
         }
     }
 
-    /// Waits for the end of the answer.
+    /// Waits until the answer is complete.
     async fn end(&mut self) -> Result<(), CallError> {
         match self.next().await? {
             None => Ok(()),
@@ -208,7 +208,7 @@ fn cut(buffer: &mut BytesMut) -> Result<Option<Bytes>, CallError> {
     Ok(Some(buffer.split_to(length).freeze()))
 }
 
-/// The answer's body, if it is one of gRPC.
+/// Returns the body of an answer, or an error if the answer is not gRPC.
 fn checked(response: Response<RecvStream>) -> Result<RecvStream, CallError> {
     let (head, body) = response.into_parts();
     let is_grpc = head.headers.get(CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"));

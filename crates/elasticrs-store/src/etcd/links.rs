@@ -49,7 +49,7 @@ const LOOK: Duration = Duration::from_secs(60);
 /// Maximum number of incoming links at the same time. A session expects two.
 const CALLERS: usize = 64;
 
-/// The links of a session.
+/// The links of one session, to and from other sessions.
 pub(super) struct Links {
     keys: Rc<Keys>,
     scope: String,
@@ -87,7 +87,7 @@ impl Links {
         Ok((Self { keys, scope, own, channel, called, guard, word, is_guarded }, listener))
     }
 
-    /// Keeps the links for as long as it is polled.
+    /// Maintains the links for as long as the future is polled.
     pub(super) async fn run(self, listener: TcpListener) -> Infallible {
         let links = Rc::new(self);
         let mut tasks = JoinSet::new();
@@ -99,7 +99,8 @@ impl Links {
                         tasks.spawn_local(Rc::clone(&links).answer(stream));
                     }
                     Ok(_) => {}
-                    // For want of descriptors, say: a link is not worth a busy loop.
+                    // Wait after an error, for example if there are no free file descriptors, because retrying at once
+                    // would be a busy loop.
                     Err(_) => sleep(LIMIT).await,
                 },
                 Some(_) = tasks.join_next() => {}
@@ -107,7 +108,8 @@ impl Links {
         }
     }
 
-    /// Shows the own card, then calls whoever came before, and when that is gone, whoever came before that.
+    /// Publishes this session's card, then stays linked to the session that opened before this one. When that session
+    /// is gone, continues with the session that opened before it.
     async fn follow(self: Rc<Self>) {
         let _: pb::PutResponse = self.ask("/etcdserverpb.KV/Put", &self.keys.put_card(&self.scope, &self.own)).await;
         let own: pb::RangeResponse = self.ask(RANGE, &self.keys.get_card(&self.scope, self.own.lease)).await;
@@ -178,7 +180,7 @@ impl Links {
         }
     }
 
-    /// Waits until the card of a session that cannot be called is gone.
+    /// Waits until the session's card is gone. Needed for a session that cannot be reached.
     async fn gone(&self, peer: &Card) {
         loop {
             sleep(LOOK).await;
@@ -188,8 +190,8 @@ impl Links {
         }
     }
 
-    /// Whether it is the session of this card that answers. A listener that is held for a dead agent never does, and ends
-    /// when the agent's nursery does.
+    /// Returns true if the session of this card answers. The listener of a dead agent never answers; it is closed when
+    /// the agent's nursery exits.
     async fn meet(&self, stream: &mut TcpStream, peer: &Card, is_known: bool) -> bool {
         let hello = Hello { lease: self.own.lease, nonce: self.own.nonce };
         let mut nonce = Nonce::default();
@@ -224,7 +226,7 @@ impl Links {
     }
 }
 
-/// Where to call: where it was met, else wherever its machine may be.
+/// Returns the address at which the session has answered before, otherwise all addresses of its machine.
 async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
     if let Some(met) = met {
         return vec![met];
@@ -249,7 +251,7 @@ async fn says_last_word(stream: &mut TcpStream, peer: &Card) -> bool {
     came && peer.seal == Some(seal_of(&word))
 }
 
-/// Waits for the end of a connection on which nothing more is said.
+/// Waits until the other side closes the connection. Ignores any bytes that arrive.
 async fn ended(stream: &mut TcpStream) {
     let mut byte = [0];
     while let Ok(1..) = stream.read(&mut byte).await {}

@@ -21,7 +21,7 @@ use crate::coordination::types::LostKind;
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) link: Link,
-    /// Which of the endpoints it is.
+    /// Index of the connected endpoint.
     pub(super) member: usize,
     pub(super) cluster: u64,
     pub(super) keys: Keys,
@@ -78,9 +78,9 @@ fn most_telling(mut lost: Vec<Lost>) -> Lost {
     Lost::new(kind, messages.join("; "))
 }
 
-/// Any number.
+/// Returns a random number.
 fn random() -> usize {
-    // Without randomness all begin alike, which is no harm.
+    // If there is no randomness, all agents start at the same endpoint, which does no harm.
     auth::random().map_or(0, usize::from_ne_bytes)
 }
 
@@ -187,7 +187,7 @@ pub(super) async fn again(
     }
 }
 
-/// Whether all other endpoints belong to the same cluster, as far as they answer.
+/// Checks that all other endpoints that answer belong to the same cluster.
 pub(super) async fn compare(
     options: Rc<Options>,
     credentials: Rc<Credentials>,

@@ -29,7 +29,7 @@ use crate::coordination::types::{LostKind, Txn, Watch};
 use crate::handle::{Command, Ended, Halt, Inbox};
 use crate::watched::Told;
 
-/// A request of the user's.
+/// A request from the user.
 #[derive(Debug)]
 pub(super) enum Request {
     Txn { tag: u64, txn: Txn },
@@ -50,7 +50,7 @@ type Boxed<T> = Pin<Box<dyn Future<Output = T>>>;
 /// A job, and the revision of the marker that it put.
 type Carried = Result<(Done, Option<i64>), Trouble>;
 
-/// What happens on one connection.
+/// The connection in use and the calls that run on it.
 struct Live {
     link: Link,
     beats: Duplex<pb::KeepAliveRequest, pb::KeepAliveResponse>,
@@ -60,7 +60,7 @@ struct Live {
     comparing: Option<Boxed<Result<(), Lost>>>,
 }
 
-/// What one turn of the loop found to do.
+/// An event that one turn of the loop handles.
 enum Turn {
     Command(Option<Command<Request>>),
     Beat(Result<pb::KeepAliveResponse, CallError>),
@@ -188,7 +188,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Uses a connection until it breaks, or the session ends.
+    /// Uses a connection until it breaks or the session ends.
     async fn serve(&mut self, link: Link, inbox: &mut Inbox<Request>) -> Halt {
         let mut live = match self.enter(link).await {
             Ok(live) => live,
@@ -238,7 +238,7 @@ impl<'a> Session<'a> {
         let halt = last_words(&mut link, halt).await;
         if let (Halt::Ended(Ended::Closed(_)), Some(closing)) = (&halt, &self.closing) {
             let left = Duration::from_nanos(closing.until.saturating_sub(boot_now()));
-            // Without an answer, the lease ends by itself.
+            // Ignore a missing answer, because the lease then expires.
             let _ = timeout(left, revoke(&link.channel, self.keys.lease)).await;
         }
         link.close().await;
@@ -305,7 +305,7 @@ impl<'a> Session<'a> {
         let is_full = self.events.is_full();
         let watched = async {
             match watching {
-                // A user who does not take events gets no more of them.
+                // Do not read more watch events while the user's event queue is full.
                 Some(watching) if !is_full => watching.next().await,
                 _ => std::future::pending().await,
             }
@@ -396,8 +396,8 @@ impl<'a> Session<'a> {
                     self.tasks.insert(at, What::Job(Job::CatchUp { number, watch }).into());
                 }
             }
-            // The permission to watch is asked for with the token of the connection, which may have run out; with a new one
-            // it is either given or refused for good.
+            // Reconnect after the first denial, because the connection's token may have expired. If a new token is
+            // denied, too, the denial is final.
             Heard::Ended(why) => {
                 let kind = if why.contains("permission denied") { LostKind::Denied } else { LostKind::Closed };
                 let lost = Lost::new(kind, format!("etcd has ended a watch: {why}"));
@@ -520,7 +520,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Makes a new connection, for as long as the lease lasts.
+    /// Reconnects. Keeps trying for as long as the lease lasts.
     async fn reconnect(&mut self, lost: Lost, inbox: &mut Inbox<Request>) -> Result<Link, Halt> {
         let now = boot_now();
         let count = if now.saturating_sub(self.breaks.1) > CALM { 1 } else { self.breaks.0 + 1 };
@@ -568,7 +568,7 @@ async fn last_words(link: &mut Link, halt: Halt) -> Halt {
     }
 }
 
-/// What a future gives, if there is one.
+/// Waits for the future's result. Waits forever if there is no future.
 async fn until<T>(future: &mut Option<Boxed<T>>) -> T {
     match future {
         Some(future) => future.await,
@@ -585,8 +585,8 @@ fn cancel(live: &mut Live, numbers: &[i64]) -> Result<(), Halt> {
     Ok(())
 }
 
-/// How long to wait before the next connection, when so many have broken one after the other: doubled each time, up to
-/// a second, and half of it left to chance, so that many agents do not come at once.
+/// Returns the pause before the next reconnect, after `breaks` connections broke in succession. The pause doubles each
+/// time, up to one second. Half of it is random, so that many agents do not reconnect at the same time.
 fn delay(breaks: u32) -> Duration {
     let most = 25_u64 << breaks.min(6);
     let most = if breaks <= 1 { 10 } else { most.min(1000) };
