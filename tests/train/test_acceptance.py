@@ -97,7 +97,7 @@ def test_6_uneven_data_then_one_that_comes_late(job_of, how):
     assert len({told["total"] for told in job.of("finished")}) == 1
     job.over()
     if how == BY_HAND:
-        # Nobody is left that has the final state.
+        # No living worker has the final state.
         start(job, e={})
         told = job.wait("stuck", name="e")[0]
         assert "the training had ended before this worker joined" in told["error"]

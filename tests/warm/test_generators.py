@@ -53,7 +53,7 @@ ALIKE = {"seeded", "back", "seeded by much", "legacy seeded", "legacy seeded lat
 
 @pytest.fixture
 def draw(launch, tmp_path, worker_script):
-    """What two workers have drawn, cold and warm."""
+    """Return the numbers that two workers drew, once started cold and once warm."""
 
     def run(libraries):
         folder = tmp_path / "library"

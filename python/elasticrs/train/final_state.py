@@ -43,13 +43,13 @@ TRANSFER_TIMEOUT = 30.0
 """Seconds without a byte after which a transfer has failed."""
 
 FETCH_TIMEOUT = 60.0
-"""Seconds after which no other worker is tried."""
+"""Seconds after which no further worker is asked for its copy."""
 
 _END, _SEAT, _LATE = "end", "seat/", "late"
 
 
 class Late(Value):
-    """The part of a process that starts after the end.
+    """Rank and final state for a process that starts after the training has ended.
 
     Args:
         rank, world_size: of this process.
@@ -79,7 +79,7 @@ def publish(
     *,
     in_checkpoint: bool,
 ) -> None:
-    """Serve a copy of the final state, and say in the store where.
+    """Serve a copy of the final state over HTTP, and publish its URL and digest in the store.
 
     Args:
         store: of the job.
@@ -148,11 +148,11 @@ class _Server6(_Server):
 
 
 _servers: list[_Server] = []
-"""At most one in this process."""
+"""HTTP server for this process's copy of the final state. At most one item."""
 
 
 def _serve(content: memoryview, near: tuple[str, int]) -> str:
-    """Serve a copy until this process ends, in the place of an older one; return its URL."""
+    """Serve a copy until this process exits, and return its URL. Replaces an older copy."""
     secret = f"/{secrets.token_urlsafe(32)}"
 
     class Handler(BaseHTTPRequestHandler):
@@ -198,7 +198,7 @@ def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
 def _fetch(seats: list[dict[str, str]]) -> tuple[bytes | None, tuple[str, int] | None]:
     """Return a copy from a living worker, and where that was; ``None`` twice if there is none."""
     deadline = time.monotonic() + FETCH_TIMEOUT
-    # Replacements that start together do not all ask the same one.
+    # Shuffle, so that replacements that start together do not all ask the same worker.
     random.shuffle(seats)
     for seat in seats:
         if not seat["url"] or time.monotonic() > deadline:
@@ -212,7 +212,7 @@ def _fetch(seats: list[dict[str, str]]) -> tuple[bytes | None, tuple[str, int] |
             connection.request("GET", parts.path)
             content = connection.getresponse().read()
         except (OSError, http.client.HTTPException):
-            # This worker has ended, as most do soon after the training.
+            # This worker has probably exited, as most do soon after the training. Try the next one.
             continue
         finally:
             connection.close()
@@ -222,7 +222,7 @@ def _fetch(seats: list[dict[str, str]]) -> tuple[bytes | None, tuple[str, int] |
 
 
 def _after_fork_in_child() -> None:
-    # A child would keep the port of a parent that has died, and answer nobody.
+    # Close the socket, because a child would keep the port of a dead parent open without answering requests.
     while _servers:
         _servers.pop().server_close()
 

@@ -62,8 +62,9 @@ class Connections:
             self._before = None
 
     def are_intact(self) -> bool:
-        """True if everything that was connected after the groups were made still is: no peer has left. False
-        if that cannot be seen.
+        """Return true if all connections of the groups are still open, so that no peer has left.
+
+        Return false if the state of the connections is unknown.
         """
         try:
             sockets = _sockets()
@@ -237,7 +238,7 @@ _hooks: list[Any] = []
 
 
 _helper: list[Any] = []
-"""Torch's function that makes each group, while ours is in its place."""
+"""Torch's original function that creates a process group, while it is replaced by our wrapper."""
 
 
 def record_further_groups(connections: Connections) -> None:

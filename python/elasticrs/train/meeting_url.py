@@ -90,7 +90,7 @@ def parse(
     except ValueError as error:
         raise UsageError(f"{source}: got {url!r}: {error}") from None
     if "#" in url:
-        # What follows it would be ignored, the settings for instance.
+        # Reject '#', because the text after it, such as the settings, would be ignored.
         raise UsageError(f"{source}: got {url!r} with a '#', expected '%23' in its place")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None or not parts.netloc:

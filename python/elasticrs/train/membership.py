@@ -344,7 +344,7 @@ class Membership:
             with suppress(DistError):
                 current.board.set("gone", "")
         if self._thread is None:
-            # It has never taken part, or has left already.
+            # This worker never joined, or has left already.
             return
         self._handler.leave()
         # Until the store knows; if this worker hosts it, until the others do not need it any more.
@@ -379,9 +379,7 @@ class Membership:
         self._end_thread()
 
     def _end_thread(self) -> None:
-        """End the watching thread. It is in no round any more, so it ends as soon as the store has answered
-        what it has asked.
-        """
+        """Stop the watching thread. It stops as soon as the store has answered its pending request."""
         with self._changed:
             thread, self._thread, self._is_over = self._thread, None, True
             self._changed.notify_all()
@@ -503,7 +501,7 @@ class Membership:
                 connections.shut()
                 connections.knock(current.world_size)
             except Exception:
-                # Such as no free file descriptor: try again until the deadline.
+                # The error may be temporary, such as a lack of file descriptors, so retry until the deadline.
                 if not is_told:
                     _log.exception("round %s: a collective could not be broken off yet", current.number)
                 is_told = True

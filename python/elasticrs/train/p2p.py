@@ -269,7 +269,7 @@ class CoordinatorP2P(Coordinator):
                 _log.warning(
                     "rank %d: a checkpoint is asked for, but set_checkpoint_manager was not called", self.rank
                 )
-            # A worker that leaves comes here after each step until the others have agreed on one.
+            # A leaving worker runs this after each step until all workers have agreed on the step to stop at.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:

@@ -135,7 +135,7 @@ def run_train(
 
 
 def _require_saving(state: State) -> None:
-    """Refuse a checkpoint manager for a state that cannot be saved: what it wrote would hold no model."""
+    """Raise TypeError if a checkpoint manager is set but the state cannot be saved."""
     if get_checkpoint_manager() is not None and (reason := why_not_saved(state)) is not None:
         raise TypeError(f"set_checkpoint_manager was called, but {reason}")
 
@@ -172,9 +172,9 @@ class _Run:
         self._round = 0
         self._asked = self._said_yes = 0
         self._is_saving = False
-        # The state as it is now is in the newest checkpoint.
+        # True if the newest checkpoint holds the current state.
         self._is_stored = False
-        # The state is the one that all workers return.
+        # True if the state is the final one, which all workers return.
         self._is_final = False
         self._taken = self._ended_after = 0
         self._rank, self._world_size = -1, 0
@@ -339,7 +339,7 @@ class _Run:
         try:
             self._state.save(stream)
         except Exception:
-            # The training itself has succeeded.
+            # Only log the error, because the training itself has succeeded.
             _log.warning(
                 "rank %d: the final state cannot be saved: a worker that is replaced now cannot get it from"
                 " this one",
@@ -350,10 +350,10 @@ class _Run:
         return stream.getbuffer()
 
     def _come_late(self) -> Event:
-        """The job has ended: get its final state, unless this worker has it already.
+        """Get the final state of a job that has ended, unless this worker has it already.
 
         Raises:
-            NonRetryableException: the final state cannot be had.
+            NonRetryableException: The final state is not available.
         """
         final = None if self._is_final else self._plain.final_state()
         if final is None:

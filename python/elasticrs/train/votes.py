@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Vote(Value):
-    """What one worker tells.
+    """Information that one worker sends to the others at the start of a round.
 
     Args:
         has_manager: it has a checkpoint manager.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """What the files were when they were looked at.
+    """Recorded stamps of the files from which modules were preloaded.
 
     Args:
         own: stamps of the user's files, by path.
@@ -48,7 +48,7 @@ class Sources:
             return None
         path = _first_changed(self.installed, look)
         if path is None:
-            # Something else was installed: do not look at all files again for it.
+            # An unrelated package was installed. Store the stamps to avoid another full check.
             self.signs = signs
         return path
 

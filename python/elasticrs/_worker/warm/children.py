@@ -39,6 +39,6 @@ def end() -> None:
 
 
 def _is_resource_tracker(pid: int) -> bool:
-    """True for the tracker of multiprocessing, and for that of loky."""
+    """Return true if the process is the resource tracker of multiprocessing or of loky."""
     with open(f"/proc/{pid}/cmdline", "rb") as file:
         return b"resource_tracker" in file.read()

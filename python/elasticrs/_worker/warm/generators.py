@@ -65,7 +65,7 @@ class Watch:
         return seed
 
     def end(self) -> list[Callable[[], None]]:
-        """Undo what watches, and return functions that seed in a worker what was found."""
+        """Stop watching, and return functions that reseed the generators found in each worker."""
         self._entropy.is_watched = False
         if vars(os)["urandom"] is self._entropy:
             vars(os)["urandom"] = self._urandom

@@ -134,7 +134,7 @@ def _name_of_function(finalizer: Any) -> object:
 
 
 def _mapped(name: str) -> set[str]:
-    """The files that are mapped and have this in their path."""
+    """Return the memory-mapped files whose path contains this name."""
     with open("/proc/self/maps") as maps:
         return {line.split(maxsplit=5)[-1].rstrip() for line in maps if name in line}
 
@@ -376,7 +376,7 @@ def _left_out_before(environ: dict[str, str]) -> set[str]:
 
 
 def _import_all(environ: dict[str, str]) -> _Done:
-    """Take all steps, and return what each worker has to do again."""
+    """Run all preload steps, and return what each worker must redo after the fork."""
     import json
     import time
 
@@ -389,7 +389,7 @@ def _import_all(environ: dict[str, str]) -> _Done:
     variables = _beside("variables").Variables(shielded, _RANK_ZERO)
     surroundings = _Surroundings(settings["folders"], variables, _beside("children"))
     generators = _beside("generators")
-    # Where the user has one of its modules, the seeds of generators are not watched.
+    # Do not watch the seeds if the user has a module with the name of one that `Watch` imports.
     watch = generators.Watch() if surroundings.beside_script(generators.NEEDED) is None else None
     reserved, captured = _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)

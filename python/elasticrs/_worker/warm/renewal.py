@@ -89,7 +89,7 @@ def streams(standard: Iterable[Any]) -> None:
 
 
 def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None) -> None:
-    """Renew what a process draws or looks up once; only of modules that are there.
+    """Reseed random generators and reset other per-process values of the modules that are loaded.
 
     Args:
         rank_zero: modules that keep the rank, and the variable that they have it from.
@@ -130,7 +130,7 @@ def blas(assigned: dict[str, dict[str, str]]) -> None:
         variables = {**os.environ, **overriding}
         given = [variables.get(name, "") for name in _BLAS_THREADS]
         counts = [int(text) for text in given if text.isdecimal() and text != "0"]
-        # OpenBLAS takes the lower one, too, when it reads the variables.
+        # Use the minimum, because OpenBLAS limits the variable to the number of processors as well.
         count = min([processors, *counts[:1]])
         if count == 1:
             continue

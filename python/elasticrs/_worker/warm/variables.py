@@ -64,10 +64,10 @@ class Variables(dict):  # type: ignore[type-arg]
 
     def assign(self, name: str, value: str) -> None:
         """Set a variable, as the script does."""
-        # Not by way of `os.environ`: nobody asks for it.
+        # Do not read `os.environ`, because that would count as a read by a module.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
-        # Workers tell OpenBLAS the number of threads later. Nobody tells Arrow.
+        # Let the value reach Arrow now, because workers can set the thread count later only for OpenBLAS.
         if name == _ARROW:
             self._hidden.pop(name, None)
         self.hide()
