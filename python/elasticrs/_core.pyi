@@ -314,15 +314,15 @@ class WorkerHung:
     def pid(self) -> int: ...
     @property
     def missed(self) -> Literal["startup", "step", "section", "exit", "line"]:
-        """What it did not do in time: its first heartbeat, the next one, the end of a section, the exit of
-        its process after its program had returned, any line.
+        """What the worker missed: its first heartbeat, the next heartbeat, the end of a section, the exit of
+        its process after its program had returned, or any line of output.
         """
     @property
     def since_ns(self) -> int:
-        """Its last sign of life, or the start of the group; monotonic."""
+        """Time of its last sign of life, or the start of the group, in nanoseconds of the monotonic clock."""
     @property
     def limit(self) -> float:
-        """How long it could take, in seconds."""
+        """The time limit that the worker exceeded, in seconds."""
     @property
     def seen_ns(self) -> int:
         """When it was found."""
@@ -335,37 +335,40 @@ class WorkerHung:
         """
     @property
     def ranks(self) -> list[RankSeen]:
-        """All workers that ran."""
+        """All workers that were running."""
 
 @final
 class WorkerRaised:
-    """A worker has recorded an exception that nobody caught, and is about to end. Told again if it has not
-    ended within its limit: then it counts as failed, and :class:`FailureSeen` follows.
+    """A worker has recorded an uncaught exception and is about to exit. Reported again if the worker has not
+    exited within its limit. It then counts as failed, and :class:`FailureSeen` follows.
     """
 
     @property
     def local_rank(self) -> int: ...
     @property
     def pid(self) -> int:
-        """The process that recorded it: the worker, or a descendant."""
+        """The process that recorded the exception: the worker or a descendant."""
     @property
     def text(self) -> str:
-        """End of the traceback, as the process sent it; empty if it sent none."""
+        """Last part of the traceback, as the process sent it. Empty if it sent none."""
     @property
     def seen_ns(self) -> int:
-        """When it was recorded, or when the notice was received if the process did not say; monotonic."""
+        """When the exception was recorded, in nanoseconds of the monotonic clock. If the process did not send
+        that time, when its notice was received.
+        """
     @property
     def limit(self) -> float | None:
-        """Seconds from then; ``None``: it may take any time."""
+        """Time limit for the exit, in seconds after ``seen_ns``. ``None`` if there is no limit."""
     @property
     def exit(self) -> Literal["begun", "slow", "stalled"]:
-        """``"slow"`` and ``"stalled"``: the limit has passed. A slow exit makes progress, and may use the
-        grace of the stop that follows; the worker of a stalled one gets SIGKILL.
+        """``"begun"`` if the exception has just been recorded. ``"slow"`` if the limit has passed but the
+        exit makes progress: the worker has the grace of the stop that follows to finish its exit.
+        ``"stalled"`` if the limit has passed and the exit makes no progress: the worker gets SIGKILL.
         """
 
 @final
 class WorkersKilled:
-    """Workers had not ended in time, and get SIGKILL now."""
+    """Workers did not exit in time and get SIGKILL now."""
 
     @property
     def local_ranks(self) -> list[int]: ...
@@ -373,14 +376,18 @@ class WorkersKilled:
     def pids(self) -> list[int]: ...
     @property
     def signal(self) -> int | None:
-        """The signal that asked them to end; ``None``: they had raised, and their exit made no progress."""
+        """Stop signal that the workers received before. ``None`` if they received none, because they were
+        already exiting after an uncaught exception.
+        """
     @property
     def limit(self) -> float:
-        """Seconds: the grace after the signal, or the time without progress."""
+        """Seconds that the workers had to exit: their grace, or the time without progress."""
 
 @final
 class WorkerPaused:
-    """A worker has been stopped (SIGSTOP, SIGTSTP, …) for one second, and not by us."""
+    """A worker has been stopped for one second by a signal (SIGSTOP, SIGTSTP, …) that this process did not
+    send.
+    """
 
     @property
     def local_rank(self) -> int: ...
@@ -646,14 +653,16 @@ class Supervisor:
             hung_frame: where its main thread stands, as in :class:`RankSeen`.
         """
     def signal(self, signum: int, local_ranks: Sequence[int] | None = None) -> None:
-        """Send a signal to these workers, or to all: to whom of each, ``stop_scope`` of the group says."""
+        """Send a signal to these workers, or to all of them if ``local_ranks`` is ``None``. ``stop_scope`` of
+        the group says which processes of each worker get it.
+        """
     def forward(self, signum: int, local_ranks: Sequence[int]) -> None:
-        """Pass on to these workers a signal that this process received. ``stop_scope`` of the group says
+        """Forward a signal that this process received to these workers. ``stop_scope`` of the group says
         which processes of each worker get it. Nothing is sent while workers are being started.
         """
 
     def suspend(self) -> None:
-        """SIGSTOP to all groups; deadlines stand still until :meth:`resume`."""
+        """Suspend all groups with SIGSTOP and pause their deadlines until :meth:`resume`."""
     def resume(self) -> None: ...
     def renew_nursery(self) -> None:
         """Replace a warm nursery, since what it has imported has changed. No effect while a group runs.
@@ -699,15 +708,16 @@ class Supervisor:
         least: float | None = None,
     ) -> None:
         """Give the workers of the groups that follow a page for heartbeats (``ELASTICRS_HEARTBEAT``), and
-        watch them. :class:`WorkerHung` tells who hangs.
+        watch the workers for hangs. :class:`WorkerHung` reports the worker that hangs.
 
         Args:
-            limit: seconds between two signs of life; ``None``: learned from the job's own steps.
-            startup: seconds from the start of a group to the first sign of life of each worker; ``None``:
-                any.
-            exit_limit: seconds from the return of a worker's program to the end of its process, in which
-                ``limit`` does not apply; ``None``: no limit.
-            least: seconds below which a learned limit never is; ``None``: one minute.
+            limit: seconds between two signs of life of a worker. ``None`` to learn the limit from the job's
+                own steps.
+            startup: seconds from the start of a group to the first sign of life of each worker. ``None`` for
+                no limit.
+            exit_limit: seconds from the return of a worker's program to the exit of its process. ``limit``
+                does not apply during that time. ``None`` for no limit.
+            least: minimum of a learned limit, in seconds. ``None`` for one minute.
 
         Raises:
             ValueError: a limit is not finite, or not above 0.
@@ -1131,13 +1141,13 @@ class CoordinationServer:
 
 @final
 class CoordinationClient:
-    """One session, one lease. After its end make a new one.
+    """Client for one session with its lease. Create a new client after the session has ended.
 
     Args:
-        host, port: of the store.
-        run_id: which run this is.
-        token: the store's token, or with ``scope`` the result of :func:`scoped_token`.
-        scope: prefix of the only keys that this client may use.
+        host, port: address of the store.
+        run_id: identifier of the run.
+        token: token of the store. If ``scope`` is given, the result of :func:`scoped_token` instead.
+        scope: key prefix. This client may only use keys that begin with it.
         interval: seconds between keep-alives.
         attempts: after so many intervals without one the store ends the session; this side gives it up one
             interval earlier.
@@ -1343,7 +1353,7 @@ def patience_with(pid: int) -> float | None:
     """
 
 def scoped_token(token: bytes, scope: str) -> str:
-    """Derive a token with which clients may use only the keys of a store that begin with ``scope``."""
+    """Derive a token that gives clients access only to those keys of a store that begin with ``scope``."""
 
 def order_stop_signals() -> None:
     """Keep the handlers of SIGTSTP and SIGCONT from interrupting each other: each hears of them in the order

@@ -49,13 +49,13 @@ impl Guarded {
         send(self.agent.process.id().cast_signed(), signal);
     }
 
-    /// True if the peer has seen the end of the connection by now.
+    /// Returns true if the peer has seen the end of the connection.
     fn connection_has_ended(&mut self) -> bool {
         has_ended(&mut self.peer)
     }
 }
 
-/// Stops a process in a way that no signal undoes, until [`ptrace::detach`].
+/// Stops a process with `ptrace`, so that no signal resumes it before [`ptrace::detach`].
 fn hold(pid: i32) -> Pid {
     let held = Pid::from_raw(pid);
     ptrace::seize(held, ptrace::Options::empty()).unwrap();
@@ -153,7 +153,7 @@ fn a_connection_is_open_as_long_as_its_nursery_and_no_longer_when_released() {
         let held = hold(nursery);
         guarded.agent.process.kill().unwrap();
         guarded.agent.process.wait().unwrap();
-        // The agent's own descriptors are closed.
+        // The agent's own descriptors are closed, so only the nursery can keep the connection open.
         assert_eq!(guarded.connection_has_ended(), released);
         assert!(is_running(guarded.agent.tree.workers[0]));
         ptrace::detach(held, None).unwrap();

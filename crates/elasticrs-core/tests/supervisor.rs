@@ -286,7 +286,7 @@ fn notices_without_end_from_strangers_keep_nobody_from_stopping_the_group() {
         for _ in 0..4 {
             scope.spawn(|| {
                 let socket = UnixDatagram::unbound().unwrap();
-                // After the end of the group nobody takes them.
+                // Stop when a send fails, because nothing receives notices after the end of the group.
                 while !is_over.load(Ordering::Relaxed) && socket.send_to_addr(&[], &address).is_ok() {
                     sent.fetch_add(1, Ordering::Relaxed);
                 }
@@ -317,7 +317,7 @@ fn a_stopped_nursery_is_resumed_although_it_traces_the_dead_worker() {
     let (pids, _lines) = run(&supervisor, &[&["traced"], &["sleep"]]);
     kill(supervisor.nursery_pid().unwrap(), libc::SIGSTOP);
     kill(pids[0], libc::SIGKILL);
-    // No event says that a tracer holds the worker.
+    // The first event is the failure, so no event has reported that a tracer holds the worker.
     let told = event(&supervisor);
     assert!(matches!(told, Event::FailureSeen { local_rank: 0, .. }), "{told:?}");
     assert_eq!(until_end(&supervisor).0.len(), 2);

@@ -49,7 +49,8 @@ impl Guard for Nursery {
     }
 
     fn linked(&self, socket: BorrowedFd<'_>, word: [u8; 32], is_first: bool) {
-        // Without a descriptor, the end of this agent is noticed when its lease ends.
+        // If the descriptor cannot be duplicated, the other agents only notice the death of this agent when its lease
+        // expires.
         if let Ok(duplicate) = socket.try_clone_to_owned() {
             self.keeper.hold_link(duplicate, word, is_first);
         }
@@ -60,7 +61,7 @@ impl Guard for Nursery {
     }
 
     fn deadline(&self, boot_ns: u64) {
-        // A deadline that had passed is told as `Fenced`.
+        // Ignore the result, because a deadline that has already passed is reported by the event `Fenced`.
         let _ = self.keeper.fence(Some(boot_ns));
     }
 

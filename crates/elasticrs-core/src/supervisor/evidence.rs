@@ -6,7 +6,7 @@
 //! answers as well. `py-spy` looks into those that do not, where it is installed.
 //!
 //! - **EVI-1** nobody gets the signal without a handler for it and the hook's file;
-//! - **EVI-2** all ranks are examined in parallel, each on its own thread, and all threads stop by the caller's
+//! - **EVI-2** all ranks are examined in parallel, each on its own thread, and the caller gets the evidence by its
 //!   deadline. If a file of one rank hangs, only the evidence of that rank is missing;
 //! - **EVI-3** only plain files are opened: a worker may put anything in their place, and one that blocks (a FIFO) would
 //!   cost the evidence of all;

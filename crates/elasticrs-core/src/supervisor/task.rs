@@ -205,7 +205,7 @@ impl Task {
                 Wake::Swept(swept) => self.on_swept(swept),
                 Wake::Task(ended) => self.on_task_end(ended),
                 Wake::Command(command) => {
-                    // Exceptions that were recorded before a command to stop are told first.
+                    // Report recorded exceptions first, because they are no longer reported once a stop has begun.
                     self.on_notices();
                     self.on_command(command);
                 }
@@ -247,7 +247,7 @@ impl Task {
             () = async { tokio::time::sleep_until(deadline.expect("guarded below").into()).await }, if deadline.is_some() => {
                 Wake::Deadline
             }
-            // After commands and deadlines, because anybody may send notices without end.
+            // Poll notices after commands and deadlines, because any process may flood the socket with notices.
             woken = self.exits.next(), if self.exits.are_watched() && !is_starting => Wake::Exits(woken),
             ring = async { self.watchdog.as_mut().expect("guarded below").next().await }, if reads_timers => {
                 Wake::Timers(ring)
@@ -304,7 +304,7 @@ impl Task {
             Command::Adopt(adopted, reply) => answer(&reply, self.adopt(adopted)),
             Command::Stop(policy, elsewhere) => self.stop(policy, elsewhere),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
-            // Those that are being started have no handlers yet, and nothing to save.
+            // Drop the signal during a start, because the new workers have no handlers yet and nothing to save.
             Command::Forward(signal, local_ranks) if matches!(self.current, Current::Running(_)) => {
                 self.input(Input::Forward(signal, local_ranks));
             }
@@ -461,7 +461,8 @@ impl Task {
                 Timer::Kill if matches!(self.current, Current::Starting(_)) => self.kill_start(),
                 Timer::Sweep => self.on_overdue_sweep(),
                 Timer::Replace(local_rank) => self.on_hung_replace(local_rank),
-                // A worker that started the process may still go on.
+                // Do not sample the worker, because only a descendant of it has raised and exited. The worker itself
+                // may continue.
                 Timer::Exit(local_rank) if self.exits.has_ended(local_rank) => {}
                 Timer::Exit(local_rank) => self.sample_exit(local_rank),
                 Timer::Check => {

@@ -92,7 +92,8 @@ pub(super) fn reap_orphans(nursery: Option<i32>) {
     }
 }
 
-/// The kernel function that a process waits in; empty when it runs, is gone, or is not ours to look at.
+/// Returns the kernel function in which a process waits. Empty if the process is running or gone, or if it may not be
+/// inspected.
 pub(super) fn wait_channel(pid: i32) -> String {
     procfs::read(pid, "wchan").filter(|name| name != "0").unwrap_or_default()
 }

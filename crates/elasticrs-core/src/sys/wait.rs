@@ -59,14 +59,15 @@ pub fn try_reap(pid: i32) -> Waited {
     wait(pid, libc::WNOHANG)
 }
 
-/// Lets a stopped process run for good if this process traces it; `false` if it does not.
+/// Detaches from a stopped process that this process traces, so that it runs again. Returns false if this process does
+/// not trace it.
 ///
-/// `signal` is what it was stopped for, and is delivered to it. Only SIGTRAP is not: the kernel sends that one to the tracer,
-/// for example when a traced process executes a program.
+/// `signal` is the signal that stopped the process. It is delivered to the process, except for SIGTRAP, because the
+/// kernel generates that signal for the tracer, for example when a traced process executes a program.
 pub fn release(pid: i32, signal: i32) -> bool {
     let signal = if signal == libc::SIGTRAP { 0 } else { usize::try_from(signal).unwrap_or(0) };
     let (unused, signal) = (ptr::null_mut::<libc::c_void>(), ptr::without_provenance_mut::<libc::c_void>(signal));
-    // SAFETY: detaching reads and writes no memory of this process; the last argument is a number.
+    // SAFETY: `PTRACE_DETACH` does not access memory of this process. It ignores `addr` and reads `data` as a number.
     unsafe { libc::ptrace(libc::PTRACE_DETACH, pid, unused, signal) == 0 }
 }
 

@@ -1,4 +1,5 @@
-//! Who hangs: heartbeats and lines of the ranks in, a verdict and the time of the next look out. No clock, no I/O.
+//! Decides which ranks hang. The input is the heartbeats and output lines of the ranks. The output is a verdict, or the
+//! time of the next check. Uses no clock and no I/O.
 //!
 //! All times are nanoseconds of the monotonic clock. Invariants, cited by the tests:
 //!
@@ -10,13 +11,13 @@
 //!   for [`LEAST_WAIT`], which keeps a limit of nearly nothing from occupying the caller;
 //! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all;
 //! - **HANG-5** nobody is blamed by what was seen while the group was suspended: it is looked at again;
-//! - **HANG-6** who has given a sign of life since the look is not hung, whatever was seen then: see [`still_late`];
-//! - **HANG-7** [`Watch::unwatched`] names only ranks that no limit is for, and only once for a group;
-//! - **HANG-8** while a rank is replaced, which ends with the first sign of life of its new process, the time of the others
-//!   does not count, nor what has passed since their last sign of life before: they may wait for it. Looks are
-//!   [`LOOK_FOR_ABSENT`] apart then;
-//! - **HANG-9** a rank whose program has returned is not judged by the limit of steps; only the limit for the exit applies.
-//!   A later heartbeat undoes that, because it shows that a background thread still trains.
+//! - **HANG-6** a rank that has given a sign of life since the check is not hung, see [`still_late`];
+//! - **HANG-7** [`Watch::unwatched`] only returns ranks to which no limit applies, and only once for each group;
+//! - **HANG-8** the replacement of a rank lasts until the first sign of life of its new process. This time does not
+//!   count against the other ranks, nor does the time since their last sign of life before it, because they may be
+//!   waiting for the replaced rank. Meanwhile the checks are [`LOOK_FOR_ABSENT`] apart;
+//! - **HANG-9** only the limit for the exit applies to a rank whose program has returned, and not the limit for steps.
+//!   After a later heartbeat the limit for steps applies again, because a background thread is still training.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -38,37 +39,37 @@ pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
 /// How many steps have to be known.
 pub const ENOUGH_STEPS: usize = 16;
 
-/// What a rank may take.
+/// Time limit between two heartbeats of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepLimit {
-    /// From one heartbeat to the next.
+    /// A fixed limit.
     Fixed(Duration),
-    /// See [`learned`]; never below this.
+    /// A limit that is learned from the job's steps and is never below this duration. See [`learned`].
     Learned(Duration),
 }
 
-/// What a group may take.
+/// Time limits for the ranks of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Between two signs of life.
+    /// Limit between two signs of life of a rank.
     pub step: StepLimit,
-    /// From the start of the group to the first one of each rank.
+    /// Limit from the start of the group to the first sign of life of a rank. `None` for no limit.
     pub startup: Option<Duration>,
-    /// From the return of a rank's program to the end of its process; `None`: no limit.
+    /// Limit from the return of a rank's program to the exit of its process. `None` for no limit.
     pub exit: Option<Duration>,
 }
 
-/// What a rank has said of itself last.
+/// The last heartbeat of a rank, with its step and section.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Beat {
     pub last: u64,
     pub step: Option<u64>,
     pub section: Option<Section>,
-    /// True if `last` is the moment at which the program returned: the process is exiting since then.
+    /// True if the program has returned and the process is exiting. `last` is then the time of the return.
     pub is_exiting: bool,
-    /// The last heartbeat before the program returned, if it is exiting.
+    /// Time of the last heartbeat before the program returned. `None` if the process is not exiting.
     pub before_exit: Option<u64>,
-    /// How long its last steps took.
+    /// Durations of the last steps, in nanoseconds.
     pub steps: Vec<u64>,
 }
 
@@ -99,9 +100,9 @@ pub enum Missed {
     Step,
     /// The end of a section.
     Section,
-    /// The end of its process, after its program had returned.
+    /// The exit of its process, after its program had returned.
     Exit,
-    /// A line, and so did all others.
+    /// A line of output. All other ranks missed theirs, too.
     Line,
 }
 
@@ -173,18 +174,18 @@ pub struct Watch {
     absent: BTreeSet<usize>,
     /// Whether one was lost since the last look.
     has_lost: bool,
-    /// By rank, and one more for the lines.
+    /// One credit for each rank, and one more for output lines.
     credits: Vec<Credit>,
     looked: u64,
     frozen_at: Option<u64>,
     thawed: u64,
     unwatched_told: bool,
-    /// Ranks that were reported as still exiting.
+    /// Ranks that were already reported as still exiting.
     exits_told: BTreeSet<usize>,
 }
 
 impl Watch {
-    /// A group of so many ranks, which runs since `started`.
+    /// Creates the watch for a group with this number of ranks, which has been running since `started`.
     pub fn new(limits: Limits, ranks: usize, started: u64) -> Self {
         Self {
             limits,
@@ -201,24 +202,24 @@ impl Watch {
         }
     }
 
-    /// This rank has failed, and the others go on.
+    /// Records that this rank has failed while the others continue.
     pub fn lose(&mut self, rank: usize) {
         self.absent.insert(rank);
         self.has_lost = true;
     }
 
-    /// Another process has begun in its place.
+    /// Records that a replacement process of this rank has started.
     pub fn restart(&mut self, rank: usize, now: u64) {
         (self.starts[rank], self.credits[rank]) = (now, Credit::default());
         self.exits_told.remove(&rank);
     }
 
-    /// Time limit for the exit of a process after its program has returned; `None`: no limit.
+    /// Returns the time limit for the exit of a process after its program has returned. `None` for no limit.
     pub fn exit_limit(&self) -> Option<Duration> {
         self.limits.exit
     }
 
-    /// The group is suspended from now on.
+    /// Records that the group is suspended from now on.
     pub fn freeze(&mut self, now: u64) {
         self.frozen_at.get_or_insert(now);
     }
@@ -256,8 +257,9 @@ impl Watch {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
 
-    /// The ranks that have no limit, as they have given no heartbeat, when the limit of steps has passed since the start,
-    /// and that limit. `None` while there are none, and once they were told.
+    /// Returns the ranks to which no limit applies because they have sent no heartbeat, although the limit for steps
+    /// has passed since their start. Also returns that limit. `None` if there are no such ranks, or if they were
+    /// already returned.
     pub fn unwatched(&mut self, now: u64, seen: &[Seen], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         if self.unwatched_told || self.frozen_at.is_some() {
@@ -275,8 +277,8 @@ impl Watch {
         self.unwatched_told.then_some((ranks, limit))
     }
 
-    /// Returns the ranks that would count as hung by now if their program had not returned, and the limit of steps. Each
-    /// rank is returned once.
+    /// Returns the exiting ranks whose program returned longer ago than the limit for steps, and that limit. Each rank
+    /// is returned only once.
     pub fn still_exiting(&mut self, now: u64, seen: &[Seen]) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         let is_late = |rank: usize, last: u64| {
@@ -293,7 +295,7 @@ impl Watch {
         (!ranks.is_empty() && self.frozen_at.is_none()).then_some((ranks, limit))
     }
 
-    /// Who is late, and when the next one will be due.
+    /// Returns the late ranks, and the time at which the next one will be due.
     fn late(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
         let is_first = std::mem::take(&mut self.has_lost);
         let gap = if is_first { u64::MAX } else { now.saturating_sub(self.looked) };
@@ -388,12 +390,14 @@ impl Watch {
 
 /// Those of `late` that have given no sign of life since, by what is seen now, and by the last line of any rank.
 ///
-/// Evidence takes time; and a page that is read while its worker writes may show an old time beside a new limit.
+/// A rank may recover while the evidence is being taken. Besides, a heartbeat page that is read while its worker writes
+/// to it may show an old time together with a new limit.
 pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> Vec<Overdue> {
     let somebody_beats = seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
-        // The return of the program is no sign of life: the question for its stacks may have ended its wait.
+        // The return of the program does not count as a sign of life, because the signal that requests its stacks may
+        // have interrupted its wait.
         (_, Some(Seen::Beat(beat))) if beat.is_exiting => beat.before_exit.is_none_or(|last| last <= overdue.since),
         (_, Some(Seen::Beat(beat))) => beat.last <= overdue.since,
         (_, Some(Seen::Nothing | Seen::Ended) | None) => true,

@@ -13,7 +13,7 @@ use nix::sys::stat::fstat;
 use super::hang::{Beat, Section, Seen};
 use crate::sys::page::Page;
 
-/// Where things are.
+/// Indices of the words in a page.
 const COUNT: usize = 1;
 const STEP: usize = 2;
 const LIMIT: usize = 3;
@@ -22,7 +22,7 @@ const NAME: usize = 8;
 const NAME_WORDS: usize = 8;
 const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
-/// A section without a limit.
+/// Limit value of a section without a limit.
 const UNLIMITED: u64 = u64::MAX;
 /// A heartbeat may come between the reading of the clock and that of the page.
 const SLACK: u64 = 1_000_000_000;
@@ -57,7 +57,7 @@ impl HeartbeatPage {
         Page::map(descriptor).map(|page| Self { page, made })
     }
 
-    /// What is in it.
+    /// Reads the last heartbeat from the page.
     pub fn read(&self, now: u64) -> Seen {
         let words = self.page.words();
         self.read_by(|index| words[index].load(Ordering::Acquire), now)
@@ -78,7 +78,8 @@ impl HeartbeatPage {
         let steps = times.windows(2).filter(|pair| pair[1] & 1 == 1).map(|pair| pair[1] - pair[0]).collect();
         let section =
             (limit != 0).then(|| Section { name: name_of(&name), limit: (limit != UNLIMITED).then_some(limit) });
-        // The worker stores the time of its exit as a heartbeat first. A later heartbeat shows that it still trains.
+        // Before the worker stores the time of its exit, it stores the same time as a heartbeat. If the last heartbeat
+        // is later, the worker is still training.
         let is_exiting = exit == last;
         let before_exit = times.iter().rev().nth(1).copied().filter(|_| is_exiting);
         Seen::Beat(Beat { last: last.min(now), step: step.checked_sub(1), section, is_exiting, before_exit, steps })

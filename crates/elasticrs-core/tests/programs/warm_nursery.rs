@@ -32,7 +32,7 @@ fn main() -> ExitCode {
         _ => {}
     }
     let what = env::var("WARM_NURSERY").unwrap_or_default();
-    // The report, of which there is nothing.
+    // Close the descriptor of the report, because this program writes none.
     let _ = nix::unistd::close(6);
     let mut forks = 0;
     let forker = move || {

@@ -305,13 +305,14 @@ impl Group {
     }
 }
 
-/// "local rank 3 is", "local ranks 1, 2 are".
+/// Returns the subject of a message about these ranks, such as "local rank 3 is" or "local ranks 1, 2 are".
 fn ranks_are(local_ranks: &[u32]) -> String {
     let names = local_ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     if local_ranks.len() == 1 { format!("local rank {names} is") } else { format!("local ranks {names} are") }
 }
 
-/// Returns the line about ranks whose program returned longer ago than a step may take.
+/// Returns the message about ranks whose process is still exiting, although their program returned longer ago than the
+/// time limit for a step.
 fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) -> String {
     let (ranks_are, step) = (ranks_are(local_ranks), step.as_secs_f64());
     let limit = exit.map_or_else(
@@ -321,7 +322,8 @@ fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) ->
     format!("{ranks_are} still exiting {step} s after the program returned; {limit}")
 }
 
-/// Lists every possible reason, because only the worker knows which one applies.
+/// Returns the message about ranks that are not watched for hangs yet. Lists every possible reason, because only the
+/// worker knows which one applies.
 fn unwatched(local_ranks: &[u32], limit: Duration) -> String {
     let ranks_are = ranks_are(local_ranks);
     format!(

@@ -38,13 +38,15 @@ impl Task {
         let Current::Running(running) = &mut self.current else { return };
         let is_adopted = |pid: i32| running.members.iter().any(|m| m.pid == pid && m.adopted);
         let workers = running.group.living().filter(|&pid| !is_adopted(pid));
-        // A worker that asked to be traced by its parent is traced by the nursery, which collects it unless it is stopped.
+        // Ignore workers that the nursery traces, because they asked their parent to trace them. The nursery reaps
+        // them, unless it is stopped itself.
         let nursery = self.nursery.as_ref().map(|nursery| nursery.pid);
         let by_others = |pid: i32| held::by_tracer(pid).filter(|held| Some(held.tracer) != nursery);
         let held: Vec<_> = workers.filter_map(|pid| by_others(pid).map(|held| (pid, held))).collect();
         let is_held = |pid: i32| held.iter().any(|(held, _)| *held == pid);
         let dead: Vec<i32> = running.dead().into_iter().filter(|&pid| !is_adopted(pid) && !is_held(pid)).collect();
-        // While a process is started in the place of another, the nursery may wait for that: it has a deadline of its own.
+        // Tolerate unreported exits while a replacement is being started, because the nursery may be blocked in that
+        // start. The start has a deadline of its own.
         let is_starting = running.group.starting().next().is_some();
         let overdue = !is_starting && dead.iter().any(|pid| running.unreported.contains(pid));
         if let (false, Some(nursery)) = (dead.is_empty(), &mut self.nursery) {

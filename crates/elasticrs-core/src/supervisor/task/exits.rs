@@ -1,8 +1,9 @@
-//! Workers that have raised: their notice, and whether they have ended by the limit.
+//! Receives the notices of workers that recorded an uncaught exception, and samples their exits.
 //!
-//! The hook of a worker sends a datagram with the time and the end of its traceback to an abstract socket of the attempt, and the kernel
-//! adds the sender's pid, which must be a worker or descend from one. The text is for the user only; no decision of the core
-//! depends on it. The agent reads no file for it, so a line that names the exception never waits for a file system.
+//! The exception hook of a worker sends a datagram to an abstract Unix socket of the attempt. It contains the time and
+//! the last part of the traceback. The kernel adds the sender's pid, which must belong to a worker or a descendant of
+//! one. The text is only for the user, and no decision of the core depends on it. The exception can be reported even if
+//! a file system hangs, because the agent reads no file for it.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -25,14 +26,15 @@ use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
 
-/// Longest text of a notice, in bytes. A longer one is cut at its end; the hook sends at most this much.
+/// Maximum length of a notice in bytes. The end of a longer notice is cut off. The hook never sends more than this.
 const MAX_TEXT: usize = 4096;
 
-/// Notices are taken in slices of this many. Any process of the network namespace may send some, and the search for the
-/// worker that a sender descends from reads `/proc`.
+/// Maximum number of notices to receive at once. The number is limited because any process in the network namespace may
+/// send notices, and finding the worker that a sender descends from requires reading `/proc`.
 const SLICE: usize = 64;
 
-/// A socket for notices, with a name that the kernel chose: no file, and gone with its descriptor.
+/// Opens a socket for notices in the abstract namespace, under a name chosen by the kernel. It needs no file and
+/// disappears when its descriptor is closed.
 pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let notices = socket(AddressFamily::Unix, SockType::Datagram, flags, None)?;
@@ -43,22 +45,22 @@ pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
     Ok((notices, String::from_utf8_lossy(name).into_owned()))
 }
 
-/// What is known of the group's workers that are about to end.
+/// The group's processes that have recorded an uncaught exception, and the samples of their workers.
 #[derive(Default)]
 pub(super) struct Exits {
     limit: Option<Duration>,
     notices: Option<AsyncFd<OwnedFd>>,
-    /// The processes that have recorded their exceptions.
+    /// Processes that have recorded an uncaught exception.
     raised: Vec<Raised>,
-    /// Samples that are being taken, by local rank. A sample that takes too long is `None`.
+    /// Samples in progress, each with the local rank of its worker. The result is `None` if sampling timed out.
     sampling: JoinSet<(u32, Option<Sample>)>,
 }
 
-/// What woke [`Exits::next`].
+/// Event that [`Exits::next`] returns.
 pub(super) enum Woken {
-    /// There may be notices.
+    /// The socket may have notices.
     Notices,
-    /// A worker that has raised was sampled; `None`: that took too long.
+    /// A worker that has raised was sampled. `None` if sampling timed out.
     Sampled { local_rank: u32, sample: Option<Sample> },
 }
 
@@ -67,7 +69,7 @@ struct Raised {
     local_rank: u32,
     process: OwnedFd,
     is_sampled: bool,
-    /// The last sample of its worker, unless that took too long.
+    /// The last sample of the worker. `None` if there is none, or if it timed out.
     sample: Option<Sample>,
 }
 
@@ -81,9 +83,9 @@ impl Exits {
         let notices = async {
             match &self.notices {
                 Some(notices) => match notices.readable().await {
-                    // Stays ready until a read finds nothing.
+                    // Keep the readiness until a receive finds no more notices.
                     Ok(mut ready) => ready.retain_ready(),
-                    // The runtime shuts down.
+                    // The runtime is shutting down.
                     Err(_) => std::future::pending().await,
                 },
                 None => std::future::pending().await,
@@ -99,38 +101,40 @@ impl Exits {
         }
     }
 
-    /// Receives up to [`SLICE`] of the notices that have arrived; of each sender the first one.
+    /// Receives up to [`SLICE`] of the notices that have arrived. Keeps only the first notice of each sender.
     fn take(&self) -> Vec<Notice> {
         let mut found: Vec<Notice> = Vec::new();
         let Some(notices) = &self.notices else { return found };
         for _ in 0..SLICE {
-            // The reactor may not have reported a notice yet that is there. The second attempt clears the readiness if there
-            // is none.
+            // Call `receive` directly first, because the reactor may not have noticed yet that a notice has arrived. If
+            // there is none, the second attempt through `try_io` clears the readiness.
             let again = |_| notices.try_io(Interest::READABLE, |notices| Ok(receive(notices)?));
             match receive(notices.get_ref()).or_else(again) {
                 Ok(Some(notice)) if notice.may_be_a_worker() && found.iter().all(|other| other.pid != notice.pid) => {
                     found.push(notice);
                 }
                 Ok(_) => {}
-                // There are no more, or the runtime shuts down.
+                // There are no more notices, or the runtime is shutting down.
                 Err(_) => break,
             }
         }
         found
     }
 
-    /// Another process takes the place of this worker.
+    /// Forgets a worker, because a replacement takes over its rank.
     pub(super) fn forget(&mut self, local_rank: u32) {
         self.raised.retain(|raised| raised.local_rank != local_rank);
     }
 
-    /// Returns whether the worker made progress since the sample before this one; `None` for its first sample.
+    /// Returns whether the worker made progress since its previous sample. `None` if this cannot be known, for example
+    /// for the first sample.
     fn progressed(&mut self, local_rank: u32, sample: Option<Sample>) -> Option<bool> {
         let raised = self.raised.iter_mut().find(|raised| raised.local_rank == local_rank)?;
         let is_first = !std::mem::replace(&mut raised.is_sampled, true);
         match (std::mem::replace(&mut raised.sample, sample), sample) {
             _ if is_first => None,
-            // Workers that were suspended in between, or a machine that was, cannot have made progress.
+            // Too much time has passed between the samples, so the workers or the whole machine were suspended. Do not
+            // judge the worker by that time.
             (Some(before), Some(after)) if after.since(&before) > self.limit? + exit_progress::LIMIT => None,
             (Some(before), Some(after)) => Some(progressed(&before, &after, ticks_per_second())),
             _ => Some(false),
@@ -143,20 +147,21 @@ impl Exits {
     }
 }
 
-/// One datagram: the pid of its sender, as the kernel reports it, and what it says, which may be anything.
+/// A datagram from the socket for notices. Only the pid and uid are reliable, because the kernel reports them. The
+/// sender controls the rest.
 #[derive(Debug, PartialEq, Eq)]
 struct Notice {
     pid: i32,
     /// Real user id of the sender, as the kernel reports it.
     uid: u32,
-    /// When the exception was recorded, in monotonic nanoseconds. This thread may see the notice much later, and the order of
-    /// failures depends on it.
+    /// When the exception was recorded, in nanoseconds of the monotonic clock. The order of failures is decided by this
+    /// time, because this thread may receive the notice much later.
     recorded: Option<u64>,
     text: String,
 }
 
 impl Notice {
-    /// Reads `NANOSECONDS\nTEXT`; without such a number all of it is the text.
+    /// Parses `NANOSECONDS\nTEXT`. If there is no such number, the whole datagram is the text.
     fn new(pid: i32, uid: u32, said: &[u8]) -> Self {
         let said = String::from_utf8_lossy(said);
         let parts = said.split_once('\n').and_then(|(number, text)| Some((number.parse().ok()?, text)));
@@ -166,8 +171,9 @@ impl Notice {
         }
     }
 
-    /// False for a process of another user, which is no worker. Workers of root may have given up its rights, and a worker
-    /// may gain them (`sudo`).
+    /// Returns false for a process of another user, because it cannot be a worker. If the agent runs as root, any user
+    /// is accepted, because workers may have dropped their privileges. A sender that runs as root is always accepted,
+    /// because a worker may use `sudo`.
     fn may_be_a_worker(&self) -> bool {
         let own = nix::unistd::getuid();
         own.is_root() || [own.as_raw(), 0].contains(&self.uid)
@@ -205,24 +211,26 @@ impl Task {
             Woken::Notices => self.on_notices(),
             Woken::Sampled { local_rank, sample } => self.on_exit_sample(local_rank, sample),
         }
-        // As for timers: a sender that never stops must not keep the runtime from its sockets and clocks.
+        // Yield, because a sender that never stops could otherwise keep the runtime from polling its sockets and
+        // timers.
         tokio::task::yield_now().await;
     }
 
-    /// Records one slice of the notices that have arrived. Also called before an exit is recorded: a worker that raises and
-    /// exits while this thread is delayed would otherwise seem to have ended without an exception.
+    /// Records up to [`SLICE`] of the notices that have arrived. Also called before an exit is recorded, because a
+    /// worker that raises and exits while this thread is delayed would otherwise seem to have exited without an
+    /// exception.
     pub(super) fn on_notices(&mut self) {
         if matches!(self.current, Current::Starting(_)) {
-            // They wait in the socket until the workers are known.
+            // Leave the notices in the socket until the pids of the workers are known.
             return;
         }
         for Notice { pid, recorded, text, .. } in self.exits.take() {
             let Current::Running(running) = &self.current else { return };
-            // Any other process may have sent one.
+            // Ignore notices from processes that do not belong to a worker.
             let Some(local_rank) = running.worker_of(pid) else { continue };
             let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
-            // The limit holds for a process that lives. Of several programs below one worker the first counts, as long as it
-            // lives.
+            // The limit only applies while the process is alive. If several processes of one worker raise, the first
+            // one counts as long as it is alive.
             let limit = match process {
                 Some(process) if self.exits.has_ended(local_rank) => {
                     self.exits.forget(local_rank);
@@ -239,8 +247,8 @@ impl Task {
         }
     }
 
-    /// Samples a worker that has raised, on another thread. The worker as a whole is sampled, not only the process that
-    /// raised, because a shell may have started other processes that save.
+    /// Samples a worker that has raised, on another thread. Includes all processes of the worker, because others than
+    /// the one that raised may still be saving, for example if the worker is a shell.
     pub(super) fn sample_exit(&mut self, local_rank: u32) {
         let Current::Running(running) = &self.current else { return };
         let mut members = running.members.iter().map(|member| member.pid);
@@ -252,7 +260,8 @@ impl Task {
     }
 
     fn on_exit_sample(&mut self, local_rank: u32, sample: Option<Sample>) {
-        // A worker that started the process may still go on.
+        // Ignore the sample if the process that raised has exited. If that was only a descendant, the worker may
+        // continue.
         if !self.exits.has_ended(local_rank) {
             let progressed = self.exits.progressed(local_rank, sample);
             self.input(Input::ExitSampled { local_rank, progressed });

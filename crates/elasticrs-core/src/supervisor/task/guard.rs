@@ -1,4 +1,5 @@
-//! What the nursery holds for the agent: the connection of its lease, and the fence.
+//! Gives the nursery what it holds for the agent: the connection of its lease, its links with other agents, and the
+//! fence.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -35,7 +36,7 @@ impl Task {
         self.guard.hold(held, beside);
     }
 
-    /// Gives a nursery, or a sentinel, that is new what it guards.
+    /// Gives all held sockets and the fence to a new nursery or sentinel.
     pub(super) fn equip(&self, nursery: &mut Nursery) {
         let mut send = |request, fds: io::Result<Vec<OwnedFd>>| match fds {
             Ok(fds) => nursery.send(&request, fds),

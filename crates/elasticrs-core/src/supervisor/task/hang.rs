@@ -105,10 +105,10 @@ fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::R
     Ok(Arc::new(page))
 }
 
-/// Evidence is being taken, by one thread for each worker.
+/// Evidence that is being taken, by one thread for each worker.
 pub(super) struct Gathering {
     threads: JoinSet<Vec<Found>>,
-    /// Local ranks of the workers.
+    /// Local ranks of the workers that are being examined.
     asked: Vec<u32>,
     found: Vec<Found>,
     patience: Arc<Patience>,
@@ -125,11 +125,12 @@ impl Gathering {
         self.asked.push(local_rank);
     }
 
-    /// What was found by the deadline. Cancel-safe.
+    /// Waits for the evidence until the deadline. Reports a problem for each worker whose evidence is missing.
+    /// Cancel-safe.
     pub(super) async fn found(&mut self) -> Vec<Found> {
         let deadline = self.patience.deadline + SLACK;
         while let Ok(Some(found)) = tokio::time::timeout_at(deadline.into(), self.threads.join_next()).await {
-            // The thread of a worker may have panicked. Its evidence is missing then.
+            // An error means that the thread of a worker panicked, so the evidence of that worker is missing.
             self.found.extend(found.into_iter().flatten());
         }
         let mut found = std::mem::take(&mut self.found);
@@ -167,7 +168,8 @@ impl Task {
         self.gathering = Some(gathering);
     }
 
-    /// Nobody waits for it any more. Closing does, for `py-spy`: it is our child.
+    /// Abandons the evidence, because it is not needed anymore. Only closing waits for the threads, because `py-spy` is
+    /// a child of this process and must be reaped.
     pub(super) fn give_up_evidence(&mut self) {
         let Some(mut gathering) = self.gathering.take() else { return };
         gathering.patience.given_up.store(true, Ordering::Relaxed);

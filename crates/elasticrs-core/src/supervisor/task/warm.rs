@@ -1,4 +1,4 @@
-//! The time in which a warm nursery imports, and what is to start after it.
+//! The import phase of a warm nursery, and the group that waits for its end.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, NurseryEnd, StartFailure};
 use crate::sys::stage::Stage;
 
-/// Time after which the user is told why no worker runs yet.
+/// Time after which the user is told that the workers are still waiting for an import.
 const SLOW_IMPORT: Duration = Duration::from_secs(5);
 
 impl Task {
@@ -29,7 +29,7 @@ impl Task {
             self.disarm_import();
         }
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
-        // An error is that of the next start, which tries again.
+        // Ignore an error, because the next start tries again and reports it.
         if let Ok(nursery) = Nursery::launch(&self.config.nursery) {
             self.use_nursery(nursery);
         }
@@ -45,10 +45,12 @@ impl Task {
         self.retired.spawn_local(end);
     }
 
-    /// At the end of a group all deadlines go: this one begins anew with what waits for it.
+    /// Arms the deadlines for the import. They start again with the group that waits for the import, because the end of
+    /// a group clears all deadlines.
     pub(super) fn arm_import(&mut self) {
         if let Some(import) = self.nursery.as_ref().and_then(|nursery| nursery.import.as_ref()) {
-            // Those that follow each other, since a module has ended the first one, have the time of one.
+            // Do not extend the deadlines for a nursery that continues the import after a module killed the previous
+            // one. All of them share the time of one.
             self.deadlines.hasten(Timer::Warm, import.warm.limit, Instant::now());
             self.deadlines.hasten(Timer::SlowImport, SLOW_IMPORT, Instant::now());
         }
@@ -85,8 +87,9 @@ impl Task {
         }
     }
 
-    /// Kills a nursery that speaks another protocol: a warm one is started from installed files, which may have been replaced
-    /// since this process started. What follows is that of an import that fails. An embedded nursery is part of this program.
+    /// Kills a nursery that speaks another version of the protocol. This can only be a warm nursery, because it is
+    /// started from installed files, which may have been replaced since this process started. An embedded nursery is
+    /// part of this program. The job then continues as after a failed import.
     pub(super) fn on_other_build(&mut self) {
         let Some(nursery) = &mut self.nursery else { return };
         if let Some(import) = &nursery.import {
@@ -104,7 +107,7 @@ impl Task {
         }
     }
 
-    /// The nursery has ended while it imported. Says whether this was all: no worker was lost with it.
+    /// Handles the death of a nursery during its imports. Returns true if no worker was lost with it.
     pub(super) fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, end: NurseryEnd) -> bool {
         let Import { warm, since, end: how, is_unguarded } = import;
         if let Some(Guard { sentinel, .. }) = sentinel {
@@ -125,7 +128,7 @@ impl Task {
         self.go_on_cold(end)
     }
 
-    /// From now on workers start cold.
+    /// Replaces the warm nursery by a cold one for the rest of the job.
     fn go_on_cold(&mut self, end: NurseryEnd) -> bool {
         self.disarm_import();
         self.config.nursery.retain(|image| !matches!(image, NurseryImage::Warm(_)));

@@ -1,4 +1,4 @@
-//! Workers that have raised.
+//! Workers that have recorded an uncaught exception.
 
 use super::*;
 
@@ -7,7 +7,7 @@ pub(super) fn raised(local_rank: u32) -> Input {
     Input::Raised(WorkerRaised { local_rank, pid, text: String::new(), seen: Stamp(5), limit, exit: ExitStage::Begun })
 }
 
-/// A sample of a worker that has raised.
+/// Returns the input for a sample of a worker that has raised.
 pub(super) fn sampled(local_rank: u32, progressed: Option<bool>) -> Input {
     Input::ExitSampled { local_rank, progressed }
 }
