@@ -37,7 +37,7 @@ START_METHODS = ("spawn", "fork", "forkserver")
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 PREFIX_NAMES = ("role_name", "local_rank", "rank", "hostname")
-"""Names that a prefix template may use."""
+"""Names of the placeholders in a prefix template."""
 START_DEADLINE = 30.0
 LONGEST = 1e9
 """Seconds: what the core's clock can count in nanoseconds, and far more than anybody waits."""
@@ -53,34 +53,35 @@ class JobConfig(Record):
     """One job, as the agent of one node runs it.
 
     Args:
-        nproc: workers on this node.
-        run_id: the name of the job.
-        role: the role of the workers.
-        name: what the report calls the job: the script, the program or the function.
-        max_restarts: restarts that may be charged.
-        on_failure: what follows when a worker fails: ``"restart"`` of all, or ``"replace"`` this one alone.
+        nproc: number of workers on this node.
+        run_id: name of the job.
+        role: role of the workers.
+        name: name of the job in the report: the script, the program or the function.
+        max_restarts: maximum number of charged restarts.
+        on_failure: reaction to a failed worker: ``"restart"`` all workers, or ``"replace"`` only this one.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
-        forwarded: signals that the agent passes on to the workers; nothing else follows from them.
-        stop_scope: whom the first signal reaches: ``"worker"``, and the rest of its process group when it has
-            ended, or ``"group"``.
-        linger: seconds that descendants of successful workers may go on; ``None`` leaves them alone.
-        master_addr: where rank 0 hosts the store.
-        master_port: its port; ``None`` for a fresh one in every attempt.
-        start_deadline: seconds within which all workers must run.
-        rendezvous: where and how the agent meets those of other nodes; ``None`` when there is nobody to meet.
-        cpus: those that each worker may run on, by local rank; ``None`` for the agent's own.
-        virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
-        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not looked at
-            when 0 or negative.
-        hang_timeout: seconds without a sign of life after which a rank has failed; ``"auto"``: learned from
-            its steps; ``"auto:SECONDS"``: the same, and never less; ``None``: nobody is watched.
-        hang_startup_timeout: the same from the start to the first sign of life; ``None``: any time.
-        hang_exit_timeout: seconds from the return of a worker's program to the end of its process, while
-            heartbeats are watched; 0: no limit.
-        exit_timeout: seconds in which a worker must end after an exception that nobody caught; 0: any time.
-        preload: what is imported before the workers are forked; ``None``, or no modules: they start cold.
-        warm_timeout: seconds that this may take; then they start cold.
+        forwarded: signals that the agent passes on to the workers, without any other effect.
+        stop_scope: receiver of the first signal: ``"worker"`` for the worker alone (the rest of its process
+            group is signalled once it has exited), or ``"group"`` for its whole process group.
+        linger: seconds for which descendants of successful workers may continue; ``None`` never stops them.
+        master_addr: address where rank 0 hosts the store.
+        master_port: port of that store; ``None`` for a new one in every attempt.
+        start_deadline: time limit for starting all workers, in seconds.
+        rendezvous: how and where the agent meets the agents of other nodes; ``None`` without other nodes.
+        cpus: CPUs that each worker may use, by local rank; ``None`` for the CPUs of the agent.
+        virtual_local_rank: each worker sees only its own GPU, and has local rank 0.
+        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not checked
+            if 0 or negative.
+        hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
+            the limit from its steps, ``"auto:SECONDS"`` also sets a minimum, and ``None`` disables the check.
+        hang_startup_timeout: seconds from the start to the first heartbeat; ``None`` for no limit.
+        hang_exit_timeout: seconds from the return of a worker's program to the exit of its process, if
+            heartbeats are checked; 0 for no limit.
+        exit_timeout: seconds in which a worker must exit after an uncaught exception; 0 for no limit.
+        preload: modules to import before the workers are forked; with ``None`` or no modules, workers start
+            cold.
+        warm_timeout: time limit for these imports, in seconds. Workers start cold if it is exceeded.
     """
 
     nproc: int

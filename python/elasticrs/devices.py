@@ -291,7 +291,7 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
 
 
 def _outputs(child: subprocess.Popen[str], word: str) -> tuple[str, str]:
-    """Wait for a child that counts, and return what it has written. If it is slow, say so at once."""
+    """Wait for the child process that counts devices, and return its output. Tell the user if it is slow."""
     import subprocess
     import sys
 

@@ -1,7 +1,7 @@
-"""Where the output of workers goes: ``<log_dir>/<run_id>_<host>_XXXX/attempt_<name>/<local_rank>/``.
+"""Layout of the workers' log files: ``<log_dir>/<run_id>_<host>_XXXX/attempt_<name>/<local_rank>/``.
 
-Pure layout and directories; copying to the console is the core's work. An attempt's directory is never
-deleted or used again: it is the evidence of what happened.
+This module only creates directories and names files. The core copies output to the console. An attempt's
+directory is never deleted or reused, because it is the evidence of what happened.
 """
 
 from __future__ import annotations
@@ -261,18 +261,20 @@ def _make_run_directory(log_dir: str | None, run_id: str) -> str:
 
 
 def run_prefix(run_id: str) -> str:
-    """Return how the name of a run's folder begins. It has the name of the host, because the nodes of a job
-    often share a file system.
+    """Return the prefix of the name of a run's log folder.
+
+    The prefix contains the host name, because the nodes of a job often share a file system.
     """
     return f"{run_id}_{os.uname().nodename.split('.')[0]}_".replace(os.sep, "_")
 
 
 def attempt_name(restarts: int, round_number: int) -> str:
-    """Name an attempt of a job on several nodes, alike on all of them, whenever they joined.
+    """Return the name of an attempt of a job on several nodes. All nodes use the same name.
 
     Args:
-        restarts: charged before it.
-        round_number: from 1; rounds that charged no restart make it larger than the restarts do.
+        restarts: number of restarts charged before the attempt.
+        round_number: number of the rendezvous round, from 1. It exceeds ``restarts + 1`` after rounds that
+            were not charged as restarts.
     """
     return str(restarts) if round_number == restarts + 1 else f"{restarts}_r{round_number}"
 

@@ -126,7 +126,7 @@ class AgentPage:
         pid, rank, world, number, steps, step_ns, has_rate = self._words[at : at + _RATE].tolist()
         rate = self._floats[at + _RATE] if has_rate else None
         if rate is not None and not isfinite(rate):
-            # A worker may write anything here, and JSON has no word for it.
+            # A worker may write infinity or NaN here, which JSON cannot represent.
             rate = None
         return Standing(local_rank, pid, rank - 1 if rank else None, world, number, steps, step_ns, rate)
 
@@ -156,7 +156,7 @@ class AgentPage:
 
     @property
     def was_used(self) -> bool:
-        """True if some worker has taken part in ``elasticrs.train``, even if it was replaced since."""
+        """Return true if any worker has used ``elasticrs.train``, even if that worker was replaced since."""
         return self._was_used or bool(self.standings())
 
     def close(self) -> None:

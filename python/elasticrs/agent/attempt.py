@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """What we ended a worker for: one of the three.
+    """Reason why the agent stopped a worker that exceeded a time limit. One of the three reasons is set.
 
     Args:
-        seen_ns: when it was found, monotonic.
-        timer: of the worker that was not released in time.
-        hung: it gave no sign of life.
-        raised: it had raised, and did not end in time.
+        seen_ns: time when the agent noticed, in monotonic nanoseconds.
+        timer: timer that the worker did not release in time.
+        hung: details of the missed heartbeat deadline.
+        raised: the uncaught exception after which the worker did not exit in time.
     """
 
     seen_ns: int
@@ -37,36 +37,41 @@ class Overdue(Value):
 
 
 class Attempt(Record):
-    """What happened in one attempt.
+    """Record of one attempt.
 
     Attributes:
-        round: its number.
-        restarts: charged restarts when it began.
-        name: of its log directory: the restarts, and the round where another attempt had as many.
-        plan: ranks and addresses.
-        paths: its files.
-        variables: what is added to the environment of each worker, by local rank.
-        pids: of the workers, by local rank; of those that were replaced, the last one's.
-        exits: by local rank, in the order in which they were seen; not of workers that were replaced.
-        met: by local rank, where each worker that has ended met the others last, where it has and tells of
-            that; see :mod:`elasticrs.node_page`.
-        replaced_workers: those, each as an attempt of its own, with nothing but its part.
-        first_failure: the local rank that failed first.
-        raised: the notice of each worker that has recorded an uncaught exception, by local rank.
-        expired: by local rank, the timer, the silence or the exit that took too long, for which we ended the
-            worker.
-        heartbeats: the last one of each worker that gave any, when it had ended.
-        oom_kills: the counters of the OOM killer when it started.
-        oom_kills_after: the same counters when it had failed.
-        signalled: siblings that were signalled for it.
-        cause: why it ended before the last attempt of the job, in one line; ``None`` until that is known.
-        silent: the workers that exited with 0 before their function returned, when no other one failed.
-        warm: its workers were forked from a process that had imported; ``None`` without ``--warm``.
-        why_cold: why they were not, where ``--warm`` was given.
-        phases: milliseconds of each phase of the restart that it began with, in order; see :func:`phases`.
-        stamps: ``planned``, ``imported``, ``started``, ``failure_seen``, ``siblings_signalled``, ``stopped``,
-            ``ended``: monotonic nanoseconds. ``imported`` is there if its start had to wait for that,
-            ``stopped`` if this agent was asked to stop it.
+        round: number of the rendezvous round.
+        restarts: number of charged restarts when the attempt started.
+        name: name of the log directory: the number of restarts, followed by the round if an earlier attempt
+            had the same number of restarts.
+        plan: ranks and addresses of the workers.
+        paths: files of the attempt.
+        variables: variables added to each worker's environment, by local rank.
+        pids: pids of the workers, by local rank. For a replaced worker, the pid of the latest replacement.
+        exits: exits of the workers, by local rank, in the order in which the agent saw them. Replaced workers
+            are not included.
+        met: last rendezvous of each worker that has exited, by local rank, if the worker took part in one and
+            recorded it; see :mod:`elasticrs.node_page`.
+        replaced_workers: workers that were replaced. Each is an attempt that contains only that worker.
+        first_failure: local rank of the worker that failed first.
+        raised: notice of each worker that recorded an uncaught exception, by local rank.
+        expired: the time limit for which the agent stopped a worker, by local rank: a timer, a missed
+            heartbeat deadline, or a slow exit.
+        heartbeats: last heartbeat of each worker that has exited and had sent heartbeats.
+        oom_kills: counters of the OOM killer at the start of the attempt.
+        oom_kills_after: the same counters after the attempt failed.
+        signalled: number of other workers that were signalled because of the first failure.
+        cause: one line that says why the attempt ended, if it was not the job's last one; ``None`` until the
+            cause is known.
+        silent: workers that exited with 0 before their function returned, if no other worker failed.
+        warm: true if the workers were forked from a process that had already imported the modules; ``None``
+            without ``--warm``.
+        why_cold: reason why the workers were started cold despite ``--warm``.
+        phases: milliseconds of each phase of the restart that led to this attempt, in order; see
+            :func:`phases`.
+        stamps: monotonic nanoseconds of ``planned``, ``imported``, ``started``, ``failure_seen``,
+            ``siblings_signalled``, ``stopped`` and ``ended``. ``imported`` is only set if the start had to
+            wait for the imports, and ``stopped`` only if this agent was asked to stop the workers.
     """
 
     round: int
@@ -162,41 +167,39 @@ class Attempt(Record):
         return hung(event.hung, self.global_ranks(), was_found_here=self.first_failure is not None)
 
     def is_slow_to_exit(self, local_rank: int) -> bool:
-        """Return true if a worker that raised made progress with its exit when its time was over."""
+        """Return true if a worker that raised was still making progress with its exit at the time limit."""
         event = self.expired.get(local_rank)
         return event is not None and event.raised is not None and event.raised.exit == "slow"
 
     def failed_ns(self, worker: WorkerExited) -> int:
-        """Say when a worker failed, monotonic: before its end if it had raised, or hung."""
+        """Return when a worker failed, in monotonic nanoseconds. This can be before it exited."""
         event = self.expired.get(worker.local_rank)
         return worker.seen_ns if event is None else event.seen_ns
 
     def how_it_ended(self, worker: WorkerExited) -> str:
-        """Say how a worker ended by itself, to follow its name."""
+        """Return text about how a worker ended, to append to its name."""
         return texts.SILENT if worker.local_rank in self.silent else texts.how_it_ended(worker.exitcode)
 
     def last_met(self, local_rank: int) -> Met | None:
-        """Return where a worker has met the others last; ``None`` before the first time, and where nobody
-        tells.
-        """
+        """Return the last rendezvous of a worker; ``None`` before its first one or if not recorded."""
         page = self.plan.page
         if local_rank in self.met or local_rank in self.exits or page is None:
             return self.met.get(local_rank)
         return page.last_met(local_rank)
 
     def global_ranks(self) -> dict[int, int]:
-        """Return the global ranks by local rank. No two are equal.
+        """Return the unique global rank of each worker, by local rank.
 
-        A worker that is a member of a rendezvous has the rank of its last meeting. One that has not met the
-        others has the rank that it started with. A negative number stands for a worker whose rank another
-        worker has taken over; see :meth:`shown_ranks`.
+        A worker that takes part in a rendezvous has the rank of its last round. A worker that has not been in
+        a round yet has its initial rank. A worker whose rank was taken over by another worker gets a negative
+        placeholder; see :meth:`shown_ranks`.
         """
         began = {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
         if self.plan.members is None:
             return began
         met = {local_rank: self.last_met(local_rank) for local_rank in began}
         taken: dict[int, int] = {}
-        # The worker with the latest meeting keeps the rank.
+        # If two workers held the same rank, the one with the later round keeps it.
         for local_rank, last in sorted(met.items(), key=lambda each: -each[1].round if each[1] else 0):
             rank = last.rank if last else began[local_rank]
             taken[-1 - local_rank if rank in taken else rank] = local_rank
@@ -204,11 +207,11 @@ class Attempt(Record):
         return dict(sorted(found.items()))
 
     def shown_ranks(self) -> dict[int, int | None]:
-        """Return the global ranks by local rank; ``None`` for a worker whose rank another worker has."""
+        """Return global ranks by local rank; ``None`` for a worker whose rank was taken over by another."""
         return {place: rank if rank >= 0 else None for place, rank in self.global_ranks().items()}
 
     def who(self, local_rank: int, pid: int | None = None) -> str:
-        """Name a worker, for the user: by its rank, where it has one."""
+        """Return text that identifies a worker to the user, by its rank if it has one."""
         pids = "" if pid is None else f"pid {pid}"
         if self.plan.members is None:
             rank = f"rank {self.plan.ranks[local_rank].global_rank}"
@@ -219,7 +222,7 @@ class Attempt(Record):
         return f"{rank} ({pids})" if pids else rank
 
     def who_are(self, local_ranks: Sequence[int]) -> str:
-        """Name several workers, for the user."""
+        """Return text that identifies several workers to the user."""
         if self.plan.members is not None:
             return ", ".join(self.who(local_rank) for local_rank in local_ranks)
         from elasticrs.multiprocessing.errors.report import ranks_text
@@ -269,20 +272,20 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
 
 
 class JobResult(Record):
-    """How a job ended on this node.
+    """Result of a job on this node.
 
     Attributes:
-        phase: one of the terminal phases.
-        exit_code: of the launcher.
-        signum: the signal that ended it, if one did.
-        message: the reason of a failure that is not a worker's.
-        ending: the last line of a failed job, before and after the root cause; the launcher prints it below
-            the report.
-        start_errno: the system's error for which the last attempt could not be started.
-        first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
-        clock: of the store in which the nodes met.
-        attempts: all of them, the last one last.
-        return_values: by global rank.
+        phase: terminal phase of the job.
+        exit_code: exit code of the launcher.
+        signum: signal that stopped the job, if any.
+        message: reason for a failure that was not caused by a worker.
+        ending: summary line of a failed job, as two texts: one before and one after the root cause. The
+            launcher prints the line below the report.
+        start_errno: ``errno`` of the error that prevented the start of the last attempt.
+        first_cause: first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
+        clock: clock of the store in which the nodes met.
+        attempts: all attempts, in order.
+        return_values: return values of the workers, by global rank.
     """
 
     phase: Phase = Phase.INIT

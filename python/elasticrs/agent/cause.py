@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 
 class Cause(Value):
-    """What is known of a first failure; ``None`` for what is not.
+    """Facts about the first failure of a round; ``None`` for each fact that is unknown.
 
     Args:
-        node: where: its name in the rendezvous.
-        host: its host name.
-        group_rank: its rank.
-        round: in which round.
-        rank: of the worker; ``None`` when the workers could not be started.
-        local_rank: the same, on its node.
-        pid: of the worker.
-        exitcode: as in ``ProcessFailure``; ``None`` as well if the worker raised and was stopped while it
-            exited.
-        message: its traceback or what else is known, shortened.
-        lines: its last ones on stderr, shortened.
-        ground: of a worker that hung: why it of all that were late (see ``WorkerHung``).
-        silence: for how many seconds it had given no sign of life.
-        step: in which it hung, if it gave heartbeats with steps; -1: it gave none at all.
-        frame: where it stood, as in ``RankSeen``.
-        time_ns: when, on the wall clock of the store.
-        error_ns: how far off that may be.
+        node: name of the failed worker's node in the rendezvous.
+        host: host name of that node.
+        group_rank: rank of that node.
+        round: number of the round.
+        rank: global rank of the worker; ``None`` if the workers could not be started.
+        local_rank: local rank of the worker.
+        pid: pid of the worker.
+        exitcode: exit code as in ``ProcessFailure``; also ``None`` if the worker raised and was stopped while
+            it was exiting.
+        message: shortened traceback or other description of the failure.
+        lines: last lines of the worker's stderr, shortened.
+        ground: for a hung worker, why it was blamed among all workers that were late (see ``WorkerHung``).
+        silence: seconds since the worker's last heartbeat.
+        step: training step in which the worker hung, if its heartbeats had steps; -1 if it never sent one.
+        frame: stack frame in which the worker hung, as in ``RankSeen``.
+        time_ns: time of the failure, on the wall clock of the store.
+        error_ns: maximum error of that time.
     """
 
     node: str | None = None

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from elasticrs.config import JobConfig
 
 _MAX_RESTARTS = 3
-"""Number of restarts whose duration the report gives."""
+"""Maximum number of restarts whose durations are listed in the report."""
 _MAX_EARLIER = 8
-"""Number of different causes of earlier attempts in the report."""
+"""Maximum number of causes of earlier attempts that are listed in the report."""
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
@@ -37,7 +37,7 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 
 
 def first_of(attempt: Attempt) -> tuple[int, str]:
-    """Return the local rank that failed first in an attempt, and how it failed, to follow its name."""
+    """Return the local rank that failed first in an attempt, and text to append to the worker's name."""
     failed = failures(attempt)
     failure = failed[root_cause(failed)]
     return failure.local_rank, _how(attempt, failure)
@@ -46,7 +46,7 @@ def first_of(attempt: Attempt) -> tuple[int, str]:
 def _how(attempt: Attempt, failure: ProcessFailure) -> str:
     worker = attempt.exits[failure.local_rank]
     why = attempt.why_expired(failure.local_rank)
-    # The exit of a worker that was slow to exit is told as any other.
+    # A worker that was only slow to exit is described by its exit, not by the time limit that it exceeded.
     if why is not None and not attempt.is_slow_to_exit(failure.local_rank):
         return f": {why}"
     if worker.local_rank in attempt.silent:
@@ -59,8 +59,8 @@ def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
     """Return the root cause of a failed job in one line: ``rank 3 of 8: KeyError: 1 (train.py:4)``.
 
     Args:
-        result: of the job.
-        failed: see :func:`all_failures`; not empty.
+        result: result of the job.
+        failed: the non-empty result of :func:`all_failures`.
     """
     rank = root_cause(failed)
     failure, cause = failed[rank], result.first_cause
@@ -79,8 +79,9 @@ def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
 
 
 def earlier_causes(attempts: Sequence[Attempt]) -> list[str]:
-    """Return why each attempt ended before the last one, and why workers were replaced, in order. Equal
-    causes in a row are one line.
+    """Return why workers were replaced and why all attempts except the last one ended, in order.
+
+    Consecutive equal causes are merged into one line.
     """
     found: list[tuple[str, list[str]]] = []
     for attempt in attempts:
@@ -105,8 +106,10 @@ def _named(names: Sequence[str]) -> str:
 
 
 def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
-    """Return the failures of this node in the last attempt, and the first of the whole job if that was
-    elsewhere. The root cause tells what happened before it.
+    """Return this node's failures in the last attempt, by rank.
+
+    If the first failure of the job was on another node, it is included. Causes of earlier attempts are added
+    to the notes of the root cause.
     """
     failed = _last_failures(result)
     if failed:
@@ -118,16 +121,16 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
     if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
-        # This node had no part in the round that ended the job: what failed here was made good.
+        # This node was not in the round that ended the job, and the job recovered from the failures here.
         failed = {}
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
-        # The message is the reason; workers that we stopped for it are no failures.
+        # The message is the reason. Workers that the agent stopped because of it did not fail.
         return {}
     if cause is None or cause.rank is None:
         return failed
     rank = cause.rank
     if rank in failed and cause.pid not in (None, failed[rank].pid):
-        # Of workers that are members of a rendezvous, two may have had a rank, one after the other.
+        # Two workers in a rendezvous may have held the same rank at different times.
         other = failed.pop(rank)
         failed[-1 - other.local_rank] = other
     if rank not in failed:
@@ -148,7 +151,7 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
 
 
 def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
-    """Add the causes of earlier attempts, and how long restarts took, to the notes of the root cause."""
+    """Add the causes of earlier attempts and the durations of restarts to the root cause's notes."""
     restarts = [each for each in result.attempts if each.phases][-_MAX_RESTARTS:]
     began = (f"attempt {each.name} was running {each.how_it_began()}" for each in restarts)
     root = failed[root_cause(failed)]
@@ -158,17 +161,18 @@ def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
 def print_report(
     job: JobConfig, result: JobResult, say: Callable[[str], None], write: Callable[[str], None]
 ) -> str | None:
-    """Print why a job failed: a line, and below it the report. Copy the root cause's error file to the
-    launcher's own, if it has one.
+    """Print why a job failed: a headline, and below it the report.
+
+    If the launcher has an error file of its own, copy the root cause's error file there.
 
     Args:
-        job: the job.
-        result: of the job.
+        job: configuration of the job.
+        result: result of the job.
         say: prints a line with the launcher's prefix.
-        write: prints a text as it is.
+        write: prints text without a prefix.
 
     Returns:
-        The line; ``None`` if nothing is known.
+        The headline; ``None`` if no failure is known.
     """
     failed = all_failures(result)
     if result.message is not None:

@@ -1,7 +1,8 @@
-"""The first failure of an attempt, judged when it is seen: from events alone, without reading a file.
+"""Determine the first failure of an attempt as soon as it is seen, from events alone.
 
-The line that stops the other workers, and the word to the other nodes, must not wait for a file system. The
-full report follows the same rule (:mod:`elasticrs.multiprocessing.errors.root_cause`) with the error files.
+No file is read, because stopping the other workers and notifying the other nodes cannot wait for a file
+system. The final report applies the same rule (:mod:`elasticrs.multiprocessing.errors.root_cause`), and reads
+the error files as well.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class _Seen(Value):
 def first_seen(attempt: Attempt) -> int:
     """Return the local rank that failed first.
 
-    It is not always the first worker that exited: a worker that has raised may still be exiting when its
-    peers have noticed the closed connection and are gone.
+    This is not always the first worker that exited. A worker that raised may still be exiting when its peers
+    have already exited because their connections to it were closed.
 
     Args:
-        attempt: whose first failure has been seen.
+        attempt: attempt in which a failure has been seen.
     """
     first = attempt.first_failure
     assert first is not None
@@ -52,22 +53,22 @@ def first_seen(attempt: Attempt) -> int:
         seen[local_rank] = _Seen(
             raised.pid if raised is not None else exited.pid,
             exited.seen_ns,
-            # A worker that is still exiting has been told to stop by now.
+            # Treat the other workers as signalled, because the agent is stopping them by now.
             None if local_rank == first else _SIGTERM,
             None if raised is None else raised.seen_ns,
             None if raised is None else raised.pid,
             "" if raised is None else raised.text,
         )
-    return root_cause(seen)  # type: ignore[arg-type]  # it has the fields that are read
+    return root_cause(seen)  # type: ignore[arg-type]  # `_Seen` has all fields that are read
 
 
 def how_it_failed(attempt: Attempt, local_rank: int) -> str:
-    """Say how a worker failed, to follow its name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
+    """Return text to append to a worker's name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)
     if overdue is not None and overdue.raised is None:
         return " has hung"
-    # A signal that it got while it was exiting says more than the exception.
+    # If the worker was killed while it was exiting, the signal is more informative than the exception.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = headline(raised.text) if raised is not None and not is_killed else None
     if worker is None and attempt.is_slow_to_exit(local_rank):

@@ -121,7 +121,7 @@ class EventRecorder(Observer):
         self._hung = event
 
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
-        """Record each worker that gets SIGKILL because it had not ended in time."""
+        """Record each worker that is sent SIGKILL after its grace period."""
         for local_rank, pid in zip(event.local_ranks, event.pids, strict=True):
             message = texts.killed(attempt.who(local_rank), event)
             self._record_watchdog("kill worker process", {"worker_pid": str(pid), "message": message})

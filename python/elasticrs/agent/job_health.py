@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MAX_EARLIER_FAILURES = 16
-"""Number of failures before the last one that the status lists."""
+"""Maximum number of failures before the last one that are listed in the status."""
 
 
 class HealthObserver(Observer):
@@ -245,7 +245,7 @@ class HealthObserver(Observer):
         }
 
     def _workers_now(self, attempt: Attempt) -> list[tuple[int, int, int]]:
-        """Return global rank, local rank and pid of each worker that has a rank of its own."""
+        """Return global rank, local rank and pid of each worker whose rank was not taken over by another."""
         self._ranks = attempt.shown_ranks()
         return [
             (rank, local_rank, attempt.pids[local_rank])

@@ -176,8 +176,9 @@ class Agent:
             self._pace = Pace(page, self._console.say, observers.training)
 
     def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
-        """Ask the workers by the page that they share with this agent. A raw signal would kill each worker
-        that does not train yet, or any more.
+        """Request a checkpoint through the memory page that the workers share with this agent.
+
+        Do not send a signal, because it would kill workers that have not started training or have finished.
         """
         if not checkpoints.are_open:
             self._console.say(texts.checkpoint_requested(signal.SIGUSR1))

@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 _FOR_WORKERS = frozenset(
     {
-        # How this process reaches the store, and for how long the store may be away.
+        # How the worker connects to the store, and for how long the store may be down.
         *("connect_timeout", "store_lost_timeout", "store_grace"),
         *("keep_alive_interval", "keep_alive_max_attempt"),
-        # The same with etcd. The password itself stays in its file.
+        # How the worker connects to etcd. The path of the password file is passed on, never the password.
         *("protocol", "ca_cert", "cacert", "ssl_cert", "cert", "ssl_cert_key", "key"),
         *("user", "password_file", "etcd_prefix", "lease_ttl", "read_timeout"),
-        # How long workers wait for each other, where their store listens, and who gets the smaller ranks.
+        # Time limits for the rendezvous of workers, ports of their store, and the order of their ranks.
         *("join_timeout", "last_call_timeout", "restart_call_timeout", "worker_port_range", "order_hint"),
     }
 )
-"""The settings of ``--rdzv-conf`` that hold for the meetings of workers, too. All others are about nodes."""
+"""Settings of ``--rdzv-conf`` that also apply to the rendezvous of workers. All others concern only nodes."""
 
 
 class MemberWorkers(OneNode):
@@ -128,9 +128,9 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, nu
     """Return the environment variables by which workers find each other.
 
     Args:
-        rendezvous: of the workers.
-        meeting_point: of their agent.
-        number: see :func:`.keys.workers_job`.
+        rendezvous: rendezvous of the workers.
+        meeting_point: meeting point of their agent.
+        number: job number; see :func:`.keys.workers_job`.
     """
     etcd = rendezvous.etcd
     settings = for_workers(rendezvous.config)
@@ -138,7 +138,7 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, nu
         scheme, endpoint = "elasticrs", shown_endpoint(*meeting_point.address)
     else:
         scheme, endpoint = "etcd", rendezvous.endpoint
-        # It may have been part of the endpoint.
+        # Set the protocol explicitly, because the user may have given it only as part of the endpoint.
         settings["protocol"] = "https" if etcd.is_tls else "http"
         if "timeout" in rendezvous.config:
             settings.setdefault("join_timeout", str(rendezvous.config["timeout"]))
@@ -156,15 +156,15 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, nu
 
 
 def for_workers(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings of ``--rdzv-conf`` that hold for the meetings of workers, as text."""
+    """Return the settings of ``--rdzv-conf`` that also apply to the rendezvous of workers, as text."""
     return {key: str(value) for key, value in config.items() if key in _FOR_WORKERS and value is not None}
 
 
 def _workers_token(rendezvous: Rendezvous) -> str | None:
-    """Return a credential for the keys of the workers alone; the job's token stays with the agents.
+    """Return a credential for the workers' keys only. The job's token stays with the agents.
 
-    ``None`` if no token protects the store. In an etcd of the site the workers are the user whose
-    ``password_file`` the agents were given.
+    ``None`` if the store has no token. In an etcd that the site runs, workers log in as the same user as the
+    agents, with the same ``password_file``.
     """
     token, etcd = rendezvous.settings.token, rendezvous.etcd
     if token is None:

@@ -59,7 +59,7 @@ class Observer:
         """A worker gave no sign of life in time."""
 
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
-        """Workers of an attempt had not ended in time, and get SIGKILL now."""
+        """Workers of an attempt are sent SIGKILL now, because they did not exit in time."""
 
     def paused(self, local_rank: int, is_paused: bool) -> None:
         """Somebody has stopped a worker by a signal, or it continues."""

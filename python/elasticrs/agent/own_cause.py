@@ -41,13 +41,13 @@ class Place(Value):
 
 
 def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) -> Cause:
-    """Describe the first failure with what is known at once, without reading any file.
+    """Describe the first failure from what is known immediately, without reading any file.
 
     Args:
-        attempt: that has failed.
-        local_rank: of the worker that failed first.
-        place: of this node.
-        clock: of the store.
+        attempt: attempt that failed.
+        local_rank: local rank of the worker that failed first.
+        place: place of this node.
+        clock: clock of the store.
     """
     worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
     message = attempt.why_expired(local_rank) or (raised.text if raised is not None else "")
@@ -101,7 +101,7 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
         rank=rank,
         local_rank=first.local_rank,
         pid=first.pid,
-        # The signal that ended it while it was exiting was ours, and says nothing.
+        # If the agent killed the worker while it was exiting, the exit code only shows that kill, so omit it.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=_end(_message(attempt, first), MAX_MESSAGE),
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],

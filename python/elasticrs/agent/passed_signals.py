@@ -1,12 +1,13 @@
 """Signals that the agent passes on to its workers.
 
-The default action of SIGUSR1 and SIGUSR2 ends a process. So a worker gets such a signal only while it
-handles, ignores or blocks it. For a worker that does not, because it is still importing or already exiting,
-the signal is held.
+The default action of SIGUSR1 and SIGUSR2 kills a process. The agent therefore sends such a signal only to
+workers that handle, ignore or block it. If a worker does none of these, because it is still importing or
+already exiting, the agent holds the signal until the worker can take it.
 
-- **PASS-1** a worker without a handler for a signal is never sent that signal;
-- **PASS-2** a signal that is held several times for one process is delivered once, as by the kernel;
-- **PASS-3** a signal that is held is delivered, or a line says that it was dropped.
+- **PASS-1** A worker that does not handle, ignore or block a signal is never sent that signal.
+- **PASS-2** A signal that was received several times while held for a process is delivered to it once, as the
+  kernel does with pending signals.
+- **PASS-3** A held signal is either delivered or reported to the user as dropped.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 TICK = 0.05
-"""Seconds between two checks of whether a worker can take a signal that is held."""
+"""Seconds between two checks of whether a worker can take a held signal."""
 
 PATIENCE = 60.0
-"""Seconds after which a signal that is held is dropped."""
+"""Seconds after which a held signal is dropped."""
 
 
 def can_take(pid: int, signum: int) -> bool | None:
@@ -40,7 +41,7 @@ def can_take(pid: int, signum: int) -> bool | None:
     except (OSError, LookupError, ValueError):
         return None
     if _has(blocked, signal.SIGSEGV):
-        # The C library blocks every signal for a moment while it starts a process.
+        # The C library briefly blocks all signals, even SIGSEGV, while it starts a process. Ignore that mask.
         blocked = 0
     return _has(blocked | ignored | caught, signum) or _waits_for(pid, signum)
 
@@ -48,7 +49,8 @@ def can_take(pid: int, signum: int) -> bool | None:
 def _waits_for(pid: int, signum: int) -> bool:
     """Return true if the main thread of a process is in ``sigwait`` for a signal.
 
-    The kernel does not list the signals of that wait as blocked, so they are read from the arguments.
+    During ``sigwait``, the kernel does not list the awaited signals as blocked, so read them from the
+    arguments of the system call.
     """
     try:
         with open(f"/proc/{pid}/wchan", encoding="ascii") as wchan, open(f"/proc/{pid}/syscall") as syscall:
@@ -67,13 +69,13 @@ def _has(mask: int, signum: int) -> bool:
 
 
 class PassedSignals:
-    """Delivers signals to the workers of one agent, and holds those that a worker cannot take yet.
+    """Deliver signals to the workers of one agent, and hold signals that a worker cannot take yet.
 
     Args:
-        send: sends a signal to workers, by their local ranks.
+        send: sends a signal to the workers with the given local ranks.
         say: prints a line for the user.
         can_take: see :func:`can_take`.
-        now: returns the time in seconds.
+        now: returns the current time in seconds.
     """
 
     def __init__(
@@ -85,11 +87,11 @@ class PassedSignals:
     ) -> None:
         self._send, self._say = send, say
         self._can_take, self._now = can_take, now
-        # When each signal was held first, by signal, local rank and pid.
+        # Time since which each signal is held, by signal, local rank and pid.
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
-        """Deliver a signal to running workers, given as pids by local rank, or hold it."""
+        """Deliver a signal to running workers (pids by local rank), or hold it until they can take it."""
         for rank, pid in workers.items():
             self._held.setdefault((signum, rank, pid), self._now())
         self._deliver(workers)
@@ -97,7 +99,7 @@ class PassedSignals:
         self._say(texts.passed_on(signum, held))
 
     def look(self, workers: Mapping[int, int]) -> float:
-        """Deliver or drop what is held; return the seconds until the next call is due."""
+        """Deliver or drop held signals; return the seconds until the next call is due."""
         if not self._held:
             return inf
         self._deliver(workers)

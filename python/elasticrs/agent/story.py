@@ -88,12 +88,12 @@ class Story(Observer):
         )
 
     def failed(self, attempt: Attempt) -> None:
-        """Tell of a first failure whose worker is still exiting; others are told when the worker ends."""
+        """Print the first failure now if its worker is still exiting; otherwise :meth:`exited` prints it."""
         if attempt.first_failure is not None and attempt.is_slow_to_exit(attempt.first_failure):
             self._tell_first(attempt)
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Tell of the worker that failed first."""
+        """Print a line about the worker that failed first."""
         if worker.local_rank == attempt.first_failure and not attempt.is_slow_to_exit(worker.local_rank):
             self._tell_first(attempt)
 
@@ -144,13 +144,13 @@ class Story(Observer):
         charged = f"{used} of {self._job.max_restarts} restarts charged{self._node_changes()}"
         ending = f"{how} after {took}", f"; {charged}{logs}"
         if self._owns_process:
-            # The launcher prints it below the report, together with the root cause.
+            # The launcher prints this line below the report and inserts the root cause.
             result.ending = ending
         else:
             self._say("".join(ending))
 
     def _node_changes(self) -> str:
-        """Count the rounds that followed another one and charged no restart."""
+        """Return text with the number of new rounds that were not charged as restarts."""
         if self._job.rendezvous is None or self._job.on_failure == "replace":
             return ""
         last = self._result.attempts[-1]
@@ -158,7 +158,7 @@ class Story(Observer):
         return f", {count} change{'s' if count != 1 else ''} of nodes" if count > 0 else ""
 
     def _tell_first(self, attempt: Attempt) -> None:
-        # With several nodes the rendezvous says it, on all of them.
+        # With several nodes, the rendezvous prints the first failure on every node.
         if self._job.rendezvous is not None or not attempt.signalled:
             return
         from elasticrs.agent.first_failure import first_seen, how_it_failed
@@ -169,7 +169,7 @@ class Story(Observer):
         self._say(f"{who}; stopping {others}: errors that follow here are a consequence")
 
     def _cause(self, attempt: Attempt) -> str:
-        """Say why an attempt ended, and keep that for the report."""
+        """Return why an attempt ended, and store the cause for the report."""
         failed = attempt.failed_exits()
         if attempt.first_failure is None or not failed:
             if "started" in attempt.stamps:
@@ -186,9 +186,9 @@ class Story(Observer):
 
 
 def productive_ns(attempts: Iterable[Attempt]) -> int:
-    """Return for how long workers ran of which none had failed or hung, in nanoseconds.
+    """Return the productive time in nanoseconds: the time during which no worker had failed or hung.
 
-    Imports before the start of warm workers count, because cold workers import after their start.
+    The imports before a warm start count as productive, because cold workers import after their start.
     """
     total = 0
     for attempt in attempts:

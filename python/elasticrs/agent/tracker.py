@@ -153,7 +153,7 @@ class AttemptTracker:
     # --- what is done ---
 
     def begin(self, action: machine.Start, plan: Plan) -> Attempt:
-        """Add the record of an attempt."""
+        """Add the record of a new attempt to the result."""
         is_again = any(earlier.restarts == action.restarts for earlier in self.result.attempts)
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
         if self._job.rendezvous is not None:
@@ -193,7 +193,7 @@ class AttemptTracker:
         self.events.append(machine.StartFailed(self.result.message, is_transient))
 
     def replace(self, action: machine.Replace) -> None:
-        """Start a process in the place of a worker; an event tells if it runs."""
+        """Start the replacement for a worker. An event reports whether it runs."""
         attempt, rank, self._restarts = self.result.attempts[-1], action.local_rank, action.restarts
         try:
             process = prepare_replacement(self._workers, self.supervisor, attempt, rank, action.restarts)
@@ -218,7 +218,7 @@ class AttemptTracker:
         self._follow_workers()
 
     def forward(self, signum: int, *, are_running: bool) -> None:
-        """Pass a signal on to running workers. Workers that are being started have nothing to save."""
+        """Pass a signal on to running workers. Drop it if none run, because there is nothing to save yet."""
         if not are_running or self.attempt is None:
             name = texts.signal_name(signum)
             self._console.say(f"{name} received: no workers run, so nobody gets it")

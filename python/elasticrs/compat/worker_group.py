@@ -25,36 +25,36 @@ if TYPE_CHECKING:
 
 @dataclass
 class WorkerSpec:
-    """What the workers of one node are.
+    """Specification of the workers of one node.
 
     Args:
-        role: theirs.
-        local_world_size: how many.
-        rdzv_handler: how their node meets the others.
+        role: role of the workers.
+        local_world_size: number of workers on this node.
+        rdzv_handler: rendezvous handler of this node.
         fn: deprecated name of ``entrypoint``.
-        entrypoint: a function or a program.
-        args: for it.
-        max_restarts: before the job fails.
-        monitor_interval: seconds between two looks of :class:`SimpleElasticAgent`.
-        master_port: of the workers' store; the rendezvous tells when ``None``.
-        master_addr: of the workers' store; the rendezvous tells when ``None``.
-        local_addr: of this node.
-        event_log_handler: where events go; see :func:`elasticrs.events.get_logging_handler`.
+        entrypoint: function or program that the workers run.
+        args: arguments of the entrypoint.
+        max_restarts: number of restarts before the job fails.
+        monitor_interval: seconds between two polls of :class:`SimpleElasticAgent`.
+        master_port: port of the workers' store; determined by the rendezvous if ``None``.
+        master_addr: address of the workers' store; determined by the rendezvous if ``None``.
+        local_addr: address of this node.
+        event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
         numa_options: binds workers to CPUs; see :class:`elasticrs.numa.NumaOptions`.
         duplicate_stdout_filters: tee'd lines that contain one of these are copied to ``filtered_stdout``.
         duplicate_stderr_filters: the same for standard error.
-        virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
+        virtual_local_rank: each worker sees only its own GPU, and has local rank 0.
         hang_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
-        hang_startup_timeout: see there.
-        hang_exit_timeout: see there.
-        exit_timeout: see there.
-        warm: see there.
-        warm_timeout: see there.
-        on_failure: see there.
+        hang_startup_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        hang_exit_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        exit_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        warm: see :class:`elasticrs.launcher.LaunchConfig`.
+        warm_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        on_failure: see :class:`elasticrs.launcher.LaunchConfig`.
 
     Raises:
-        AssertionError: no workers, no interval or no entrypoint (as in torch).
-        ValueError: a limit that is none.
+        AssertionError: the number of workers, the interval or the entrypoint is missing (as in torch).
+        ValueError: a time limit is invalid.
     """
 
     role: str

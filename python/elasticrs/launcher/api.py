@@ -40,57 +40,58 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 @dataclass
 class LaunchConfig:
-    """What a job is to be, with torch's fields and defaults.
+    """Configuration of a job, with torch's fields and defaults.
 
     Args:
-        min_nodes: fewest nodes.
-        max_nodes: most nodes.
-        nproc_per_node: workers on each node.
-        logs_specs: where output goes; :class:`DefaultLogsSpecs` when ``None``.
-        run_id: the name of the job; a random one when empty.
-        role: of the workers.
+        min_nodes: minimum number of nodes.
+        max_nodes: maximum number of nodes.
+        nproc_per_node: number of workers on each node.
+        logs_specs: destination of the workers' output; :class:`DefaultLogsSpecs` if ``None``.
+        run_id: name of the job; a random name if empty.
+        role: role of the workers.
         rdzv_endpoint: ``HOST[:PORT]`` of the rendezvous.
-        rdzv_backend: its kind.
-        rdzv_configs: its settings.
-        rdzv_timeout: seconds, for ``rdzv_configs["timeout"]``; -1 for the default of 900.
-        max_restarts: restarts before the job fails.
-        monitor_interval: seconds between two looks of a user's own agent; ours reacts at once.
-        start_method: for functions.
-        log_line_prefix_template: before tee'd lines.
-        metrics_cfg: for :func:`elasticrs.metrics.initialize_metrics`.
+        rdzv_backend: kind of the rendezvous.
+        rdzv_configs: settings of the rendezvous.
+        rdzv_timeout: value in seconds for ``rdzv_configs["timeout"]``; -1 for the default of 900.
+        max_restarts: number of restarts before the job fails.
+        monitor_interval: seconds between two polls of an agent that the user wrote; the agent of elasticrs
+            reacts at once.
+        start_method: start method of function workers.
+        log_line_prefix_template: prefix of tee'd lines.
+        metrics_cfg: configuration for :func:`elasticrs.metrics.initialize_metrics`.
         local_addr: address of this node.
-        event_log_handler: where events go; see :func:`elasticrs.events.get_logging_handler`.
+        event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
         numa_options: binds workers to CPUs; see :class:`elasticrs.numa.NumaOptions`.
         signals_to_handle: names, separated by commas.
         duplicate_stdout_filters: tee'd lines that contain one of these are copied to one more file.
         duplicate_stderr_filters: the same for standard error.
-        virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
+        virtual_local_rank: each worker sees only its own GPU, and has local rank 0.
         shutdown_timeout: seconds between the signal and SIGKILL; ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` or 30.
         exit_barrier_timeout: seconds to wait for other nodes at the end; from ``rdzv_configs``,
             ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
-        signals_to_forward: names, separated by commas; what the agent gets of them goes to the workers, and
-            nothing else follows; ``None``: SIGUSR1 and SIGUSR2, as far as they do not stop the job and the
-            program has no handlers for them.
-        stop_scope: whom a stop signals first: ``"worker"``, and the rest of its process group when it has
-            ended, or ``"group"``; ``None``: the worker for functions and Python, else the group.
-            Not in torch, nor are the next ones.
-        hang_timeout: seconds without a heartbeat after which a rank has failed; ``"auto"``: learned from its
-            steps; ``"auto:SECONDS"``: and never less (60); ``None``: nobody is watched. Not in torch, nor are
-            the next three.
-        hang_startup_timeout: the same from the start of the workers to the first heartbeat.
-        hang_exit_timeout: the same from the return of a worker's program or function to the end of its
-            process; 0: no limit.
-        exit_timeout: seconds within which a worker must end after an exception that nobody caught, or it has
-            failed; 0: any time.
-        warm: what is imported once, before the workers are forked: ``"auto"``, or names of modules separated
-            by commas. Not in torch.
-        warm_timeout: seconds that this may take before the workers start without it.
-        on_failure: what follows when a worker fails: ``"restart"`` of all, or ``"replace"`` this one alone,
-            for functions and scripts that use :mod:`elasticrs.train`; not with ``fork`` and ``forkserver``.
-            Not in torch.
+        signals_to_forward: names of signals, separated by commas. The agent passes these signals on to the
+            workers, without any other effect. ``None`` means those of SIGUSR1 and SIGUSR2 that do not stop
+            the job and for which the program has no handler.
+        stop_scope: receiver of the first signal of a stop: ``"worker"`` for the worker alone (the rest of its
+            process group is signalled once it has exited), or ``"group"`` for its whole process group.
+            ``None`` means the worker for functions and Python, else the group. This field and the next ones
+            are not in torch.
+        hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
+            the limit from its steps, ``"auto:SECONDS"`` also sets a minimum (default 60), and ``None``
+            disables the check.
+        hang_startup_timeout: seconds from the start of the workers to the first heartbeat.
+        hang_exit_timeout: seconds from the return of a worker's program or function to the exit of its
+            process; 0 for no limit.
+        exit_timeout: seconds in which a worker must exit after an uncaught exception; it is considered failed
+            if it takes longer; 0 for no limit.
+        warm: modules to import once, before the workers are forked: ``"auto"``, or names separated by commas.
+        warm_timeout: time limit for these imports, in seconds. Workers start cold if it is exceeded.
+        on_failure: reaction to a failed worker: ``"restart"`` all workers, or ``"replace"`` only this one.
+            Replacement is for functions and scripts that use :mod:`elasticrs.train`; it is not possible with
+            ``fork`` and ``forkserver``.
 
     Raises:
-        ValueError: a negative time, or a limit that is none.
+        ValueError: a time is negative, or a time limit is invalid.
     """
 
     min_nodes: int
@@ -191,18 +192,18 @@ def launch_agent(
     """Run the agent of this node until the job has ended.
 
     Args:
-        config: what the job is to be; gets a ``run_id`` if it has none.
-        entrypoint: a function or a program.
-        args: for it.
+        config: configuration of the job. Its ``run_id`` is set if it is empty.
+        entrypoint: function or program that the workers run.
+        args: arguments of the entrypoint.
         health_check_server: see :class:`~elasticrs.agent.server.LocalElasticAgent`.
 
     Returns:
-        What the functions of this node returned, by global rank; ``None`` for programs.
+        Return values of the functions on this node, by global rank; ``None`` for programs.
 
     Raises:
         ChildFailedError: workers failed.
-        SignalException: a signal asked to stop.
-        ValueError: the configuration makes no sense.
+        SignalException: a signal stopped the job.
+        ValueError: the configuration is invalid.
         SystemExit: a function worker imports the main module, which has no ``__name__`` guard.
     """
     refuse_while_main_is_imported()

@@ -70,8 +70,8 @@ class HelpRequested(Exception):  # noqa: N818 -- not an error
     """The user asked for ``--help``, ``--version`` or ``--print-completion``.
 
     Args:
-        what: ``help``, ``version``, or the name of a shell.
-        topic: the word after ``--help``; empty without one.
+        what: ``help``, ``version``, or the name of the shell to print completions for.
+        topic: the word after ``--help``; empty if there is none.
     """
 
     def __init__(self, what: str, topic: str = "") -> None:
@@ -264,11 +264,11 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 
 def _help(word: str, *, is_exact: bool) -> HelpRequested:
-    """Return the request for help on the topic that this word names.
+    """Return the request for help on a topic.
 
     Args:
-        word: the text after ``--help=``, or the next argument, which may also be the script.
-        is_exact: the user gave the word as the value of ``--help``, so it has to be a topic.
+        word: the text after ``--help=``, or the argument after ``--help``, which may be the script instead.
+        is_exact: true if the word is the value of ``--help=``, so that it has to be a topic.
 
     Raises:
         UsageError: there is no such topic.
@@ -394,10 +394,10 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
 
 
 def _check_replace(args: Namespace, meeting: Meeting) -> None:
-    """Check that single workers of this job can be replaced.
+    """Check that this job supports replacing single workers.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: the job does not support it.
     """
     from elasticrs import replaceable
 

@@ -170,7 +170,7 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
 
 
 def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Callable[[str], None]) -> None:
-    """Print the report, and below it the last line, which repeats the root cause."""
+    """Print the failure report, and below it the summary line, which repeats the root cause."""
     headline = None
     if result.signum is None or _has_raised(result):
         from elasticrs.agent.failed_attempt import print_report
@@ -179,7 +179,7 @@ def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Ca
     if result.ending is not None:
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
-        # Waits for a reader, unlike `say`: nothing follows.
+        # Flush the summary line: unlike `say`, `write` blocks until the console has accepted it.
         write("")
 
 

@@ -37,17 +37,17 @@ COMMON = frozenset(
         *("shutdown-timeout", "hang-timeout"),
     )
 )
-"""The options that ``--help`` explains; it only names the others."""
+"""Options that plain ``--help`` explains. It lists only the names of all others."""
 
 TOPICS = ("all", "rdzv")
-"""What may follow ``--help``."""
+"""Topics that the user may give after ``--help``."""
 
 
 def help_text(program: str, topic: str = "") -> str:
-    """Return what ``--help`` prints, at most :data:`WIDTH` columns wide.
+    """Return the text that ``--help`` prints, at most :data:`WIDTH` columns wide.
 
     Args:
-        program: the name under which the launcher was called.
+        program: name with which the launcher was called.
         topic: ``""`` for the common options, ``"all"`` for all of them, ``"rdzv"`` for the settings of
             ``--rdzv-conf``.
     """

@@ -1,4 +1,4 @@
-"""Looks for the module of ``-m`` before any worker is started, without importing anything."""
+"""Check that the module given with ``-m`` exists before any worker is started, without importing it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def why_no_module(name: str) -> str | None:
-    """Say why ``python -m NAME`` cannot run; ``None`` if it can, or if that cannot be told.
+    """Return why ``python -m NAME`` cannot run; ``None`` if it can run, or if that is unknown.
 
     Args:
-        name: of the module.
+        name: name of the module.
     """
     found: ModuleSpec | None = None
-    # Python puts the working directory first.
+    # With `-m`, Python puts the working directory first on `sys.path`.
     places: Sequence[str] | None = ["", *sys.path]
     parts = name.split(".")
     for depth in range(len(parts)):
         try:
             found = _find(".".join(parts[: depth + 1]), places)
         except Exception:
-            # A finder of another package; the worker's own Python says what is wrong.
+            # An import hook of another package failed. Let the worker's Python report the error.
             return None
         part = ".".join(parts[: depth + 1])
         if found is None:
@@ -34,7 +34,7 @@ def why_no_module(name: str) -> str | None:
         if depth == len(parts) - 1:
             break
         if places is None:
-            # Some modules, such as `os`, register others below their name when they are imported.
+            # Do not reject names such as `os.path`: some modules register submodules when they are imported.
             return f"{part!r} is a file, not a package{_hint(name)}" if name.endswith(".py") else None
         if _changes_its_path(found):
             return None
@@ -44,7 +44,7 @@ def why_no_module(name: str) -> str | None:
 
 
 def _changes_its_path(package: ModuleSpec) -> bool:
-    """True if a package may find its modules in other places once it has been imported."""
+    """Return true if a package may change its ``__path__`` when it is imported."""
     if not package.has_location or package.origin is None:
         return False
     with open(package.origin, "rb") as file:
@@ -53,7 +53,7 @@ def _changes_its_path(package: ModuleSpec) -> bool:
 
 def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
     for finder in sys.meta_path:
-        # The path of a top-level name is the finder's own, except for the usual finder of files.
+        # For a top-level module, pass `path` only to `PathFinder`: other finders expect `None` there.
         is_of_files = getattr(finder, "__name__", "") == "PathFinder"
         path = places if is_of_files or "." in name else None
         spec = finder.find_spec(name, path)

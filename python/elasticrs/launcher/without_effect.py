@@ -1,6 +1,6 @@
-"""Lines about settings that have no effect, or another one than the user may expect.
+"""Warnings about settings that have no effect, or not the effect that the user may expect.
 
-The job starts all the same. Whoever reads the lines can tell a mistake from a choice.
+The job starts anyway, because only the user knows whether the setting was a mistake.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ _HARDLY_OF_A_SCRIPT = frozenset((
     *("nproc-per-node", "nnodes", "standalone", "max-restarts", "on-failure", "hang-timeout", "no-python"),
     *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-ranks-filter", "shutdown-timeout"),
 ))  # fmt: skip
-"""Options that scripts do not have themselves, as far as anybody can tell. Others, such as ``--log-dir``, may
-well be meant for the script.
+"""Launcher options that a script is unlikely to define itself.
+
+Other launcher options after the script's name, such as ``--log-dir``, may well be meant for the script.
 """
 
 
 def settings_without_effect(args: Namespace, environ: Mapping[str, str], nproc: int) -> Iterator[str]:
-    """Yield a line for each setting that has no effect.
+    """Yield a warning for each setting that has no effect.
 
     Args:
-        args: the command line.
-        environ: the environment.
+        args: parsed command line.
+        environ: environment of the launcher.
         nproc: number of workers on this node.
     """
     yield from _options_of_the_script(args.training_script, args.training_script_args)
@@ -103,7 +104,7 @@ def _unknown_names(template: str) -> Iterator[str]:
 
 
 def hint_for_missing_script(script: str) -> str:
-    """Say what a script that does not exist may have been meant to be; empty if that is unknown."""
+    """Return a hint at what the user may have meant by a script that does not exist; may be empty."""
     if script[:1] in {"\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212"}:
         plain = script.lstrip("\u2010\u2011\u2012\u2013\u2014\u2212-")
         return f"; it begins with a dash that is not '-', as word processors write it: type --{plain}"

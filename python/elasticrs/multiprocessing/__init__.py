@@ -54,27 +54,27 @@ def start_processes(
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
 ) -> PContext:
-    """Start copies of a program or a function, one for each local rank, all or none.
+    """Start one copy of a program or function for each local rank. If one cannot be started, stop the others.
 
-    May be called from any thread; signals are handled only when that is the main one. Nothing is left after
-    :meth:`PContext.close`, which :meth:`PContext.wait` calls when all have ended.
+    May be called from any thread, but signals are handled only in the main thread. No process is left after
+    :meth:`PContext.close`, which :meth:`PContext.wait` calls once all processes have exited.
 
     Args:
-        name: in the header of their lines on the console.
-        entrypoint: a program, or a function (importable by name, but for ``fork``).
-        args: by local rank ``0..n-1``; those of a program are made to text.
-        envs: added to the environment, by local rank.
-        logs_specs: where their output goes.
-        log_line_prefixes: by local rank, in place of ``[<name><local_rank>]:``.
-        start_method: of functions: ``spawn``, ``fork`` or ``forkserver``.
-        numa_options: how they are bound to CPUs.
+        name: name in the prefix of the processes' lines on the console.
+        entrypoint: a program, or a function (importable by name, except with ``fork``).
+        args: arguments by local rank ``0..n-1``; those of a program are converted to text.
+        envs: variables added to the environment, by local rank.
+        logs_specs: destination of the output.
+        log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
+        start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
+        numa_options: binding of the processes to CPUs.
         duplicate_stdout_filters: tee'd lines with one of these are copied to ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error.
 
     Raises:
-        RuntimeError: local ranks do not match, or the processes could not be started; also a
-            ``FileNotFoundError`` or ``PermissionError`` for a program that is not there or may not be run.
-        ValueError: no such start method.
+        RuntimeError: local ranks do not match, or the processes could not be started. The exception is also a
+            ``FileNotFoundError`` or ``PermissionError`` if the program does not exist or is not executable.
+        ValueError: the start method is unknown.
         SystemExit: a function worker imports the main module, which has no ``__name__`` guard.
     """
     from elasticrs.multiprocessing import api, interrupts

@@ -1,9 +1,9 @@
-"""The text of the failure report.
+"""Format the failure report.
 
-It keeps torch's layout, line by line, because people and tools know it: title, ``Failures:``, ``Root Cause``,
-six lines for each failure. What torch does not report follows these six lines, so that the root cause and
-what is known about it come last on the screen. Ranks that failed alike share one entry. Workers that were
-stopped have not failed, and share one line.
+The report keeps torch's layout line by line, because people and tools know it: title, ``Failures:``, ``Root
+Cause``, and six lines for each failure. Facts that torch does not report follow these six lines. The root
+cause and its details come last, where the user sees them first. Ranks that failed in the same way share one
+entry. Workers that the agent stopped did not fail, and share one line.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _WIDTH = 60
 _SIGKILL = 9
 _LONG_TRACEBACK = 3
-"""Lines of a traceback that is not repeated when it has been shown already."""
+"""Number of lines from which a traceback is not repeated once it has been shown."""
 _MANY_ALIKE = 3
-"""Number of failures, apart from the root cause, that share an entry if they are alike."""
+"""Number of failures besides the root cause from which similar failures share one entry."""
 
 
 def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str, section: str) -> str:
@@ -64,7 +64,7 @@ def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str
 
 
 def _alike(ranks: Sequence[int], failures: Mapping[int, ProcessFailure]) -> list[list[int]]:
-    """Group the ranks whose failures differ in nothing but numbers, such as ranks, ports and addresses."""
+    """Group the ranks whose failures differ only in numbers, such as ranks, ports and addresses."""
     import re
 
     groups: dict[object, list[int]] = {}
@@ -86,14 +86,14 @@ def _entry(
     root: int,
     shown: dict[str, str],
 ) -> str:
-    """Format one or several failures that are alike; of several, the first one is shown."""
+    """Format one entry for a group of similar failures, with the details of the first one."""
     rank, more = ranks[0], len(ranks) - 1
     failure = failures[rank]
     signal = failure.signal_name()
     name = f" ({signal})" if signal != NOT_AVAILABLE else ""
     exitcode = "unknown" if failure.exitcode is None else failure.exitcode
     until = _when(failures[ranks[-1]], failures[root])
-    # Indented from the second line on.
+    # Indent the traceback from its second line on.
     traceback = traceback_text(failure).replace("\n", "\n  ")
     lines = [
         f"[{index}]:" if not more else f"[{index}] and {more} more like it:",
@@ -144,8 +144,8 @@ def traceback_text(failure: ProcessFailure) -> str:
 
 
 def how_it_failed(failure: ProcessFailure) -> str:
-    """Say how a worker failed, to follow its name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
-    # Of a worker that raised and was killed by us while it exited, the exception is the reason.
+    """Return text to append to a worker's name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
+    # If the agent killed a worker that was exiting after an exception, the exception is the reason.
     ended_by_itself = failure.sent_signal is None and bool(failure.signal_number())
     if (failure.error_file != NOT_AVAILABLE or failure.cause) and not ended_by_itself:
         from elasticrs.headline import headline
@@ -199,11 +199,11 @@ _ADVICE = (
     ("EADDRINUSE", "another process listens on that port; `ss -ltnp` shows which one"),
     ("Address already in use", "another process listens on that port; `ss -ltnp` shows which one"),
 )
-"""By words of the kernel or of torch for an error: what it means, and how to look further."""
+"""Pairs of an error text of the kernel or torch, and advice: what the error means, and how to investigate."""
 
 
 def _advice(failure: ProcessFailure) -> Iterable[str]:
-    """Explain an end that neither the traceback nor the exit code explains."""
+    """Yield advice on a failure that the traceback and the exit code alone do not explain."""
     if failure.exitcode == -_SIGKILL and failure.sent_signal is None and failure.seen_ns is not None:
         if failure.cause is None and failure.note is None and failure.host is None:
             yield (
