@@ -43,7 +43,7 @@ def test_games_with_etcd(tmp_path, number, etcd_cluster):
 
 def test_who_is_told_to_end_before_there_are_workers_says_so(launch):
     port = ports.free()
-    arguments = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "-m", "never")
+    arguments = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "-m", "platform")
     endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}")
     agents = [launch(*endpoint, *arguments) for _ in range(2)]
     while agents_monkey.sessions(port) < 2:

@@ -103,7 +103,8 @@ def assert_could_not_restart(phase, error):
     """Rank 0 fails, and the next attempt cannot be started."""
     send(phase.job.ready()[0], EXIT_1)
     phase.job.launched.exits(1)
-    (line,) = [line for line in phase.job.launched.stderr.splitlines() if "could not be started" in line]
+    line, last = [line for line in phase.job.launched.stderr.splitlines() if "could not be started" in line]
+    assert "failed after" in last
     assert error in line
     assert "attempt_1" in line
     assert_no_traceback(phase.job)

@@ -262,7 +262,8 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
         server.kill(0)
         server.bring_back(0)
         one.exits(1)
-        killed, ended = [line for line in one.stderr.splitlines() if "lost etcd at" in line]
+        killed, ended, last = [line for line in one.stderr.splitlines() if "lost etcd at" in line]
+        assert "failed after" in last
         # Whoever is first to see that the lease is over, the client or its user.
         assert "its host or the network may be down (" in killed
         assert "the workers of round 1 are killed" in killed
@@ -330,5 +331,6 @@ def test_a_user_who_may_no_longer_is_told_what_to_mend(agent, etcd_auth, passwor
         one.exits(1)
     finally:
         server.ask("auth/user/grant", user=user.name, role="trainer")
-    (line,) = [line for line in one.stderr.splitlines() if "could not reach it again within 1 s" in line]
+    line, last = [line for line in one.stderr.splitlines() if "could not reach it again within 1 s" in line]
+    assert "failed after" in last
     assert "permission denied; user and password_file in --rdzv-conf have to be those of" in line

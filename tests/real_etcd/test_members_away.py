@@ -85,9 +85,10 @@ def test_a_job_ends_when_most_members_stay_away(agents, etcd_cluster):
         etcd_cluster.server.kill(index)
     for agent in job:
         agent.exits(1)
-        (line,) = [
+        line, last = [
             line for line in agent.stderr.splitlines() if "could not reach it again within 1 s" in line
         ]
+        assert "failed after" in last
         assert "lost etcd at " in line
         assert "most of its members have to be up" in line
 

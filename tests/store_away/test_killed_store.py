@@ -204,7 +204,8 @@ def test_a_store_that_stays_away_ends_the_job_in_order(tmp_path, launch):
         brief.kill()
         for agent in agents:
             agent.exits(1)
-            (line,) = [each for each in agent.stderr.splitlines() if "could not reach it again" in each]
+            line, last = [each for each in agent.stderr.splitlines() if "could not reach it again" in each]
+            assert "failed after" in last
             assert "python -m elasticrs.store --state FILE" in line
             assert "--rdzv-conf host=1" in line
         procs.assert_gone([each.pid for each in found])
