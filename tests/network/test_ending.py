@@ -62,16 +62,17 @@ def test_every_agent_reports_the_error_of_the_worker_that_failed_first(hosts, mu
     job.assert_empty()
 
 
-def test_the_error_is_told_with_the_restart(hosts, multinode, worker_script):
+def test_the_error_is_told_before_the_restart(hosts, multinode, worker_script):
     machines = hosts(2)
     job = multinode(machines[0], "2", max_restarts=1, script=worker_script(RAISES))
     agents = job.start(*machines)
     assert job.ended() == [1, 1]
     for agent in agents:
-        lines = [line for line in agent.launched.stderr.splitlines() if "round 2 starts" in line]
-        assert len(lines) == 1, job.story("no restart, or told twice")
-        assert "rank 1" in lines[0], job.story("no rank")
-        assert re.search(r"ValueError: no such sample: 17 \(worker\.py:\d+\);.*restart 1 of 1", lines[0])
+        lines = agent.launched.stderr.splitlines()
+        (stopping,) = [line for line in lines if "stopping the workers of round 1" in line]
+        assert re.search(r"rank 1 .*: ValueError: no such sample: 17 \(worker\.py:\d+\)", stopping)
+        (starting,) = [line for line in lines if "round 2 starts" in line]
+        assert "restart 1 of 1" in starting, job.story("the restart is not counted")
     job.assert_empty()
 
 

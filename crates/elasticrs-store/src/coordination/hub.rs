@@ -177,7 +177,7 @@ impl Hub {
         self.ids.clone_from(&image.ids);
         if file.dropped > 0 {
             self.notices.say(format!(
-                "the last {} bytes of the state were not written whole and are left out: normal if the store or its machine was                  killed during a write, whose client was not answered; otherwise the disk has lost a write",
+                "the last {} bytes of the state were not written whole and are left out: normal if the store or its machine was killed during a write, whose client was not answered; otherwise the disk has lost a write",
                 file.dropped
             ));
         }
