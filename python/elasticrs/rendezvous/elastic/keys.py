@@ -83,6 +83,14 @@ class Keys:
         """
         return f"{self.prefix[:-1]}%stores/{round}/"
 
+    @property
+    def job_store(self) -> str:
+        """Prefix of the keys in the store that all processes of a job share, whatever round they are in.
+
+        It begins as :func:`workers_scope` does, because the token of workers allows access to nothing else.
+        """
+        return f"{self.prefix[:-1]}%job/"
+
     def done(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
         """What a member writes when its workers have finished."""
         return f"{self.dones}{round}/{group_rank}"

@@ -495,7 +495,7 @@ class MeetingPoint:
         Raises:
             DistNetworkError: no connection.
         """
-        return self._open_store(f"torch.rendezvous.{self.job}.job/")
+        return self._open_store(Keys(self.job).job_store)
 
     def _open_store(self, prefix: str) -> Store:
         from elasticrs.store import connect
