@@ -55,7 +55,8 @@ def test_heartbeats_without_sealed_memory_are_refused_in_one_line(launch, worker
     # A worker could make any other file shorter, which would kill the agent as it looks (SIGBUS).
     options = ("--standalone", "--hang-timeout", "30")
     launched = launch(*options, worker_script("print('never')"), prefix=(*OLD_KERNEL, "memfd")).exits(1)
-    (line,) = [line for line in launched.stderr.splitlines() if "heartbeats" in line]
+    line, last = [line for line in launched.stderr.splitlines() if "heartbeats" in line]
+    assert "failed" in last
     assert "--hang-timeout" in line
     assert "memfd_create" in line
     assert launched.stdout == ""

@@ -550,7 +550,6 @@ def test_values_are_those_of_the_last_in_each_place(tmp_path, monkeypatch, how):
     ("functions", "main", "why"),
     [
         ("", 'launch(print, on_failure="replace", start_method="fork")', "start method fork"),
-        ("", 'launch(json.dumps, on_failure="replace")', "dumps does not use"),
         ("", 'launch(print, on_failure="all")', "on_failure must be"),
         (
             "import elasticrs.train\nfrom elasticrs.agent.server import LocalElasticAgent\n"

@@ -106,7 +106,7 @@ os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGKILL))
 def test_a_nursery_that_dies_before_the_workers_run_is_named(launch, tmp_path, worker_script):
     env = library(tmp_path, "killer", KILLER)
     launched = launch("--max-restarts=1", "--warm=killer", worker_script("pass"), env=env).exits(1)
-    assert launched.stderr.count("the nursery died by SIGKILL") == 2, launched.stderr
+    assert launched.stderr.count("the nursery died by SIGKILL") == 3, launched.stderr
 
 
 SCARCE = """

@@ -15,7 +15,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from math import inf
 
 from elasticrs import texts
 
@@ -101,11 +100,11 @@ class PassedSignals:
     def look(self, workers: Mapping[int, int]) -> float:
         """Deliver or drop held signals; return the seconds until the next call is due."""
         if not self._held:
-            return inf
+            return float("inf")
         self._deliver(workers)
         late = {key for key, since in self._held.items() if self._now() - since > PATIENCE}
         self._drop(late, f"for {PATIENCE:g} s")
-        return TICK if self._held else inf
+        return TICK if self._held else float("inf")
 
     def _deliver(self, workers: Mapping[int, int]) -> None:
         ready: dict[int, list[int]] = {}
