@@ -179,8 +179,9 @@ def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Ca
     if result.ending is not None:
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
-        # Flush the summary line: unlike `say`, `write` blocks until the console has accepted it.
-        write("")
+        if headline is None:
+            # Unlike `say`, `write` waits for a reader. The report above has already done that.
+            write("")
 
 
 def _has_raised(result: JobResult) -> bool:
