@@ -47,17 +47,19 @@ class Digits(State):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Restore a state that ``state_dict`` returned, perhaps in another process."""
         self.model.load_state_dict(state_dict["model"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.step, self.epoch, self.seen = state_dict["progress"]
 
     def capture_snapshot(self) -> dict[str, Any]:
-        """Copy it before each step, so that a step that fails can be taken back."""
+        """Return a copy of the state. ``train`` calls this before each step, so that it can undo a failed
+        step.
+        """
         return copy.deepcopy(self.state_dict())
 
     def apply_snapshot(self, snapshot: dict[str, Any]) -> None:
-        """Go back to a copy."""
+        """Restore the copy that ``capture_snapshot`` returned, because the step after it failed."""
         self.load_state_dict(snapshot)
 
     def sync(self, world_size: int, rank: int) -> None:
@@ -146,7 +148,8 @@ def main() -> None:
     torch.set_num_threads(1)
     state = train(AgentCoordinator("gloo"), train_step, Digits(arguments))
     assert isinstance(state, Digits)
-    # Not state.rank, which sync sets: a worker that is replaced now gets the final state without it.
+    # Use RANK instead of state.rank, because state.rank is set by sync, and sync is not called in a
+    # replacement worker that starts after the training has ended.
     if os.environ["RANK"] == "0":
         print(
             f"final accuracy on held-out data: {state.accuracy():.1f}%, parameters {state.digest()}",

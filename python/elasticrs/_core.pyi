@@ -319,7 +319,9 @@ class WorkerHung:
         """
     @property
     def since_ns(self) -> int:
-        """Time of its last sign of life, or the start of the group, in nanoseconds of the monotonic clock."""
+        """Time of the worker's last heartbeat or line of output, in nanoseconds of the monotonic clock. The
+        start of the group if there was none.
+        """
     @property
     def limit(self) -> float:
         """The time limit that the worker exceeded, in seconds."""
@@ -335,12 +337,12 @@ class WorkerHung:
         """
     @property
     def ranks(self) -> list[RankSeen]:
-        """All workers that were running."""
+        """State of each worker that was running when the hang was detected."""
 
 @final
 class WorkerRaised:
-    """A worker has recorded an uncaught exception and is about to exit. Reported again if the worker has not
-    exited within its limit. It then counts as failed, and :class:`FailureSeen` follows.
+    """A worker has recorded an uncaught exception and is about to exit. The event is sent again if the worker
+    has not exited within its time limit. The worker then counts as failed, and :class:`FailureSeen` follows.
     """
 
     @property
@@ -353,22 +355,23 @@ class WorkerRaised:
         """Last part of the traceback, as the process sent it. Empty if it sent none."""
     @property
     def seen_ns(self) -> int:
-        """When the exception was recorded, in nanoseconds of the monotonic clock. If the process did not send
-        that time, when its notice was received.
+        """Time when the exception was recorded, in nanoseconds of the monotonic clock. If the process did not
+        send that time, the time when its notice was received.
         """
     @property
     def limit(self) -> float | None:
         """Time limit for the exit, in seconds after ``seen_ns``. ``None`` if there is no limit."""
     @property
     def exit(self) -> Literal["begun", "slow", "stalled"]:
-        """``"begun"`` if the exception has just been recorded. ``"slow"`` if the limit has passed but the
-        exit makes progress: the worker has the grace of the stop that follows to finish its exit.
-        ``"stalled"`` if the limit has passed and the exit makes no progress: the worker gets SIGKILL.
+        """``"begun"`` if the exception has just been recorded. ``"slow"`` if the time limit has passed but
+        the exit makes progress: the worker may finish its exit within the grace period of the stop that
+        follows. ``"stalled"`` if the time limit has passed and the exit makes no progress: the worker gets
+        SIGKILL.
         """
 
 @final
 class WorkersKilled:
-    """Workers did not exit in time and get SIGKILL now."""
+    """Workers did not exit in time. SIGKILL is sent to them now."""
 
     @property
     def local_ranks(self) -> list[int]: ...
@@ -376,12 +379,14 @@ class WorkersKilled:
     def pids(self) -> list[int]: ...
     @property
     def signal(self) -> int | None:
-        """Stop signal that the workers received before. ``None`` if they received none, because they were
-        already exiting after an uncaught exception.
+        """Stop signal that was sent to the workers before SIGKILL. ``None`` if no stop signal was sent,
+        because the workers were already exiting after an uncaught exception.
         """
     @property
     def limit(self) -> float:
-        """Seconds that the workers had to exit: their grace, or the time without progress."""
+        """Seconds that the workers had to exit: the grace period after a stop signal, or the maximum time
+        without progress after an uncaught exception.
+        """
 
 @final
 class WorkerPaused:
@@ -653,12 +658,13 @@ class Supervisor:
             hung_frame: where its main thread stands, as in :class:`RankSeen`.
         """
     def signal(self, signum: int, local_ranks: Sequence[int] | None = None) -> None:
-        """Send a signal to these workers, or to all of them if ``local_ranks`` is ``None``. ``stop_scope`` of
-        the group says which processes of each worker get it.
+        """Send a signal to the workers with these local ranks, or to all workers if ``local_ranks`` is
+        ``None``. The group's ``stop_scope`` decides which processes of each worker receive the signal.
         """
     def forward(self, signum: int, local_ranks: Sequence[int]) -> None:
-        """Forward a signal that this process received to these workers. ``stop_scope`` of the group says
-        which processes of each worker get it. Nothing is sent while workers are being started.
+        """Forward a signal that this process received to the workers with these local ranks. The group's
+        ``stop_scope`` decides which processes of each worker receive the signal. Nothing is sent while
+        workers are being started.
         """
 
     def suspend(self) -> None:
@@ -707,16 +713,17 @@ class Supervisor:
         exit_limit: float | None = None,
         least: float | None = None,
     ) -> None:
-        """Give the workers of the groups that follow a page for heartbeats (``ELASTICRS_HEARTBEAT``), and
-        watch the workers for hangs. :class:`WorkerHung` reports the worker that hangs.
+        """Give each worker of groups that are started later a memory page for heartbeats
+        (``ELASTICRS_HEARTBEAT``), and watch these workers for hangs. :class:`WorkerHung` reports a hung
+        worker.
 
         Args:
-            limit: seconds between two signs of life of a worker. ``None`` to learn the limit from the job's
-                own steps.
-            startup: seconds from the start of a group to the first sign of life of each worker. ``None`` for
-                no limit.
-            exit_limit: seconds from the return of a worker's program to the exit of its process. ``limit``
-                does not apply during that time. ``None`` for no limit.
+            limit: maximum number of seconds between two heartbeats or lines of output of a worker. ``None``
+                to learn the limit from the job's own steps.
+            startup: maximum number of seconds from the start of a group to the first heartbeat or line of
+                output of each worker. ``None`` for no limit.
+            exit_limit: maximum number of seconds from the return of a worker's program to the exit of its
+                process. ``limit`` does not apply during that time. ``None`` for no limit.
             least: minimum of a learned limit, in seconds. ``None`` for one minute.
 
         Raises:
@@ -1147,7 +1154,7 @@ class CoordinationClient:
         host, port: address of the store.
         run_id: identifier of the run.
         token: token of the store. If ``scope`` is given, the result of :func:`scoped_token` instead.
-        scope: key prefix. This client may only use keys that begin with it.
+        scope: prefix of the only keys that this client may use. ``None`` for all keys.
         interval: seconds between keep-alives.
         attempts: after so many intervals without one the store ends the session; this side gives it up one
             interval earlier.
@@ -1353,7 +1360,7 @@ def patience_with(pid: int) -> float | None:
     """
 
 def scoped_token(token: bytes, scope: str) -> str:
-    """Derive a token that gives clients access only to those keys of a store that begin with ``scope``."""
+    """Derive a token that gives a client access only to the store's keys that begin with ``scope``."""
 
 def order_stop_signals() -> None:
     """Keep the handlers of SIGTSTP and SIGCONT from interrupting each other: each hears of them in the order

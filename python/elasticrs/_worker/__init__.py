@@ -48,12 +48,13 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
 
 
 def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
-    """The environment of a nursery that imports, and then forks workers; see ``warm/nursery.py``.
+    """Return the environment of a nursery: a process that imports modules and then forks the workers. See
+    ``warm/nursery.py``.
 
     Args:
-        env: what all workers have in common, from :func:`hook_environment`.
-        preload: what to import.
-        core: the file of ``elasticrs._core``.
+        env: variables that all workers have in common, from :func:`hook_environment`.
+        preload: modules to import.
+        core: path of the file of ``elasticrs._core``.
     """
     import json
 

@@ -11,7 +11,7 @@ import time
 import traceback
 
 _NOTICE_PART = 2000
-"""Characters of each of the two parts of a notice; the agent takes 4096 bytes."""
+"""Maximum number of characters of each of the two parts of a notice. The agent reads at most 4096 bytes."""
 
 FROM_HOOK = '"written_by": "hook"'
 """Occurs in a file that the worker's hook wrote."""
@@ -94,23 +94,25 @@ def give_notice(name: str, error: BaseException) -> None:
     without reading a file.
 
     Args:
-        name: ``ELASTICRS_NOTICES``, the agent's abstract socket; the kernel adds the sender's pid.
-        error: the exception.
+        name: name of the agent's abstract socket, from ``ELASTICRS_NOTICES``. The kernel adds the pid of the
+            sender to each message.
+        error: the uncaught exception.
     """
     if not name:
         return
     from _socket import AF_UNIX, SOCK_DGRAM, socket
 
-    # The innermost frames, and the beginning of the message: together they fit into one notice.
+    # Send only the innermost frames and the beginning of the message, so that both fit into one notice.
     *frames, message = traceback.format_exception(type(error), error, error.__traceback__)
     text = f"{time.monotonic_ns()}\n{''.join(frames)[-_NOTICE_PART:]}{message[:_NOTICE_PART]}"
     notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
-        # The agent empties it at once; one that is stopped must not hold up a worker's end.
+        # The agent normally reads at once. The timeout keeps a stopped agent from delaying this worker's
+        # exit.
         notices.settimeout(1)
         notices.sendto(text.encode("utf-8", "backslashreplace"), "\0" + name)
     except OSError:
-        return  # The agent learns of it when the process has ended.
+        return  # The agent will read the error file when this process has exited.
     finally:
         notices.close()
 

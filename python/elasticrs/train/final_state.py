@@ -1,12 +1,15 @@
 """The final state of a job, for workers that start after the training has ended.
 
-Each worker keeps a copy in memory and serves it over HTTP. Its URL and digest are in the coordination store,
-beside the place of the worker: so a process that takes the place later finds the copies and its rank.
+Each worker keeps a copy of the final state in memory and serves it over HTTP. The coordination store holds,
+for each rank, the URL and digest of the copy and the place of the worker: a name for its slot under its
+agent. A replacement worker has the same place as its predecessor, so it finds the copies and its own rank in
+the store.
 
-- **FINAL-1** all workers publish before the job is closed, so one that finds the job closed finds them.
-- **FINAL-2** a copy is used only if it has the digest that is in the store.
-- **FINAL-3** no two living processes have the same rank: a replacement gets the rank of the process before it
-  in the same place, and a process in a new place gets a rank that nobody has had.
+- **FINAL-1** all workers publish their copies before the job is closed, so a worker that finds the job closed
+  also finds the copies.
+- **FINAL-2** a downloaded copy is used only if its digest equals the digest in the store.
+- **FINAL-3** no two living processes have the same rank: a replacement gets the rank of its predecessor in
+  the same place, and a process in a new place gets a rank that no process has had.
 """
 
 from __future__ import annotations
@@ -37,13 +40,15 @@ if TYPE_CHECKING:
     from elasticrs.store import Store
 
 CONNECT_TIMEOUT = 3.0
-"""Seconds for one worker to answer: a node that is down does not refuse the connection."""
+"""Timeout for connecting to one worker, in seconds, because a node that is down does not refuse connections.
+
+"""
 
 TRANSFER_TIMEOUT = 30.0
 """Seconds without a byte after which a transfer has failed."""
 
 FETCH_TIMEOUT = 60.0
-"""Seconds after which no further worker is asked for its copy."""
+"""Seconds after which the download is not tried from another worker."""
 
 _END, _SEAT, _LATE = "end", "seat/", "late"
 
@@ -52,8 +57,9 @@ class Late(Value):
     """Rank and final state for a process that starts after the training has ended.
 
     Args:
-        rank, world_size: of this process.
-        final: the state.
+        rank: rank of this process.
+        world_size: number of workers of the last round, or more if this process has a new rank.
+        final: final state of the job.
     """
 
     rank: int
@@ -62,8 +68,9 @@ class Late(Value):
 
 
 def place_of(environ: Mapping[str, str]) -> str | None:
-    """Return a name for the place of this worker under its agent, which stays the same when its process is
-    replaced; ``None`` without an agent.
+    """Return the place of this worker: a name that its replacement under the same agent will have as well.
+
+    ``None`` without an agent.
     """
     mark, local_rank = environ.get(VARIABLE, "").partition(":")[0], environ.get("LOCAL_RANK")
     return f"{mark} {local_rank}" if mark and local_rank else None
@@ -82,13 +89,13 @@ def publish(
     """Serve a copy of the final state over HTTP, and publish its URL and digest in the store.
 
     Args:
-        store: of the job.
-        place: see :func:`place_of`.
-        rank: of this worker in the last round.
-        world_size: of the last round.
-        content: the copy; ``None`` if there is none here.
-        near: host and port of another worker: the copy is served on the interface that leads there.
-        in_checkpoint: the newest checkpoint holds the final state.
+        store: store of the job.
+        place: place of this worker, from :func:`place_of`.
+        rank: rank of this worker in the last round.
+        world_size: number of workers in the last round.
+        content: copy to serve. ``None`` if this worker has no copy.
+        near: host and port of another worker. The copy is served on the interface with a route to that host.
+        in_checkpoint: true if the newest checkpoint holds the final state.
 
     Raises:
         DistError: the store cannot be reached.
@@ -99,7 +106,8 @@ def publish(
 
 
 def join_late(store: Store, place: str | None) -> Late | None:
-    """Find the final state for this process, and its rank; ``None`` if no worker has published one.
+    """Get the final state of the job, and a rank for this process. ``None`` if no worker has published a
+    state.
 
     Raises:
         DistError: the store cannot be reached.
@@ -152,7 +160,7 @@ _servers: list[_Server] = []
 
 
 def _serve(content: memoryview, near: tuple[str, int]) -> str:
-    """Serve a copy until this process exits, and return its URL. Replaces an older copy."""
+    """Serve a copy over HTTP until this process exits, and return its URL. Stop serving an older copy."""
     secret = f"/{secrets.token_urlsafe(32)}"
 
     class Handler(BaseHTTPRequestHandler):
@@ -168,7 +176,7 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Write nothing to stderr of the worker."""
+            """Write no access log, because it would go to the worker's stderr."""
 
     stop_serving()
     family, host = _address_towards(near)
@@ -180,7 +188,7 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
 
 
 def stop_serving() -> None:
-    """Release the copy of this process. Idempotent."""
+    """Stop serving the copy of this process and free its memory. Idempotent."""
     while _servers:
         server = _servers.pop()
         server.shutdown()
@@ -188,7 +196,7 @@ def stop_serving() -> None:
 
 
 def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
-    """Return the family and the address of the interface that leads to another host, or to this one."""
+    """Return the address family and the local address that this machine uses to reach a host and port."""
     family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -196,9 +204,12 @@ def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
 
 
 def _fetch(seats: list[dict[str, str]]) -> tuple[bytes | None, tuple[str, int] | None]:
-    """Return a copy from a living worker, and where that was; ``None`` twice if there is none."""
+    """Download a copy from a living worker. Return the copy, and host and port of that worker.
+
+    Both are ``None`` if no worker could be reached.
+    """
     deadline = time.monotonic() + FETCH_TIMEOUT
-    # Shuffle, so that replacements that start together do not all ask the same worker.
+    # Shuffle, so that replacements that start at the same time do not all download from the same worker.
     random.shuffle(seats)
     for seat in seats:
         if not seat["url"] or time.monotonic() > deadline:

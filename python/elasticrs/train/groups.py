@@ -51,7 +51,7 @@ class Connections:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Remember the sockets that are made inside; those of other threads, too."""
+        """Record all sockets that any thread of this process opens inside the block."""
         self._before = before = set(_sockets())
         try:
             yield
@@ -62,7 +62,8 @@ class Connections:
             self._before = None
 
     def are_intact(self) -> bool:
-        """Return true if all connections of the groups are still open, so that no peer has left.
+        """Return true if all recorded connections of the process groups are still open, so no peer has
+        exited.
 
         Return false if the state of the connections is unknown.
         """
@@ -238,13 +239,14 @@ _hooks: list[Any] = []
 
 
 _helper: list[Any] = []
-"""Torch's original function that creates a process group, while it is replaced by our wrapper."""
+"""Torch's original function for creating a process group. Empty unless it is replaced by our wrapper."""
 
 
 def record_further_groups(connections: Connections) -> None:
-    """Record the connections of the groups that the program makes from now on, until :func:`destroy`.
+    """Record the connections of all process groups that the program creates until :func:`destroy`.
 
-    Torch makes all of them, also those of a device mesh, by one function of its own.
+    This wraps the internal function with which torch creates every process group, including those of a device
+    mesh.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -285,7 +287,7 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
 
 
 def destroy() -> None:
-    """End all groups of this process."""
+    """Destroy all process groups of this process."""
     from torch import distributed
 
     if _helper:
@@ -293,7 +295,8 @@ def destroy() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if _hooks and sys.excepthook is _hooks[0]:
-        # Torch's puts "[rank0]:" before each line: once more with each group, and with the rank in that one.
+        # Remove torch's hook, which puts "[rank0]:" before each line. Otherwise each new group would add
+        # another hook, and old hooks would print the rank of an earlier round.
         sys.excepthook = _hooks[1]
     _hooks.clear()
     _reset_names()

@@ -39,7 +39,9 @@ MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
 """What the agent calls this worker, and the one in whose place it is, if it is in any."""
 
 JOB_VARIABLE = "ELASTICRS_TRAIN_JOB"
-"""The name of the workers' job in the store, because the agents have the name in the URL."""
+"""Environment variable with the name under which workers meet in the store. It differs from the name in the
+URL, which is that of the agents' job.
+"""
 
 
 class MeetingPlace(Value):
@@ -66,21 +68,21 @@ def parse(
     *,
     may_host: bool = True,
 ) -> MeetingPlace:
-    """Read a URL.
+    """Parse a rendezvous URL.
 
-    Workers are not nodes, so some settings have other defaults: rounds that are lost one after the other
-    never end the job (the loop counts what goes wrong without progress), a worker that hangs is waited for
-    until it has ended itself, and leases are shorter.
+    Some settings have other defaults than for nodes. Consecutive lost rounds never end the job, because the
+    training loop counts failures without progress. The rendezvous waits for a hung worker until it has
+    exited. Leases are shorter.
 
     Args:
-        url: where to meet.
-        environ: for the token (``ELASTICRS_TOKEN``), and for what an agent calls this worker.
-        most: workers at most, if that is fewer than ``max_workers``.
-        source: where the URL stands, for errors.
-        may_host: this process may serve the store.
+        url: rendezvous URL.
+        environ: environment variables that hold the token and the name that the agent gave this worker.
+        most: maximum number of workers, if it is less than ``max_workers``.
+        source: name of the option or variable that holds the URL, for error messages.
+        may_host: true if this process may host the store.
 
     Raises:
-        UsageError: one line.
+        UsageError: The URL is invalid. The text is one line for the user.
     """
     words = Words(
         source, f"{source}: the address", "min_workers:max_workers", "rank", f"{source}: the job", source
@@ -112,7 +114,7 @@ def parse(
         config["is_host"] = "0"
     token = environ.get(TOKEN_VARIABLE)
     if backend == "etcd" and JOB_VARIABLE in environ:
-        # It is the password of the workers' user in an etcd that the agents host.
+        # Remove the token, because here it is the password of the workers' user in the etcd that agents host.
         environ = {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
     rendezvous, notices = describe(
         backend,
@@ -137,7 +139,7 @@ def parse(
 
 
 def _with_workers_token(rendezvous: Rendezvous, token: str) -> Rendezvous:
-    """Return the rendezvous with the credential that an agent gives to its workers."""
+    """Return the rendezvous settings with the credential that the agent gave to its workers."""
     if rendezvous.etcd is None:
         return rendezvous.replaced(scope=workers_scope(rendezvous.run_id))
     prefix = workers_prefix(rendezvous.run_id, rendezvous.etcd.prefix)

@@ -58,8 +58,8 @@ _END_TIMEOUT = 5.0
 """Seconds for the others to come to the end of the job, too."""
 
 _NEWS_TIMEOUT = 0.1
-"""Seconds for the store to report a lost member after an error in a meeting. The store usually needs a few
-milliseconds; an error that is taken for this worker's own by mistake does little harm.
+"""Seconds to wait for the store to report a lost member after an error. The store usually needs a few
+milliseconds. If its report comes too late, the error is counted as this worker's own, which does little harm.
 """
 
 
@@ -116,7 +116,8 @@ class Membership:
         self._on_change = on_change
         self._stuck_timeout = stuck_timeout
         self._is_alone = self._has_failed = False
-        # Taken itself where each step passes: the condition around it costs as much again.
+        # Keep the lock itself, because entering it directly in every step takes half as long as through the
+        # condition.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._round: Round | None = None
@@ -213,14 +214,16 @@ class Membership:
             return verdict == "leave"
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
-        """True if an error that this worker has just met follows from the end of the round: a member was
-        lost, or has failed and left.
+        """Return true if an error of this worker was caused by the end of the round, because another member
+        was lost, or failed and left.
 
-        As long as all connections of the groups are intact, no other member can have caused an error. When
-        one has ended, wait until the store reports why: a member that was lost keeps its lease for a moment.
+        While all connections of the process groups are open, no other member can have caused the error. If a
+        connection was closed, wait for the store's report: it notices a lost member only when its lease
+        expires.
 
         Args:
-            is_meeting: the groups are being made, so their connections tell nothing yet.
+            is_meeting: true if the process groups are still being created, so their connections prove
+                nothing.
         """
         current = self._round
         if current is None:
@@ -292,11 +295,11 @@ class Membership:
                 current.board.compare_set("done", "", str(current.step.done))
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
-        """Publish the final state for workers that start after the end.
+        """Publish the final state for workers that start after the training has ended.
 
         Args:
-            content: a copy, to be served to them; ``None`` if there is none here.
-            in_checkpoint: the newest checkpoint holds it.
+            content: copy to serve to these workers. ``None`` if this worker has no copy.
+            in_checkpoint: true if the newest checkpoint holds the final state.
         """
         from elasticrs.train import final_state
 
@@ -316,11 +319,14 @@ class Membership:
             )
 
     def join_late(self) -> Late | None:
-        """Find the final state of a job that has ended, and a rank for this process, which has not taken part
-        in its last round; ``None`` if no worker has published it. Sets ``RANK`` and ``WORLD_SIZE``.
+        """Get the final state of a job that ended without this process, and a rank for this process.
+
+        Sets ``RANK`` and ``WORLD_SIZE``. Returns ``None`` if no worker has published a final state.
 
         Raises:
-            DistError, OSError, RendezvousError: it cannot be looked up.
+            DistError: The store cannot be reached.
+            OSError: The copy cannot be served to other workers.
+            RendezvousError: This process has not joined the rendezvous, or has left it.
         """
         from elasticrs.train import final_state
 
@@ -336,7 +342,7 @@ class Membership:
         return None if self.page is None else final_state.place_of(os.environ)
 
     def leave(self) -> None:
-        """Leave the job at once, and let the others go on: they break off what they are doing."""
+        """Leave the job at once. The other workers abort their current step and continue without this one."""
         has_left = self.has_left_as_agreed
         with self._changed:
             current, self._round = self._round, None
@@ -344,14 +350,15 @@ class Membership:
             with suppress(DistError):
                 current.board.set("gone", "")
         if self._thread is None:
-            # This worker never joined, or has left already.
+            # This worker has never joined a round, or has already left the job.
             return
         self._handler.leave()
-        # Until the store knows; if this worker hosts it, until the others do not need it any more.
+        # Finish in the background: the thread runs until the store has recorded that this worker left, or, if
+        # this worker hosts the store, until no other worker needs the store.
         farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
         farewell.start()
         if has_left:
-            # What follows is the end of this process.
+            # Wait for the thread, because this process is about to exit.
             farewell.join(_END_TIMEOUT)
 
     def _farewell(self) -> None:
@@ -360,12 +367,13 @@ class Membership:
         self._end_thread()
 
     def shutdown(self) -> None:
-        """Leave the round, close the job for all unless it has ended or this worker has left it, and release
-        everything. A worker that hosts the coordination store waits for the others to read how the job ended,
-        for about ``close_timeout``.
+        """Leave the round, close the job for all workers, and release all resources. The job is not closed if
+        it has already ended or if this worker has left it. A worker that hosts the coordination store waits
+        up to about ``close_timeout`` for the other workers to read how the job ended.
 
-        All come here after the last barrier. The end of the job breaks off who is still in that, and the
-        store of the round ends with rank 0: so each waits for the others first, 5 s at most.
+        All workers call this after the last barrier. Each first waits up to 5 s for the other workers to pass
+        the barrier, because closing the job aborts collectives, and because rank 0 hosts the store of the
+        round.
         """
         self._finish()
         with self._changed:
@@ -379,7 +387,10 @@ class Membership:
         self._end_thread()
 
     def _end_thread(self) -> None:
-        """Stop the watching thread. It stops as soon as the store has answered its pending request."""
+        """Stop the watching thread, and wait for at most :data:`_END_TIMEOUT` until it has stopped.
+
+        The thread first completes the request or the handling of a round's end that it is working on.
+        """
         with self._changed:
             thread, self._thread, self._is_over = self._thread, None, True
             self._changed.notify_all()
@@ -486,7 +497,7 @@ class Membership:
             time.sleep(_TICK)
 
     def _break_off(self, current: Round) -> None:
-        """Take the main thread out of whatever collective it is in."""
+        """Abort the collective that the main thread is in. Exit if that takes too long."""
         self._set_leave_step(current, AT_ONCE)
         connections, limit = current.connections, self._stuck_timeout + 2 * self._longest
         deadline = time.monotonic() + limit

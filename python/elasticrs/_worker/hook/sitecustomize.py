@@ -12,8 +12,9 @@ importable there. What it promises:
 - **HOOK-4** what is needed only after a failure is loaded only then.
 - **HOOK-5** a finder stands in ``sys.meta_path`` only where the agent watches heartbeats, and only until
   ``torch.optim.optimizer`` is imported; it finds nothing by itself.
-- **HOOK-6** SIGUSR1 and SIGUSR2 with a Python handler are ignored after the last exit handler, because the
-  interpreter then restores their default action, which would kill a worker that is about to exit with 0.
+- **HOOK-6** if the program has a Python handler for SIGUSR1 or SIGUSR2, that signal is ignored while the
+  interpreter shuts down, because the interpreter then restores the default action, which would kill a worker
+  that is about to exit with 0.
 """
 
 import os
@@ -118,7 +119,7 @@ def _is_end(frame: "types.FrameType") -> bool:
 
 
 def _ignore_requests() -> None:
-    """Ignore the signals SIGUSR1 and SIGUSR2 if the program handles them (HOOK-6)."""
+    """Ignore SIGUSR1 and SIGUSR2 from now on if the program has a Python handler for them (HOOK-6)."""
     from _signal import SIG_IGN, SIGUSR1, SIGUSR2, getsignal, signal
 
     for signum in (SIGUSR1, SIGUSR2):
@@ -164,7 +165,8 @@ def _install(path: str) -> None:
     def at_exit() -> None:
         if os.getpid() == pid:
             _ignore_requests()
-        # The interpreter keeps what it handed to `sys.excepthook`, even if the hook there is no longer ours.
+        # The program may have replaced our `sys.excepthook`. The interpreter stores the exception in any
+        # case.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not recorded:
             record(error, is_end=True)
@@ -173,15 +175,17 @@ def _install(path: str) -> None:
     atexit.register(at_exit)
 
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
-        return  # Beside a device, such as /dev/null, is no place for files.
+        return  # Create no file next to a device such as /dev/null.
     try:
-        # A number, not a file object: nothing that the interpreter could close or warn about at its end.
+        # Use a descriptor instead of a file object, because the interpreter would close a file object at
+        # exit.
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:
-        return  # The report will lack the stack of a crash; that is no reason to disturb the worker.
+        return  # Continue, because only the stack of a crash will be missing from the report.
     if not faulthandler.is_enabled():
         faulthandler.enable(descriptor)
-    # On this signal the worker tells where it is; the agent sends it when a rank hangs. See `stacks.py`.
+    # Write the stacks of all threads on this signal, which the agent sends when a rank hangs. See
+    # `stacks.py`.
     from _signal import SIG_DFL, SIGRTMIN, getsignal
 
     if getsignal(SIGRTMIN + 12) == SIG_DFL:

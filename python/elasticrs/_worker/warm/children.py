@@ -1,4 +1,4 @@
-"""The children of a warm nursery that imports have started; see ``nursery.py``, which loads this."""
+"""Find and kill the child processes that imports have started in a warm nursery. Loaded by ``nursery.py``."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 
 
 def pids() -> list[int]:
-    """Return the pids of all children, including those that have ended."""
+    """Return the pids of all child processes, including those that have exited but have not been reaped."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(pid) for pid in file.read().split()]
 
 
 def end() -> None:
-    """Kill the children that do not end by themselves soon, and wait for all of them.
+    """Kill the children that do not exit within half a second, and reap all children.
 
-    A resource tracker is never killed, because what it has not removed yet would be left in ``/dev/shm``. It
-    ends once no process has its pipe, so at the latest after the others. The agent limits the wait, as it
-    limits the whole import.
+    Resource trackers are never killed, because the files that a tracker has not removed yet would be left in
+    ``/dev/shm``. A tracker exits once no process holds its pipe, so it exits at the latest after all other
+    children. There is no timeout here, because the agent limits the time for all imports.
     """
     import select
     import signal
@@ -39,6 +39,6 @@ def end() -> None:
 
 
 def _is_resource_tracker(pid: int) -> bool:
-    """Return true if the process is the resource tracker of multiprocessing or of loky."""
+    """Return true if the process is a resource tracker of ``multiprocessing`` or of ``loky``."""
     with open(f"/proc/{pid}/cmdline", "rb") as file:
         return b"resource_tracker" in file.read()

@@ -1,8 +1,9 @@
-"""Random number generators that imports make; see ``nursery.py``, which loads this.
+"""Find the random number generators that imports create, so that workers can reseed them. Loaded by
+``nursery.py``.
 
-A generator without a seed takes one from the operating system, so it differs between processes. Made before
-the fork, it would be the same in all workers. :class:`Watch` finds those of ``random`` and of numpy, and
-leaves those alone that got a seed from their maker.
+A generator that is created without a seed takes one from the operating system, so it normally differs between
+processes. If it is created before the fork, it is the same in all workers. :class:`Watch` finds such
+generators of ``random`` and of numpy. It does not report generators that were created with an explicit seed.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 NEEDED = ("random", "bisect", "hashlib", "math", "operator", "warnings")
-"""Modules that :class:`Watch` imports."""
+"""Modules that :class:`Watch` imports, directly or indirectly."""
 _SEED_BYTES = 16
-"""Of a seed that numpy takes from the operating system."""
+"""Length of a seed that numpy takes from the operating system, in bytes."""
 
 
 class _Entropy:
-    """``os.urandom``, which notes what may become a seed. It is no function, because a class that holds it
-    must not bind it.
+    """Wrapper of ``os.urandom`` that records all values that may be used as a seed.
+
+    It is an object instead of a function, because a function that is stored in a class becomes a method.
     """
 
     def __init__(self, real: Callable[[int], bytes]) -> None:
@@ -39,7 +41,7 @@ class _Entropy:
 
 
 class Watch:
-    """Watches how generators get their seeds, until :meth:`end`."""
+    """Records which random number generators are seeded by the operating system, until :meth:`end`."""
 
     def __init__(self) -> None:
         self._urandom = os.urandom
@@ -65,7 +67,7 @@ class Watch:
         return seed
 
     def end(self) -> list[Callable[[], None]]:
-        """Stop watching, and return functions that reseed the generators found in each worker."""
+        """Stop watching. Return functions that each worker has to call to reseed the generators found."""
         self._entropy.is_watched = False
         if vars(os)["urandom"] is self._entropy:
             vars(os)["urandom"] = self._urandom
@@ -79,18 +81,19 @@ class Watch:
             return []
         shared = numpy.mtrand._rand._bit_generator
         found = [shared]
-        # As a rule that is the only one, and a look at all objects would take long.
+        # If only one value was drawn, it is the seed of numpy's shared generator. Skip the search through all
+        # objects then, because it is slow.
         if len(self._entropy.drawn) > 1:
             import gc
 
-            # The class by `type`: a proxy might import something when it is asked for `__class__`.
+            # Use `type` instead of `isinstance`, because reading `__class__` of a proxy may import a module.
             every = [each for each in gc.get_objects() if issubclass(type(each), numpy.BitGenerator)]
             found += [each for each in every if each is not shared]
         unseeded = [each for each in found if self._is_unseeded(each)]
         return [numpy.seed if each is shared else _renewal(each) for each in unseeded]
 
     def _is_unseeded(self, generator: Any) -> bool:
-        # The first name is that of numpy before 1.25.
+        # `_seed_seq` is the name before numpy 1.25, `seed_seq` the name since then.
         sequence = getattr(generator, "_seed_seq", None) or getattr(generator, "seed_seq", None)
         return getattr(sequence, "entropy", None) in self._entropy.drawn
 

@@ -29,18 +29,22 @@ if TYPE_CHECKING:
         dict[str, dict[str, str]],
         "list[Callable[[], None]] | None",
     ]
-    """What imports have printed, by descriptor; what they have done to the environment: the values before and
-    after, by variable; each OpenBLAS with the variables that the script had set when it was loaded; and
-    functions that seed generators, ``None`` if they were not watched.
+    """Results of the imports, as four items: the output that they printed, by file descriptor; the
+    environment variables that they changed, each with its values before and after; the variables that the
+    script had set when an OpenBLAS library was loaded, by path of the library; and functions that reseed
+    random number generators, or ``None`` if the generators were not watched.
     """
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOOK = os.path.join(os.path.dirname(_HERE), "hook")
 
 _SETTINGS = "ELASTICRS_WARM"
-"""JSON: ``steps`` (``a.b`` is imported as by ``import a.b``, ``a.b:c`` as by ``from a.b import c``,
-``NAME=value`` sets a variable), and ``is_explicit``: the user has named the modules; ``folders``: of modules
-that must win over others of their name.
+"""Environment variable with a JSON object of three fields.
+
+``steps`` lists the preload steps: ``a.b`` for ``import a.b``, ``a.b:c`` for ``from a.b import c``, and
+``NAME=value`` for setting an environment variable. ``is_explicit`` is true if the user has named the modules.
+``folders`` lists the folders of the user's own modules, which have priority over other modules with the same
+name.
 """
 _CORE = "ELASTICRS_WARM_CORE"
 """The file of ``elasticrs._core``."""
@@ -67,7 +71,7 @@ _RANK_ZERO = {
 """Modules that may, since workers renew what they keep: ``rank_zero_only.rank``."""
 
 _AT: list[str] = []
-"""The module that is being imported, if any."""
+"""Name of the module that is being imported. Empty if no import is running."""
 
 _exit, _execv, _execve = os._exit, os.execv, os.execve  # Whatever modules do to `os`.
 
@@ -172,7 +176,7 @@ class _Surroundings:
         os.umask(self._umask)
         self._streams = [_settings(stream) for stream in _standard_streams()]
         self.blas: dict[str, dict[str, str]] = {}
-        """Each OpenBLAS, and the variables that the script had set when it was loaded."""
+        """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def restore(self) -> str | None:
         """Restore what has changed, and name it."""
@@ -203,13 +207,17 @@ class _Surroundings:
         return changed
 
     def hidden(self) -> str | None:
-        """What has come in place of a module beside the script, which the script and all others must get."""
+        """Return a newly imported module that has the same name as a module beside the script. ``None`` if
+        there is none. The script would import its own module, so the imported one cannot be used.
+        """
         new = [name for name in sys.modules if name not in self._known]
         self._known.update(new)
         return self.beside_script(new)
 
     def hidden_by_us(self) -> str | None:
-        """The same of what is needed here: from then on workers cannot be warm."""
+        """Like :meth:`hidden`, but for all modules that this program itself imported. If such a module is
+        found, workers cannot be warm.
+        """
         return self.beside_script([name for name in sys.modules if name not in _AT_FIRST])
 
     def beside_script(self, names: Sequence[str]) -> str | None:
@@ -241,7 +249,9 @@ def _kept(fd: int) -> str | None:
 
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
-    """What has been left that must not be forked, or is lost by a fork."""
+    """Return which effect of an import does not survive a fork or must not be shared by forked workers.
+    ``None`` if there is no such effect.
+    """
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
         return "it starts a thread at import"
@@ -272,7 +282,9 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
 def _import(
     written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
 ) -> tuple[str, str | None] | None:
-    """Why the module must be left out, and its traceback if it has raised."""
+    """Import a module. If it cannot be preloaded, return the reason, and the traceback if it raised;
+    otherwise return ``None``.
+    """
     import time
 
     name, _, attribute = written.partition(":")
@@ -292,9 +304,9 @@ def _import(
             return f"it raises {type(error).__name__} at import", text
     finally:
         if os.getpid() != pid:
-            _exit(0)  # A fork that the module has let out: there is one nursery.
+            _exit(0)  # This is a child that the module forked. Exit, because there can be only one nursery.
         _end_if_cut_off(before)
-    # Of what is missing, parents may be there.
+    # Check even if the module was not found, because its parent packages may have been imported.
     why = _why_unclean(before, surroundings)
     if why is not None:
         return why, None
@@ -323,7 +335,7 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
 
     for remove in _temporary_folders():
         remove()
-    # The resource tracker of multiprocessing ends with its pipe, and cleans up.
+    # Close the pipe of multiprocessing's resource tracker, because the tracker then cleans up and exits.
     os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
     children.end()
     for fd in _AGENT:
@@ -376,7 +388,7 @@ def _left_out_before(environ: dict[str, str]) -> set[str]:
 
 
 def _import_all(environ: dict[str, str]) -> _Done:
-    """Run all preload steps, and return what each worker must redo after the fork."""
+    """Run all preload steps. Return the results that each worker needs after the fork."""
     import json
     import time
 
@@ -389,7 +401,7 @@ def _import_all(environ: dict[str, str]) -> _Done:
     variables = _beside("variables").Variables(shielded, _RANK_ZERO)
     surroundings = _Surroundings(settings["folders"], variables, _beside("children"))
     generators = _beside("generators")
-    # Do not watch the seeds if the user has a module with the name of one that `Watch` imports.
+    # Watch the seeds only if the script has no module with the same name as a module that `Watch` imports.
     watch = generators.Watch() if surroundings.beside_script(generators.NEEDED) is None else None
     reserved, captured = _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)
@@ -408,7 +420,7 @@ def _import_all(environ: dict[str, str]) -> _Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # In the order of the script, later imports see what this one has changed.
+                # Leave out all later steps, because in the script these imports see the changed environment.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]
@@ -444,7 +456,7 @@ def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
         _report(failed=f"{hidden} lies beside the script and has the name of a module that --warm needs")
         _exit(1)
     paths = sysconfig.get_paths()
-    # Not `data`, below which an application may lie: `/usr` and `/usr/src`.
+    # Do not use the path `data`, because applications may be installed below it: `/usr` contains `/usr/src`.
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}
@@ -488,7 +500,7 @@ def _core() -> types.ModuleType:
 
 
 def _beside(name: str) -> types.ModuleType:
-    """Load a file beside this one."""
+    """Load the module of this name from the folder of this file, without adding it to ``sys.modules``."""
     from importlib.machinery import SourceFileLoader
 
     module = type(sys)(name)
@@ -515,7 +527,7 @@ def _become_worker(
 
 
 def _serve() -> None:
-    """Import, and be the nursery; returns in workers."""
+    """Run the imports, and then serve as the nursery. This function returns only in the forked workers."""
     environ, arguments = dict(os.environ), list(sys.argv)
     if None in (sys.stdin, sys.stdout, sys.stderr):
         _open_standard_descriptors()
@@ -525,7 +537,7 @@ def _serve() -> None:
     start = environ[_START]
     for name in (_SETTINGS, _START, _SINCE):
         os.environ.pop(name, None)
-    # By their end the agent sees that an import has put another program in place of this one.
+    # Close these descriptors on exec, so that the agent notices if an import executes another program here.
     for fd in _AGENT:
         os.set_inheritable(fd, False)
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]

@@ -89,15 +89,16 @@ def streams(standard: Iterable[Any]) -> None:
 
 
 def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None) -> None:
-    """Reseed random generators and reset other per-process values of the modules that are loaded.
+    """Reseed random number generators and reset other per-process values in the imported modules.
 
     Args:
-        rank_zero: modules that keep the rank, and the variable that they have it from.
-        generators: functions that seed random number generators; ``None`` if they are not known.
+        rank_zero: for each module that stores the rank, the environment variable that holds the rank.
+        generators: functions that reseed random number generators. ``None`` if the generators were not
+            watched.
     """
     import time
 
-    # Not a copy: that would touch, and so copy from the nursery, every module.
+    # Do not copy the dictionary: changing the reference count of every module would copy their memory pages.
     loaded: Any = sys.modules
     for seed in generators or ():
         seed()
@@ -120,17 +121,19 @@ def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None
 
 
 def blas(assigned: dict[str, dict[str, str]]) -> None:
-    """Tell each OpenBLAS, which was kept from starting threads, the number that it would have read.
+    """Set the number of threads in each OpenBLAS library, because the nursery loaded it with a single thread.
+
+    Use the number that the library would have read from the environment.
 
     Args:
-        assigned: by library, the variables that the script sets before it loads that.
+        assigned: variables that the script sets before it loads the library, by path of the library.
     """
     processors = len(os.sched_getaffinity(0))
     for path, overriding in assigned.items():
         variables = {**os.environ, **overriding}
         given = [variables.get(name, "") for name in _BLAS_THREADS]
         counts = [int(text) for text in given if text.isdecimal() and text != "0"]
-        # Use the minimum, because OpenBLAS limits the variable to the number of processors as well.
+        # OpenBLAS uses the first variable with a positive number, but at most one thread for each processor.
         count = min([processors, *counts[:1]])
         if count == 1:
             continue

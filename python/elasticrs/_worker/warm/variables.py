@@ -1,4 +1,4 @@
-"""The environment of a warm nursery while it imports; see ``nursery.py``, which loads this."""
+"""Environment variables of a warm nursery while it imports modules. Loaded by ``nursery.py``."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ if TYPE_CHECKING:
 
 _ARROW = "JE_ARROW_MALLOC_CONF"
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", _ARROW: "background_thread:false"}
-"""Keeps libraries from starting threads when they are imported. Set for C only, so that a Python module that
-reads one of these variables finds the value that it would find in a worker.
+"""Variables that keep libraries from starting threads at import. They are set only in the C environment, so
+that Python modules read the same values as in a worker.
 """
 
 _OF_ATTEMPTS = frozenset(
     b"RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
     b"MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
 )
-"""What no import may ask for: workers have it, and attempts differ in it."""
+"""Variables that an import may not read, because the nursery does not have them and their values differ
+between attempts or workers.
+"""
 
 
 class Variables(dict):  # type: ignore[type-arg]
-    """The environment while modules are imported: notes what they ask for too early.
+    """Replacement for the data of ``os.environ`` during the imports. Records reads of variables that only
+    workers have.
 
     Args:
-        hidden: values that C keeps while Python sees others, besides those of :data:`_QUIET`.
-        rank_zero: modules that may ask for the rank.
+        hidden: variables with a value that only C code sees, in addition to :data:`_QUIET`.
+        rank_zero: names of modules that may read the rank.
 
     Attributes:
-        asked: variables of attempts that a module has asked for.
-        assigned: variables that the script sets before its next import, and their values.
+        asked: variables of workers that a module has tried to read.
+        assigned: variables that the script has set so far, and their values.
     """
 
     def __init__(self, hidden: dict[str, str], rank_zero: Collection[str]) -> None:
@@ -58,30 +61,36 @@ class Variables(dict):  # type: ignore[type-arg]
         raise KeyError(name)
 
     def hide(self) -> None:
-        """Set the hidden values again, since an assignment to ``os.environ`` reaches C as well."""
+        """Set the hidden values in the C environment. Call this after each assignment to ``os.environ``,
+        because an assignment changes the C environment as well.
+        """
         for name, value in self._hidden.items():
             os.putenv(name, value)
 
     def assign(self, name: str, value: str) -> None:
-        """Set a variable, as the script does."""
-        # Do not read `os.environ`, because that would count as a read by a module.
+        """Set a variable to the value that the script assigns to it."""
+        # Read from this object instead of `os.environ`, because reads of `os.environ` may be recorded.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
-        # Let the value reach Arrow now, because workers can set the thread count later only for OpenBLAS.
+        # Make Arrow's variable visible to C now. OpenBLAS can wait, because workers set its thread count
+        # later.
         if name == _ARROW:
             self._hidden.pop(name, None)
         self.hide()
 
     def changed(self) -> str | None:
-        """Return a variable that an import has changed after the script has set it. The script would set it
-        again in the worker, after the import.
+        """Return a variable that the script had set and an import has changed since; ``None`` if there is
+        none.
+
+        Such an import cannot be preloaded, because the script in the worker would overwrite the changed
+        value.
         """
         now = {name: self.get(os.fsencode(name)) for name in self.assigned}
         changed = [name for name, value in self.assigned.items() if now[name] != os.fsencode(value)]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Make the environment what it is before the first line of the script."""
+        """Restore the environment that the first line of the script has to see."""
         for name, value in self._before.items():
             del os.environ[name]
             os.environb.update({} if value is None else {os.fsencode(name): value})
