@@ -156,15 +156,18 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, nu
 
 
 def for_workers(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings of ``--rdzv-conf`` that also apply to the rendezvous of workers, as text."""
+    """Return the settings of ``--rdzv-conf`` that also apply to the rendezvous of workers, as strings.
+
+    They include the user name and the path of the password file for an etcd that the site runs.
+    """
     return {key: str(value) for key, value in config.items() if key in _FOR_WORKERS and value is not None}
 
 
 def _workers_token(rendezvous: Rendezvous) -> str | None:
-    """Return a credential for the workers' keys only. The job's token stays with the agents.
+    """Return a credential that gives access only to the workers' keys. Workers never get the job's own token.
 
-    ``None`` if the store has no token. In an etcd that the site runs, workers log in as the same user as the
-    agents, with the same ``password_file``.
+    ``None`` if the job has no token, or if it uses an etcd that the site runs. In such an etcd, workers log
+    in with the agents' ``user`` and ``password_file``, which :func:`for_workers` passes on.
     """
     token, etcd = rendezvous.settings.token, rendezvous.etcd
     if token is None:

@@ -74,8 +74,8 @@ class LaunchConfig:
             the job and for which the program has no handler.
         stop_scope: receiver of the first signal of a stop: ``"worker"`` for the worker alone (the rest of its
             process group is signalled once it has exited), or ``"group"`` for its whole process group.
-            ``None`` means the worker for functions and Python, else the group. This field and the next ones
-            are not in torch.
+            ``None`` means ``"worker"`` for functions and for programs run by a Python interpreter, and
+            ``"group"`` for other programs. This field and all later fields do not exist in torch.
         hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
             the limit from its steps, ``"auto:SECONDS"`` also sets a minimum (default 60), and ``None``
             disables the check.

@@ -169,7 +169,7 @@ class Coordinator(ABC):
     def final_state(self) -> FinalState | None:
         """Return the final state of a job that ended without this worker.
 
-        ``None`` if this coordinator does not keep final states.
+        ``None`` if no final state is known, for instance because this coordinator does not keep final states.
 
         Raises:
             NonRetryableException: This worker cannot get the final state.

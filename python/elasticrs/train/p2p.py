@@ -39,7 +39,7 @@ ASK_AGAIN = 5.0
 """Seconds between two attempts to end a round for a checkpoint that is asked for."""
 
 _trained: set[tuple[str, str]] = set()
-"""Stores and names of the jobs in which this process has trained to the end."""
+"""Jobs that this process has trained to the end, each as the address of its store and its name."""
 
 
 def _rate_of(stats: WorkerStats) -> float | None:
@@ -65,9 +65,10 @@ class CoordinatorP2P(Coordinator):
     Attributes:
         rank: in the present round; -1 before the first.
         world_size: of the present round.
-        is_worker_straggler: this worker was much slower than the best one at the last comparison.
-        last_relative_prog_rate: the rate of this worker divided by the best one at the last comparison;
-            absent until this worker has had a rate.
+        is_worker_straggler: true if this worker was much slower than the fastest worker at the last
+            comparison.
+        last_relative_prog_rate: rate of this worker divided by the rate of the fastest worker at the last
+            comparison. The attribute does not exist until this worker has reported a rate.
         stop_training: the job is closed.
 
     Raises:
@@ -261,7 +262,9 @@ class CoordinatorP2P(Coordinator):
         self._is_asked = True
 
     def _ask_the_others(self) -> None:
-        """End the round at a step that all agree on."""
+        """Ask all workers to end the round after the same step, to save a checkpoint or let this worker
+        leave.
+        """
         page = self._member.page
         has_manager = get_checkpoint_manager() is not None
         if not has_manager:
@@ -269,7 +272,8 @@ class CoordinatorP2P(Coordinator):
                 _log.warning(
                     "rank %d: a checkpoint is asked for, but set_checkpoint_manager was not called", self.rank
                 )
-            # A leaving worker runs this after each step until all workers have agreed on the step to stop at.
+            # Clear the request unless this worker is leaving: a leaving worker keeps it, and so comes here
+            # again after each step until it has left, but prints the warning only once.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
@@ -277,7 +281,7 @@ class CoordinatorP2P(Coordinator):
         now = time.monotonic()
         if now < self._ask_again_at or not (has_manager or self._leaves):
             return
-        # A store that is away may not hear of it.
+        # Repeat the request later, because it is lost if the store cannot be reached now.
         self._ask_again_at = now + ASK_AGAIN
         reason = "rank {} leaves" if self._leaves else "rank {} was asked for a checkpoint"
         self._member.ask_for_round(reason.format(self.rank), saves=has_manager)
@@ -317,10 +321,12 @@ class CoordinatorP2P(Coordinator):
         self._member.keep_final_state(content, in_checkpoint=in_checkpoint)
 
     def final_state(self) -> FinalState | None:
-        """Return the final state of the job, which has ended without this worker, and take a rank of its own.
+        """Return the final state of a job that ended before this worker joined it.
+
+        ``None`` if no worker has published a final state.
 
         Raises:
-            NonRetryableException: this process has trained in the job, so it wants to train a second time.
+            NonRetryableException: This process has already trained in this job, and cannot train in it again.
         """
         if self._job in _trained:
             raise NonRetryableException(
@@ -330,18 +336,18 @@ class CoordinatorP2P(Coordinator):
         return self._final
 
     def signal_training_done(self) -> None:
-        """Close the job: a worker that comes later gets the final state, or fails."""
+        """Close the job. Workers that join later get the final state, or fail if it is not available."""
         self.stop_training = True
         _trained.add(self._job)
         self._member.shutdown()
         groups.destroy()
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: ARG002
-        """Every :attr:`MONITOR_PROGRESS_FREQ` steps, compare the rates of all workers, and set
-        :attr:`is_worker_straggler` where one is much slower than the best.
+        """Compare the rates of all workers every :attr:`MONITOR_PROGRESS_FREQ` steps. Set
+        :attr:`is_worker_straggler` to true if this worker is much slower than the fastest worker.
 
-        That is two messages to the store in a thousand steps, some 0.3 µs a step, and none on the way of the
-        step's own collectives.
+        The comparison costs two messages to the store in a thousand steps, or about 0.3 µs for each step. It
+        does not use the collectives of the step.
         """
         page = self._member.page
         if page is not None and page.stepped() and worker_stats is not None:

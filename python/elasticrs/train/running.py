@@ -31,8 +31,8 @@ __all__ = ["run_train", "train"]
 _log = logging.getLogger("elasticrs.train")
 
 MAX_FAILURES = 10
-"""Failures without progress that end a worker, unless the program sets another limit. Torchelastic 0.1 had
-100; a step that has failed ten times by itself is not going to succeed.
+"""Default limit for consecutive failures without progress, after which a worker gives up. The limit of
+torchelastic 0.1 was 100, but a step that has failed ten times is unlikely to succeed later.
 """
 
 _SHOWN = 120
@@ -53,25 +53,27 @@ def train(
     retryable: tuple[type[Exception], ...] = (RuntimeError,),
     max_failures: int | None = None,
 ) -> Any:
-    """Call a train step again and again, until the data of some worker have ended; return the state.
+    """Call a train step repeatedly until a worker has run out of data, and return the final state.
 
-    A step that raises something retryable is rolled back; the workers meet anew and go on from the state that
-    has come furthest. All workers return the same state. A worker that starts after the end gets it from a
-    worker that is still alive, or from the final checkpoint, and otherwise fails.
+    A step that raises a retryable exception is rolled back. The workers then start a new round and continue
+    from the most advanced state. All workers return the same state. A worker that starts after the training
+    has ended gets the final state from a worker that is still alive or from the final checkpoint. It fails if
+    neither exists.
 
     Args:
-        elastic_coordinator: brings the workers together.
-        train_step: takes the state; returns the state, and how fast this worker is (or ``None``). It raises
-            ``StopIteration`` when the data have ended.
-        state: of the job, as it begins.
-        retryable: what may be tried again: a failed collective is a ``RuntimeError``.
-        max_failures: how many failures without a step in between are too many; 10 when ``None``.
+        elastic_coordinator: coordinator that runs the rendezvous of the workers.
+        train_step: function that takes the state and returns the state and the worker's statistics (or
+            ``None``). It raises ``StopIteration`` when this worker has run out of data.
+        state: initial state of the job.
+        retryable: types of exceptions that are retried. A failed collective raises a ``RuntimeError``.
+        max_failures: number of consecutive failures without a completed step after which this worker gives
+            up. ``None`` for 10.
 
     Raises:
-        NonRetryableException: this process cannot go on.
-        RuntimeError: too many failures without progress.
-        TypeError: an argument, or what the step returns, has the wrong type; or there is a checkpoint
-            manager, but the state cannot be saved.
+        NonRetryableException: This process cannot continue.
+        RuntimeError: There were too many failures without progress.
+        TypeError: An argument or the result of the step has the wrong type, or a checkpoint manager is set
+            but the state cannot be saved.
     """
 
     def steps(state: State) -> Iterator[Any]:
@@ -135,7 +137,11 @@ def run_train(
 
 
 def _require_saving(state: State) -> None:
-    """Raise TypeError if a checkpoint manager is set but the state cannot be saved."""
+    """Raise TypeError if a checkpoint manager is set but the state cannot be saved.
+
+    Check this before the training starts, because otherwise the error would occur only at the first
+    checkpoint.
+    """
     if get_checkpoint_manager() is not None and (reason := why_not_saved(state)) is not None:
         raise TypeError(f"set_checkpoint_manager was called, but {reason}")
 
@@ -272,7 +278,8 @@ class _Run:
         self._votes = [vote_of(numbers) for numbers in self._coordinator.exchange(numbers_of(vote))]
         if trouble := disagreement(self._votes):
             with suppress(RuntimeError):
-                # Who leaves breaks off those that have not got all votes yet.
+                # Wait for the others before raising, because a worker that leaves aborts the vote of the
+                # others.
                 self._coordinator.barrier()
             raise NonRetryableException(trouble)
         self._round = self._votes[0].next_round
@@ -285,13 +292,14 @@ class _Run:
         try:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
-            # At the end of the data a needless sync may fail, because it often makes loaders for the rest.
+            # Skip the sync if all states are final already: at the end of the data it may fail, because
+            # programs often create a data loader for the remaining data in it.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
                 if self._times is not None:
                     self._times.put("state_sync", began)
-            # What has been received whole stays, whatever becomes of the others.
+            # Keep the state that sync has received, even if another worker fails from now on.
             self._is_loaded, self._snapshot = True, _NOTHING
             self._coordinator.barrier()
             if self._loop.at_the_end:
@@ -306,7 +314,7 @@ class _Run:
             return self._judge(error)
 
     def _begin_state(self) -> None:
-        """No worker has a state of this run of the job."""
+        """Load the newest checkpoint, if any, because no worker has a state of this run of the job."""
         is_found = self._checkpoints is not None and self._checkpoints.load_checkpoint(
             self._state, self._rank
         )
@@ -318,9 +326,10 @@ class _Run:
     # --- the final state ---
 
     def _keep_final_state(self) -> None:
-        """Keep the final state for workers that start after the end, before the job is closed.
+        """Make the final state available to workers that start after the training has ended.
 
-        It is in the newest checkpoint or, without a checkpoint manager, in the memory of each worker.
+        The state is kept in the newest checkpoint. If it is not there, each worker keeps it in memory. The
+        loop calls this before it closes the job.
         """
         in_checkpoint = False
         if self._checkpoints is not None:
@@ -350,7 +359,7 @@ class _Run:
         return stream.getbuffer()
 
     def _come_late(self) -> Event:
-        """Get the final state of a job that has ended, unless this worker has it already.
+        """Load the final state of a job that has ended, unless this worker already has the final state.
 
         Raises:
             NonRetryableException: The final state is not available.
@@ -396,8 +405,8 @@ class _Run:
             began = 0.0 if self._times is None else time.perf_counter()
             result: Any = next(self._steps, _END)
             if result is _END:
-                # Only programs for torchelastic 0.1 return without a last sync. Others need it, because some
-                # values differ by rank even after the same step, such as the buffers of BatchNorm.
+                # Only programs for torchelastic 0.1 may skip the last sync. Other programs need it, because
+                # some values differ between ranks even after the same step, such as the buffers of BatchNorm.
                 if is_torchelastic_program():
                     self._ended_after = self._taken + 1
                 coordinator.announce_end()
@@ -420,7 +429,7 @@ class _Run:
             return self._judge(error)
 
     def _save_if_due(self, checkpoints: CheckpointUtil) -> bool | None:
-        # Both are asked, on every worker: they may count.
+        # Call both on every worker, even if the first one already decides, because they may keep counters.
         is_asked = self._coordinator.should_save_checkpoint()
         is_due = self._state.should_save_checkpoint(self._rank) or is_asked
         self._asked += 1
@@ -432,11 +441,13 @@ class _Run:
         return None
 
     def _leave_round(self, is_saved: bool | None) -> Event:
-        """The workers meet anew; before that they save, if somebody has asked for it: the state of this step,
-        which all have done. So a save that is broken off takes nothing back.
+        """Leave the round. If a checkpoint was requested, save it first.
+
+        All workers have completed this step, so a save that is aborted does not roll the step back.
 
         Args:
-            is_saved: the state has been saved already after this step; ``None``: it was not due.
+            is_saved: true if a checkpoint was saved after this step, false if saving failed. ``None`` if no
+                checkpoint was due.
         """
         coordinator, self._snapshot = self._coordinator, _NOTHING
         if self._checkpoints is not None and coordinator.should_save_before_meeting():
@@ -455,7 +466,7 @@ class _Run:
 
     def _judge(self, error: Exception) -> Event:
         if self._forks != forked.count():
-            # The coordinator is the parent's.
+            # Do not call the coordinator, because this is a forked child and the coordinator is the parent's.
             self._error = (
                 error if isinstance(error, NonRetryableException) else NonRetryableException(forked.message())
             )
@@ -475,7 +486,7 @@ class _Run:
             "broken off by others: " if is_broken_off else "",
             type(error).__name__,
             textwrap.shorten(str(error), _SHOWN) if is_broken_off else error,
-            # Once: it may be tried again and again.
+            # Print the traceback only for the first failure, because a retried step may fail many times.
             exc_info=None if is_broken_off or self._loop.failures else error,
         )
         return Event.BROKEN_OFF if is_broken_off else Event.FAILED

@@ -1,4 +1,4 @@
-"""The part of a job that training changes."""
+"""Base class for the training state of a job."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class State(ABC):
         """
 
     def capture_snapshot(self) -> Any:
-        """Return a picture of what changes, kept in memory; taken before every step.
+        """Return a copy of the state in memory, to undo a failed step. Called before every step.
 
-        With ``None`` nothing is rolled back: a step that failed halfway leaves what it has done. A snapshot
-        is never written to disk, so it may leave out what a failed step cannot have changed.
+        Return ``None`` to disable the rollback. Changes made by a step that failed halfway then remain. A
+        snapshot is never written to disk, so it may omit values that a step does not change.
         """
         return None
 
@@ -52,8 +52,8 @@ class State(ABC):
         """Return everything that a new process needs to continue the training: the weights, the optimizer's
         state and the progress, for instance as a dictionary of ``state_dict`` results.
 
-        Checkpoints are made of it, and so is the copy for workers that are replaced after the training has
-        ended. Tensors, numbers, strings and plain containers can be loaded without running code.
+        The result is stored in checkpoints, and in the copy for replacement workers that start after the
+        training has ended. Tensors, numbers, strings and plain containers can be loaded without running code.
 
         For programs written for torchelastic 0.1, which had no such method, the default is
         :meth:`capture_snapshot`.
@@ -63,25 +63,25 @@ class State(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no state_dict")
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Set this state to what :meth:`state_dict` returned, perhaps in another process.
+        """Restore the state that :meth:`state_dict` returned, perhaps in another process.
 
-        :meth:`sync` follows, unless the training has already ended.
+        :meth:`sync` is called afterwards, unless the training has already ended.
 
         Args:
-            state_dict: the content of a checkpoint.
+            state_dict: result of :meth:`state_dict`, for example from a checkpoint.
         """
         if not is_torchelastic_program():
             raise NotImplementedError(f"{type(self).__name__} has no load_state_dict")
         self.apply_snapshot(state_dict)
 
     def save(self, stream: IO[bytes]) -> None:
-        """Write a checkpoint: :meth:`state_dict`, as ``torch.save`` writes it.
+        """Write the result of :meth:`state_dict` with ``torch.save``.
 
         Args:
-            stream: to write to.
+            stream: stream to write to.
 
         Raises:
-            TypeError: there is nothing to write.
+            TypeError: The state cannot be saved.
         """
         import torch
 
@@ -97,7 +97,7 @@ class State(ABC):
         unpickled, which can run code from the file, and a warning says so.
 
         Args:
-            stream: to read from; it can be rewound.
+            stream: seekable stream to read from.
         """
         import torch
 
@@ -127,10 +127,11 @@ class State(ABC):
 
 
 def why_not_saved(state: State) -> str | None:
-    """Return why a state cannot be saved and loaded, and what to do; ``None`` if it can be.
+    """Return a message that says why a state cannot be saved and loaded, and what to do. ``None`` if it can
+    be.
 
     Args:
-        state: of a job.
+        state: state of the job.
     """
     kind, is_old = type(state), is_torchelastic_program()
     saves = ("state_dict", "save", *(("capture_snapshot",) if is_old else ()))
@@ -149,5 +150,7 @@ def why_not_saved(state: State) -> str | None:
 
 
 def is_torchelastic_program() -> bool:
-    """True if this program imports ``torchelastic``: in version 0.1 a checkpoint was a snapshot."""
+    """Return true if this program imports ``torchelastic``. Its version 0.1 stored a snapshot as the
+    checkpoint.
+    """
     return "torchelastic" in sys.modules

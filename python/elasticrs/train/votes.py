@@ -17,16 +17,16 @@ class Vote(Value):
     """Information that one worker sends to the others at the start of a round.
 
     Args:
-        has_manager: it has a checkpoint manager.
-        is_loaded: it has had its chance to load a checkpoint: its state is of this run of the job.
-        at_the_end: some worker's data have ended, as far as it knows.
-        next_round: a random number; that of rank 0 names the round that begins.
-        last_round: the name of the round that this worker comes from; 0 for none.
-        asked: how often it had been asked there whether to save.
-        said_yes: when it last said yes there; 0 for never.
-        is_saving: it has not come out of that save.
-        ended_after: number of the step of the last round at which its own data had ended, counted from 1;
-            0 if its data have not ended, or if the program is not one for torchelastic 0.1.
+        has_manager: true if the worker has a checkpoint manager.
+        is_loaded: true if the state of the worker belongs to this run of the job, so it loads no checkpoint.
+        at_the_end: true if the worker knows that a worker has run out of data.
+        next_round: random number. The number of rank 0 becomes the name of the new round.
+        last_round: name of the worker's last round. 0 if it has been in no round.
+        asked: number of calls of ``should_save_checkpoint`` in the last round.
+        said_yes: number of the last of these calls that returned true, counted from 1. 0 if none did.
+        is_saving: true if the worker has not completed the save after that call.
+        ended_after: step of the last round in which the worker ran out of data, counted from 1. 0 if it has
+            not run out of data, or if the program was not written for torchelastic 0.1.
     """
 
     has_manager: bool
@@ -46,7 +46,7 @@ def numbers_of(vote: Vote) -> list[int]:
 
 
 def vote_of(numbers: Sequence[int]) -> Vote:
-    """Return the vote that was sent as these numbers."""
+    """Decode a vote from the numbers that :func:`numbers_of` returned."""
     has_manager, is_loaded, at_the_end, next_round, last_round, asked, said_yes, is_saving, ended = numbers
     return Vote(
         bool(has_manager),
@@ -62,10 +62,10 @@ def vote_of(numbers: Sequence[int]) -> Vote:
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
-    """Return true if the data of all workers of a torchelastic 0.1 program ended after the same step.
+    """Return true if all workers of a torchelastic 0.1 program ran out of data in the same step.
 
     Args:
-        votes: by rank.
+        votes: votes of all workers, by rank.
     """
     first = votes[0]
     return first.ended_after > 0 and all(
