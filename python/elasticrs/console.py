@@ -70,7 +70,7 @@ class Console:
         patience: float,
         wake_fd: int | None = None,
         is_enough: Callable[[], bool] = lambda: True,
-    ) -> None:
+    ) -> bool:
         """Write a text of any length after the waiting lines; waits for the reader, but not for ever.
 
         Args:
@@ -78,6 +78,9 @@ class Console:
             patience: seconds to wait for a reader that takes nothing.
             wake_fd: a descriptor whose readiness interrupts the wait.
             is_enough: called then; true gives up.
+
+        Returns:
+            False if it gave up while lines were still waiting.
         """
         data = _encode(visible(text))
         self._lines += [data[start : start + _PIPE_BUF] for start in range(0, len(data), _PIPE_BUF)]
@@ -89,8 +92,9 @@ class Console:
         while self._lines and not self._is_gone:
             ready = [fd for fd, _ in waiting.poll(patience * 1000)]
             if not ready or (wake_fd in ready and is_enough()):
-                return
+                return False
             self.flush()
+        return True
 
     def _write(self, line: bytes) -> None:
         try:

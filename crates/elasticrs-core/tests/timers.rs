@@ -116,13 +116,21 @@ impl Job {
     }
 
     fn until_end(&self) -> (Vec<(u32, WorkerExit, Option<Signal>)>, Outcome) {
-        let mut exits = Vec::new();
+        let (exits, killed, outcome) = self.until_end_with_killed();
+        assert_eq!(killed, [], "no grace is over");
+        (exits, outcome)
+    }
+
+    /// Also returns the workers that were killed because the grace of a stop was over.
+    fn until_end_with_killed(&self) -> (Vec<(u32, WorkerExit, Option<Signal>)>, Vec<(u32, i32)>, Outcome) {
+        let (mut exits, mut killed) = (Vec::new(), Vec::new());
         loop {
             match self.event() {
                 Event::WorkerExited { local_rank, exit, sent, .. } => exits.push((local_rank, exit, sent)),
+                Event::WorkersKilled(some) => killed.extend(some.workers),
                 Event::GroupEnded { outcome, .. } => {
                     exits.sort_by_key(|(local_rank, ..)| *local_rank);
-                    return (exits, outcome);
+                    return (exits, killed, outcome);
                 }
                 other => panic!("{other:?}"),
             }
@@ -302,7 +310,8 @@ fn a_worker_that_floods_the_fifo_does_not_delay_its_stop() {
     assert!(job.complaint().contains("not a timer record"), "it floods");
     // The deadline of the stop, the exit of a worker, and the reply of the nursery: none of them waits for the flood.
     job.supervisor.stop(StopPolicy { signal: Signal::TERM, grace: Duration::from_millis(100) }).unwrap();
-    let (exits, outcome) = job.until_end();
+    let (exits, killed, outcome) = job.until_end_with_killed();
+    assert_eq!(killed, [(0, job.pids[0])]);
     assert_eq!(exits, [(0, by(9), Some(Signal::KILL)), (1, by(15), Some(Signal::TERM))]);
     assert_eq!(outcome, Outcome::Stopped);
     job.close();

@@ -169,18 +169,24 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
     return result.exit_code
 
 
-def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Callable[[str], None]) -> None:
+def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Callable[[str], bool]) -> None:
     """Print the failure report, and below it the summary line, which repeats the root cause."""
     headline = None
+    is_read = True
+
+    def write_report(text: str) -> None:
+        nonlocal is_read
+        is_read = write(text)
+
     if result.signum is None or _has_raised(result):
         from elasticrs.agent.failed_attempt import print_report
 
-        headline = print_report(launch.job, result, console.say, write)
+        headline = print_report(launch.job, result, console.say, write_report)
     if result.ending is not None:
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
-        if headline is None:
-            # Unlike `say`, `write` waits for a reader. The report above has already done that.
+        if is_read:
+            # `say` does not wait for the reader; `write` does, and has given up once if the report was not read.
             write("")
 
 
@@ -281,8 +287,11 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequence[int]) -> None:
-    """A report that nobody reads keeps nobody: a signal ends it, but for Control-Z and ``others``."""
+def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequence[int]) -> bool:
+    """Write a text and wait for its reader; return False if that was given up.
+
+    A report that nobody reads keeps nobody: a signal ends it, but for Control-Z and ``others``.
+    """
     if signals is None:
         return console.write(text, _PATIENCE)
     pipe = signals
