@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import hypothesis
 import pytest
-from helpers.launcher import LAUNCHERS, Launched, clean_environment
+from helpers.launcher import LAUNCHERS, NO_TIME, Launched, clean_environment
 from helpers.leaks import no_leaks
 from helpers.network_fixtures import formed, hosts, impair, multinode, network
 
@@ -51,7 +51,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """A shell's background job, or ``nohup``, ignores signals, and so would all that a test starts."""
+    """Set up what the tests and everything that they start inherit.
+
+    A shell's background job, or ``nohup``, ignores signals, and so would all that a test starts.
+    """
+    os.environ.update(NO_TIME)
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -27,6 +27,8 @@ DEFAULT_EXIT_TIMEOUT = 10.0
 DEFAULT_HANG_EXIT_TIMEOUT = 1800.0
 DEFAULT_WARM_TIMEOUT = 120.0
 DEFAULT_MONITOR_INTERVAL = 0.1
+LOG_PREFIXES = ("auto", "time", "none")
+DEFAULT_LOG_PREFIX = "auto"
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_PORT = 29400
 """Of the coordination store, and of torch's rendezvous."""
@@ -82,6 +84,8 @@ class JobConfig(Record):
         preload: modules to import before the workers are forked; with ``None`` or no modules, workers start
             cold.
         warm_timeout: time limit for these imports, in seconds. Workers start cold if it is exceeded.
+        log_prefix: ``"time"`` puts the time into the prefix of the launcher's own lines, ``"none"`` does not,
+            and ``"auto"`` does so unless they go to a terminal.
     """
 
     nproc: int
@@ -109,6 +113,7 @@ class JobConfig(Record):
     exit_timeout: float = DEFAULT_EXIT_TIMEOUT
     preload: Preload | None = None
     warm_timeout: float = DEFAULT_WARM_TIMEOUT
+    log_prefix: str = DEFAULT_LOG_PREFIX
 
 
 class LogSettings(Value):
@@ -300,6 +305,18 @@ def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
         UsageError: the variable holds something else.
     """
     return _seconds_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", DEFAULT_EXIT_BARRIER_TIMEOUT)
+
+
+def log_prefix_from(environ: Mapping[str, str]) -> str:
+    """Return the value of ``PET_LOG_PREFIX``, or the default.
+
+    Raises:
+        UsageError: the value is invalid.
+    """
+    text = environ.get("PET_LOG_PREFIX") or DEFAULT_LOG_PREFIX
+    if text not in LOG_PREFIXES:
+        raise UsageError(f"PET_LOG_PREFIX: got {text!r}, expected one of {', '.join(LOG_PREFIXES)}")
+    return text
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:

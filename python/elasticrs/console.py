@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
 
-from elasticrs.texts import PREFIX, visible
+from elasticrs.texts import NAME, visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,21 +22,61 @@ _PIPE_BUF = 4096  # what poll's POLLOUT promises for a pipe, and what is written
 _KEPT = 1000
 
 
-def prefix_of(is_one_of_several: bool) -> str:
-    """Return the prefix of an agent's lines; of several, which may share a console, with its node and its
-    pid.
+def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = None) -> str:
+    """Return the prefix of a line: ``elasticrs: ``, or ``elasticrs[time node:pid group rank]: `` with the
+    parts that are known.
+
+    Args:
+        time_ns: wall-clock time of the line, in nanoseconds since 1970; ``None`` for a line without a time.
+        node: name of the node and pid of the agent.
+        group_rank: group rank of the node.
     """
-    return PREFIX.replace(":", f"[{os.uname().nodename}:{os.getpid()}]:") if is_one_of_several else PREFIX
+    parts = []
+    if time_ns is not None:
+        seconds, rest = divmod(time_ns, 1_000_000_000)
+        clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+        parts.append(f"{clock}.{rest // 1_000_000:03d}Z")
+    if node:
+        parts.append(node)
+    if group_rank is not None:
+        parts.append(f"group {group_rank}")
+    return f"{NAME}[{' '.join(parts)}]: " if parts else f"{NAME}: "
+
+
+def has_time(log_prefix: str | None, fd: int) -> bool:
+    """Return true if lines on this descriptor carry the time.
+
+    Args:
+        log_prefix: value of ``--log-prefix``; ``None`` if it is not known here, for ``PET_LOG_PREFIX``.
+        fd: a descriptor. With ``auto``, lines on a terminal have no time.
+    """
+    if log_prefix is None:
+        log_prefix = os.environ.get("PET_LOG_PREFIX")
+    return log_prefix == "time" or (log_prefix != "none" and not os.isatty(fd))
 
 
 class Console:
-    """A queue of lines, each with a prefix, before a descriptor."""
+    """A queue of lines, each with a prefix, before a descriptor.
 
-    __slots__ = ("_fd", "_is_gone", "_lines", "_poll", "_prefix")
+    Args:
+        fd: the descriptor.
+        log_prefix: see :func:`has_time`.
+        is_one_of_several: true if the agents of several nodes may share a console. Their lines name the node
+            and the pid of the agent.
 
-    def __init__(self, fd: int = 2, prefix: str = PREFIX) -> None:
+    Attributes:
+        group_rank: group rank of the node while it has one; part of the prefix.
+    """
+
+    __slots__ = ("_fd", "_has_time", "_is_gone", "_lines", "_node", "_poll", "group_rank")
+
+    def __init__(
+        self, fd: int = 2, log_prefix: str | None = None, *, is_one_of_several: bool = False
+    ) -> None:
         self._fd = fd
-        self._prefix = prefix
+        self._has_time = has_time(log_prefix, fd)
+        self._node = f"{os.uname().nodename}:{os.getpid()}" if is_one_of_several else ""
+        self.group_rank: int | None = None
         self._lines: list[bytes] = []
         self._is_gone = False
         self._poll = select.poll()
@@ -46,9 +87,13 @@ class Console:
         """Number of pieces that are not written yet."""
         return 0 if self._is_gone else len(self._lines)
 
+    def prefixed(self, text: str) -> str:
+        """Return a text behind the prefix of a line that is written now."""
+        return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
+
     def say(self, text: str) -> None:
-        """Queue one line, with our name in front; a longer one is cut to what a pipe takes in one piece."""
-        line = _encode(visible(self._prefix + " ".join(text.splitlines())))
+        """Queue one line with the prefix. A line that is too long for one write to a pipe is cut."""
+        line = _encode(visible(self.prefixed(" ".join(text.splitlines()))))
         if len(self._lines) < _KEPT:
             self._lines.append(line[: _PIPE_BUF - 1] + b"\n")
         self.flush()

@@ -295,15 +295,16 @@ def _outputs(child: subprocess.Popen[str], word: str) -> tuple[str, str]:
     import subprocess
     import sys
 
+    from elasticrs.console import Console
+
     try:
         return child.communicate(timeout=SLOW)
     except subprocess.TimeoutExpired:
-        print(
-            f"elasticrs: --nproc-per-node {word}: torch, which counts the devices, is still being imported "
-            f"after {SLOW:g} s (at most {CHILD_TIMEOUT:g} s); a number in place of {word} needs no torch",
-            file=sys.stderr,
-            flush=True,
+        line = (
+            f"--nproc-per-node {word}: torch, which counts the devices, is still being imported after "
+            f"{SLOW:g} s (at most {CHILD_TIMEOUT:g} s); a number in place of {word} needs no torch"
         )
+        print(Console().prefixed(line), file=sys.stderr, flush=True)
     return child.communicate(timeout=CHILD_TIMEOUT - SLOW)
 
 

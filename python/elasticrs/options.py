@@ -222,6 +222,7 @@ FORWARDED_SIGNALS = Kind(config.parse_forwarded, "NAMES")
 START_METHOD = Kind(_one_of(*config.START_METHODS), "METHOD")
 AFFINITY = Kind(_one_of(*config.AFFINITY_MODES), "MODE")
 DRAIN = Kind(_one_of("node", "job"), "node|job")
+LOG_PREFIX = Kind(_one_of(*config.LOG_PREFIXES), "auto|time|none", "'auto', 'time' or 'none'")
 SHELL = Kind(_one_of(*SHELLS), "SHELL")
 
 # fmt: off
@@ -280,6 +281,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                0, STREAMS, short="t", typed="0"),
         Option("capture-stderr", "write stderr of all workers to files as well, so that the failure report "
                "shows the last lines", False, group=OURS),
+        Option("log-prefix", "time in the launcher's own lines: auto (the default: unless they go to a "
+               "terminal), time or none", config.DEFAULT_LOG_PREFIX, LOG_PREFIX, group=OURS),
         Option("local-ranks-filter", "show only these local ranks on the console, such as 0,3",
                None, RANKS, typed=""),
         Option("log-line-prefix-template", "prefix of --tee lines; may use ${role_name}, ${local_rank}, "

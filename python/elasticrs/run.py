@@ -15,6 +15,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
@@ -142,7 +143,7 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
     low, high = values.nnodes
     nproc = determine_local_world_size(str(values.nproc_per_node))
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
-        _say("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
+        _say(values, "OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
         os.environ["OMP_NUM_THREADS"] = "1"
     # Most options are fields of the same name.
     names = {field.name for field in fields(LaunchConfig)} & {option.dest for option in OPTIONS}
@@ -186,7 +187,9 @@ def run(args: Any) -> None:
     if values.master_port is None:
         args.master_port = defaults.DEFAULT_MASTER_PORT
     if values.keep_descendants or values.linger != defaults.DEFAULT_LINGER:
-        _say("--linger and --keep-descendants are for the command line alone, and have no effect here")
+        _say(
+            values, "--linger and --keep-descendants are for the command line alone, and have no effect here"
+        )
     configuration, command, arguments = config_from_args(args)
     elastic_launch(configuration, command, _health_check_server(values))(*arguments)
 
@@ -243,7 +246,7 @@ def _health_check_server(values: Namespace) -> HealthCheckServer | None:
     settings = defaults.ObserveSettings(
         health_port=values.health_check_port, health_host=host, health_timeout=values.health_check_timeout
     )
-    return open_server(settings, _say)
+    return open_server(settings, partial(_say, values))
 
 
 def _rdzv_configs(values: Namespace) -> dict[str, Any]:
@@ -294,10 +297,10 @@ def _command(values: Namespace, use_env: bool) -> tuple[Callable[..., Any] | str
     return os.environ.get("PYTHON_EXEC") or sys.executable, [*how, values.training_script, *rest]
 
 
-def _say(line: str) -> None:
+def _say(values: Namespace, line: str) -> None:
     from elasticrs.console import Console
 
-    Console().say(line)
+    Console(log_prefix=values.log_prefix).say(line)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,12 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from elasticrs._core import TimerExpired, WorkersKilled
 
-PREFIX = "elasticrs: "
+NAME = "elasticrs"
+"""First word of the launcher's lines."""
 
 AGAIN = " (send it again to kill them at once)"
 """What a second request to stop does."""

@@ -180,11 +180,18 @@ def test_agents_of_one_host_are_told_apart(launch, worker_script):
     arguments = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=j", endpoint, "--max-restarts=3")
     agents = [launch(*arguments, worker_script(RAISES)) for _ in range(2)]
     assert [agent.wait() for agent in agents] == [0, 0]
+    group_ranks = []
     for agent in agents:
-        prefixes = set(re.findall(r"^elasticrs\S*", agent.stderr, re.MULTILINE))
-        assert prefixes == {f"elasticrs[{os.uname().nodename}:{agent.pid}]:"}
+        prefixes = set(re.findall(r"^elasticrs.*?: ", agent.stderr, re.MULTILINE))
+        bare = f"elasticrs[{os.uname().nodename}:{agent.pid}]: "
+        (with_rank,) = prefixes - {bare}
+        group_ranks.append(re.fullmatch(re.escape(bare[:-3]) + r" group (\d)\]: ", with_rank)[1])
+        # The first line of a node is printed before it has a rank, and the last one after its round.
+        lines = [line for line in agent.stderr.splitlines() if line.startswith("elasticrs[")]
+        assert lines[-1].startswith(f"{bare}succeeded")
         assert re.search(r"rank 1 .*: FileNotFoundError: data\.bin \(worker\.py:\d+\)", agent.stderr)
         assert "restart 1 of 3" in agent.stderr
+    assert sorted(group_ranks) == ["0", "1"]
 
 
 def test_every_node_names_the_exception_when_it_stops_its_workers(launch, worker_script, tmp_path):

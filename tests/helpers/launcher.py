@@ -18,11 +18,16 @@ FOREIGN = re.compile(
 )
 """Variables of the surrounding environment that would change a launcher, or tear the lines of workers."""
 
+NO_TIME = {"PET_LOG_PREFIX": "none"}
+
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of the tests without what would change a launcher, and with ``extra``."""
+    """Return the environment of the tests without what would change a launcher, and with ``extra``.
+
+    The launcher's lines have no time, because many tests compare whole lines.
+    """
     kept = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
-    return {**kept, **(extra or {})}
+    return {**kept, **NO_TIME, **(extra or {})}
 
 
 def _in_line(pattern: str, line: str) -> list[re.Match[str]]:

@@ -37,7 +37,7 @@ DIFFERENT = {
 MORE = {
     "WorkerSpec.__init__": {
         *("exit_timeout", "hang_timeout", "hang_startup_timeout", "hang_exit_timeout"),
-        *("warm", "warm_timeout", "on_failure"),
+        *("warm", "warm_timeout", "on_failure", "log_prefix"),
     },
     "LocalElasticAgent.__init__": {"signals_to_handle", "signals_to_forward", "stop_scope"},
     "LaunchConfig.__init__": {
@@ -51,6 +51,7 @@ MORE = {
         "warm",
         "warm_timeout",
         "on_failure",
+        "log_prefix",
     },
 }
 
@@ -137,4 +138,5 @@ def test_a_launch_configuration_has_torchs_fields_in_order(torchs):
         "warm",
         "warm_timeout",
         "on_failure",
+        "log_prefix",
     ]

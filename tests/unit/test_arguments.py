@@ -95,7 +95,7 @@ def test_a_flags_variable_is_a_number(text, value):
     "option", [option for option in OPTIONS if option.has_variable], ids=lambda o: o.name
 )
 def test_every_option_has_its_variable(option):
-    texts = ["1", "2", "bad", "SIGTERM", "fork", "node", "k=v", "worker", "replace"]
+    texts = ["1", "2", "bad", "SIGTERM", "fork", "node", "k=v", "worker", "replace", "time"]
     found = [value for text in texts if (value := _default_by(option, text)) is not option]
     assert found
     assert any(value != option.default for value in found)

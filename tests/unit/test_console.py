@@ -1,10 +1,15 @@
 """Lines of the agent never wait for a console that nobody reads."""
 
+import calendar
 import os
+import re
+import time
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from elasticrs.console import Console
+from elasticrs.console import Console, prefix
 
 
 @pytest.fixture
@@ -73,3 +78,46 @@ def test_what_others_wrote_cannot_steer_the_terminal(pipe):
     assert os.read(reader, 200) == b"elasticrs: node \\x1b]0;title\\x07\\x9b2J\\u202e was lost\n"
     console.write("a\tb\n\x1b[31mred\udcff\n", 1.0)
     assert os.read(reader, 200) == b"a\tb\n\\x1b[31mred\xff\n"
+
+
+@given(
+    st.integers(0, 2**62),
+    st.from_regex(r"[a-z0-9.-]{1,20}:[0-9]{1,7}", fullmatch=True) | st.just(""),
+    st.none() | st.integers(0, 10**5),
+)
+@example(1_795_470_462_999_999_999, "node1:4711", 0)
+def test_a_prefix_begins_with_our_name_and_holds_what_is_known(time_ns, node, group_rank):
+    group = "" if group_rank is None else f" group {group_rank}"
+    found = re.fullmatch(r"elasticrs\[(\S+)\.(\d{3})Z(.*)\]: ", prefix(time_ns, node, group_rank))
+    seconds = calendar.timegm(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S"))
+    assert seconds * 1000 + int(found[2]) == time_ns // 1_000_000
+    assert found[3] == (f" {node}" if node else "") + group
+    without = prefix(None, node, group_rank)
+    assert without == (f"elasticrs[{(node + group).strip()}]: " if node or group else "elasticrs: ")
+
+
+@pytest.mark.parametrize(
+    ("log_prefix", "variable", "on_pipe", "on_terminal"),
+    [
+        (None, None, True, False),
+        ("auto", "none", True, False),
+        ("time", "none", True, True),
+        ("none", "time", False, False),
+        (None, "time", True, True),
+        (None, "none", False, False),
+        (None, "nonsense", True, False),
+    ],
+)
+def test_lines_carry_the_time_as_asked(pipe, monkeypatch, log_prefix, variable, on_pipe, on_terminal):
+    monkeypatch.delenv("PET_LOG_PREFIX", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("PET_LOG_PREFIX", variable)
+    ours, theirs = os.openpty()
+    try:
+        for reader, writer, expected in ((*pipe, on_pipe), (ours, theirs, on_terminal)):
+            Console(writer, log_prefix).say("hello")
+            pattern = r"elasticrs\[[-\d]+T[:.\d]+Z\]: hello\s+" if expected else r"elasticrs: hello\s+"
+            assert re.fullmatch(pattern, os.read(reader, 200).decode())
+    finally:
+        os.close(ours)
+        os.close(theirs)

@@ -34,6 +34,7 @@ ARGV = ["--nproc_per_node=2", "--max-restarts", "3", "-t", "0:1", "-m", "train",
 
 
 def test_both_parsers_agree(monkeypatch):
+    monkeypatch.delenv("PET_LOG_PREFIX")
     monkeypatch.setenv("PET_ROLE", "reader")
     monkeypatch.setenv("PET_STANDALONE", "1")
     ours = vars(parse(ARGV, {"PET_ROLE": "reader", "PET_STANDALONE": "1"}))
@@ -70,6 +71,7 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
         "numa_binding": "node", "signals_to_handle": "SIGUSR1", "capture_stderr": False,
         "hang_timeout": "auto:3", "hang_startup_timeout": 7, "hang_exit_timeout": 8, "stop_scope": "group",
         "signals_to_forward": "USR2", "exit_timeout": 3, "warm": "torch",
+        "log_prefix": "time",
     }  # fmt: skip
     made, command, arguments = config_from_args(namespace(**given))
     assert (made.min_nodes, made.max_nodes, made.nproc_per_node, made.run_id) == (2, 3, 2, "job")
@@ -80,6 +82,7 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
     assert (made.hang_timeout, made.hang_startup_timeout, made.stop_scope) == ("auto:3", 7, "group")
     assert made.signals_to_forward == "USR2"
     assert (made.exit_timeout, made.hang_exit_timeout, made.warm) == (3, 8, "torch")
+    assert made.log_prefix == "time"
     assert made.numa_options.affinity_mode.value == "node"
     assert (made.logs_specs._tee, made.logs_specs._redirects) == (Std.ALL, {0: Std.OUT})
     assert (command, arguments) == (sys.executable, ["-u", "train.py", "--x"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from math import inf
 from threading import Lock
 
 from elasticrs import texts
@@ -92,7 +91,7 @@ class CheckpointRequests:
         elif first is not None and not self._is_late and time.monotonic_ns() - first > PATIENCE * 1e9:
             self._is_late = True
             self._say(texts.checkpoint_is_late(PATIENCE, len(self.page.standings())))
-        return TICK if self.are_open else inf
+        return TICK if self.are_open else float("inf")
 
     def close(self) -> None:
         """Release everything. Idempotent."""

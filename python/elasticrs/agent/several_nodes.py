@@ -174,6 +174,7 @@ class SeveralNodes(Decisions):
             return []
         if isinstance(event, machine.StartFailed):
             self._group_exists = False
+            self._console.group_rank = None
             why = event.message.removeprefix(f"{texts.NOT_STARTED}: ")
             return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
@@ -222,6 +223,7 @@ class SeveralNodes(Decisions):
 
     def _on_group_ended(self, event: machine.GroupEnded) -> list[machine.Action]:
         self._group_exists = False
+        self._console.group_rank = None
         attempt = self._attempt
         if attempt is None:
             return []
@@ -287,6 +289,7 @@ class SeveralNodes(Decisions):
         if self._planned is not None:
             self._planned(plan, partial(driver.meeting_point.open_shared_store, action.round))
         self.phase, self._group_exists = machine.Phase.STARTING, True
+        self._console.group_rank = action.ranks.group_rank
         return [machine.Start(action.round, action.restarts)]
 
     def _stop(self, action: messages.Stop) -> list[machine.Action]:

@@ -9,7 +9,6 @@ import errno
 import os
 import time
 from collections import deque
-from math import inf
 
 from elasticrs import _core, texts
 from elasticrs.agent import state as machine
@@ -271,7 +270,7 @@ class AttemptTracker:
         """Wait for an event of the supervisor, and record it; return false if there was none."""
         running = {} if self.attempt is None else self.attempt.running()
         left = self._passed.look(running)
-        if left != inf:
+        if left != float("inf"):
             seconds = left if seconds is None else min(seconds, left)
         event = self.supervisor.next_event(seconds)
         if event is None:

@@ -13,7 +13,7 @@ from elasticrs.agent.observer_factory import make_observers
 from elasticrs.agent.signals import catch_signals
 from elasticrs.agent.state import Phase
 from elasticrs.compat.worker_group import RunResult, WorkerState
-from elasticrs.console import Console, prefix_of
+from elasticrs.console import Console
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.plan import Plan
@@ -59,7 +59,7 @@ class EventRunner(Record):
         signals = catch_signals((*job.signals, *job.forwarded))
         if signals is None:
             warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=4)
-        console = Console(prefix=prefix_of(job.rendezvous is not None))
+        console = Console(log_prefix=job.log_prefix, is_one_of_several=job.rendezvous is not None)
         decisions = self._decisions(job, console)
         try:
             observers = make_observers(job, self._local.observe(), console.say, self._server, tells_end=False)

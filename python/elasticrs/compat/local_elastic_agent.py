@@ -231,7 +231,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                     made.open()
                     self._health_check_server = made
             except (OSError, ValueError) as error:
-                Console().say(f"no health check server: {error}")
+                Console(log_prefix=self._worker_group.spec.log_prefix).say(f"no health check server: {error}")
         ours = self._server_of_ours()
         if ours is not None and why_hooks_decide(self) is None:
             # The loop answers.
@@ -281,7 +281,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             pids: dict[int, Any] = self._pcontext.pids()
             return pids
         if self._pcontext is None:
-            job, console = local.config(), Console()
+            job = local.config()
+            console = Console(log_prefix=job.log_prefix)
             observers = make_observers_of_hooks(job, local.observe(), console.say, self._server_of_ours())
             self._pcontext = PolledWorkers(job, local.workers(job), console, local.with_console(observers))
         return self._pcontext.start(worker_group.plan(), restarts)

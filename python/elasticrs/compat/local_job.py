@@ -117,6 +117,7 @@ class LocalJob:
             exit_timeout=spec.exit_timeout,
             preload=self._preload,
             warm_timeout=spec.warm_timeout,
+            log_prefix=spec.log_prefix or defaults.DEFAULT_LOG_PREFIX,
         )
 
     def workers(self, job: JobConfig) -> Workers:

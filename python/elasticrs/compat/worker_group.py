@@ -51,6 +51,7 @@ class WorkerSpec:
         warm: see :class:`elasticrs.launcher.LaunchConfig`.
         warm_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
         on_failure: see :class:`elasticrs.launcher.LaunchConfig`.
+        log_prefix: see :class:`elasticrs.launcher.LaunchConfig`.
 
     Raises:
         AssertionError: the number of workers, the interval or the entrypoint is missing (as in torch).
@@ -80,6 +81,7 @@ class WorkerSpec:
     warm: str = "off"
     warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
     on_failure: str = "restart"
+    log_prefix: str | None = None
 
     def __post_init__(self) -> None:
         if self.local_world_size <= 0:
@@ -94,7 +96,10 @@ class WorkerSpec:
             warm=self.warm,
             warm_timeout=self.warm_timeout,
             on_failure=self.on_failure,
+            log_prefix=self.log_prefix,
         )
+        if self.log_prefix is None:
+            self.log_prefix = defaults.log_prefix_from(os.environ)
         if self.fn:
             warnings.warn("WorkerSpec.fn is deprecated: use entrypoint", DeprecationWarning, stacklevel=3)
             self.entrypoint = self.fn

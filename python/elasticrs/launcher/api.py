@@ -89,6 +89,9 @@ class LaunchConfig:
         on_failure: reaction to a failed worker: ``"restart"`` all workers, or ``"replace"`` only this one.
             Replacement is for functions and scripts that use :mod:`elasticrs.train`; it is not possible with
             ``fork`` and ``forkserver``.
+        log_prefix: ``"time"`` puts the time into the prefix of elasticrs's own lines, ``"none"`` does not,
+            and ``"auto"`` does so unless they go to a terminal. ``None`` means ``PET_LOG_PREFIX``, or
+            ``"auto"``.
 
     Raises:
         ValueError: a time is negative, or a time limit is invalid.
@@ -127,6 +130,7 @@ class LaunchConfig:
     warm: str = "off"
     warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
     on_failure: str = "restart"
+    log_prefix: str | None = None
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -152,6 +156,7 @@ class LaunchConfig:
             warm=self.warm,
             warm_timeout=self.warm_timeout,
             on_failure=self.on_failure,
+            log_prefix=self.log_prefix,
         )
 
 

@@ -36,6 +36,7 @@ _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 JOB_OPTIONS = (
     *("role", "max_restarts", "on_failure", "virtual_local_rank"),
     *("hang_timeout", "hang_startup_timeout", "hang_exit_timeout", "exit_timeout", "warm_timeout"),
+    "log_prefix",
 )
 """Options that are settings of :class:`~elasticrs.config.JobConfig` as they are."""
 LOG_OPTIONS = ("log_dir", "redirects", "tee", "local_ranks_filter", "capture_stderr")

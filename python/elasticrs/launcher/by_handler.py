@@ -54,7 +54,7 @@ def run_by_handler(
     workers: Workers,
     console: Console,
     signals: SignalPipe | None,
-    write: Callable[[str], None],
+    write: Callable[[str], object],
 ) -> int:
     """Run the job to its end; return the exit code.
 
@@ -95,7 +95,7 @@ def run_by_handler(
                     signal.signal(signal.SIGTSTP, stop_for_a_while)
                     signals.order_pauses()
             agent = _make_agent(launch, handler, _make_handler(handler), workers, console)
-            return _run(agent, launch, write)
+            return _run(agent, launch, console, write)
     except SignalException as error:
         if agent is None:
             console.say(f"stopped by {error.sigval.name}")
@@ -137,6 +137,7 @@ def _make_agent(
         monitor_interval=settings.monitor_interval,
         local_addr=settings.local_addr,
         event_log_handler=observe.event_log_handler,
+        log_prefix=job.log_prefix,
     )
     agent = LocalElasticAgent(
         spec,
@@ -183,28 +184,28 @@ def _is_no_place_for_a_file(error: BaseException | None, settings: HandlerSettin
     return bool(is_given) and isinstance(error, OSError) and error.errno in _MISTAKES
 
 
-def _run(agent: LocalElasticAgent, launch: Launch, write: Callable[[str], None]) -> int:
+def _run(agent: LocalElasticAgent, launch: Launch, console: Console, write: Callable[[str], object]) -> int:
     with shut_down_after(agent.get_worker_group().spec.rdzv_handler):
         try:
             result = run_agent(agent, launch.observe.event_log_handler)
             if result.is_failed():
-                _report(result, launch.job.name, write)
+                _report(result, launch.job.name, console, write)
             return int(result.is_failed())
         except (RuntimeError, SupervisorError, OSError) as error:
-            write(f"{texts.PREFIX}the job was stopped: {error}{os.linesep}")
+            write(console.prefixed(f"the job was stopped: {error}{os.linesep}"))
             return 1
 
 
-def _report(result: RunResult, name: str, write: Callable[[str], None]) -> None:
+def _report(result: RunResult, name: str, console: Console, write: Callable[[str], object]) -> None:
     if not result.failures:
-        write(f"{texts.PREFIX}the job has failed{os.linesep}")
+        write(console.prefixed(f"the job has failed{os.linesep}"))
         return
     from elasticrs.agent.failed_attempt import hand_on
     from elasticrs.multiprocessing.errors.report import how_it_failed
 
     error = ChildFailedError(name, result.failures)
     rank, first = error.get_first_failure()
-    write(f"{texts.PREFIX}rank {rank}{how_it_failed(first)}{os.linesep}")
+    write(console.prefixed(f"rank {rank}{how_it_failed(first)}{os.linesep}"))
     write(error.format_msg() + os.linesep)
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         hand_on(error)

@@ -71,8 +71,11 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
     from elasticrs.config import UsageError
     from elasticrs.launcher.arguments import HelpRequested, parse, resolve
 
+    log_prefix = None
     try:
-        launch = resolve(parse(argv, os.environ), os.environ)
+        args = parse(argv, os.environ)
+        log_prefix = args.log_prefix
+        launch = resolve(args, os.environ)
         if owns_process and not launch.runs_path:
             from elasticrs.workers import raise_descriptor_limit
 
@@ -83,7 +86,7 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
     except HelpRequested as request:
         return _print_help(request.what, request.topic)
     except UsageError as error:
-        return _fail(str(error), 2)
+        return _fail(str(error), 2, log_prefix)
 
 
 def _look_here_last() -> None:
@@ -99,10 +102,11 @@ def _look_here_last() -> None:
 
 
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
-    from elasticrs.console import Console, prefix_of
+    from elasticrs.console import Console
     from elasticrs.workers import CommandWorkers, WorkerSetup
 
-    console = Console(prefix=prefix_of(launch.job.rendezvous is not None or launch.handler is not None))
+    has_peers = launch.job.rendezvous is not None or launch.handler is not None
+    console = Console(log_prefix=launch.job.log_prefix, is_one_of_several=has_peers)
     if signals is None:
         console.say("not in the main thread: signals are not handled")
     else:
@@ -161,7 +165,8 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
     try:
         result = agent.run()
     except (SupervisorError, OSError) as error:
-        return _fail(f"the job was stopped: {error}", 1)
+        console.write(console.prefixed(f"the job was stopped: {error}{os.linesep}"), _PATIENCE)
+        return 1
     if result.exit_code != 0:
         _tell_failure(
             launch, result, console, lambda text: _write(console, text, signals, launch.job.forwarded)
@@ -186,7 +191,8 @@ def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Ca
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
         if is_read:
-            # `say` does not wait for the reader; `write` does, and has given up once if the report was not read.
+            # `say` does not wait for the reader, but `write` does. It has given up once if the report was not
+            # read.
             write("")
 
 
@@ -279,11 +285,11 @@ def _print_help(what: str, topic: str) -> int:
     return 0
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
     from elasticrs.console import Console
-    from elasticrs.texts import PREFIX
 
-    Console().write(PREFIX + message + os.linesep, _PATIENCE)
+    console = Console(log_prefix=log_prefix)
+    console.write(console.prefixed(message + os.linesep), _PATIENCE)
     return code
 
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs._value import Value
+from elasticrs.console import Console
 from elasticrs.multiprocessing.redirects import descriptors
 
 if TYPE_CHECKING:
@@ -265,7 +266,8 @@ def _end_all() -> None:
         if _reaped_all(_LOOK):
             return
     left = ", ".join(f"{pid} ({_name_of(pid)})" for pid in _core.children())
-    os.write(2, f"elasticrs: could not end processes that functions left behind: {left}\n".encode())
+    line = f"could not end processes that functions left behind: {left}\n"
+    os.write(2, Console().prefixed(line).encode())
 
 
 def _reaped_all(seconds: float) -> bool:
@@ -362,6 +364,6 @@ def main(plan_fd: int) -> None:
         try:
             __import__(name)
         except ImportError as error:
-            sys.stderr.write(f"elasticrs: the fork server cannot import {name}: {error}\n")
+            sys.stderr.write(Console().prefixed(f"the fork server cannot import {name}: {error}\n"))
     sys.stdout.flush()
     keep(*arguments)

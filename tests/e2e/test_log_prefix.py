@@ -1,0 +1,174 @@
+"""The time in the prefix of the launcher's own lines."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers import ports
+from helpers.launcher import LAUNCHERS, NO_TIME, clean_environment
+from helpers.procs import HANG
+
+pytestmark = pytest.mark.beyond_torchrun
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+FAILS_ONCE = """
+    import os
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise KeyError("x")
+"""
+JOB = ("--nproc-per-node=2", "--max-restarts=1")
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Environment of a user who has not set anything."""
+    found = clean_environment({"TMPDIR": str(tmp_path)})
+    for name in NO_TIME:
+        del found[name]
+    return found
+
+
+@pytest.fixture
+def run(environment, worker_script, tmp_path):
+    """Run the launcher with a file for its stderr, and return the file's lines."""
+
+    def call(*args, env=None, stderr=None, script=FAILS_ONCE, code=0):
+        command = [*LAUNCHERS["elasticrs"], *args, worker_script(script)]
+        path = tmp_path / "stderr"
+        with path.open("wb") as file:
+            done = subprocess.run(
+                command,
+                stderr=file if stderr is None else stderr,
+                env={**environment, **(env or {})},
+                timeout=HANG,
+                check=False,
+            )
+        assert done.returncode == code, path.read_text()
+        return own_lines(path.read_text())
+
+    return call
+
+
+def own_lines(text):
+    return [line for line in text.splitlines() if line.startswith("elasticrs")]
+
+
+def assert_times(lines, identity=""):
+    times = [re.match(rf"elasticrs\[({TIME}){identity}\]: \S", line)[1] for line in lines]
+    assert times == sorted(times)
+    assert times
+
+
+def test_every_line_in_a_file_carries_the_time(run):
+    lines = run(*JOB)
+    assert_times(lines)
+    assert any("restarting" in line for line in lines)
+    assert "succeeded after" in lines[-1]
+
+
+def test_every_line_in_a_pipe_carries_the_time(environment, worker_script):
+    command = [*LAUNCHERS["elasticrs"], *JOB, worker_script("raise KeyError('x')")]
+    done = subprocess.run(
+        command, stderr=subprocess.PIPE, env=environment, timeout=HANG, text=True, check=False
+    )
+    assert done.returncode == 1
+    lines = own_lines(done.stderr)
+    assert_times(lines)
+    # The headline above the report, and the summary below it.
+    assert re.search(r"\]: rank \d of 2: KeyError", "\n".join(lines))
+    assert "failed after" in lines[-1]
+
+
+def test_lines_on_a_terminal_carry_no_time_unless_asked(run):
+    for args, has_time in (((), False), (("--log-prefix=time",), True)):
+        ours, theirs = os.openpty()
+        try:
+            run(*JOB, *args, stderr=theirs)
+            # The launcher has exited, and all its output fits into the terminal's buffer.
+            lines = own_lines(os.read(ours, 1 << 16).decode())
+        finally:
+            os.close(ours)
+            os.close(theirs)
+        assert [line.startswith("elasticrs: ") for line in lines] == [not has_time] * len(lines)
+        if has_time:
+            assert_times(lines)
+
+
+def test_option_and_variable_remove_the_time(run):
+    for how in ({"args": ["--log-prefix=none"]}, {"env": {"PET_LOG_PREFIX": "none"}}):
+        lines = run(*JOB, *how.get("args", ()), env=how.get("env"))
+        assert [line for line in lines if not line.startswith("elasticrs: ")] == []
+
+
+def test_usage_errors_carry_the_time_and_follow_the_option(run):
+    (line,) = run("--max-restarts=x", code=2)
+    assert_times([line])
+    (line,) = run("--log-prefix=sometimes", code=2)
+    assert_times([line])
+    assert "--log-prefix: got 'sometimes'" in line
+    (line,) = run("--no-python", "--module", "--log-prefix=none", code=2)
+    assert line.startswith("elasticrs: ")
+
+
+def test_lines_of_several_nodes_carry_time_and_identity(run):
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free()}"
+    lines = run("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-conf=last_call_timeout=0", endpoint, *JOB)
+    assert_times(lines, rf" {re.escape(os.uname().nodename)}:\d+( group 0)?")
+    assert any(" group 0]: " in line for line in lines)
+
+
+PROGRAM = """
+from elasticrs.launcher.api import LaunchConfig, elastic_launch
+
+config = LaunchConfig(
+    1, 1, 1, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1, log_prefix={log_prefix!r}
+)
+elastic_launch(config, {python!r})({script!r})
+"""
+
+
+@pytest.mark.parametrize(
+    ("log_prefix", "variable", "has_time"),
+    [(None, "", True), (None, "none", False), ("none", "time", False), ("time", "none", True)],
+)
+def test_a_program_chooses_the_prefix(environment, worker_script, tmp_path, log_prefix, variable, has_time):
+    script = str(worker_script(FAILS_ONCE))
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(log_prefix=log_prefix, python=sys.executable, script=script))
+    done = subprocess.run(
+        [sys.executable, program],
+        env={**environment, "PET_LOG_PREFIX": variable},
+        stderr=subprocess.PIPE,
+        timeout=HANG,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = own_lines(done.stderr)
+    assert [bool(re.match(rf"elasticrs\[{TIME}\]: ", line)) for line in lines] == [has_time] * len(lines)
+    assert lines
+
+
+def test_a_program_gets_an_error_for_a_wrong_prefix():
+    from elasticrs.launcher import LaunchConfig
+
+    with pytest.raises(ValueError, match="log_prefix must be 'auto', 'time' or 'none', got 'always'"):
+        LaunchConfig(1, 1, 1, log_prefix="always")
+
+
+def test_a_program_gets_an_error_for_a_wrong_variable(environment, worker_script, tmp_path):
+    program = tmp_path / "program.py"
+    script = str(worker_script("pass"))
+    program.write_text(PROGRAM.format(log_prefix=None, python=sys.executable, script=script))
+    done = subprocess.run(
+        [sys.executable, program],
+        env={**environment, "PET_LOG_PREFIX": "sometimes"},
+        stderr=subprocess.PIPE,
+        timeout=HANG,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "PET_LOG_PREFIX: got 'sometimes'" in done.stderr.splitlines()[-1]
