@@ -21,7 +21,7 @@ CAPABILITIES = "/proc/driver/nvidia/capabilities"
 CHILD_TIMEOUT = 120.0
 """Seconds within which a child has to import torch and count; a cold network file system needs many."""
 SLOW = 5.0
-"""Seconds after which the user is told what the launch is waiting for."""
+"""Seconds after which the launcher prints what it is waiting for."""
 
 _CUDA, _HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 _NVIDIA = "0x10de"
@@ -291,7 +291,7 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
 
 
 def _outputs(child: subprocess.Popen[str], word: str) -> tuple[str, str]:
-    """Wait for the child process that counts devices, and return its output. Tell the user if it is slow."""
+    """Wait for the process that counts devices, and return its output. Print a message if it is slow."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""Which jobs can replace their workers one by one: ``--on-failure replace``."""
+"""Decide whether a job can replace single workers (``--on-failure replace``)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def why_not(start_method: str = "spawn", back_end: str | None = None) -> str | N
     package. The agent says at the end of the job that no worker used it.
 
     Args:
-        start_method: of functions.
-        back_end: how the nodes meet, if workers cannot meet there by themselves.
+        start_method: start method of function workers.
+        back_end: name of the rendezvous back end, if workers cannot use it by themselves. ``None`` otherwise.
     """
     if start_method != "spawn":
         return f"with start method {start_method} {_ALL}; use spawn"

@@ -14,7 +14,7 @@ NAME = "elasticrs"
 """First word of the launcher's lines."""
 
 AGAIN = " (send it again to kill them at once)"
-"""What a second request to stop does."""
+"""Hint that a second stop signal kills the workers at once."""
 
 NOT_STARTED = "the workers could not be started"
 """Comes before the reason."""
@@ -120,12 +120,12 @@ def checkpoint_line(result: str, ns: int) -> str:
 
 
 def checkpoint_requested(signum: int) -> str:
-    """Say that a signal to the agent asks its workers for a checkpoint."""
+    """Return the message that a signal to the agent is a request for a checkpoint."""
     return f"{signal_name(signum)} received: asking the workers for a checkpoint at the end of a step"
 
 
 CHECKPOINT_NOT_MADE = "no checkpoint was saved after the last request: the workers ended first"
-"""For a request that nothing came of until the end of the job."""
+"""Message at the end of the job if the last request for a checkpoint was not fulfilled."""
 
 
 NOBODY_TRAINED = (
@@ -176,7 +176,10 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
 
 
 def killed(who: str, event: WorkersKilled) -> str:
-    """Say that workers (``who``) had not ended in time and were killed, and what may be lost."""
+    """Return the message that workers were killed because they did not exit in time, and what may be lost.
+
+    ``who`` names the workers.
+    """
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
     if event.signal is None:
         return f"{who} had raised, made no progress with the exit for {event.limit:g} s, and {was} killed"
@@ -224,8 +227,9 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Write the share of productive time, to follow other facts. Empty for a job of less than a minute, whose
-    start dominates.
+    """Return text with the percentage of productive time, to append to the summary line.
+
+    Empty for a job shorter than a minute, because its start takes up most of that time.
     """
     if total_ns < 60_000_000_000:
         return ""

@@ -26,7 +26,7 @@ _TORCH = "torch.distributed"
 _COMMANDS = (f"{_TORCH}.launcher", f"{_TORCH}.run", f"{_TORCH}.launch")
 _ELASTIC = f"{_TORCH}.elastic"
 _OF_2019 = "torchelastic"
-# Modules of torchelastic whose contents are in a module of ours that has another place.
+# Modules of torchelastic that elasticrs has under a different name, and those names.
 _MOVED = {
     f"{_OF_2019}.checkpoint.file_system_checkpoint": "elasticrs.train.checkpoint.files",
     f"{_OF_2019}.distributed.collectives": "elasticrs.train.distributed",
@@ -102,7 +102,8 @@ class _Finder:
         spec = ModuleSpec(fullname, loader, origin=original.origin)  # type: ignore[arg-type]
         spec.submodule_search_locations = original.submodule_search_locations
         if submodules and spec.submodule_search_locations is None:
-            # Importlib looks for submodules only in modules that have a `__path__`, which it sets from this.
+            # Set a search path, because importlib looks for submodules only in modules that have a
+            # `__path__`.
             spec.submodule_search_locations = []
         return spec
 
@@ -141,7 +142,7 @@ class _Loader:
         # It has run. Importlib has meanwhile given it the other name's.
         module.__spec__ = self._spec
         for name in self._submodules:
-            # Torchelastic's packages import their modules, and programs use them as attributes.
+            # Import the submodules now, because programs use them as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
             # It is torchelastic, which does not need it.

@@ -34,7 +34,7 @@ else:
     sys.elasticrs_alias_is_missing = False
     activate()
 """
-# Only one line that begins with an import is run from such a file.
+# Must be a single line that begins with `import`, because Python runs only such lines of a `.pth` file.
 LINE = f'import os, sys; os.environ.get("ELASTICRS_ALIAS") == "1" and exec({_ACTIVATE!r}, {{"sys": sys}})\n'
 _PROBE = "import sys; from elasticrs.alias import is_active; sys.exit(not is_active())"
 
@@ -61,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def install() -> int:
-    """Put the hook in place, in the first folder that can be written to, and check that it works."""
+    """Install the hook in the first writable folder, and check that it redirects imports."""
     folder = next((each for each in _folders() if os.access(each, os.W_OK)), None)
     if folder is None:
         print(

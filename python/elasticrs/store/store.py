@@ -53,8 +53,8 @@ def connect(
         port: where it serves.
         run_id: which run this is; a store that serves one run refuses others.
         prefix: put before every key.
-        token: the store's token, or the one for ``scope``.
-        scope: prefix of the only keys that may be used; ``None`` for all keys.
+        token: token of the store, or the token that was derived from it for ``scope``.
+        scope: prefix of the only keys that the token allows; ``None`` for all keys.
         timeout: for :meth:`Store.get` and :meth:`Store.wait`.
         connect_timeout: seconds for connecting.
 

@@ -170,7 +170,7 @@ def _notice_exit() -> None:
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        return  # The main program has returned already, so later heartbeats keep the time limit for a step.
+        return  # The main program has already returned, so the time limit for a step stays in force.
 
 
 def _begin_exit() -> None:

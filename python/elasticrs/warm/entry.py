@@ -30,7 +30,7 @@ class Entry(Value):
         interpreter: of the workers; ``None`` for this one.
         why_cold: why nothing can be preloaded at all.
         package: of the file, for its relative imports; empty for a script.
-        is_main: the file runs with ``"__main__"`` as its ``__name__``.
+        is_main: true if the file runs with ``"__main__"`` as its ``__name__``.
     """
 
     name: str

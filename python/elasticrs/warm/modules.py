@@ -66,10 +66,10 @@ class Preload(Value):
     """What is imported before the workers are forked; see :mod:`elasticrs.warm` for the forms of the names.
 
     Args:
-        steps: in their order; none: workers start cold.
-        is_explicit: the user has named them.
-        remarks: lines for the user.
-        folders: no module that lies in one of these may come into ``sys.modules``; see :mod:`elasticrs.warm`.
+        steps: preload steps in order. If there are none, workers start cold.
+        is_explicit: true if the user has named the modules.
+        remarks: messages to the user, one line each.
+        folders: folders of the user's own modules, which may not be preloaded; see :mod:`elasticrs.warm`.
     """
 
     steps: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Preload(Value):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules to import, in their order."""
+        """Steps that import a module, in order."""
         return tuple(step for step in self.steps if "=" not in step)
 
 
@@ -112,7 +112,8 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
         else:
             chosen.append(name)
     plan = _Plan(entry)
-    # Without a source that can be read, nothing is known of what it does before its imports.
+    # Continue if the script cannot be read or parsed. It is then unknown what the script does before its
+    # imports.
     with suppress(OSError, *_CANNOT_PARSE):
         plan.read_entry()
     tops = {_top(name) for name in chosen}
@@ -138,7 +139,7 @@ def _of_source(entry: Entry) -> Preload:
         return _cold(f"{entry.path} cannot be parsed: {_reason(error)}")
     remarks = []
     tops = dict.fromkeys(map(_top, plan.left_out))
-    # As without such a line, what is found nowhere is passed over in silence.
+    # Do not mention modules that are not installed, because the script may import them only optionally.
     late = [top for top in tops if entry.interpreter is not None or found_spec(top) is not None]
     if plan.unknown is not None and late:
         late.sort(key=sys.stdlib_module_names.__contains__)  # Those that take long come first.
@@ -161,17 +162,18 @@ def _of_source(entry: Entry) -> Preload:
 
 
 class _Plan:
-    """What an entry does until all is imported, itself and by way of the user's own modules, in that order.
+    """Preload steps that follow from the source of a script and of the user's own modules that it imports.
 
     Args:
-        entry: what the workers run.
+        entry: script, module or function that the workers run.
 
     Attributes:
-        steps: see :class:`Preload`, up to the first statement that is unknown.
-        modules: those of the steps that are imports.
-        unknown: that statement, for the user; ``None`` if there is none.
-        left_out: modules that are imported after it.
-        folders: of the user's own modules: those of the entry, and others that are added to ``sys.path``.
+        steps: preload steps up to the first statement with an unknown effect; see :class:`Preload`.
+        modules: names of the modules that the steps import.
+        unknown: text about the first statement with an unknown effect. ``None`` if there is no such
+            statement.
+        left_out: modules that the source imports after that statement.
+        folders: folders of the user's own modules: those of the entry, and folders added to ``sys.path``.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -187,14 +189,15 @@ class _Plan:
 
     @property
     def sources(self) -> list[bytes]:
-        """All sources that were read."""
+        """Contents of all source files that were read."""
         return list(self._sources.values())
 
     def read_entry(self) -> None:
-        """Read the entry and the user's own modules that it imports.
+        """Read the source of the entry and of the user's own modules that it imports.
 
         Raises:
-            OSError: the entry cannot be read; another of :data:`_CANNOT_PARSE`: it cannot be parsed.
+            OSError: The source of the entry cannot be read.
+            SyntaxError: The source cannot be parsed. All exceptions of :data:`_CANNOT_PARSE` mean this.
         """
         if self._entry.path is None:
             return
@@ -203,7 +206,7 @@ class _Plan:
         self._read_source(self._entry.path, self._entry.package, is_main=self._entry.is_main)
 
     def variables_before(self, tops: AbstractSet[str]) -> list[str]:
-        """Return the variables that are set before the first import of one of these modules."""
+        """Return the steps that set a variable before the first import of one of these top-level modules."""
         found = []
         for step in self.steps:
             if "=" in step:
@@ -251,18 +254,19 @@ class _Plan:
                     self.unknown or f"{file}, which was not read because the sources are too large,"
                 )
                 return
-            # The worker will tell what is wrong with it.
+            # Ignore an unreadable module, because the worker will report the error when it imports the
+            # module.
             with suppress(OSError, *_CANNOT_PARSE):
                 self._read_source(file, package, is_certain=step.is_certain)
 
 
 def _quoted(file: str, step: Variable | Unknown) -> str:
-    """A statement for the user."""
+    """Return text that shows the user a statement, with its file and line number."""
     return f"{file}, line {step.line} ({printable(step.text, _WIDTH)})"
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Names for the user: the first ones, and the number of the others."""
+    """Return text that lists the first names and the number of the others."""
     all_names = list(dict.fromkeys(name.replace(":", ".") for name in names))
     shown = ", ".join(all_names[:_SHOWN])
     return shown if len(all_names) <= _SHOWN else f"{shown} and {len(all_names) - _SHOWN} more"
@@ -304,14 +308,14 @@ def lazily_imported(source: bytes) -> list[str]:
 
 
 def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
-    """Return why modules of :data:`LAZY` may not be preloaded, for the user; ``None`` if they may.
+    """Return why the modules of :data:`LAZY` cannot be preloaded; ``None`` if they can be.
 
-    A worker that starts cold imports them when the training begins. By then functions may have set variables
-    that these modules read when they are imported.
+    A worker that starts cold imports these modules when the training begins. By then, functions of the
+    program may have set environment variables that the modules read at import.
 
     Args:
-        sources: of which words count, wherever they are.
-        known: variables that are set before in the nursery as well.
+        sources: source files to search for names of such variables.
+        known: variables that the nursery sets before the imports.
     """
     import re
 

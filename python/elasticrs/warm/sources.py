@@ -1,11 +1,11 @@
-"""The files from which preloaded modules were made, so that a changed one is noticed.
+"""Detect changes to the source files of preloaded modules.
 
-Code of the user's (an editable install, a folder of ``PYTHONPATH``) is compared file by file before each
-attempt. The library of the interpreter and installed packages are thousands of files with torch alone. So
-they are only compared after something was installed or removed: an installer replaces a folder
-``NAME-VERSION.dist-info``, and with it the time of the folder that holds it. The ``RECORD`` of each
-distribution that has the name of a preloaded package counts as well, in case the time of a folder was
-restored (by ``rsync -a``, say). A package that is edited where it is installed goes unnoticed.
+The user's own code (an editable install, a folder of ``PYTHONPATH``) is compared file by file before each
+attempt. The interpreter's library and installed packages are thousands of files, so they are compared only
+after a package was installed or removed. An installer replaces the folder ``NAME-VERSION.dist-info``, which
+changes the modification time of its parent folder. In case that time was restored (for example by ``rsync
+-a``), the ``RECORD`` file of each preloaded distribution is compared as well. Edits inside an installed
+package are not detected.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Sources:
     """Recorded stamps of the files from which modules were preloaded.
 
     Args:
-        own: stamps of the user's files, by path.
-        installed: the same of files of the interpreter's library and of installed packages.
-        signs: the same of folders and files that change whenever something is installed or removed.
+        own: stamps of the user's own files, by path.
+        installed: stamps of the files of the interpreter's library and of installed packages, by path.
+        signs: stamps of folders and files that change whenever a package is installed or removed, by path.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ def remember(
     names: Iterable[str],
     look: Callable[[str], Stamp] | None = None,
 ) -> Sources:
-    """Note all that is compared.
+    """Return the stamps that later comparisons use.
 
     Args:
-        stamps: of the files of preloaded modules, and of ``prefixes``, as far as they are known.
+        stamps: known stamps of the files of preloaded modules and of ``prefixes``, by path.
         prefixes: folders of the interpreter's library and of installed packages.
         names: of preloaded modules.
         look: see :meth:`Sources.changed`.

@@ -1,18 +1,17 @@
-"""What the top level of a source does, as far as that matters for imports: pure, nothing is run.
+"""Find the top-level statements of a source file that can affect its imports, without running the file.
 
-A worker that starts cold runs the top level of its script in order, so an import sees everything that the
-statements before it have done: environment variables, ``sys.path``, warning filters, chosen back ends. To
-preload a module is only correct if the nursery can do the same before it imports. :func:`steps` splits a
-source into
+A worker that starts cold runs the top level of its script in order, so each import sees the effects of the
+statements before it, such as environment variables, ``sys.path`` and warning filters. Preloading a module is
+correct only if the nursery can repeat these effects before the import. :func:`steps` splits a source into
 
-- :class:`Import`, which can be preloaded;
-- :class:`Variable`, an assignment of a constant to ``os.environ``, which the nursery can repeat;
-- :class:`Folder`, one that is added to ``sys.path``, whose modules are left to the workers;
-- :class:`Unknown`, a statement that may change what later imports do, in a way that cannot be told without
-  running it. Every call is one, except those of :data:`_HARMLESS`.
+- :class:`Import`: an import, which can be preloaded;
+- :class:`Variable`: an assignment of a constant to an item of ``os.environ``, which the nursery can repeat;
+- :class:`Folder`: a folder that is added to ``sys.path``. Its modules are not preloaded;
+- :class:`Unknown`: a statement that may affect later imports in an unknown way. Every statement with a call
+  is unknown, unless the function is listed in :data:`_HARMLESS`.
 
-Other statements cannot affect an import and are skipped. Functions are skipped as well, because a call of
-one is unknown by itself.
+Other statements cannot affect an import and are skipped. Function bodies are skipped as well, because a
+statement that calls such a function is :class:`Unknown`.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
 _FUNCTIONS = (_ast.FunctionDef, _ast.AsyncFunctionDef)
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 _HEADS = ("test", "iter", "subject", "guard", "type", "value", "exc", "msg")
-"""Fields of statements with expressions that run before, or instead of, the blocks of the statement."""
+"""Fields of statement nodes that hold expressions, such as the condition of an ``if``."""
 
 _CONTAINER = "{}"
-"""Stands for a dict, list or set that was made in the same source."""
+"""Placeholder for a dict, list or set that the same source file creates."""
 _TEXT = "str()"
 _ENVIRON = "os.environ"
 
@@ -55,7 +54,7 @@ _HARMLESS = frozenset((
     "time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns", "time.process_time",
     "time.strftime", "time.time", "time.time_ns", "tuple", "type", "warnings.warn", "zip",
 ))  # fmt: skip
-"""Functions that change nothing that an import could see."""
+"""Functions whose calls cannot affect a later import."""
 _HARMLESS_ROOTS = ("os.path.", "pathlib.Path", "typing.", "typing_extensions.", f"{_TEXT}.", f"{_CONTAINER}.")
 _PATH_FUNCTIONS: dict[str, Callable[..., str]] = {
     function.__name__: function
@@ -64,14 +63,14 @@ _PATH_FUNCTIONS: dict[str, Callable[..., str]] = {
     )
 }  # fmt: skip
 _CONTEXTS = ("contextlib.nullcontext()", "contextlib.suppress()")
-"""Context managers that change nothing, either."""
+"""Context managers that cannot affect an import inside their block."""
 
 
 class Import(Value):
     """A module that is imported.
 
     Args:
-        name: in one of the forms of :mod:`elasticrs.warm`.
+        name: preload step for the import, ``a.b`` or ``a.b:c``; see :mod:`elasticrs.warm`.
         is_certain: false if the statement is in a block that may not run.
     """
 
@@ -83,10 +82,10 @@ class Variable(Value):
     """An environment variable that is set to a constant.
 
     Args:
-        name: of the variable.
-        value: of the variable.
-        line: number of the line.
-        text: the line.
+        name: name of the variable.
+        value: value of the variable.
+        line: line number of the statement.
+        text: source line of the statement.
     """
 
     name: str
@@ -99,18 +98,18 @@ class Folder(Value):
     """A folder that is added to ``sys.path``.
 
     Args:
-        path: of the folder.
+        path: absolute path of the folder.
     """
 
     path: str
 
 
 class Unknown(Value):
-    """A statement that may change what later imports do.
+    """A statement that may affect later imports in an unknown way.
 
     Args:
-        line: number of the line.
-        text: the line.
+        line: line number of the statement.
+        text: source line of the statement.
     """
 
     line: int
@@ -121,34 +120,34 @@ def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = T
     """Split a source into the steps that matter for imports, in the order in which they run.
 
     Args:
-        source: as it is in the file: the parser sees to the encoding.
-        package: to which it belongs; relative imports are left out without one.
-        file: its path, for ``__file__``.
-        is_main: ``__name__`` is ``"__main__"``.
+        source: content of the file, in the file's encoding.
+        package: package of the file. If it is empty, relative imports are skipped.
+        file: path of the file, as the value of ``__file__``.
+        is_main: true if the file runs with ``"__main__"`` as its ``__name__``.
 
     Raises:
-        SyntaxError: or ValueError, RecursionError, MemoryError: the source cannot be parsed.
+        SyntaxError: The source cannot be parsed. ValueError, RecursionError and MemoryError mean the same.
     """
     with warnings.catch_warnings():
-        # The worker shows the warnings of its script.
+        # Suppress the parser's warnings, because the worker prints them when it compiles the script.
         warnings.simplefilter("ignore")
         tree = compile(source, "<script>", "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
     return _Reader(source, package, file, is_main).read(tree)
 
 
 class _Reader:
-    """Walks the statements of one source."""
+    """Finds the steps in the top-level statements of one source file."""
 
     def __init__(self, source: bytes, package: str, file: str, is_main: bool) -> None:
         self._lines = source.splitlines()
         self._package = package
         self._is_main = is_main
         self._names: dict[str, str | None] = {}
-        """What names stand for, as a dotted path; ``None`` for anything unknown."""
+        """Dotted path of the object that each name refers to. ``None`` if it is unknown."""
         self._texts = {"__file__": os.path.abspath(file)}
-        """Names of texts and paths that are known."""
+        """Values of the names that refer to a known string or path."""
         self._has_lost = False
-        """There was an unknown statement: further ones add nothing."""
+        """True after the first unknown statement. Only imports are reported from then on."""
 
     def read(self, tree: ast.AST) -> Iterator[Step]:
         # A stack instead of a recursion, because code may be nested deeply.
@@ -175,7 +174,10 @@ class _Reader:
         return line, text.decode("utf-8", "replace").strip()
 
     def _blocks(self, node: ast.AST, is_certain: bool) -> list[tuple[ast.AST, bool]]:
-        """Return the statements inside of a statement that may run, each with whether it certainly does."""
+        """Return the statements in the blocks of a statement, each with true if it certainly runs.
+
+        Blocks that never run are left out.
+        """
         if isinstance(node, (*_FUNCTIONS, _ast.ClassDef)):
             return []
         names: Sequence[str] = _BLOCKS
@@ -189,7 +191,7 @@ class _Reader:
         return [(inner, is_certain) for block in blocks if isinstance(block, list) for inner in block]
 
     def _branch(self, test: ast.expr) -> str | None:
-        """Return the branch that is taken: ``body`` or ``orelse``; ``None`` if that is not known."""
+        """Return the branch of an ``if`` that runs: ``body`` or ``orelse``. ``None`` if that is unknown."""
         if isinstance(test, _ast.UnaryOp) and isinstance(test.op, _ast.Not):
             taken = self._branch(test.operand)
             return {"body": "orelse", "orelse": "body", None: None}[taken]
@@ -212,7 +214,7 @@ class _Reader:
         return dict.fromkeys([module, *(f"{module}:{alias.name}" for alias in node.names)] if module else ())
 
     def _variables(self, node: ast.AST) -> list[Variable]:
-        """Return the variables that a statement sets, if it does nothing else."""
+        """Return the environment variables that a statement sets. Empty if it does anything else."""
         match node:
             case _ast.Assign(targets, _ast.Constant(str(value))) if "\0" not in value:
                 names = [self._variable(target) for target in targets]
@@ -226,7 +228,7 @@ class _Reader:
         return ""
 
     def _folders(self, node: ast.AST) -> list[Folder]:
-        """Return the folder that a statement adds to ``sys.path``, if it does nothing else."""
+        """Return the folder that a statement adds to ``sys.path``. Empty if it does anything else."""
         match node:
             case _ast.Expr(_ast.Call(function, [place], [])) if self._path(function) == "sys.path.append":
                 found = self._text(place)
@@ -239,7 +241,7 @@ class _Reader:
         return [] if found is None else [Folder(os.path.abspath(found))]
 
     def _text(self, node: ast.expr) -> str | None:
-        """Evaluate a text or path that is made of constants and ``__file__``; ``None`` for any other."""
+        """Return the value of an expression made of constant strings and ``__file__``, else ``None``."""
         match node:
             case _ast.Constant(str(text)):
                 return text
@@ -290,7 +292,7 @@ class _Reader:
         if isinstance(node, _ast.Delete):
             return all(self._binds(target) for target in node.targets)
         if isinstance(node, _ast.Raise):
-            return True  # Nothing follows it.
+            return True  # A raised exception ends the script, so no import follows.
         if isinstance(node, (_ast.For, _ast.AsyncFor)) and not self._binds(node.target):
             return False
         heads = [getattr(node, name, None) for name in _HEADS]
@@ -323,7 +325,7 @@ class _Reader:
         if not self._are_harmless([node.value]):
             return False
         if isinstance(node, _ast.AugAssign):
-            # `paths = sys.path; paths += ["…"]` changes more than a name.
+            # Check what the name refers to, because `paths = sys.path; paths += ["…"]` changes `sys.path`.
             known = self._path(node.target) if isinstance(node.target, _ast.Name) else ""
             return known in (None, _CONTAINER, _TEXT)
         path, text = self._path(node.value), self._text(node.value)
@@ -331,7 +333,7 @@ class _Reader:
         return all(self._binds(target, path, text) for target in targets)
 
     def _binds(self, target: ast.expr, path: str | None = None, text: str | None = None) -> bool:
-        """Note that names are bound again. Return false if anything other than a name changes."""
+        """Record an assignment to names. Return false if it changes anything other than names."""
         match target:
             case _ast.Name(name):
                 self._names[name] = path
@@ -364,7 +366,7 @@ class _Reader:
         return True
 
     def _path(self, node: ast.expr) -> str | None:
-        """Return what an expression stands for, as a dotted path from a module; a call adds ``()``."""
+        """Return the dotted path of the object that an expression refers to. A call adds ``()``."""
         match node:
             case _ast.Name(name):
                 return self._names.get(name, name)
@@ -384,7 +386,7 @@ class _Reader:
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:
-    """The module of a ``from … import …``; empty for a relative one that leads nowhere."""
+    """Return the absolute module name of ``from … import …``; empty if it cannot be resolved."""
     parents = package.split(".")
     if node.level == 0 or not package or node.level > len(parents):
         return "" if node.level else node.module or ""

@@ -34,7 +34,7 @@ def utc(time_ns: int) -> str:
 
 
 def end_of(head: Head, *, names_pid: bool = True) -> str:
-    """Say how a round ended: the head's own round if it has ended, otherwise the one before."""
+    """Return text that says how the head's round ended, or the previous round if that one is running."""
     end = head.end or {}
     kind = end.get("kind")
     if kind == "failure":
@@ -52,7 +52,10 @@ def end_of(head: Head, *, names_pid: bool = True) -> str:
 
 
 def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pid: bool = True) -> str:
-    """Say which worker failed where (on ``node``, if the cause does not name one), and how."""
+    """Return text that says which worker failed, on which node, and how.
+
+    ``node`` is used if the cause names no node.
+    """
     told = cause or {}
     where = f"on node {told.get('node') or node or '?'}"
     if told.get("rank") is None:
@@ -62,16 +65,16 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pi
 
 
 def how_it_failed(cause: Mapping[str, Any]) -> str:
-    """Say how a worker failed, to follow its name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
+    """Return text to append to a worker's name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
     lines = str(cause.get("message") or "").strip().splitlines()
     if blame_of(cause) is not None:
-        # What ended it was our signal.
+        # The agent killed this hung worker, so the exit code says nothing about the reason.
         return f": {lines[-1].strip() if lines else 'hung'}"
     if cause.get("message") == SILENT:
         return f" {SILENT}"
     exitcode = cause.get("exitcode")
     if len(lines) > 1 and (exitcode is None or (isinstance(exitcode, int) and exitcode >= 0)):
-        # It ended by itself, or is about to, and its traceback is known.
+        # The worker raised an exception and was not killed, so use the headline of its traceback.
         from elasticrs.headline import headline
 
         return f": {headline(str(cause['message']))}"

@@ -98,8 +98,9 @@ class Driver:
 
     @property
     def job_number(self) -> int:
-        """Create revision of the job's record, which tells this job apart from an earlier one of its name; 0
-        until the job was joined.
+        """Revision of the store at which the job's record was created; 0 until this agent has joined the job.
+
+        It distinguishes this job from an earlier job of the same name.
         """
         return 0 if self._member is None else self._member.joining.job_revision
 

@@ -25,8 +25,8 @@ MEMBERS_PER_TXN = 99
 """With their part of the table, 100 operations; etcd's default limit is 128."""
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
-"""Seconds before the first line that nodes are missing, so that nodes which start together cause none, and
-before the next line.
+"""Seconds before the first message that nodes are missing, and between further messages. The first interval
+avoids a message if all nodes start at about the same time.
 """
 
 
@@ -76,7 +76,7 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
 
 
 def _tell_of_more(member: Member, view: View) -> None:
-    """Say that enough nodes are there, and how long the round waits for more of them."""
+    """Tell the user that enough nodes have joined, and how long the round waits for more nodes."""
     settings, count, most = member.settings, len(view.candidates), member.rendezvous.max_nodes
     is_first = view.head is None or view.head.round == 0
     limit, name = settings.restart_call_timeout, "restart_call_timeout"

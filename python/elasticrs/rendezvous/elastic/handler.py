@@ -195,12 +195,13 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._tell(self._driver, messages.AskForRound(reason))
 
     def open_job_store(self) -> Store:
-        """Open a store that all members of the job share, whatever round they are in. The caller closes it.
-        Not in torch.
+        """Open a store that all members of the job share, independent of rounds. The caller closes it.
+
+        This method does not exist in torch.
 
         Raises:
             DistNetworkError: no connection.
-            RendezvousStateError: this member has not begun to take part, or has been shut down.
+            RendezvousStateError: this member has not joined a round yet, or has been shut down.
         """
         with self._news:
             driver = self._driver

@@ -24,9 +24,9 @@ def workers_job(run_id: str, job: str, number: int) -> str:
     """Return the name of the job in which the workers of a job meet.
 
     Args:
-        run_id: of the job of the agents.
-        job: its name in the store, which begins with that.
-        number: tells apart jobs of the same name, one after the other.
+        run_id: run id of the agents' job.
+        job: name of the agents' job in the store, which begins with the run id.
+        number: number that distinguishes consecutive jobs of the same name.
     """
     return f"{run_id}{_WORKERS}{job.removeprefix(run_id)}.{number}"
 
@@ -77,17 +77,18 @@ class Keys:
         return [DeletePrefix(each) for each in (self.slots, self.tables, self.dones, self.farewells)]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the prefix of the keys in the store that the nodes of a round share.
+        """Return the prefix of the keys that users store for the nodes of one round.
 
-        It is not below :attr:`prefix`, because leaders watch that. No run id contains a bare ``%`` here.
+        These keys are not below :attr:`prefix`, because leaders watch all keys there. They cannot belong to
+        another job, because a ``%`` in a run id is escaped.
         """
         return f"{self.prefix[:-1]}%stores/{round}/"
 
     @property
     def job_store(self) -> str:
-        """Prefix of the keys in the store that all processes of a job share, whatever round they are in.
+        """Prefix of the keys that all processes of a job share, independent of rounds.
 
-        It begins as :func:`workers_scope` does, because the token of workers allows access to nothing else.
+        It begins with :func:`workers_scope`, because the workers' token only allows access to such keys.
         """
         return f"{self.prefix[:-1]}%job/"
 

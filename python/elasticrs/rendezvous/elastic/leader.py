@@ -39,7 +39,7 @@ class Leader(Record):
         count: proposals made.
         judged: the last verdict on an ended round, after what it rests on.
         told: how many nodes the user was last told of.
-        told_more: the round after which the user was told that more nodes are waited for.
+        told_more: round before the one for which the user was told that the leader waits for more nodes.
         told_damaged: how many damaged records the user was told of.
     """
 

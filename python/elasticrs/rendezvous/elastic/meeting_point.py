@@ -70,7 +70,7 @@ _PATIENCE = 1.0
 """Seconds for a question about a name that was known a moment ago; the next attempt asks again."""
 
 _DOUBT = 2.0
-"""Seconds for which the etcd of another job has to answer before that counts as a configuration error."""
+"""Seconds for which another job's etcd has to answer at an endpoint before this is a configuration error."""
 
 _BEFORE_MEETING = ("refused", "unreachable")
 """Kinds that speak against the endpoint as long as nobody has been met there."""
@@ -135,7 +135,8 @@ class MeetingPoint:
         self._home = home
         self.job = rendezvous.job or rendezvous.run_id
         """The name of the job in the store."""
-        # Workers are not allowed to put keys on the lease that the agents share.
+        # Name of the job whose lease holds long-lived keys in etcd. Workers use their own job's name,
+        # because they may not attach keys to the agents' lease.
         self._lasting = self.job
         if home is not None:
             home.runs += 1
@@ -185,7 +186,10 @@ class MeetingPoint:
         return self._etcd.fd if self._etcd is not None else None
 
     def take_from_etcd(self) -> list[tuple[str, str]]:
-        """Return what :meth:`.etcd_host.EtcdHost.take` returns; start its program again if it was killed."""
+        """Return the messages of the program that hosts etcd, and restart that program if it was killed.
+
+        See :meth:`.etcd_host.EtcdHost.take`.
+        """
         if self._etcd is None:
             return []
         fd, news = self._etcd.fd, self._etcd.take()
@@ -293,10 +297,10 @@ class MeetingPoint:
         return None
 
     def _obstacle(self) -> ConnectionLost | None:
-        """Return why no session with hosted etcd may begin now.
+        """Return why a session with hosted etcd may not start now; ``None`` if it may.
 
-        The etcd may be that of another job. Or its members do not require the job's password yet: a session
-        that begins now would end when they do.
+        A session may not start if an endpoint is used by another job's etcd, or if the members do not require
+        the job's password yet, because such a session would end as soon as they do.
         """
         etcd = self._rendezvous.etcd
         if etcd is None or not etcd.seats or self._has_met:
@@ -312,11 +316,11 @@ class MeetingPoint:
             try:
                 gateway = Gateway(etcd.files, etcd.password)
             except OSError:
-                # The session reports what is wrong with the files.
+                # Start the session, because it reports which certificate or key file is invalid.
                 return True
             seat = gateway.find_foreign(etcd.seats, label, seconds)
             if seat is not None:
-                # An earlier job's member may be about to exit.
+                # Report an error only if this lasts, because a member of an earlier job may be about to exit.
                 since = self._foreign_since = self._foreign_since or time.monotonic()
                 kind = "not_ours" if time.monotonic() - since > _DOUBT else "refused"
                 return ConnectionLost(kind, foreign(shown_endpoint(seat.host, seat.port)))
@@ -490,7 +494,7 @@ class MeetingPoint:
         return self._shared
 
     def open_job_store(self) -> Store:
-        """Open a store that all processes of the job share, whatever round they are in. The caller closes it.
+        """Open a store that all processes of the job share, independent of rounds. The caller closes it.
 
         Raises:
             DistNetworkError: no connection.

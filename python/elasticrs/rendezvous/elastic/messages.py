@@ -132,7 +132,7 @@ class Start(Value):
         master_port: of the round's worker store.
         serves_store: this node serves it: on the listener of the latest :class:`StorePort`, or, with a fixed
             port, on one that its workers bind (:class:`StartFailed` when it cannot be lent to them).
-        earlier: why the round before ended; empty for the first one.
+        earlier: reason for the end of the previous round. Empty for the first round.
     """
 
     round: int

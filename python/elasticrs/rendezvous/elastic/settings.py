@@ -352,7 +352,7 @@ class Rendezvous(Value):
         replaces: how those of another process began, of which nothing is left, as is known.
         clients: of the store, on each node.
         job: the name of the job in the store; ``None``: the run id.
-        scope: prefix of the only keys that the token allows; ``None``: all keys.
+        scope: prefix of the only keys that the token allows. ``None`` if it allows all keys.
     """
 
     backend: str

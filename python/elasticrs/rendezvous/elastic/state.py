@@ -123,7 +123,7 @@ class Joining(Record):
         incarnation: of the next registration.
         revision: the highest of the store that was told.
         job: value of the job's record that was checked.
-        job_revision: create revision of that record, as on the last connection.
+        job_revision: store revision at which that record was created, as read on the last connection.
         was_registered: there was a registration once.
         has_seen_round: a head of this job was seen: another job of the same name is not ours.
         claim: an earlier registration of this agent that still has its node rank, as the store has it.

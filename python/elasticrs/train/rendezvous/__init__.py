@@ -40,7 +40,7 @@ class RendezvousParameters(Value):
         run_id: the name of the job.
         min_workers: how many have to come.
         max_workers: how many may come.
-        config: more settings, ``KEY=VALUE,KEY=VALUE``; ``None`` for no more.
+        config: additional settings as ``KEY=VALUE,KEY=VALUE``. ``None`` for no additional settings.
 
     Raises:
         ValueError: numbers that make no sense, or settings that are none.
