@@ -379,8 +379,9 @@ class WorkersKilled:
     def pids(self) -> list[int]: ...
     @property
     def signal(self) -> int | None:
-        """Stop signal that was sent to the workers before SIGKILL. ``None`` if no stop signal was sent,
-        because the workers were already exiting after an uncaught exception.
+        """Stop signal after which the workers did not exit in time. ``None`` if a worker did not complete its
+        exit after an uncaught exception: either that exit made no progress, or a worker that was to be
+        replaced exceeded its grace.
         """
     @property
     def limit(self) -> float:

@@ -28,12 +28,14 @@ def test_it_is_put_in_place_and_removed(run, environment):
 
 @pytest.fixture
 def late_environment(tmp_path):
-    """The interpreter of an environment that finds elasticrs only after the hook has run."""
+    """Return the interpreter and packages folder of an environment where the hook runs before elasticrs is
+    importable.
+    """
     folder = tmp_path / "venv"
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    # Interpreters of virtual environments run these files twice. The folder comes after the second time, as
-    # the base installation's folders do with --system-site-packages.
+    # The interpreter of a virtual environment runs its `.pth` files twice. Add the folder of elasticrs in the
+    # second run only, because --system-site-packages adds the folders of the base installation at that time.
     count = "vars(sys).setdefault('times', []).append(1)"
     line = f"import sys; {count}; sys.times[1:] and sys.path.append({str(TREE)!r})"
     (packages / "later.pth").write_text(line, encoding="utf-8")

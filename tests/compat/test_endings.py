@@ -105,11 +105,11 @@ def normalised(report):
     """Without what differs from run to run; the last report of a text."""
     lines = report[report.rindex("Failures:") :].splitlines()
     text = "\n".join(re.sub(r"^[=-]{10,}$", "-----", line.rstrip()) for line in lines)
-    # Ours has milliseconds.
+    # The times of elasticrs have milliseconds.
     text = re.sub(r"\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d(\.\d+)?", "TIME", text)
     text = re.sub(r"(host +: ).*", r"\1HOST", text)
     text = re.sub(r"(?i)\b(pid:? )\d+", r"\1PID", text)
-    # Ours has the name of the host besides.
+    # The path of elasticrs also contains the host name.
     ours = rf"/\S*/(\w+)_{re.escape(os.uname().nodename.split('.')[0])}_\w{{8}}/attempt_0"
     text = re.sub(ours, r"\1/attempt_0", text)
     text = re.sub(r"/\S*/(\w+)_\S{8}/attempt_0", r"\1/attempt_0", text)

@@ -205,7 +205,7 @@ NAMES = {
     "torchelastic.version": "__version__",
     "torchelastic.worker_stats": "SimpleWorkerStats WorkerStats",
 }
-"""The modules of torchelastic 0.1, and the names that its users import from each."""
+"""The modules of torchelastic 0.1, each with the names that programs import from it."""
 
 CALLS = {
     "torchelastic.train": "elastic_coordinator train_step state",
@@ -228,7 +228,7 @@ CALLS = {
     "torchelastic.p2p.CoordinatorP2P": "c10d_backend init_method max_num_trainers process_group_timeout"
     " coordinator_pg_timeout",
 }
-"""Parameters that its programs may name in a call, in their order; ours may be followed by more."""
+"""Parameters of torchelastic 0.1, in order. Functions of elasticrs may have more parameters after these."""
 
 SHOWS_INTERFACE = """
 import importlib, inspect, json, operator, sys

@@ -1,4 +1,4 @@
-"""A worker that is replaced after the training has ended: it gets the final state, or fails."""
+"""A worker that is replaced after the end of the training. The replacement gets the final state, or fails."""
 
 import os
 import re
@@ -63,7 +63,7 @@ RETURNED = r"RETURNED rank=(\d) world=(\d) pid=(\d+) life=(\d) step=(\d) weights
 
 @pytest.fixture
 def job(launch, worker_script, tmp_path):
-    """Starts 3 workers, of which one is killed when all have returned from the training."""
+    """Return a function that starts 3 workers, one of which dies at a gate, and one that opens a gate."""
     gates = {name: tmp_path / name for name in ("ALL_HAVE_RETURNED", "MAY_EXIT")}
     for path in gates.values():
         os.mkfifo(path)
@@ -101,7 +101,7 @@ def test_a_living_worker_hands_over_the_final_state(job, victim):
     assert {each[1] for each in before} == {"0", "1", "2"}
     open_gate("ALL_HAVE_RETURNED")
     late = returned(running, 4)[-1]
-    # It has the rank of the dead worker, which no living worker has.
+    # The replacement has the rank of the dead worker.
     assert late.group(1, 2, 4, 5, 6) == (victim, "3", "1", "5", "5.0")
     open_gate("MAY_EXIT")
     running.exits(0)

@@ -138,7 +138,8 @@ def test_a_request_outlasts_the_worker_that_dies_before_it_could_save(launch, wo
         assert job.wait() == 0
     assert "RESULT SUCCEEDED" in job.stdout
     assert "no workers run that could be asked" in job.stdout
-    # One for both requests, of the first step of the next life, and one of the final state.
+    # The first checkpoint is from the first step after the restart and serves both requests. The second one
+    # has the final state.
     assert len(list(folder.iterdir())) == 2
     assert len(re.findall("checkpoint saved", job.stderr)) == 1
 
@@ -190,6 +191,6 @@ def test_a_worker_that_gets_sigterm_leaves_in_order_and_is_replaced(launch, work
     job.wait_for_line(rf"pid {pid}\) died by SIGTERM; 1 other goes on; replaced by pid")
     may_end.touch()
     assert job.wait() == 0
-    # One that the worker saved before it left, and one of the final state.
+    # One checkpoint was saved by the worker before it left. The other has the final state.
     assert len(list(folder.iterdir())) == 2
     assert "broken off" not in job.stderr

@@ -233,7 +233,7 @@ def test_the_file_of_the_root_cause_goes_up_through_launchers(launch, worker_scr
         LAUNCHER[inner],
         script,
         env={"TORCHELASTIC_ERROR_FILE": str(tmp_path / "top.json")},
-        # The inner one imports torch twice.
+        # Allow more time, because the inner launcher imports torch a second time.
     ).exits(1, timeout=2.5 * procs.HANG)
     found = json.loads((tmp_path / "top.json").read_text())
     assert found["message"]["message"] == "ValueError: deep down"

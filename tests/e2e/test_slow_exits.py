@@ -1,4 +1,4 @@
-"""Exits that take long: those that make progress are not cut off, and those that are cut off are reported."""
+"""Slow exits of workers. An exit that makes progress is not cut off. An exit that is cut off is reported."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ SAVES = {
         subprocess.run(["/bin/sh", "-c", "for i in 1 2 3 4 5 6; do sleep 0.5; echo $i >> child; done"])
     """,
 }
-"""What a rank does while it exits, for several times ``--exit-timeout``."""
+"""Code that a rank runs during its exit. It takes several times as long as ``--exit-timeout``."""
 
 PROGRAM = """
     import atexit, os, select, signal, subprocess, time
@@ -90,7 +90,7 @@ def test_a_stopped_rank_that_raised_may_save_while_it_makes_progress(launch, wor
 
 def test_a_restart_does_not_wait_for_a_stopped_rank_that_raised_and_stalls(launch, worker_script, tmp_path):
     script = worker_script(program(SURVIVES, 0, "os.read(reader, 1)"))
-    # The test would run into its own limit if the restart waited for the grace.
+    # If the restart waited for this --shutdown-timeout, the test would time out.
     options = ("--exit-timeout=2", "--shutdown-timeout=3000", "--max-restarts=1")
     launched = launch("--nproc-per-node=2", *options, script).exits(0)
     assert launched.stdout.count("DONE\n") == 2

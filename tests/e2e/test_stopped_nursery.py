@@ -1,4 +1,4 @@
-"""Nurseries that somebody has stopped still end the workers of an agent that is killed."""
+"""A nursery that is paused by SIGSTOP still kills the workers when its agent is killed."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The tutorial: its script and its commands, as a reader runs them."""
+"""Run the script and the commands of the tutorial and of the quick start."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def script(tmp_path):
 
 
 def commands():
-    """The arguments of each command of the page, without the script."""
+    """Return the options of each elasticrun command in the tutorial, without the script and its arguments."""
     blocks = re.findall(r"```console\n(.*?)```", PAGE.read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("elasticrun ")]
     return [line.partition(" train.py")[0].split()[1:] for line in lines]
@@ -42,7 +42,7 @@ def test_the_tutorial_has_a_run_a_failure_and_a_restart(launch, script):
     job = launch(*restarting, script, "fail", env=env, cwd=script.parent).exits(0, timeout=120)
     resumed = int(re.search(r"resume at epoch (\d)", job.stdout)[1])
     assert resumed in (3, 4)
-    # Rank 0 may have printed epoch 3 without having saved it.
+    # The job resumes at 3 or 4, because rank 0 may have been killed between printing epoch 3 and saving it.
     assert epochs(job)[resumed - EPOCHS :] == list(range(resumed, EPOCHS))
 
 

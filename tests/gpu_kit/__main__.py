@@ -21,7 +21,7 @@ WHOLE = 450.0
 EACH = 90.0
 """Seconds that one check may take."""
 FOREIGN = ("PET_", "TORCHELASTIC_", "ELASTICRS_", "KIT_")
-"""Prefixes of variables that would change a launcher."""
+"""Prefixes of environment variables to remove, because they would change what the launcher does."""
 
 
 def parse() -> argparse.Namespace:
@@ -37,15 +37,15 @@ def parse() -> argparse.Namespace:
 
 
 def install(wheel: Path, folder: Path) -> None:
-    """Unpack the wheel into a folder, without an index."""
+    """Install the wheel into a folder, without downloading anything."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run([*command, "--target", str(folder), str(wheel)], check=True)
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return facts about this machine: torch, and the GPUs and NCCL if they are used.
+    """Return the versions of Python and torch and, for a GPU, its properties and the version of NCCL.
 
-    Ends the process with a line if elasticrs, torch or a GPU is missing.
+    Exits with a one-line message if elasticrs, torch or a GPU is missing.
     """
     if importlib.util.find_spec("elasticrs") is None:
         sys.exit("elasticrs is not installed here: name its wheel with --wheel")
@@ -84,7 +84,7 @@ def row_of(
 
 
 def run(name: str, context: Context) -> dict[str, Any]:
-    """Run one check, and return its row."""
+    """Run one check and return its row of the results."""
     started = time.monotonic()
     figures: Figures = {}
     try:
@@ -118,7 +118,8 @@ def main() -> int:
         if arguments.wheel:
             install(arguments.wheel, scratch / "site")
             environment["PYTHONPATH"] = str(scratch / "site")
-        # A child process looks, because this one may not hold device memory while the checks measure it.
+        # Get the facts in a child process, because this process may not hold device memory while the checks
+        # measure it.
         command = [sys.executable, "-m", "tests.gpu_kit", "--facts", "--device", arguments.device]
         looked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if looked.returncode != 0:

@@ -1,4 +1,4 @@
-"""The checks. Each returns its figures, or raises what :mod:`.job` defines."""
+"""The checks of the kit. Each check returns its measurements, or raises an exception of :mod:`.job`."""
 
 import os
 import platform
@@ -14,9 +14,9 @@ from .job import PROGRAMS, CheckFailedError, Context, Job, Skipped
 Figures = dict[str, Any]
 MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 MULTI_RANK_SINCE = (2, 30)
-"""The first NCCL that lets several ranks share a device."""
+"""First version of NCCL in which several ranks can share a GPU."""
 CONTEXT_BYTES = 128 << 20
-"""Device memory that may differ between two attempts, because contexts vary in size."""
+"""Maximum difference of the free device memory between two attempts. The sizes of CUDA contexts vary."""
 
 
 def expect(condition: object, message: str) -> None:
@@ -26,7 +26,7 @@ def expect(condition: object, message: str) -> None:
 
 
 def check_kernel(context: Context) -> Figures:
-    """A launch where the kernel has pidfds; where it has none, one line that says so."""
+    """Check that a launch works or, if the kernel has no pidfds, that it fails with a clear message."""
     has_pidfds = True
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -47,7 +47,7 @@ def check_kernel(context: Context) -> Figures:
 
 
 def check_count(context: Context) -> Figures:
-    """A worker for each device, each with a device of its own."""
+    """Check that there is one worker for each device, and that each worker has its own device."""
     word = "gpu" if context.device == "cuda" else "cpu"
     with Job(context, ["--nproc-per-node", word], "count.py") as job:
         (first,) = job.wait("counted")
@@ -59,7 +59,7 @@ def check_count(context: Context) -> Figures:
 
 
 def check_warm(context: Context) -> Figures:
-    """Workers forked from a nursery that has imported torch use the device, also after a restart."""
+    """Check that workers forked from a nursery with torch can use the device, also after a restart."""
     options = ["--nproc-per-node", "2", "--max-restarts", "1", "--warm", "torch"]
     with Job(context, options, "warm.py") as job:
         victim = job.wait("used", 2, attempt=0)[1]
@@ -75,7 +75,7 @@ def check_warm(context: Context) -> Figures:
 
 
 def check_killed_kernel(context: Context) -> Figures:
-    """SIGKILL while a kernel runs: the device memory is free when the next attempt starts."""
+    """Check that the memory of a worker killed during a kernel is free when the next attempt starts."""
     with Job(context, ["--max-restarts", "1"], "running_kernel.py") as job:
         (running,) = job.wait("running")
         os.kill(running["pid"], 9)
@@ -91,7 +91,7 @@ def check_killed_kernel(context: Context) -> Figures:
 
 
 def several_ranks(context: Context, number: int) -> dict[str, str]:
-    """Return the variables with which this many ranks form a group here; raise ``Skipped`` if they cannot."""
+    """Return the environment variables that ``number`` ranks need. Raise ``Skipped`` if GPUs are missing."""
     if context.nccl is None or context.gpus >= number:
         return {}
     if context.nccl < MULTI_RANK_SINCE:
@@ -101,10 +101,10 @@ def several_ranks(context: Context, number: int) -> dict[str, str]:
 
 
 def check_replace(number: int) -> Callable[[Context], Figures]:
-    """Return the check that replaces one worker of a group of ``number``."""
+    """Return a check in which one of ``number`` workers is replaced."""
 
     def check(context: Context) -> Figures:
-        """One worker is killed in a step and replaced; the sum at the end is exact."""
+        """Check that the final sum is exact although one worker is killed during a step and replaced."""
         options = ["--nproc-per-node", str(number), "--max-restarts", "1", "--on-failure", "replace"]
         options += ["--warm", "auto"]
         with Job(
@@ -123,7 +123,7 @@ def check_replace(number: int) -> Callable[[Context], Figures]:
 
 
 def check_abort(context: Context) -> Figures:
-    """A thread aborts the communicators of a group that waits; a new group works."""
+    """Check that a new group works after a thread has aborted a collective that was waiting."""
     number = 2
     try:
         variables = several_ranks(context, number)
@@ -144,7 +144,7 @@ def check_abort(context: Context) -> Figures:
 
 
 def check_watchdog(context: Context) -> Figures:
-    """A collective outlasts its timeout: the process fails, NCCL leaves a dump, and the job restarts."""
+    """Check that a timeout of a collective ends the process, writes NCCL's dump, and restarts the job."""
     ranks, limit = ("1", 5.0) if context.device == "cuda" else ("2", 3.0)
     variables = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -168,7 +168,7 @@ def check_watchdog(context: Context) -> Figures:
 
 
 def check_flight_recorder(context: Context) -> Figures:
-    """The flight recorder can be read in the process while the job runs."""
+    """Check that a worker can read torch's flight recorder while the job is running."""
     variables = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
     with Job(context, [], "flight_recorder.py", variables=variables) as job:
         (recorded,) = job.wait("recorded")
@@ -179,7 +179,7 @@ def check_flight_recorder(context: Context) -> Figures:
 
 
 def check_hang(context: Context) -> Figures:
-    """A kernel that does not end: ``--hang-timeout`` finds it, keeps the stack and restarts."""
+    """Check that ``--hang-timeout`` detects an endless kernel, saves the stack and restarts the job."""
     with Job(context, ["--max-restarts", "1", "--hang-timeout", "3"], "hang.py") as job:
         (stepped,) = job.wait("stepped", attempt=0)
         (again,) = job.wait("stepped", attempt=1)
@@ -203,4 +203,4 @@ CHECKS: dict[str, Callable[[Context], Figures]] = {
     "replace-2": check_replace(2),
     "replace-4": check_replace(4),
 }
-"""In this order: what others need comes first."""
+"""All checks, in the order in which they run. If "kernel" finds no pidfds, all others are skipped."""

@@ -17,23 +17,23 @@ LEADING = ("-m", "elasticrs.launch", "--standalone", "--shutdown-timeout", "3")
 
 
 class CheckFailedError(Exception):
-    """A check did not see what it expects. The message says what it saw."""
+    """Raised if a check fails. The message says what the check found."""
 
 
 class Skipped(Exception):  # noqa: N818 -- a skipped check is no error
-    """A check cannot run on this machine. The message says why."""
+    """Raised if a check cannot run on this machine. The message says why."""
 
 
 class Context(NamedTuple):
-    """What every check is given.
+    """Arguments of every check.
 
     Attributes:
         device: ``"cuda"`` or ``"cpu"``.
         gpus: the number of GPUs; 0 with ``"cpu"``.
         nccl: the version of NCCL, such as ``(2, 30, 7)``; ``None`` with ``"cpu"``.
         folder: an existing folder for the files of this check.
-        deadline: the monotonic time at which the check has to end, in seconds.
-        environment: variables of the launcher.
+        deadline: the time limit of the check, in seconds of the monotonic clock.
+        environment: the environment variables of the launcher.
     """
 
     device: str
@@ -45,7 +45,7 @@ class Context(NamedTuple):
 
 
 class Job:
-    """An ``elasticrun`` of one of the kit's programs. On exit from its context the launcher is stopped."""
+    """Run one of the kit's programs with ``elasticrun``. Leaving the context manager stops the launcher."""
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class Job:
         self._partial = b""
         fifo = context.folder / "events"
         os.mkfifo(fifo)
-        # Opened for both directions, so that the FIFO has no end of file while no worker has it open.
+        # Open the FIFO for reading and writing, because a reader would otherwise see the end of the file
+        # while no worker has it open.
         self._fifo = os.open(fifo, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._output = context.folder / "output.txt"
         self.events = context.folder / "events.jsonl"
@@ -101,22 +102,22 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What launcher and workers have printed so far."""
+        """The output of the launcher and the workers so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     def wait(self, what: str, count: int = 1, **facts: object) -> list[dict[str, Any]]:
         """Wait for events of one kind.
 
         Args:
-            what: the kind, as a program names it.
-            count: how many to wait for.
-            facts: values that a counted event must have.
+            what: the kind of the events, as the programs report it.
+            count: the number of events to wait for.
+            facts: values that the events must have.
 
         Returns:
-            The first ``count`` of them.
+            The first ``count`` matching events.
 
         Raises:
-            CheckFailedError: the job ended, or the time is over, before there were as many.
+            CheckFailedError: the job ended, or the time was over, before there were enough events.
         """
 
         def matching() -> list[dict[str, Any]]:
@@ -130,10 +131,10 @@ class Job:
         return matching()[:count]
 
     def exits(self, expected: int = 0) -> None:
-        """Wait for the launcher's end.
+        """Wait until the launcher exits.
 
         Raises:
-            CheckFailedError: another exit code, or no end in time.
+            CheckFailedError: the exit code was not ``expected``, or the launcher did not exit in time.
         """
         self._until(lambda: self._process.poll() is not None, "the end of the launcher", may_end=True)
         if self._process.returncode != expected:
@@ -142,13 +143,14 @@ class Job:
             )
 
     def job_events(self, name: str) -> list[dict[str, Any]]:
-        """Return the events that the launcher recorded under a name; call it after the launcher's end."""
+        """Return the events with this name from the event log of the launcher, which must have exited."""
         lines = self.events.read_text(encoding="utf-8").splitlines()
         return [event for event in map(json.loads, lines) if event["name"] == name]
 
     def _until(self, is_there: Callable[[], bool], wanted: str, *, may_end: bool = False) -> None:
         while not is_there():
-            # Looked at before the events are read: what was written before the end is read for certain.
+            # Poll before reading the events, because all events that were written before the launcher exited
+            # are then read.
             has_ended = self._process.poll() is not None
             left = self._context.deadline - time.monotonic()
             if left <= 0:

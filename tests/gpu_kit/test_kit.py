@@ -1,4 +1,4 @@
-"""The kit for machines with a GPU, on a CPU with gloo."""
+"""Run the GPU kit's checks on a CPU with gloo."""
 
 import json
 import os

@@ -324,6 +324,6 @@ for name in sys.argv[1:]:
 
 
 def healthy_members(host: Host, *others: Host) -> list[str]:
-    """Return the names of those hosts whose etcd members serve clients; the first host asks."""
+    """Return the names of the hosts whose etcd members answer requests from ``host``."""
     names = (each.name for each in (host, *others))
     return host.run(sys.executable, "-c", _ASK_FOR_HEALTH, *names).stdout.split()

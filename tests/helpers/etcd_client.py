@@ -79,10 +79,10 @@ def relay_to() -> Iterator[Callable[[tuple[str, int]], Relay]]:
 
 
 def names_of_threads() -> list[str]:
-    """Return the names of the threads of this process, each with a newline."""
+    """Return the names of this process's threads. Each name ends with a newline."""
     names = []
     for task in os.listdir("/proc/self/task"):
-        # A thread may end meanwhile.
+        # Ignore a thread that has ended since the folder was listed.
         with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm") as comm:
             names.append(comm.read())
     return names

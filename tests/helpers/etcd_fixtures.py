@@ -38,9 +38,9 @@ class Site(NamedTuple):
         ]
 
     def are_linked(self, scope: str, count: int, *, is_held: bool = False) -> bool:
-        """Return true if there are this many sessions, and each has been called by another.
+        """Return true if there are ``count`` sessions, and each has a link from another session.
 
-        With ``is_held``, a second process also has to hold a link of each: the agent's nursery.
+        With ``is_held``, a second process (the agent's nursery) must also hold a link of each session.
         """
         tables = [
             Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines() for name in ("tcp", "tcp6")
@@ -53,10 +53,10 @@ class Site(NamedTuple):
 
 
 def held_twice(sockets: Collection[str]) -> set[str]:
-    """Return those of these sockets, named as below ``/proc/PID/fd``, that several processes hold."""
+    """Return the sockets that several processes have open. The names are link targets in ``/proc/PID/fd``."""
     holders: Counter[str] = Counter()
     for folder in Path("/proc").glob("[0-9]*/fd"):
-        # Processes come and go meanwhile.
+        # Ignore processes that exit while their descriptors are read.
         with suppress(OSError):
             holders.update({os.readlink(fd) for fd in folder.iterdir()}.intersection(sockets))
     return {name for name, count in holders.items() if count > 1}

@@ -1,6 +1,6 @@
-"""Five nodes that host etcd are killed, stopped, cut off and shut down at random; the job continues.
+"""Check that a job with its own etcd on five nodes survives random kills, pauses, cuts and shutdowns.
 
-At most two members are away at a time, so a majority is always up. `make soak-hosted` plays 200 rounds.
+At most two members are down at a time, so a majority is always up. `make soak-hosted` runs 200 rounds.
 """
 
 import os
@@ -28,7 +28,7 @@ LOST = re.compile(r"node \w+ was lost|: lost etcd at")
 TRIES = 4
 CONF = {
     "host": 1,
-    # A lease that outlasts the election of a leader on a loaded machine.
+    # The lease must last longer than the election of a leader on a loaded machine.
     "lease_ttl": 15,
     "last_call_timeout": 30,
     "store_lost_timeout": 600,
@@ -37,7 +37,7 @@ CONF = {
 
 
 class Monkey:
-    """Each act harms one node and repairs it, or at least starts its repair."""
+    """Harms nodes at random. Each act harms one node and repairs it, or at least starts the repair."""
 
     def __init__(self, multinode, machines, folder):
         self.chance, self.machines = random.Random(SEED), machines
@@ -111,7 +111,7 @@ class Monkey:
                     continue
 
     def pause(self, longest):
-        """Wait for a random time, and read the output of the agents meanwhile."""
+        """Wait for a random time of at most ``longest`` seconds, while reading the output of the agents."""
         end = time.monotonic() + self.chance.uniform(0, longest)
         while (left := end - time.monotonic()) > 0:
             for agent in self.agents.values():
@@ -123,7 +123,7 @@ class Monkey:
         on_etcd = [self.kill_etcd, self.kill_program, self.stop_etcd]
         acts = [self.power_off, self.kill_agent, self.end_agent, self.stop_agent, self.cut_off]
         chosen = self.chance.choices([*on_etcd, *acts, self.kill_worker], k=self.chance.choice((1, 1, 2)))
-        # Two of five members may be away.
+        # Harm at most two nodes, because three of the five members form a majority.
         for act, machine in zip(chosen, self.chance.sample(self.machines, len(chosen)), strict=True):
             print(f"{act.__name__} on {machine.name}", flush=True)
             act(machine)
@@ -139,7 +139,7 @@ class Monkey:
         self.recovers()
 
     def losses(self):
-        """Return how many losses of nodes and of etcd the agents have reported."""
+        """Return the number of lost nodes and lost connections to etcd that the agents have reported."""
         for agent in self.agents.values():
             agent.launched.read_for(0)
         return sum(len(LOST.findall(agent.launched.stderr)) for agent in self.agents.values())
@@ -153,10 +153,10 @@ class Monkey:
             self.pause(0.4)
 
     def recovers(self):
-        """Wait until all nodes run a round that began after everything else."""
+        """Wait until all nodes run workers of one new round."""
         before = max(int(each.round) for each in self.seen())
         for left in reversed(range(TRIES)):
-            # That node may have no worker yet.
+            # Kill a worker to cause a new round. Retry, because the chosen node may not have a worker yet.
             self.kill_worker(self.chance.choice(self.machines))
             try:
                 self.job.until(lambda: True if self.is_whole(before) else None, "a whole round", HANG / 2)
@@ -171,7 +171,7 @@ class Monkey:
         return [each for agent in self.job.agents for each in agent.workers()]
 
     def is_whole(self, before):
-        """Return true if the newest workers of all nodes belong to one round, which is later than another."""
+        """Return true if the newest workers of all nodes belong to one round, later than ``before``."""
         newest = [agent.workers()[-1:] for agent in self.agents.values()]
         found = [each for workers in newest for each in workers]
         rounds = {each.round for each in found}
@@ -179,7 +179,7 @@ class Monkey:
         return is_one and len(found) == NODES and int(rounds.pop()) > before
 
     def check(self):
-        """Check that ranks are unique, rounds agree, and only failed workers were charged as restarts."""
+        """Check that ranks are unique, workers of a round agree, and only failures count as restarts."""
         rounds = {}
         for each in self.seen():
             same = rounds.setdefault(each.round, [])

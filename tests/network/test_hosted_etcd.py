@@ -18,13 +18,13 @@ def hosting(hosts, multinode):
         machines[0],
         "1:4",
         *("--rdzv-backend", "etcd", "--rdzv-endpoint", names),
-        # A lease that outlasts an election.
+        # The lease must last longer than an election.
         conf={"host": 1, "lease_ttl": 8, "last_call_timeout": 60, "store_lost_timeout": 5},
         env={"TORCHELASTIC_ETCD_BINARY_PATH": program},
     )
     job.start(*machines)
     workers = job.formed(*job.agents)
-    # Until all members are up, the loss of one may be the loss of the majority.
+    # Wait for all three members, because otherwise the loss of one could be the loss of the majority.
     everybody = [machine.name for machine in machines[:3]]
     job.until(lambda: True if healthy_members(*machines[:3]) == everybody else None, "three members")
     return job, machines, workers
@@ -32,7 +32,7 @@ def hosting(hosts, multinode):
 
 def test_the_machine_with_rank_0_is_lost_and_comes_back(hosting):
     job, machines, workers = hosting
-    # If the node without a member has rank 0, any other node will do.
+    # If rank 0 is on the node without a member, take any node with a member.
     by_name = {agent.host.name: agent for agent in job.agents[:3]}
     first = by_name.get(workers[0].host, job.agents[0])
     first.host.power_off()
@@ -44,7 +44,8 @@ def test_the_machine_with_rank_0_is_lost_and_comes_back(hosting):
     agents = [*rest, back]
     workers = job.formed(*agents)
     job.line(back, "the member of etcd at .* is back with its data")
-    # Its member counts: without it, only one of three would be up after the next loss.
+    # Check that the returned member counts for the majority: without it, only one of three would remain after
+    # the next loss.
     lost = next(agent for agent in rest if agent.host is not machines[3])
     lost.host.power_off()
     agents.remove(lost)

@@ -90,7 +90,7 @@ def test_a_worker_whose_rank_another_worker_has_shows_none(launch, worker_script
     port = port_of(job)
     pids = {int(up[1]): int(up[2]) for up in job.wait_for_lines(r"UP (\d) (\d+) 0\.", 2)}
     status_with(port, {0: 0, 1: 1})
-    # It meets with the rank that the other one started with.
+    # This worker joins a rendezvous with the rank that the other worker was started with.
     os.kill(pids[0], signal.SIGUSR2)
     job.wait_for_line(r"MET 0\.")
     status_with(port, {0: 1, 1: None})

@@ -40,10 +40,10 @@ def test_a_launch_without_a_guard_is_refused_with_one_line_for_each_worker(tmp_p
     done = subprocess.run(
         [sys.executable, script], env=clean_environment(), capture_output=True, text=True, check=False
     )
-    # The resource tracker of the program ends by itself shortly after it.
+    # Reap the resource tracker, which exits shortly after the program.
     procs.reap_adopted()
     assert done.returncode == 1
     assert done.stderr.count(MESSAGE) in (1, 2)
-    # The only traceback is that of the program itself.
+    # Only the program itself prints a traceback. Its workers do not.
     assert done.stderr.count("Traceback") == 1
     assert "bootstrapping" not in done.stderr

@@ -1,6 +1,6 @@
-"""The client of etcd when the file system of its certificates does not answer.
+"""The etcd client when the file system with its certificates hangs.
 
-A FIFO stands for such a file: opening it blocks until somebody writes to it.
+The tests replace the certificate by a FIFO, because opening a FIFO blocks until it is opened for writing.
 """
 
 import errno
@@ -19,7 +19,7 @@ READER = "elasticrs-tls\n"
 
 
 class HungCertificate:
-    """A client's certificate whose file hangs between :meth:`hang` and :meth:`answer`."""
+    """A client certificate whose file blocks readers from :meth:`hang` until :meth:`answer`."""
 
     def __init__(self, files):
         self.options = {
@@ -35,7 +35,7 @@ class HungCertificate:
         os.mkfifo(self.path)
 
     def answer(self):
-        """Make the file readable again, also for the thread that hangs in it."""
+        """Make the file readable again, and release the thread that is blocked in it."""
         fifo = self.path.with_suffix(".hung")
         self.path.rename(fifo)
         self.path.write_bytes(self._content)
@@ -45,7 +45,7 @@ class HungCertificate:
             except OSError as error:
                 if error.errno != errno.ENXIO:
                     raise
-                # The reader has not come to its `open` yet, or has left it.
+                # Retry, because the reader has not opened the FIFO yet, or has closed it.
                 continue
             os.write(writer, self._content)
             os.close(writer)
@@ -86,7 +86,7 @@ def test_exits_stops_and_deadlines_are_served_while_a_certificate_cannot_be_read
     supervisor.fence_at(None)
     supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
     group.end()
-    # One thread, however often the client has tried again.
+    # There is only one thread, although the client has retried several times.
     assert names_of_threads().count(READER) == 1
     client.close()
 

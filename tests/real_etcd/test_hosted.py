@@ -34,12 +34,12 @@ class Job:
         self._launch, self._folder, self._gateway = launch, folder, Gateway(_order(files))
         self._scheme = "http" if files is None else "https"
         self._agents = []
-        # In the order in which agents look for a free one.
+        # Agents try the ports in this order.
         self.ports = ports.pairs(3)
 
     def agent(self, *options, env=None, conf="", nnodes="1:3", last=(), ttl=30):
         endpoint = ",".join((*(f"127.0.0.1:{port}" for port in self.ports[: 3 - len(last)]), *last))
-        # A lease that no election on a loaded machine ends.
+        # The default lease lasts longer than any election on a loaded machine.
         conf = f"host=1,lease_ttl={ttl},last_call_timeout=60,restart_call_timeout=0{conf}"
         agent = self._launch(
             *("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=a/job"),
@@ -50,7 +50,7 @@ class Job:
         return agent
 
     def listed(self, index):
-        """The members by seat, as the member of one seat lists them; empty if it does not answer."""
+        """Return the members by seat, as the member of this seat lists them. Empty if it does not answer."""
         port = self.ports[index]
         try:
             entries = self._gateway.members_at(Seat("127.0.0.1", port, port + 1, self._scheme), 5)
@@ -60,7 +60,7 @@ class Job:
         return {urls.index(each.peer_urls[0]): each for each in entries}
 
     def are_up(self, *seats):
-        """True if the members of these seats answer, belong to one cluster, and have all joined."""
+        """Return true if the members of these seats answer, belong to one cluster, and have joined it."""
         found = [self.listed(seat) for seat in seats]
         return all(
             listed == found[0] and len(listed) == 3 and all(listed[seat].has_joined for seat in seats)
@@ -77,11 +77,11 @@ class Job:
             raise AssertionError(f"{error}: {listed}\n{told}") from None
 
     def names(self):
-        """The names of the members, which contain the incarnation of the cluster."""
+        """Return the members' names, which contain the incarnation of the cluster."""
         return {each.name for each in self.listed(0).values()}
 
     def programs(self):
-        """The etcds of the job, by pid."""
+        """Return the pids of the job's etcd processes."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
@@ -94,16 +94,16 @@ class Job:
         return found
 
     def folders(self):
-        """The folders with data of members."""
+        """Return the data folders of the members."""
         return sorted(self._folder.glob("elasticrs_etcd_*"))
 
     def left(self):
-        """What the job has left on this machine."""
+        """Return the ports, etcd processes and data folders that the job still uses on this machine."""
         listening = [port for each in self.ports for port in (each, each + 1) if not ports.is_free(port)]
         return listening, self.programs(), self.folders()
 
     def lose(self, agent):
-        """Kill an agent, and wait until nothing of its member runs."""
+        """Kill an agent, and wait until its etcd process is gone."""
         before = len(self.programs())
         agent.signal(signal.SIGKILL)
         agent.wait()
@@ -139,7 +139,7 @@ def test_two_of_three_are_enough_to_start_and_a_late_member_counts(job):
     agents.append(job.agent(nnodes="2"))
     job.wait_until_up()
     job.lose(agents.pop(0))
-    # The late member is needed for a majority, and its node takes the place of the lost one.
+    # The late member is needed for a majority. Its node replaces the lost node in the job.
     workers = round_of(agents, [2, 1])
     finish(agents, workers)
     reap_adopted()
@@ -153,7 +153,7 @@ def test_agents_that_are_killed_one_after_the_other_come_back_as_the_same_member
     job.wait_until_up()
     before = job.names()
     for turn in range(3):
-        # First the agent with rank 0, then those that have been there from the start.
+        # In the first turn, kill the agent with rank 0. Later, kill the agents that were started first.
         lost = next(i for i, each in enumerate(workers) if each.rank == 0) if turn == 0 else 0
         killed, _ = agents.pop(lost), numbers.pop(lost)
         job.lose(killed)
@@ -195,7 +195,7 @@ def test_without_a_majority_the_job_ends_with_a_clear_line(job):
         job.lose(agent)
     agents[0].exits(1)
     assert "2 of its 3 members have to be up" in agents[0].stderr
-    # All data stay: the job may be started again when the nodes are back.
+    # The data of all members are kept, because the job may be started again when the nodes are back.
     assert len(job.folders()) == 3
     reap_adopted()
 
@@ -232,7 +232,7 @@ def test_a_member_that_ends_is_started_again_and_no_worker_is(job):
 
 
 def host_program(agent):
-    """Return the process that runs the agent's member."""
+    """Return the pid of the program that runs the agent's etcd member."""
     found = wait_until(
         lambda: [each for each in descendants(agent.pid) if "etcd_host_program" in each.command]
     )
@@ -240,7 +240,7 @@ def host_program(agent):
 
 
 def kill_program(agent):
-    """Kill the program that runs the agent's member; the kernel then kills the member."""
+    """Kill the program that runs the agent's etcd member. The kernel then kills the member, too."""
     killed = host_program(agent)
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: not any(each.pid == killed for each in descendants(agent.pid)))
@@ -270,7 +270,7 @@ def test_a_program_that_is_killed_again_and_again_is_given_up(job):
     agents[0].wait_for_lines("this node has none any more", 1)
     finish(agents, workers)
     reap_adopted()
-    # Its data stay until the next job.
+    # The data of the abandoned member are kept until the next job.
     assert len(job.folders()) == 1
 
 
@@ -296,7 +296,7 @@ def test_an_agent_takes_over_from_the_program_of_its_predecessor(job):
     assert job.left() == ([], [], [])
 
 
-# --- data that are gone, and data of other runs ---
+# --- lost data, and data of other runs ---
 
 
 def test_a_member_without_its_data_does_not_come_back(job):
@@ -331,7 +331,7 @@ def test_the_data_of_a_node_that_missed_the_end_of_the_job_do_no_harm_to_the_nex
     job.lose(agents.pop(0))
     finish(agents, round_of(agents, [2, 2]))
     assert len(job.folders()) == 1
-    # The node with the old data is first.
+    # Start the node that has the old data first.
     agents = [job.agent(nnodes="3")]
     wait_until(lambda: any(job.listed(seat) for seat in range(3)))
     agents += [job.agent(nnodes="3") for _ in range(2)]
@@ -487,7 +487,7 @@ def test_members_serve_only_those_who_have_the_token(job):
         return False
 
     def refuses_other_tokens():
-        # Its member finds others that are not of this job, or its session is refused.
+        # The agent fails because its member finds members of another job, or because its session is refused.
         assert "token" in job.agent(env={"ELASTICRS_TOKEN": "other"}).exits(1).stderr
 
     assert is_refused(Gateway())
@@ -495,7 +495,7 @@ def test_members_serve_only_those_who_have_the_token(job):
     assert not is_refused(Gateway((), password_of("a/job", PREFIX, b"secret")))
     job.lose(agents.pop(0))
     round_of(agents, [2, 2])
-    # With a free seat, and then without.
+    # Try a wrong token while a seat is free, and again when no seat is free.
     refuses_other_tokens()
     agents.append(job.agent(env=env))
     workers = round_of(agents, [3, 3, 1])

@@ -1,7 +1,7 @@
-"""A killed session is noticed long before its lease ends, and only when nothing of its program is left.
+"""The end of a killed session is detected long before its lease expires, but not while its processes run.
 
-An agent has a nursery, which says so. A plain program has none: its neighbours go by connections that are
-refused.
+The nursery of a killed agent notifies the other sessions. A plain program has no nursery, so other sessions
+detect its end when it refuses their connections.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ else:
 
 
 class Session:
-    """A program with a session of its own, and with a key on its lease."""
+    """A program that opens a session and creates a key with the session's lease."""
 
     def __init__(self, name, etcd, *how):
         endpoint = etcd.server.endpoint.rpartition(":")[2]
@@ -74,7 +74,7 @@ class Session:
         self.program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def nursery(self):
-        """Return the pid of the agent's only child."""
+        """Return the pid of the nursery, which is the program's only child."""
         pid = self.program.pid
         tasks = [Path(f"/proc/{pid}/task/{task}/children") for task in os.listdir(f"/proc/{pid}/task")]
         (nursery,) = (int(child) for task in tasks for child in task.read_text().split())
@@ -96,7 +96,7 @@ class Session:
 
 @pytest.fixture
 def begin(etcd):
-    """Start sessions, the oldest first."""
+    """Return a function that starts sessions, in the given order, and waits until they are linked."""
     begun = []
 
     def begin(*sessions):
@@ -117,14 +117,14 @@ PIDFD_GETFD = 438
 
 
 def cut(pid, port):
-    """Shut down all sockets of a process at this local port, the listener first."""
+    """Shut down all sockets of a process that have this local port, starting with the listening socket."""
     for is_listener in (True, False):
         for one in sockets_of(pid):
             with one:
                 is_internet = one.family in (socket.AF_INET, socket.AF_INET6)
                 listens = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
                 if is_internet and one.getsockname()[1] == port and listens == is_listener:
-                    # The other side may have closed it.
+                    # Ignore connections that the peer has closed.
                     with contextlib.suppress(OSError):
                         one.shutdown(socket.SHUT_RDWR)
 
@@ -135,7 +135,7 @@ def sockets_of(pid):
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
             fd = ctypes.CDLL(None).syscall(PIDFD_GETFD, process, int(name), 0)
-            # It may have been closed meanwhile.
+            # Skip descriptors that the process has closed since they were listed.
             if fd >= 0 and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 yield socket.socket(fileno=fd)
             elif fd >= 0:
@@ -177,7 +177,7 @@ def test_an_agent_lives_on_in_etcd_until_its_nursery_is_done(etcd, begin):
 def test_an_agent_that_lives_behind_a_firewall_that_refuses_is_not_ended(etcd, begin):
     first, _, third = begin(("a", "nursery"), ("b", "nursery"), ("c", "nursery"))
     (_, port), *_ = etcd.cards(SCOPE)
-    # Its links end, and connections to it are refused from now on.
+    # Cut the links of the first session, and make it refuse further connections.
     cut(first.program.pid, port)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), HANG)
@@ -191,7 +191,7 @@ def test_not_before_its_listener_is_let_go(etcd, begin):
     first, _ = begin(("a", "held"), ("b",))
     (_, port), _ = etcd.cards(SCOPE)
     first.kill()
-    # What holds it takes calls in the place of the dead.
+    # A child process keeps the listening socket open, so connections are still accepted.
     with socket.create_connection(("127.0.0.1", port), HANG):
         assert here(etcd) == {"a", "b"}
         first.program.stdin.close()
@@ -209,7 +209,7 @@ def test_a_stranger_ends_nobody(etcd, begin):
     (lease, _), (_, port) = etcd.cards(SCOPE)
     hello = b"\x93ERSLNK\x01" + int(lease, 16).to_bytes(8, "big") + bytes(16)
     for words in (hello, b"GET / HTTP/1.0\r\n\r\n" + bytes(32), b""):
-        # It may be closed before all was said.
+        # Ignore errors, because the session may close the connection before everything is sent.
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), HANG) as stranger:
             stranger.sendall(words)
             stranger.shutdown(socket.SHUT_WR)

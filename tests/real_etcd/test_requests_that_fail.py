@@ -1,4 +1,4 @@
-"""Requests to etcd that fail each time, although etcd and the connections to it are well."""
+"""Requests that fail each time, although etcd and the connections to it work."""
 
 import socket
 import struct
@@ -14,21 +14,21 @@ from helpers.procs import HANG
 from elasticrs import _core
 
 POISON = b"poison"
-"""Requests that hold this fail."""
+"""Requests that contain this text fail."""
 
 DATA, HEADERS, RST_STREAM = 0, 1, 3
 END = 0x5
-"""Flags: the end of the headers, and of the stream."""
+"""HTTP/2 flags END_HEADERS and END_STREAM."""
 
 
 def header(name: bytes, value: bytes) -> bytes:
-    """A header field as HPACK writes a literal."""
+    """Encode a header field as an HPACK literal."""
     return b"\0" + b"".join(bytes([len(text)]) + text for text in (name, value))
 
 
 def grpc_status(code: int) -> bytes:
     fields = {b"content-type": b"application/grpc", b"grpc-status": b"%d" % code, b"grpc-message": POISON}
-    # Status 200 is field 8 of HPACK's static table, status 500 field 14.
+    # HPACK's static table has status 200 at index 8 and status 500 at index 14.
     return b"\x88" + b"".join(header(name, value) for name, value in fields.items())
 
 
@@ -43,7 +43,7 @@ FAILURES = {
 
 
 class Proxy:
-    """A proxy between clients and a member of etcd that answers some requests by itself."""
+    """A proxy between a client and an etcd member. While ``is_failing``, it fails poisoned requests."""
 
     def __init__(self, target: tuple[str, int], failure: tuple[int, int, bytes] | None) -> None:
         self._target, self._failure = target, failure
@@ -80,7 +80,7 @@ class Proxy:
                 kind, stream = head[3], head[5:]
                 body = exactly(reader, int.from_bytes(head[:3], "big"))
                 if not (is_up and kind == DATA and POISON in body and self.is_failing):
-                    # Frames to the client come from both threads.
+                    # Hold the lock when sending to the client, because both threads send frames to it.
                     with lock if not is_up else threading.Lock():
                         target.sendall(head + body)
                 elif self._failure is None:
@@ -134,7 +134,7 @@ each_failure = pytest.mark.parametrize("proxy", FAILURES.values(), ids=FAILURES,
 
 
 def next_notice(client: EtcdClient) -> _core.StoreNotice:
-    # The client's own method passes over notices.
+    # Call the method of the base class, because `EtcdClient.next` skips notices.
     return Client.next(client, _core.StoreNotice)
 
 
@@ -164,7 +164,8 @@ def test_a_watch_that_always_fails_is_given_up_and_told_of(client, proxy):
     proxy.break_connections()
     notice, lost = notice_and_end(client)
     assert (lost.kind, "has failed for 3 s" in lost.message) == ("timeout", True), lost
-    # Each connection breaks before a keep-alive is answered.
+    # The notice may be about etcd being unreachable, because each connection breaks before a keep-alive is
+    # answered.
     assert "etcd" in notice.message
 
 

@@ -1,4 +1,4 @@
-"""Workers of ``--on-failure replace`` in an etcd that their agents host with a token."""
+"""``--on-failure replace`` with an etcd that is hosted by the agents and protected by a token."""
 
 import pytest
 from helpers import ports

@@ -115,7 +115,7 @@ def test_another_process_takes_no_page_that_has_an_owner(page):
 def test_the_page_of_a_process_that_ended_can_be_had(page):
     for _ in range(2):
         subprocess.run([sys.executable, "-c", PROGRAM], pass_fds=[page.fd], check=True, timeout=30)
-    # A heartbeat, and the return of the program.
+    # Two heartbeats were counted: one in the program, and one when the program returned.
     assert (page.word(STEP), page.word(COUNT)) == (6, 2)
 
 

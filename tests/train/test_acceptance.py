@@ -92,18 +92,18 @@ def test_6_uneven_data_then_one_that_comes_late(job_of, how):
     job = job_of(*FIXED)
     start(job, meets=True, abc={}, d={"own_end": 3})
     job.wait_until(lambda: len(job.of("finished")) == 4)
-    # The first that has no more ends it, and all return the same.
+    # The first worker without data ends the training, and all workers return the same state.
     assert {(told["steps"], told["taken"]) for told in job.of("finished")} == {(3, 60)}
     assert len({told["total"] for told in job.of("finished")}) == 1
     job.over()
     if how == BY_HAND:
-        # No living worker has the final state.
+        # The new worker fails, because no living worker has the final state.
         start(job, e={})
         told = job.wait("stuck", name="e")[0]
         assert "the training had ended before this worker joined" in told["error"]
         job.fails("e")
     else:
-        # Its workers are not even started.
+        # The late agent does not start its workers.
         assert "is closed: succeeded" in job.comes_late("efgh" if how == ONE_NODE else "e")
         assert {told["name"] for told in job.of("up")} == {*"abcd"}
 
@@ -113,7 +113,7 @@ def test_7_two_fail_once_and_one_step_is_repeated(job_of):
     start(job, ab={}, cd=fails("retryable"))
     for told in ends(job, *"abcd"):
         assert told["done"] == [1, 2, 3, 4, 5]
-    # Once at the start, once at the end, and in the middle at most once for each that has failed.
+    # All 4 workers meet at the start, at the end, and once or twice in between, because two workers fail.
     assert len(job.of("met")) in {12, 16}
 
 
@@ -144,7 +144,7 @@ def test_10_a_sync_that_fails(job_of):
 
 
 def test_11_all_are_killed_and_a_new_run_goes_on_from_the_checkpoint(job_of, how, tmp_path):
-    # Under agents the new run is the workers that they start.
+    # With agents, the new run consists of the workers that the agents start.
     with_checkpoints = {"checkpoints": str(tmp_path / "checkpoints")}
     job = job_of(*FIXED)
     start(job, abcd={**with_checkpoints, **fails("hold", 3)})

@@ -61,12 +61,12 @@ def test_one_worker_is_asked_and_all_save_once_at_one_step(trainers, tmp_path):
     job.trainers.kill("b", signal.SIGUSR1)
     met = job.trainers.wait("met", 4)
     ((step, taken, _),) = job.saved()
-    # All go on from that step, in new groups, and the same processes.
+    # All processes continue from that step in new groups, without a restart.
     assert {each["step"] for each in met} == {step}
     assert taken == step * 20
     for told in job.ends(*NAMES):
         assert told["done"] == list(range(1, SIZE // 20 + 1))
-    # The last one is that of the final state.
+    # The second checkpoint has the final state.
     assert [each[0] for each in job.saved()] == [SIZE // 20, step]
 
 

@@ -66,7 +66,7 @@ def test_an_error_is_a_workers_own_whatever_its_words(trainers):
 
 def test_a_meeting_that_cannot_succeed_is_not_blamed_on_others(trainers):
     job = trainers("min_workers=1&max_workers=2&last_call_timeout=1&scale_up_delay=0")
-    # PyTorch's packages are built without this back end.
+    # Creating a group fails, because PyTorch's packages are built without MPI.
     start(job, ab={"backend": "mpi", "max_failures": 3})
     for told in job.wait("gave up", 2):
         assert "3 of this worker" in told["error"]

@@ -215,7 +215,7 @@ def test_without_a_manager_nobody_is_asked():
 
 def test_rank_0_saves_when_it_is_due(saving):
     assert Job(3).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 3
-    # The last one is the final state.
+    # The newest checkpoint, of step 10, has the final state.
     assert [json.loads(read(each))[0] for each in saving.list_checkpoints()] == [10, 8, 4]
 
 
@@ -282,7 +282,7 @@ def test_a_checkpoint_that_cannot_be_read_ends_all_with_one_error_each(saving, c
 
 
 class FullDisk(FileSystemCheckpointManager):
-    """Its streams go to a device that is full."""
+    """A checkpoint manager whose disk is full. It writes to ``/dev/full``."""
 
     def create_checkpoint(self):
         made = super().create_checkpoint()
@@ -311,7 +311,7 @@ def test_a_full_disk_costs_the_checkpoint_only(saving, monkeypatch, caplog, save
         monkeypatch.setattr(Saved, "save", save)
     with caplog.at_level(logging.WARNING):
         assert Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 2
-    # Two were due, and one is that of the final state.
+    # Two periodic checkpoints and the one of the final state have failed.
     assert [record.getMessage() for record in caplog.records] == [
         "no checkpoint was written: [Errno 28] No space left on device"
     ] * 3
@@ -339,7 +339,8 @@ def test_a_mistake_in_save_is_no_failure_of_the_disk(saving, monkeypatch, save):
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_void_the_new_one(tmp_path, caplog):
     manager = FileSystemCheckpointManager(tmp_path, keep=1)
-    # A directory with this name cannot be moved over the empty one that is made for what is removed.
+    # Removing "0" fails because it is a file: it is first renamed over an empty directory, which only works
+    # for a directory.
     (tmp_path / "0").write_bytes(b"")
     made = write(manager, b"new")
     assert read(made) == b"new"

@@ -1,4 +1,4 @@
-"""Workers that start after the end of the training, by hand: the state of a living worker, or an error."""
+"""Workers that are started by hand after the end of the training get the final state, or fail."""
 
 import signal
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.torch]
 
 @pytest.fixture
 def ended(trainers, tmp_path):
-    """A job of two whose workers have trained to the end and are still alive."""
+    """Return a job whose two workers have finished the training and are still alive."""
     job = trainers("min_workers=2&max_workers=2")
     order = {"stays_until": str(tmp_path / "never")}
     start(job, a=order, b=order)
@@ -25,7 +25,7 @@ def test_a_late_worker_gets_the_final_state_and_a_rank_of_its_own(ended):
     (late,) = ends(job, "c")
     assert late["done"] == [], "it took no step itself"
     assert late["env"] == ["2", "3"]
-    # The copy of a late worker is as good as the others.
+    # Check that a late worker can pass on the final state after the other workers have died.
     for name in "ab":
         job.kill(name)
         assert job.code(name) == -signal.SIGKILL
@@ -47,7 +47,7 @@ def test_a_late_worker_fails_when_nobody_has_the_final_state(ended):
 
 def test_the_final_checkpoint_is_used_when_nobody_has_a_copy(trainers, tmp_path):
     job = trainers("min_workers=2&max_workers=2")
-    # No checkpoint was due, so the only one is that of the end.
+    # No periodic checkpoint was due, so the only checkpoint has the final state.
     order = {"checkpoints": str(tmp_path / "checkpoints"), "savers": []}
     start(job, ab=order)
     ends(job, *"ab")

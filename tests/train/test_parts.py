@@ -187,7 +187,7 @@ NOTHING = "the state Counter has nothing to save: its state_dict is None"
     ("which", "expected"),
     [
         ("new", ["4", "OldCounter has no state_dict", NOTHING]),
-        # In torchelastic 0.1 a checkpoint was a snapshot.
+        # An old program saves its snapshot, as in torchelastic 0.1.
         ("old", ["4", "5", NOTHING]),
     ],
 )

@@ -197,7 +197,7 @@ def test_the_first_that_has_no_more_data_ends_the_job_and_all_return_the_same():
 
 
 class Saved(Sum):
-    """It can be saved, and loaded from what another worker has saved."""
+    """A state that can be saved and loaded."""
 
     def save(self, stream):
         stream.write(b"%d %d" % (self.steps, self.total))
@@ -207,7 +207,7 @@ class Saved(Sum):
 
 
 def late(final, state=Saved):
-    """What a worker returns or raises that starts when a job of two has ended."""
+    """Return the result or the exception of a worker that starts after the end of a job of two workers."""
     job = Job(2)
     job.run(lambda _, coordinator: train_sum(coordinator))
     job.alive = {7}
@@ -379,7 +379,7 @@ def test_arguments_have_their_types():
 
 
 class MakesLoaders(Sum):
-    """Its sync fails when no data are left, as samplers do that cannot start at the end."""
+    """A state whose sync fails when no data are left, like samplers that cannot start at the end."""
 
     def sync(self, world_size, rank):
         super().sync(world_size, rank)

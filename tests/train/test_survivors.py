@@ -120,7 +120,8 @@ def test_collectives_of_further_groups_are_broken_off_too(trainers):
     job = trainers(FIXED + SHORT_LEASE)
     job.start(*NAMES, timeout=60000, subgroup=True)
     job.wait("stepped", 4)
-    # A process that is stopped keeps its connections, so nothing else ends the collective of the others.
+    # Stop the process instead of killing it. Its connections stay open, so its death does not end the
+    # collective.
     job.kill("c", signal.SIGSTOP)
     job.start("e", subgroup=True)
     met_in_one_round(job, "abde", timeout=30)

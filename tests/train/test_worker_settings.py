@@ -1,4 +1,4 @@
-"""Which settings and which credential of the agents reach the meetings of their workers."""
+"""The settings and the credentials that agents pass on to the rendezvous of their workers."""
 
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ POINT = SimpleNamespace(job="a/job", address=("10.0.0.1", 29400))
 
 
 def place_of(backend="c10d", token="secret", **conf):
-    """Where workers meet whose agents have these settings, as the workers read it."""
+    """Return the workers' rendezvous, as the workers parse it, if their agents have these settings."""
     environ = {} if token is None else {"ELASTICRS_TOKEN": token}
     nodes, _ = describe(backend, "10.0.0.1:29400", "a/job", (2, 3), conf, environ)
     variables = variables_of_members(among_workers(nodes, JOB), POINT, 17)

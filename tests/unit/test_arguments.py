@@ -372,7 +372,7 @@ def test_a_topic_that_does_not_exist_is_refused():
 
 
 def heads_in(text):
-    """The options and settings that have a row of their own."""
+    """Return the options and settings that have their own row in the help text."""
     heads = [re.match(r"[* ] (?:-\w, )?(--[\w-]+|[a-z]\w+)(?: |$)", line) for line in text.splitlines()]
     return sorted(match[1] for match in heads if match)
 

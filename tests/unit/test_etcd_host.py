@@ -1,4 +1,4 @@
-"""The program of a hosted etcd member: how the agent observes it."""
+"""The agent's observation of the program that runs its etcd member."""
 
 import os
 import select
@@ -43,7 +43,7 @@ def test_a_program_that_exits_slowly_does_not_block_the_agent(monkeypatch):
     pipe = host.fd
     wait_for(pipe)
     assert host.take() == []
-    # It closed its pipe, but still runs: the next event is its exit.
+    # The program has closed its pipe but is still running, so the agent now waits for its exit.
     assert host.fd not in (None, pipe)
     assert host.take() == []
     os.kill(host._program.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Decisions of the host of an etcd member: examples, and a simulation of seats that lose agents and data."""
+"""Decisions of a node that hosts an etcd member: examples, and a simulation with lost agents and data."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -32,7 +32,7 @@ def seats(count):
 
 
 def listed(incarnation, joined=(), count=3, label=LABEL):
-    """Return what a member lists, of which these seats have joined."""
+    """Return the member list that a member answers with. The seats ``joined`` have joined the cluster."""
     return tuple(
         Entry(name_of(label, incarnation, index), (seat.peer_url,), has_joined=index in joined)
         for index, seat in enumerate(seats(count))
@@ -47,16 +47,17 @@ def step(*answers, mine=0, waited=LONG, **more):
     ("answers", "expected"),
     [
         ((None, None, None), Create()),
-        # Another seat is forming a cluster, or several are.
+        # One or more other seats are forming a cluster.
         ((None, listed("a"), None), Adopt("a")),
         ((None, listed("a"), listed("b")), Adopt("b")),
-        # A majority belongs to a cluster that has never had a member of this seat.
+        # A majority belongs to a cluster in which this seat never had a member.
         ((None, listed("a", {1, 2}), listed("a", {1, 2})), Adopt("a")),
-        # A single seat with data of such a cluster is not enough: this seat may have been one of it later.
+        # One seat with data of such a cluster is not enough, because this seat may have joined that cluster
+        # later.
         ((None, listed("a", {1, 2}), None), Wait()),
-        # The data of this seat are gone, and the others are a majority.
+        # This seat has lost its data, and the other seats are a majority.
         ((None, listed("a", {0, 1, 2}), listed("a", {1, 2})), Lost(2)),
-        # The data of a majority are gone, or those of the other seat are from an earlier run.
+        # A majority has lost its data, or the other seat has data of an earlier run.
         ((None, listed("a", {0, 1, 2}), None), Create()),
         ((None, listed("a", {0, 1, 2}), listed("b")), Adopt("b")),
     ],
@@ -72,9 +73,9 @@ def test_a_seat_without_data(answers, expected):
         ((None, None, None), Stay()),
         ((listed("b"), listed("a"), None), Stay()),
         ((listed("b"), listed("c"), None), Adopt("c")),
-        # A majority holds the incarnation: the third seat comes over.
+        # A majority has this incarnation, so this seat stays and the third seat changes over.
         ((listed("b"), listed("b"), listed("c")), Stay()),
-        # Its cluster has a quorum: it does not leave.
+        # This seat stays, because its cluster has a quorum.
         ((listed("b", {1}), None, listed("c")), Stay()),
         ((listed("b"), listed("b", {1}), listed("c")), Stay()),
         ((listed("b"), listed("a", {1, 2}), listed("a", {1, 2})), Adopt("a")),
@@ -137,30 +138,30 @@ def test_the_initial_cluster_names_all_seats():
 
 
 class World:
-    """Seats with their data, agents that come and go, and a network that cuts seats off.
+    """A simulation of seats and their data, of agents that start and die, and of network failures.
 
-    Every start without data is a new *life* of a member. A member that was part of a quorum may have
-    acknowledged writes that only this life knows.
+    Each start without data begins a new *life* of a member. Once a member has been part of a quorum, it may
+    have acknowledged writes that only its current life knows.
     """
 
     def __init__(self, count):
         self.seats, self.count = seats(count), count
         self.data = {}
-        """By seat: incarnation, and number of the life."""
+        """Incarnation and number of the current life, by seat."""
         self.up, self.cut = set(), set()
         self.lost = set()
         """Seats whose hosts run no member until their agents are started again."""
         self.joined = {}
-        """By incarnation: the life of each seat that has joined."""
+        """Life of each seat that has joined, by incarnation."""
         self.numbers = 0
         self.broken = False
-        """More seats have lost their data than a cluster survives."""
+        """True if too many seats have lost their data for any cluster to survive."""
 
     def reaches(self, one, other):
         return one == other or not {one, other} & self.cut
 
     def members(self, incarnation, start):
-        """Return the running members of an incarnation that reach this one."""
+        """Return the running members of an incarnation that the seat ``start`` can reach."""
         return {
             index
             for index in self.up
@@ -199,7 +200,7 @@ class World:
             self.lost.add(index)
 
     def check_dead(self, incarnation, index):
-        """Check that a cluster whose data are discarded can have no quorum any more."""
+        """Check that no quorum is lost when a seat discards its data of this cluster."""
         holders = {seat for seat, (each, _) in self.data.items() if each == incarnation} | {index}
         assert len(holders) < majority(self.seats), "data that a quorum needs were discarded"
 
@@ -209,7 +210,7 @@ class World:
         self.data[index] = (incarnation, self.numbers)
 
     def elect(self, index):
-        """Let the members that reach each other form a quorum, and publish their addresses."""
+        """Let the members that this seat can reach join the cluster if they are a majority."""
         if index not in self.up or index not in self.data:
             return
         incarnation = self.data[index][0]
@@ -228,7 +229,7 @@ class World:
         self.lost.discard(index)
         held, life = self.data.get(index, (None, 0))
         if held is not None and self.joined.get(held, {}).get(index) != life:
-            # Data that have not joined are of no use.
+            # A member that has not joined has no useful data.
             del self.data[index]
 
     def wipe(self, index):
@@ -258,8 +259,8 @@ def test_no_member_comes_back_without_its_data(count, acts):
     world = World(count)
     for act, index in acts:
         getattr(world, act)(index % count)
-    # A cluster never has two quorums: each incarnation knows one life of each seat (see `elect`), and a seat
-    # belongs to one incarnation at a time.
+    # A cluster never has two quorums, because each incarnation has one life of each seat (see `elect`), and a
+    # seat belongs to one incarnation at a time.
     world.cut.clear()
     world.settle()
     alive = {
@@ -308,7 +309,7 @@ def test_a_majority_without_data_makes_a_new_cluster(count, data):
     world.settle()
     found = {each for each, _ in world.data.values()}
     if count - len(wiped) >= majority(world.seats):
-        # The others go on as before; the seats without data stay out.
+        # The seats with data continue in the same cluster. The seats without data do not join it.
         assert found == {before}
         assert world.lost == wiped
     else:

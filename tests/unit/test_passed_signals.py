@@ -1,4 +1,4 @@
-"""Which signals the agent sends to its workers, and which it holds or drops."""
+"""Signals that the agent forwards to its workers, holds back, or drops."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
 @pytest.fixture
 def procs_that_wait():
-    """Start a process that waits for signals; return its pid."""
+    """Return a function that starts a process that waits for the given signals, and returns its pid."""
     pids = []
 
     def start(signals: set[int]) -> int:
@@ -36,7 +36,7 @@ def procs_that_wait():
 
 
 class Node:
-    """Workers that change as a test says, and what they were sent."""
+    """Simulated workers whose handlers a test changes. Records the signals sent to them."""
 
     def __init__(self) -> None:
         self.workers: dict[int, int] = {}

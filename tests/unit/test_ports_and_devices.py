@@ -127,7 +127,7 @@ def test_a_torch_that_is_slow_to_import_is_named_while_it_is_imported(ask, tmp_p
     opened = []
 
     class Reader(io.StringIO):
-        """Lets the import continue once the user was told."""
+        """Replaces stderr. The first message to the user lets the import continue."""
 
         def write(self, text):
             opened.append(os.open(fifo, os.O_RDWR)) if not opened else None

@@ -1,4 +1,4 @@
-"""The last line of a job: duration, restarts, changes of nodes, goodput."""
+"""The summary line at the end of a job: duration, restarts, changes of nodes, goodput."""
 
 import time
 from types import SimpleNamespace

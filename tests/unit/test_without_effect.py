@@ -1,4 +1,4 @@
-"""Settings that have no effect, and scripts and modules that are not there, are named before a job starts."""
+"""Before a job starts, elasticrun reports settings without effect, and missing scripts and modules."""
 
 import os
 
@@ -27,7 +27,7 @@ def script(tmp_path):
         ((), ("--nproc_per_node=4", "--lr", "3"), {}, ["--nproc_per_node"]),
         ((), ("--max-restarts", "3", "--rdzv-id", "x"), {}, ["--max-restarts", "--rdzv-id"]),
         ((), ("--", "--max-restarts", "3"), {}, []),
-        # A script may well have these.
+        # These names are not reported, because a script may have options with the same names.
         ((), ("--log-dir", "x", "--role=y", "--tee", "-m", "nnodes"), {}, []),
         (("--local-ranks-filter=0,1",), (), {}, ["--local-ranks-filter:"]),
         (("--local-ranks-filter=0",), (), {}, []),

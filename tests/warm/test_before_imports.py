@@ -1,4 +1,4 @@
-"""What a script does before its imports affects them under ``--warm auto`` as it does when it starts cold."""
+"""Code that a script runs before its imports has the same effect under ``--warm auto`` as in a cold start."""
 
 import importlib.util
 import re
@@ -32,12 +32,12 @@ builtins.at_start = os.environ.get("LIBRARY_MODE")
 with open(f"warm.{os.environ['RANK']}", "w") as file:
     file.write(str("a_library" in sys.modules))
 """
-"""A worker's ``sitecustomize``: it runs before the script, and sees what that will find."""
+"""The workers' ``sitecustomize``, which runs before the script and records the state at that time."""
 
 
 @pytest.fixture
 def compare(launch, tmp_path, worker_script):
-    """Run a script cold and warm. Return what its workers saw, if they had preloaded, and the remarks."""
+    """Return a function that runs a script cold and warm and compares the two runs."""
 
     def run(text, modes=("off", "auto"), env=None, command=None, **files):
         folder = tmp_path / "library"

@@ -31,7 +31,7 @@ def facts(*parts, modules=MODULES):
 
 
 def assert_is_warm(outcome, n=2):
-    """All ran, from a process that had imported what was asked for."""
+    """Check that all workers ran, and were started from a process with the requested modules."""
     assert outcome.code == 0, outcome.stderr
     assert len(outcome.workers) == n
     for worker in outcome.workers.values():

@@ -1,4 +1,4 @@
-"""Random number generators of preloaded modules are what they would be in workers that start cold."""
+"""Random number generators of preloaded modules behave as in workers that start cold."""
 
 import importlib.util
 import json
@@ -53,7 +53,7 @@ ALIKE = {"seeded", "back", "seeded by much", "legacy seeded", "legacy seeded lat
 
 @pytest.fixture
 def draw(launch, tmp_path, worker_script):
-    """Return the numbers that two workers drew, once started cold and once warm."""
+    """Return a function that returns the random numbers of two workers, started cold and started warm."""
 
     def run(libraries):
         folder = tmp_path / "library"

@@ -147,7 +147,7 @@ os.rename("pids.new", "pids")
 
 
 def test_a_slow_resource_tracker_removes_the_shared_memory(launch, tmp_path, worker_script):
-    """On a busy machine it takes longer than the time after which other processes are killed."""
+    """The resource tracker is not killed with the other processes, because it may be slow."""
     library = tmp_path / "library"
     library.mkdir()
     name = f"elasticrs-test-{os.getpid()}-slow"

@@ -14,7 +14,7 @@ from elasticrs.warm.steps import Import, steps
 
 
 def imports(source, package=""):
-    """The modules that a source imports, each once."""
+    """Return the names of the modules that a source imports, without duplicates."""
     return list(dict.fromkeys(step.name for step in steps(source, package) if isinstance(step, Import)))
 
 

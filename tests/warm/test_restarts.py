@@ -133,7 +133,7 @@ def test_what_failed_before_the_workers_ran_again_is_part_of_their_restart(launc
 
 @pytest.fixture
 def bare(tmp_path):
-    """An environment with one installed package: its interpreter, and its folder of packages."""
+    """Return the interpreter and the packages folder of an environment with one installed package."""
     venv.create(tmp_path / "bare", symlinks=True)
     (site,) = (tmp_path / "bare").glob("lib/python*/site-packages")
     (site / "a_library.py").write_text("VALUE = 1\n")

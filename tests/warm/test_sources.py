@@ -43,7 +43,7 @@ def look_at(tree):
 
 
 def later(path):
-    """A file system counts in ticks, and a quick change may fall into that of its creation."""
+    """Increase the modification time, because two quick changes of a file may get the same time."""
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000))
 
 
@@ -103,7 +103,7 @@ def test_another_distribution_is_added(tree):
         (site / name).mkdir()
         later(site)
         assert sources.changed(look) is None
-        # The files are compared once for each change of the folder, not before each attempt from then on.
+        # Without a further change of the folder, the files are not compared again.
         assert sources.changed(look) is None
         assert looked.count(torch) == number
     (site / "torch/__init__.py").unlink()

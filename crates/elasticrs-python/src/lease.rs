@@ -1,4 +1,4 @@
-//! What holds the agent's lease while the agent itself cannot: its nursery.
+//! Lets the nursery guard the agent's lease, because the nursery outlives an agent that is killed.
 
 use std::cell::Cell;
 use std::os::fd::BorrowedFd;
@@ -11,16 +11,17 @@ use pyo3::prelude::*;
 
 use crate::supervisor::Supervisor;
 
-/// Passes on to the nursery what a client of the store says of its session.
+/// Gives the nursery the connections and the deadline of a session.
 struct Nursery {
     keeper: Keeper,
-    /// It holds a second connection, to which the session may move.
+    /// True if the nursery holds a second connection, to which the session may move.
     has_two: Cell<bool>,
 }
 
 impl Guard for Nursery {
     fn connected(&self, socket: BorrowedFd<'_>) {
-        // Without a descriptor the connection ends with this process, and the nursery still has the deadline.
+        // If the descriptor cannot be duplicated, the connection ends with this process. The nursery still has the
+        // deadline.
         if let Ok(duplicate) = socket.try_clone_to_owned() {
             self.keeper.hold(duplicate);
         }
@@ -71,7 +72,7 @@ impl Guard for Nursery {
     }
 }
 
-/// The guard of a client that runs on a supervisor's thread, or of one that stands alone.
+/// Returns the guard for a client: the nursery of its supervisor, or no guard if there is no supervisor.
 pub fn guard(supervisor: Option<&Py<Supervisor>>) -> Box<dyn Guard> {
     match supervisor {
         Some(supervisor) => Box::new(Nursery { keeper: supervisor.get().inner.keeper(), has_two: Cell::new(false) }),

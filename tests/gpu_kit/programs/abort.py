@@ -1,7 +1,7 @@
-"""Abort a collective that waits, from another thread, and make a new group.
+"""Abort a waiting collective from another thread, and then create a new group.
 
-Rank 0 waits in a collective that the last rank does not enter. A group of one never waits, so with one rank
-only the duration of the abort and the new group are checked.
+Rank 0 waits in a collective that the last rank does not enter. In a group with one rank a collective does
+not wait, so only the duration of the abort and the new group are checked.
 """
 
 import datetime
@@ -18,7 +18,7 @@ from elasticrs.train import groups
 world_size = int(sys.argv[1])
 TIMEOUT = datetime.timedelta(seconds=300)
 DELAY = 1.0
-"""Seconds that the collective waits before it is aborted."""
+"""Seconds after which the collective is aborted."""
 
 
 def connect(prefix):

@@ -1,4 +1,4 @@
-"""Report which device this worker sees, and how many there are."""
+"""Report this worker's device and the number of devices."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Read torch's flight recorder in the process after three collectives."""
+"""Run three collectives, and then read torch's flight recorder in the same process."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Make steps, then wait forever for the device; after the restart, end."""
+"""Run some steps, then wait forever for the device. After the restart, run the steps and exit."""
 
 import torch
 from kit import ATTEMPT, DEVICE, choose_device, report, start_endless_kernel, wait_for_device

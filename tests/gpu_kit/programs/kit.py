@@ -1,4 +1,4 @@
-"""Functions that all programs of the kit use: where tensors live, endless kernels, and reports to the kit."""
+"""Functions for the programs of the kit: choose a device, run endless kernels, and report events."""
 
 import json
 import os
@@ -15,7 +15,7 @@ LOCAL_RANK = int(os.environ["LOCAL_RANK"])
 
 
 def report(what: str, **facts: object) -> None:
-    """Send one event to the kit, in one write, so that events of several workers do not mix."""
+    """Send an event to the kit in a single write, so that the events of several workers do not mix."""
     event = {"what": what, "at": time.monotonic(), "pid": os.getpid(), "rank": RANK, "attempt": ATTEMPT}
     fd = os.open(os.environ["KIT_EVENTS"], os.O_WRONLY)
     os.write(fd, (json.dumps({**event, **facts}) + "\n").encode())
@@ -23,7 +23,7 @@ def report(what: str, **facts: object) -> None:
 
 
 def choose_device() -> None:
-    """Select this worker's GPU; several workers share one if there are fewer GPUs than workers."""
+    """Select this worker's GPU. If there are fewer GPUs than workers, several workers share a GPU."""
     if ON_GPU:
         torch.cuda.set_device(LOCAL_RANK % torch.cuda.device_count())
 
@@ -34,13 +34,13 @@ def free_memory() -> int | None:
 
 
 def start_endless_kernel() -> None:
-    """Queue a kernel that runs for days; on a CPU this is left to :func:`wait_for_device`."""
+    """Queue a kernel that runs for days. Do nothing on a CPU, where :func:`wait_for_device` never returns."""
     if ON_GPU:
         torch.cuda._sleep(10**15)
 
 
 def wait_for_device() -> None:
-    """Wait for all kernels; on a CPU, compute forever, because nothing is queued there."""
+    """Wait for all queued kernels. On a CPU, compute forever, because nothing can be queued there."""
     if ON_GPU:
         torch.cuda.synchronize()
         return

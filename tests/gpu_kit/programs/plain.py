@@ -1,4 +1,4 @@
-"""End at once, without torch."""
+"""Print a line and exit, without importing torch."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Train with elasticrs.train; each step adds the mean of ones over all workers, so the result is known."""
+"""Train with elasticrs.train. Each step adds 1, as the mean over all workers, so the result is known."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ world_size = int(sys.argv[1])
 
 
 class Count(State):
-    """A counter on the device, and the number of the step."""
+    """The state of the training: a counter on the device, and the step number."""
 
     def __init__(self):
         self.value = torch.zeros(1, device=DEVICE)
@@ -38,7 +38,7 @@ class Count(State):
 def step(state):
     if state.step == STEPS:
         raise StopIteration
-    # The rank is read here, because every meeting assigns it anew.
+    # Read RANK in each step, because every rendezvous of the workers assigns new ranks.
     if state.step == KILL_STEP and int(os.environ["RANK"]) == world_size - 1 and ATTEMPT == 0:
         report("dies")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Hold device memory and run a kernel until SIGKILL; after the restart, report the free memory."""
+"""Allocate device memory and run a kernel until SIGKILL. After the restart, report the free memory."""
 
 import torch
 from kit import ATTEMPT, DEVICE, choose_device, free_memory, report, start_endless_kernel, wait_for_device

@@ -1,4 +1,4 @@
-"""Use the device after a fork from the warm nursery, then wait until the kit has killed one worker."""
+"""Use the device in a worker forked from the warm nursery. Then wait until the kit kills a worker."""
 
 import sys
 

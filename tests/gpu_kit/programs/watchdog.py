@@ -1,7 +1,7 @@
-"""A collective outlasts the group's timeout: NCCL's watchdog ends the process, gloo raises.
+"""Run a collective that times out. NCCL's watchdog then kills the process; gloo raises an exception.
 
 With NCCL the collective waits behind an endless kernel, so one GPU and one rank are enough. With gloo the
-last rank does not enter it.
+last rank does not enter the collective.
 """
 
 import datetime

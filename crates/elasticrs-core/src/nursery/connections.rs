@@ -1,33 +1,34 @@
 //! The sockets that the nursery holds for its agent.
 //!
 //! With the built-in store, the nursery holds a duplicate of the connection of the agent's session. It holds two while
-//! the session moves to a new connection. With etcd, the nursery holds the links to other agents, which learn on them
-//! that this agent has died. Each link has a last word: a secret that the nursery sends only when no process of a dead
-//! agent is left.
+//! the session moves to a new connection. With etcd, the nursery holds the agent's links. A link is a connection on
+//! which another agent waits for the death of this agent. Each link has a last word: a secret that the nursery sends
+//! only when no process of a dead agent is left.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
 use serde::{Deserialize, Serialize};
 
-/// Which sockets are closed.
+/// The sockets to close.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Release {
     /// All sockets, because nothing depends on the session anymore. The peers are notified.
     All,
-    /// All of them, and the session goes on: the agent lives, and needs this nursery no more.
+    /// All sockets, without notifying the peers. The session continues, because the agent is alive and no longer needs
+    /// this nursery.
     Quietly,
-    /// All but the newest: the session has moved there.
+    /// All sockets except the newest, because the session has moved to the newest.
     Older,
-    /// The newest: the session has not moved there.
+    /// Only the newest socket, because the session has not moved to it.
     Newest,
 }
 
 /// Secret that the nursery sends on a link when no process of the agent is left.
 pub type LastWord = [u8; 32];
 
-/// Maximum number of links that are held. An agent has links with two other agents, and a link that is set up again
-/// does not remove the link that it replaces.
+/// Maximum number of links that the nursery holds. Usually two other agents have a link with an agent. The nursery also
+/// keeps links that have ended, because it does not check whether their peers have reconnected.
 const MAX_LINKS: usize = 8;
 
 /// A socket that the nursery holds.
@@ -43,8 +44,8 @@ pub struct Held {
 pub struct Connections(Vec<Held>);
 
 impl Connections {
-    /// Adds a socket to the others, or replaces all of them unless `beside` is set. Drops the oldest one before adding
-    /// a link that would exceed [`MAX_LINKS`].
+    /// Adds a socket. Drops all other sockets first unless `beside` is set. Drops the oldest socket first if there are
+    /// already `MAX_LINKS` sockets and the new one is a link.
     pub fn hold(&mut self, held: Held, beside: bool) {
         if !beside {
             self.0.clear();

@@ -12,7 +12,7 @@ use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
 use crate::sys::stage::Stage;
 
-/// Changes with every change of this file.
+/// Version of this protocol. Increment it with every change of this file.
 pub const PROTOCOL: u32 = 11;
 
 /// The largest frame that is accepted; environments of 1024 workers stay far below it.

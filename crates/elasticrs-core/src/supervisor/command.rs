@@ -82,7 +82,8 @@ pub(super) type Reply<T> = SyncSender<T>;
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
     Adopt(Adopted, Reply<Result<(), SupervisorError>>),
-    /// With the descriptors that `pass_fds` of the process refer to.
+    /// Start this process as a replacement for a failed worker. The descriptors are the ones that the `pass_fds` of the
+    /// process refer to.
     Replace(Box<ProcessSpec>, Vec<OwnedFd>, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
@@ -114,9 +115,9 @@ pub(super) enum Guarded {
         word: LastWord,
         is_first: bool,
     },
-    /// Hold this socket in addition to the others. The sender is notified once the nursery has the socket, or is
-    /// certain to receive it before it handles the death of this process. The sender is dropped if there is no nursery
-    /// to send it to.
+    /// Hold this socket in addition to the others. The sender is notified once the request is in the kernel's socket
+    /// buffer, because the nursery then receives it even if this process dies. The sender is dropped if there is no
+    /// nursery or if the link to the nursery is closed.
     Beside(OwnedFd, oneshot::Sender<()>),
     Release(Release),
 }

@@ -39,14 +39,15 @@ pub enum Event {
         /// What it used; unknown for adopted pids and lost parents.
         usage: Option<Usage>,
     },
-    /// Nothing is left of what a failed worker had started, apart from what is named here, and another process may be started
-    /// in its place. Of a group that [replaces](crate::spec::GroupSpec::replaces); told once for each that failed.
+    /// No process of a failed worker is left, except those listed in `swept`, and a replacement may be started.
+    /// Reported once for each failed worker, and only by a group that [replaces](crate::spec::GroupSpec::replaces)
+    /// failed workers.
     WorkerSwept { local_rank: u32, swept: Swept, at: Stamp },
-    /// A process runs in the place of a worker that had failed.
+    /// A replacement for a failed worker is running.
     WorkerReplaced { local_rank: u32, pid: i32, started: Stamp },
-    /// It could not be started; nothing of it is left.
+    /// A replacement could not be started. No process of it is left.
     ReplaceFailed(StartFailure),
-    /// The first failure of the group; the siblings have been signalled already.
+    /// The first failure of the group. The siblings have already been signalled.
     FailureSeen {
         local_rank: u32,
         /// When the supervisor noticed the failure.
@@ -71,20 +72,21 @@ pub enum Event {
     /// The deadline of the fence has passed, and the nursery kills everything. Reported immediately, even if no group
     /// is running. A running group ends with [`Outcome::Stopped`].
     Fenced { at: Stamp },
-    /// Nothing of the group is left, apart from what is named here.
+    /// No process of the group is left, except those listed here.
     GroupEnded {
         outcome: Outcome,
         nursery: Option<NurseryEnd>,
-        /// Workers that SIGKILL did not end, with the kernel function that each waits in (empty when unreadable).
+        /// Workers that did not exit after SIGKILL, each with the kernel function in which it waits. The name is empty
+        /// if it cannot be read.
         stuck_workers: Vec<(u32, String)>,
         swept: Swept,
         at: Stamp,
     },
-    /// A log file cannot be read, or its file system is full. Told once for each file.
+    /// A log file cannot be read, or its file system is full. Reported once for each file.
     LogTrouble { local_rank: u32, path: PathBuf, errno: i32 },
-    /// Something works less well than it should, and the job goes on.
+    /// Something works less well than it should. The job continues.
     Degraded { message: String },
-    /// A task of the runtime panicked: the workers are being killed, and nothing further will be told.
+    /// A task of the runtime panicked. The workers are being killed, and no further event follows.
     Panicked { message: String },
 }
 
@@ -120,14 +122,14 @@ fn console_name(dest: Dest) -> &'static str {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TimerExpired {
     pub local_rank: u32,
-    /// The process that acquired it: the worker, or a descendant.
+    /// Process that acquired the timer: the worker or a descendant.
     pub pid: i32,
     pub scope: String,
-    /// File and line of the block, where the client says so.
+    /// File and line of the block that acquired the timer. `None` if the client did not send them.
     pub at: Option<String>,
-    /// When it was due by the worker's wall clock, in milliseconds since 1970.
+    /// Deadline of the timer by the worker's wall clock, in milliseconds since 1970.
     pub deadline_ms: u64,
-    /// How many other timers of the process are live.
+    /// Number of other active timers of the process.
     pub others: u32,
     /// Signal that was sent to the process. `None` if the timer only reports.
     pub signal: Option<Signal>,
@@ -167,8 +169,8 @@ pub enum ExitStage {
 pub struct WorkersKilled {
     /// Local rank and pid of each.
     pub workers: Vec<(u32, i32)>,
-    /// Stop signal that the workers received before. `None` if they received none, because they were already exiting
-    /// after an uncaught exception.
+    /// Stop signal after which the workers did not exit in time. `None` if a worker did not complete its exit after an
+    /// uncaught exception: either that exit made no progress, or a worker that was to be replaced exceeded its grace.
     pub signal: Option<Signal>,
     /// Time that the workers had to exit: their grace, or the time without progress.
     pub limit: Duration,

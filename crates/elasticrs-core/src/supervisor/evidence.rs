@@ -1,17 +1,19 @@
-//! What the workers of a group were doing when one of them hung: taken before any of them is signalled otherwise.
+//! Takes evidence of what the workers of a group were doing when one of them hung. The evidence is taken before any of
+//! the workers gets a signal to stop.
 //!
-//! From `/proc`: state, wait channel and, where it may be read, the kernel stack of each thread. From a Python worker:
-//! its stacks, which `faulthandler` writes on [`stack_signal`] into the file that the worker's hook has opened. Its
-//! handler is written in C and needs no GIL, so a worker that is blocked in a collective, or never lets go of the GIL,
-//! answers as well. `py-spy` looks into those that do not, where it is installed.
+//! The state, the wait channel and, if it is readable, the kernel stack of each thread come from `/proc`. The Python
+//! stacks of a worker come from `faulthandler`: on [`stack_signal`], it writes them to the file that the worker's hook
+//! has opened. Its handler is written in C and does not need the GIL, so it also works if the worker is blocked in a
+//! collective or never releases the GIL. If a worker does not write its stacks, `py-spy` inspects it, provided that
+//! `py-spy` is installed.
 //!
-//! - **EVI-1** nobody gets the signal without a handler for it and the hook's file;
+//! - **EVI-1** a process gets the signal only if it has a handler for the signal and the hook's file;
 //! - **EVI-2** all ranks are examined in parallel, each on its own thread, and the caller gets the evidence by its
 //!   deadline. If a file of one rank hangs, only the evidence of that rank is missing;
-//! - **EVI-3** only plain files are opened: a worker may put anything in their place, and one that blocks (a FIFO) would
-//!   cost the evidence of all;
-//! - **EVI-4** what is written to the file for a crash, meanwhile or before, stays in it;
-//! - **EVI-5** evidence that nobody waits for any more ends at once, and `py-spy` with it.
+//! - **EVI-3** only regular files are opened, because a worker may replace its file by a FIFO, and opening a FIFO would
+//!   block;
+//! - **EVI-4** the traceback of a crash stays in the file, even if it is written while the evidence is taken;
+//! - **EVI-5** if the evidence is not needed anymore, the threads stop at once and kill `py-spy`.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -34,7 +36,7 @@ use crate::sys::pidfd;
 
 /// For all ranks together.
 pub const LIMIT: Duration = Duration::from_secs(2);
-/// Part of [`LIMIT`] for the answers of `faulthandler`. `py-spy` gets the rest.
+/// Part of [`LIMIT`] in which `faulthandler` has to write the stacks. `py-spy` gets the rest.
 const ANSWERS: Duration = Duration::from_millis(1200);
 /// Time after which a file that does not grow is considered complete.
 const SETTLED: Duration = Duration::from_millis(40);

@@ -36,8 +36,8 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Same as [`Supervisor::guard_connection`]. Does nothing if the supervisor has ended; this holds for the other
-    /// methods, too.
+    /// Same as [`Supervisor::guard_connection`]. This method and all other methods do nothing if the supervisor has
+    /// ended.
     pub fn hold(&self, connection: OwnedFd) {
         self.send(Guarded::Hold(connection));
     }
@@ -48,8 +48,9 @@ impl Keeper {
         self.send(Guarded::Link { link, word, is_first });
     }
 
-    /// Gives the nursery a second connection to hold, because the session is about to move to it. Returns once this
-    /// process may be killed without closing either connection early, because the nursery then closes both.
+    /// Gives the nursery a second connection to hold, because the session is about to move to it. Returns once the
+    /// request is in the kernel's socket buffer, because the nursery then receives the connection even if this process
+    /// is killed. Returns immediately if there is no nursery.
     pub async fn hold_beside(&self, connection: OwnedFd) {
         let (held, is_held) = oneshot::channel();
         self.send(Guarded::Beside(connection, held));
@@ -57,19 +58,19 @@ impl Keeper {
         let _ = is_held.await;
     }
 
-    /// Which of the connections the nursery holds no longer.
+    /// Makes the nursery close some or all of the connections that it holds.
     pub fn release(&self, which: Release) {
         self.send(Guarded::Release(which));
     }
 
     fn send(&self, guarded: Guarded) {
         if let Some(commands) = self.commands.upgrade() {
-            // Refused only when the runtime has ended, and the nursery with it.
+            // Sending fails only if the runtime has ended. The nursery has then ended, too.
             let _ = commands.send(Command::Guard(guarded));
         }
     }
 
-    /// As [`Fence::set`].
+    /// Same as [`Fence::set`].
     pub fn fence(&self, boot_ns: Option<u64>) -> bool {
         self.fence.set(boot_ns)
     }

@@ -1,17 +1,17 @@
-//! The workers of an attempt as one unit.
+//! Runs the workers of an attempt as one unit.
 //!
 //! [`Supervisor`] is a handle: its commands go to the one runtime thread ([`task`]), which owns the nursery's link, the
-//! pidfds, and the deadlines. [`state`] decides, as a pure function over inputs; [`task`] carries the effects out.
-//! What happens comes back through a [`queue::Queue`] of [`Event`]s.
+//! pidfds, and the deadlines. [`state`] decides, as a pure function over inputs; [`task`] carries out the effects. The
+//! results are reported as [`Event`]s through a [`queue::Queue`].
 //!
 //! Invariants, cited by the tests:
 //!
-//! - **SUP-1** a group starts whole or not at all;
-//! - **SUP-2** every exit is told exactly once, and before the end of its group;
-//! - **SUP-3** the siblings of the first failure are signalled before anybody is told of it;
-//! - **SUP-4** after a stop began, SIGKILL follows at the deadline for whatever has not ended;
-//! - **SUP-5** the end of a group is told once, after its descendants were swept, however the group ended;
-//! - **SUP-6** no pid is signalled by number after its exit;
+//! - **SUP-1** either all workers of a group are started, or none;
+//! - **SUP-2** every exit is reported exactly once, and before the end of its group;
+//! - **SUP-3** the siblings of the first failed worker are signalled before the failure is reported;
+//! - **SUP-4** workers that are still running at the deadline of a stop get SIGKILL;
+//! - **SUP-5** the end of a group is reported once, after its descendants were cleaned up, however the group ended;
+//! - **SUP-6** no signal is sent to the pid of a process that has exited;
 //! - **SUP-7** a group whose fence has expired ends as stopped, with SIGKILL as the signal sent, and never counts as
 //!   failed;
 //! - **SUP-8** before SIGKILL, the rest of a worker's process group is signalled once the worker has exited. With

@@ -159,8 +159,8 @@ impl Nursery {
         }
     }
 
-    /// Tells when all that was sent before is where the nursery finds it, whatever becomes of this process; drops `told` where
-    /// it will not be.
+    /// Notifies `told` once everything that was sent before is in the kernel, where the nursery can read it even if
+    /// this process dies. Drops `told` if the link is closed.
     pub(super) fn tell_sent(&mut self, told: oneshot::Sender<()>) {
         self.waiting.push(told);
         self.check_sent();
@@ -171,7 +171,7 @@ impl Nursery {
             self.waiting.clear();
         } else if !self.link.get_ref().has_unsent() {
             for told in self.waiting.drain(..) {
-                // Nobody waits any more.
+                // An error means that the receiver has stopped waiting.
                 let _ = told.send(());
             }
         }
@@ -207,9 +207,10 @@ impl Nursery {
         stage_reached(&self.stages)
     }
 
-    /// Kills a nursery that has closed its link while it was importing. A nursery keeps its end of the link open until
-    /// it exits, so an imported module has either executed another program, which would run the script outside of any
-    /// group, or closed descriptors that do not belong to it.
+    /// Kills a nursery whose link has ended during the imports, unless the process is already exiting. A nursery closes
+    /// its link only when it exits. An imported module has therefore executed another program, which might run the
+    /// script outside of any group, or has closed descriptors that it does not own. Stores in [`Import::end`] which of
+    /// the two has happened.
     #[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
     fn end_what_it_executes(&mut self) {
         let Some(import) = &mut self.import else { return };
@@ -217,7 +218,8 @@ impl Nursery {
         if Stat::in_folder(&folder).is_none_or(|stat| stat.is_ending()) {
             return;
         }
-        // All are close-on-exec but for the report. A new program may have opened others under their numbers.
+        // All fixed descriptors except the report are close-on-exec. Check that `stages` is a pipe, because a new
+        // program may have opened other files under the same numbers.
         let [_, _, stages] = FIXED_FDS.map(|fd| fs::read_link(folder.join(format!("fd/{fd}"))).unwrap_or_default());
         let has_stages = stages.to_string_lossy().starts_with("pipe:");
         let has_report = folder.join(format!("fd/{REPORT_FD}")).exists();

@@ -3,19 +3,20 @@
 //!
 //! All times are nanoseconds of the monotonic clock. Invariants, cited by the tests:
 //!
-//! - **HANG-1** a rank is hung only if its limit has passed since its last sign of life, and never before its first one,
-//!   unless there is a limit for the start;
-//! - **HANG-2** time in which nobody ran does not count: that of a suspended group, and every gap in the calls of
-//!   [`Watch::look`], which comes at least every [`LOOK_EVERY`];
-//! - **HANG-3** the next look is no later than the first moment at which a rank can be hung by the limits of steps, but
-//!   for [`LEAST_WAIT`], which keeps a limit of nearly nothing from occupying the caller;
-//! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all;
-//! - **HANG-5** nobody is blamed by what was seen while the group was suspended: it is looked at again;
+//! - **HANG-1** a rank is hung only if its limit has passed since its last sign of life. Before its first sign of life
+//!   it is hung only if there is a limit for the start;
+//! - **HANG-2** time in which no rank could run does not count. This is the time for which the group was suspended, and
+//!   the time by which calls of [`Watch::look`] were late, because they are due at least every [`LOOK_EVERY`];
+//! - **HANG-3** the next check is due no later than the first moment at which a rank can exceed its limit for steps.
+//!   Only [`LEAST_WAIT`] may delay it, which keeps a very short limit from occupying the caller;
+//! - **HANG-4** output lines count only while no rank has a heartbeat, and then only if all ranks are silent;
+//! - **HANG-5** no rank is blamed because of an observation that was made while the group was suspended. The ranks are
+//!   checked again instead;
 //! - **HANG-6** a rank that has given a sign of life since the check is not hung, see [`still_late`];
 //! - **HANG-7** [`Watch::unwatched`] only returns ranks to which no limit applies, and only once for each group;
 //! - **HANG-8** the replacement of a rank lasts until the first sign of life of its new process. This time does not
-//!   count against the other ranks, nor does the time since their last sign of life before it, because they may be
-//!   waiting for the replaced rank. Meanwhile the checks are [`LOOK_FOR_ABSENT`] apart;
+//!   count against the other ranks, because they may be waiting for the replaced rank. The time from their last sign of
+//!   life to the start of the replacement does not count either. Meanwhile the checks are [`LOOK_FOR_ABSENT`] apart;
 //! - **HANG-9** only the limit for the exit applies to a rank whose program has returned, and not the limit for steps.
 //!   After a later heartbeat the limit for steps applies again, because a background thread is still training.
 
@@ -100,7 +101,7 @@ pub enum Missed {
     Step,
     /// The end of a section.
     Section,
-    /// The exit of its process, after its program had returned.
+    /// The exit of the rank's process, after its program had returned.
     Exit,
     /// A line of output. All other ranks missed theirs, too.
     Line,
@@ -251,8 +252,9 @@ impl Watch {
         Verdict::Hung(late)
     }
 
-    /// Those that may keep a rank of another node waiting, which has been silent for `silence`: at least half of that, or
-    /// of their own limit, has passed; the one with the oldest sign of life first.
+    /// Returns the ranks for which a rank of another node may be waiting. That rank has been silent for `silence`. A
+    /// local rank is returned if half of `silence`, or half of its own limit, has passed since its last sign of life.
+    /// The rank with the oldest sign of life comes first.
     pub fn suspects(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
@@ -388,10 +390,11 @@ impl Watch {
     }
 }
 
-/// Those of `late` that have given no sign of life since, by what is seen now, and by the last line of any rank.
+/// Returns the ranks of `late` that have given no sign of life since they were found to be late. `seen` has the current
+/// heartbeats, and `line` is the time of the last output line of any rank.
 ///
-/// A rank may recover while the evidence is being taken. Besides, a heartbeat page that is read while its worker writes
-/// to it may show an old time together with a new limit.
+/// A rank may recover while the evidence is being taken. In addition, a heartbeat page that is read while its worker
+/// writes to it may show an old time together with a new limit.
 pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> Vec<Overdue> {
     let somebody_beats = seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {

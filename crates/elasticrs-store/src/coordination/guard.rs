@@ -13,15 +13,16 @@ pub trait Guard: Send {
     /// socket before: from then on the store may count either as the session's. [`Self::resumed`] or
     /// [`Self::not_resumed`] follows, unless the session is lost or closed first.
     fn resuming(&self, socket: BorrowedFd<'_>) -> Pin<Box<dyn Future<Output = ()>>>;
-    /// The session was resumed on the new socket. The previous socket has no meaning anymore.
+    /// The session was resumed on the new socket. The previous socket is no longer used.
     fn resumed(&self);
     /// The session was not resumed, and the new socket will not be used.
     fn not_resumed(&self);
-    /// Another session waits on this link, a socket, for the end of this session. The guard has a duplicate of the
-    /// socket held elsewhere, and its holder sends `word` when nothing that depends on this session is running. If
-    /// `is_first`, this link replaces the links of the previous session.
+    /// Another session waits on this socket, which is called a link, for the end of this session. The guard duplicates
+    /// the socket into a process that outlives this one. That process sends `word` on the duplicate when nothing that
+    /// depends on this session is running. If `is_first`, this link replaces the links of the previous session.
     fn linked(&self, _socket: BorrowedFd<'_>, _word: [u8; 32], _is_first: bool) {}
-    /// True if the holder of the links will send the words given to [`Self::linked`].
+    /// True if the guard gets the words passed to [`Self::linked`] sent. Without this, other sessions detect the end of
+    /// this session differently.
     fn says_words(&self) -> bool {
         false
     }

@@ -452,7 +452,8 @@ impl Hub {
         }
     }
 
-    /// Waits until the queued messages may be sent, because of JOURNAL-1.
+    /// Waits until the queued messages may be sent. Because of JOURNAL-1, this is when the changes made before them are
+    /// on disk.
     pub(super) async fn settled(&self) {
         if let Some(journal) = &self.journal {
             journal.settled().await;

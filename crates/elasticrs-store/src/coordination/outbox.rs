@@ -103,7 +103,7 @@ impl Outbox {
         self.connection.bytes() + self.unread.get()
     }
 
-    /// Replaces the unsent messages by the reason why the connection ends. No message follows it.
+    /// Replaces the unsent messages with the reason why the connection ends. Later messages are dropped.
     pub(super) fn refuse(&self, kind: LostKind, message: String) {
         if self.is_closing.replace(true) {
             return;

@@ -65,8 +65,8 @@ impl Link {
             Some(Ok(Ok(()))) | None => "it was closed".into(),
             Some(Err(error)) => error.to_string(),
         };
-        // Prefer the error of a write, because the kernel reports a socket error only once, and a write may have come
-        // before the read.
+        // Prefer the error of a write, because the kernel reports a socket error only once, and the write may have
+        // received it instead of the read.
         let why = self.heard.borrow().unwritten.clone().unwrap_or(why);
         Lost::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
     }

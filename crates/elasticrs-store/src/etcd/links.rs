@@ -208,7 +208,8 @@ impl Links {
         self.keys.card_of(&self.scope, &answer)
     }
 
-    /// Asks etcd, on one connection after the other, until there is an answer or a refusal, which is as good as none.
+    /// Sends a request to etcd and returns the answer. After a connection error, retries, if possible on the session's
+    /// next connection. Returns the default value if etcd refuses the request.
     async fn ask<A: Message + Default>(&self, path: &str, question: &impl Message) -> A {
         let mut channel = self.channel.clone();
         loop {
@@ -220,7 +221,7 @@ impl Links {
                     Err(Trouble::Fatal(_)) => return A::default(),
                 }
             }
-            // With the session's next connection, or later on the same.
+            // Retry on the session's next connection or, after `LIMIT`, on the same one.
             let _ = timeout(LIMIT, channel.changed()).await;
         }
     }

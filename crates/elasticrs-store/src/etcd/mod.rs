@@ -1,4 +1,5 @@
-//! Client for etcd v3 as an alternative to our own store, for sites that run etcd. Requests and events are the same.
+//! Client for etcd v3 as an alternative to our own store, for sites that run etcd. Both clients take the same requests
+//! and report the same events.
 //!
 //! [`mapping`] translates requests and answers, and [`watching`] tracks which events a watch has received; both are
 //! plain functions. [`grpc`] makes calls to one member. [`dial`] and [`tls`] connect to a member, and [`open`] opens a
@@ -8,8 +9,9 @@
 //!
 //! - **ETCD-1** requests are carried out one at a time, in the order in which they were made;
 //! - **ETCD-2** a request is carried out only once, even if the connection breaks before its answer arrives;
-//! - **ETCD-3** the session is given up a fifth of its lease before etcd would end it, counted on the boot clock from the
-//!   sending of the last answered keep-alive; whatever arrives after that moment is not looked at;
+//! - **ETCD-3** the client ends its session after four fifths of the lease, before etcd would end it. This time is
+//!   counted on the boot clock, from when the client sent the last keep-alive that was answered. Messages that arrive
+//!   later are ignored;
 //! - **ETCD-4** `close` leaves no task and no file descriptor behind and, if etcd can be reached, no lease.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]

@@ -75,8 +75,8 @@ impl Sentinel {
                 Ok(None) => return true,
                 Err(_) => return false,
             };
-            // If a descriptor cannot be taken over, the sentinel does not guard it. The loss of the whole sentinel has
-            // the same effect.
+            // Ignore a descriptor that cannot be used. The sentinel then does not guard the object behind it. This is
+            // no worse than having no sentinel.
             match request {
                 Request::Guard => self.nursery = Guarded::new(fds),
                 Request::Fence => self.fence = Fence::from_descriptors(fds).ok(),

@@ -1,4 +1,4 @@
-//! Workers that have failed and still run: a timer of theirs has expired, or they hang.
+//! Workers that have failed but are still running, for example because a timer has expired or because they hang.
 
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ impl Group {
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
-    /// This worker, if it runs and nobody has asked it to stop.
+    /// Returns this worker if it is running and has not been asked to stop.
     pub(super) fn working(&mut self, local_rank: u32) -> Option<&mut Member> {
         let runs = |m: &&mut Member| m.local_rank == local_rank && m.runs() && m.condemned.is_none();
         self.members.iter_mut().find(runs).filter(|_| self.phase == Phase::Running)

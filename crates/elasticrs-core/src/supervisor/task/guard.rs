@@ -1,5 +1,5 @@
-//! Gives the nursery what it holds for the agent: the connection of its lease, its links with other agents, and the
-//! fence.
+//! Gives the nursery the sockets and the deadline that it guards for the agent: the connection of the agent's lease,
+//! its links with other agents, and the fence.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -55,7 +55,7 @@ impl Task {
         }
     }
 
-    /// One that is lost is replaced: the agent may be killed while the nursery hangs.
+    /// Replaces a sentinel that was lost, because the agent may be killed while the nursery hangs.
     pub(super) fn check_sentinel(&mut self) {
         let Some(mut nursery) = self.nursery.take_if(|nursery| nursery.has_lost_sentinel()) else { return };
         match nursery.renew_sentinel(&self.config.nursery) {

@@ -35,7 +35,7 @@ impl Task {
         }
     }
 
-    /// Ends a nursery that is needed no more, and waits for that when this supervisor is closed.
+    /// Ends a nursery that is no longer needed. Closing the supervisor waits for its end.
     pub(super) fn retire(&mut self, nursery: Nursery) {
         self.retire_by(async { _ = nursery.end(false, CLOSE_LIMIT).await });
     }
@@ -45,12 +45,12 @@ impl Task {
         self.retired.spawn_local(end);
     }
 
-    /// Arms the deadlines for the import. They start again with the group that waits for the import, because the end of
-    /// a group clears all deadlines.
+    /// Arms the deadlines for the import. Called again when a group starts to wait for the import, because the end of
+    /// the previous group has cleared all deadlines.
     pub(super) fn arm_import(&mut self) {
         if let Some(import) = self.nursery.as_ref().and_then(|nursery| nursery.import.as_ref()) {
             // Do not extend the deadlines for a nursery that continues the import after a module killed the previous
-            // one. All of them share the time of one.
+            // nursery. The time limit applies to all these nurseries together.
             self.deadlines.hasten(Timer::Warm, import.warm.limit, Instant::now());
             self.deadlines.hasten(Timer::SlowImport, SLOW_IMPORT, Instant::now());
         }
@@ -128,7 +128,7 @@ impl Task {
         self.go_on_cold(end)
     }
 
-    /// Replaces the warm nursery by a cold one for the rest of the job.
+    /// Replaces the warm nursery with a cold one for the rest of the job.
     fn go_on_cold(&mut self, end: NurseryEnd) -> bool {
         self.disarm_import();
         self.config.nursery.retain(|image| !matches!(image, NurseryImage::Warm(_)));

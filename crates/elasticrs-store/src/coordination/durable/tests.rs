@@ -268,7 +268,7 @@ fn a_file_that_cannot_be_replaced_stays_in_use() {
         }
     };
     grow(&mut file, &mut image);
-    // A folder at the path of the new file prevents that the file is created.
+    // A folder at the path of the new file prevents the store from creating that file.
     let obstacle = folder.path().join(".state.elasticrs-new");
     std::fs::create_dir(&obstacle).unwrap();
     assert!(matches!(file.replace(image.items(&image.entries)), Ok(Replaced::No(StateError::Io { .. }))));
