@@ -29,18 +29,18 @@ use crate::sys::pidfd;
 use crate::sys::readiness::register;
 use crate::sys::stage::Stage;
 
-/// What came from the nursery.
+/// Event that [`Nursery::next`] returns.
 #[derive(Debug)]
 pub(super) enum FromNursery {
-    /// It said something; descriptors that came with it.
+    /// A reply of the nursery, with the descriptors that were sent along.
     Reply(Reply, Vec<OwnedFd>),
-    /// It has ended, and all that it had said before was handed out.
+    /// The nursery has exited, and all replies that it had sent were returned.
     Died(WorkerExit),
-    /// It does not end after SIGKILL: its control group is frozen, or it hangs in the kernel.
+    /// The nursery does not exit after SIGKILL, because its control group is frozen or it hangs in the kernel.
     GivenUp,
 }
 
-/// How long a nursery may take to die. It is small, so this is for a machine that is very busy.
+/// Time limit for a nursery to exit. A nursery is small and exits quickly, unless the machine is very busy.
 const DEATH_LIMIT: Duration = Duration::from_secs(5);
 
 /// A running nursery.
@@ -48,19 +48,19 @@ const DEATH_LIMIT: Duration = Duration::from_secs(5);
 pub(super) struct Nursery {
     pub(super) pid: i32,
     pub(super) token: Token,
-    /// It imports, and does nothing else yet.
+    /// The import phase. `None` if the nursery is not importing modules.
     pub(super) import: Option<Import>,
     pub(super) sentinel: Option<Guard>,
     link: AsyncFd<AgentLink>,
     pidfd: AsyncFd<OwnedFd>,
     stages: OwnedFd,
-    /// Whoever waits until all that was sent is in the kernel.
+    /// Notified when everything that was sent is in the kernel.
     waiting: Vec<oneshot::Sender<()>>,
     link_is_open: bool,
     has_died: bool,
-    /// Since when it is to be dead.
+    /// When the supervisor started to wait for the exit. `None` if it is not waiting for it.
     ending: Option<Instant>,
-    /// It was killed because it hung.
+    /// True if the nursery was killed because it hung.
     pub(super) hung: bool,
 }
 
@@ -69,13 +69,13 @@ pub(super) struct Nursery {
 pub(super) struct Import {
     pub(super) warm: Arc<Warm>,
     pub(super) since: u64,
-    /// How it ended, where its exit does not say.
+    /// How the import ended, if the exit status does not show it.
     pub(super) end: Option<End>,
-    /// Its sentinel was lost.
+    /// True if the sentinel was lost.
     pub(super) is_unguarded: bool,
 }
 
-/// Who acts when a nursery cannot, and what both share.
+/// The sentinel, which acts if the nursery cannot, and the memory page that they share.
 #[derive(Debug)]
 pub(super) struct Guard {
     pub(super) sentinel: Box<Nursery>,
@@ -83,7 +83,7 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    /// Tells the sentinel whom it guards.
+    /// Tells the sentinel which nursery it guards.
     fn introduce(&mut self, nursery: &AsyncFd<OwnedFd>) -> io::Result<()> {
         let mut fds = vec![nursery.get_ref().try_clone()?];
         fds.extend(self.activity.descriptors()?);
@@ -133,7 +133,7 @@ impl Nursery {
         self.import.is_none() && self.sentinel.as_ref().is_some_and(ended)
     }
 
-    /// Replaces a sentinel that was lost. Where that fails, there is none.
+    /// Replaces a sentinel that was lost. After an error there is no sentinel.
     pub(super) fn renew_sentinel(&mut self, images: &[NurseryImage]) -> Result<Option<&mut Self>, LaunchError> {
         let Some(Guard { sentinel, activity }) = self.sentinel.take() else { return Ok(None) };
         exit_of(sentinel.pidfd.get_ref());
@@ -143,7 +143,7 @@ impl Nursery {
         Ok(Some(&mut guard.sentinel))
     }
 
-    /// As [`Self::send`], to its sentinel as well.
+    /// Like [`Self::send`], but sends the request to the sentinel, too.
     pub(super) fn send_to_both(&mut self, request: &Request, fds: Vec<OwnedFd>) -> io::Result<()> {
         if let Some(Guard { sentinel, .. }) = &mut self.sentinel {
             sentinel.send(request, fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?);
@@ -152,7 +152,7 @@ impl Nursery {
         Ok(())
     }
 
-    /// Sends as much as goes; the rest follows from [`Self::next`].
+    /// Queues a request and sends as much as the socket accepts. [`Self::next`] sends the rest.
     pub(super) fn send(&mut self, request: &Request, fds: Vec<OwnedFd>) {
         if self.link_is_open && self.link.get_mut().send(request, fds).is_err() {
             self.give_up();
@@ -177,26 +177,27 @@ impl Nursery {
         }
     }
 
-    /// After an error of the link. As a rule the nursery is dying; one that is not would be waited for in vain.
+    /// Closes the link after an error and kills the nursery. Usually the nursery is exiting. Otherwise waiting for it
+    /// would take forever.
     fn give_up(&mut self) {
         self.link_is_open = false;
         self.waiting.clear();
         self.kill();
     }
 
-    /// In case that somebody has stopped it.
+    /// Sends SIGCONT to the nursery, because a user may have stopped it.
     pub(super) fn resume(&self) {
-        // The only error is ESRCH: its end is about to be told.
+        // The only possible error is ESRCH: the nursery has exited, which is about to be reported.
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGCONT);
     }
 
     pub(super) fn kill(&mut self) {
         self.ending.get_or_insert_with(Instant::now);
-        // The only error is ESRCH: it has ended already, which is what was wanted.
+        // The only possible error is ESRCH: the nursery has already exited.
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGKILL);
     }
 
-    /// It keeps silent: its loss is handled, its silence is not.
+    /// Kills a nursery that does not respond. Its death is then handled like any other.
     pub(super) fn kill_hung(&mut self) {
         self.hung = true;
         self.kill();
@@ -227,7 +228,8 @@ impl Nursery {
         self.kill();
     }
 
-    /// If we were killed now, nobody would end what the import has started.
+    /// Kills the importing nursery, because its sentinel is lost. If the agent were killed now, no process would clean
+    /// up what the import has started.
     fn end_unguarded(&mut self) {
         if let Some(import) = &mut self.import {
             import.is_unguarded = true;
@@ -235,12 +237,12 @@ impl Nursery {
         }
     }
 
-    /// The next thing from the nursery. Cancel-safe: nothing is held across an await.
+    /// Returns the next event. Cancel-safe, because no state is held across an await.
     pub(super) async fn next(&mut self) -> FromNursery {
         loop {
             match self.link.get_mut().receive() {
                 Ok(Some((reply, fds))) => return FromNursery::Reply(reply, fds),
-                // The stream of a dead nursery may stay open in a child that hangs in its exec.
+                // The link of a dead nursery may stay open in a child process that hangs in `exec`.
                 Ok(None) if self.link_is_open && !self.has_died => {}
                 end @ (Ok(None) | Err(_)) => {
                     self.link_is_open = false;
@@ -254,8 +256,8 @@ impl Nursery {
             }
             let ending = self.ending;
             let wants_to_write = self.link.get_ref().has_unsent();
-            // Readiness is cleared before the next read: a frame that comes in between sets it anew.
-            // An error of it means that the runtime shuts down, and then nobody waits for this future either.
+            // Clear the readiness before the next read, because a frame that arrives in between sets it again. An error
+            // of `readable` means that the runtime is shutting down, so this future is no longer polled.
             tokio::select! {
                 biased;
                 Ok(mut guard) = self.link.readable() => guard.clear_ready(),
@@ -275,10 +277,10 @@ impl Nursery {
         }
     }
 
-    /// Tells it to leave what is there alone, or hangs up, which makes it end everything; waits until it is gone. `None` if it
-    /// is not.
+    /// Makes the nursery exit and waits for its exit. If `leave` is set, the nursery leaves its processes running;
+    /// otherwise the link is closed, and the nursery kills them. Returns `None` if the nursery does not exit.
     pub(super) async fn end(mut self, leave: bool, limit: Duration) -> Option<WorkerExit> {
-        // We live, and so does our session.
+        // Do not let the nursery end the session, because this process is alive.
         self.send(&Request::Release(Release::Quietly), Vec::new());
         if leave {
             if let Some(Guard { sentinel, .. }) = &mut self.sentinel {
@@ -287,11 +289,11 @@ impl Nursery {
             self.send(&Request::Leave, Vec::new());
         }
         if self.import.is_some() {
-            // It does not listen yet, and has nobody.
+            // Kill the nursery, because it does not read requests during its imports and has no workers yet.
             self.kill();
         }
         let Self { link, pidfd, sentinel, .. } = self;
-        // A request to leave that is still unsent is one that nobody reads: the nursery hangs, or is dead.
+        // If the request to leave is still unsent, the nursery hangs or is dead, so dropping the request does no harm.
         drop(link);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
             let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);
@@ -310,17 +312,17 @@ impl Nursery {
         Some(exit)
     }
 
-    /// Lets a sentinel end what its nursery has left. If it was lost, that is done here.
+    /// Lets a sentinel kill the processes that its nursery has left. If the sentinel was lost, this process kills them.
     pub(super) async fn end_what_it_guards(self, limit: Duration) {
         let token = self.token;
         if self.end(false, limit).await != Some(WorkerExit::Exited { code: 0 }) {
-            // It ends with its limit.
+            // Ignore the result, because the task stops at its time limit.
             let _ = tokio::task::spawn_blocking(move || kill_by_token(token, limit)).await;
         }
     }
 
     async fn wait_for_end(&mut self) -> FromNursery {
-        // The stream ends a moment before the process does.
+        // The link closes a moment before the process exits.
         let ending = *self.ending.get_or_insert_with(Instant::now);
         tokio::select! {
             biased;
@@ -335,7 +337,7 @@ impl Nursery {
 
 async fn lost(sentinel: Option<&Guard>) {
     match sentinel {
-        // An error of it means that the runtime shuts down.
+        // An error means that the runtime is shutting down.
         Some(Guard { sentinel, .. }) => drop(sentinel.pidfd.readable().await),
         None => std::future::pending().await,
     }
@@ -345,7 +347,7 @@ async fn death_limit(ending: Option<Instant>) {
     tokio::time::sleep_until((ending.unwrap_or_else(Instant::now) + DEATH_LIMIT).into()).await;
 }
 
-/// Reaps a child of ours; unknown when somebody else has.
+/// Reaps a child of this process. Returns `Unknown` if another thread has already reaped it.
 fn exit_of(pidfd: &OwnedFd) -> WorkerExit {
     match waitid(Id::PIDFd(pidfd.as_fd()), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG) {
         Ok(WaitStatus::Exited(_, code)) => WorkerExit::Exited { code },
