@@ -191,8 +191,8 @@ def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Ca
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
         if is_read:
-            # `say` does not wait for the reader, but `write` does. It has given up once if the report was not
-            # read.
+            # Wait until the line is written, because `say` does not wait. Do not wait if the report was not
+            # read either.
             write("")
 
 
@@ -294,9 +294,10 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
 
 
 def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequence[int]) -> bool:
-    """Write a text and wait for its reader; return False if that was given up.
+    """Write a text and wait until it is written. Return False if the reader took too long or a signal came.
 
-    A report that nobody reads keeps nobody: a signal ends it, but for Control-Z and ``others``.
+    Any signal except SIGTSTP and ``others`` stops the wait, so that a reader that does not read cannot block
+    the launcher.
     """
     if signals is None:
         return console.write(text, _PATIENCE)

@@ -1,4 +1,4 @@
-"""The folder in which a hosted etcd member keeps its data between two agents of a job.
+"""Data folder of a hosted etcd member. Later agents of the same job on this machine use it again.
 
 - **FOLDER-1** The folder survives the agent and the machine's reboot: it is below ``TMPDIR`` if that is set,
   otherwise below ``/var/tmp``. Its name is derived from the job's id, its token, all endpoints, and the seat.
@@ -36,10 +36,10 @@ def root() -> str:
 
 
 class Folder:
-    """A folder that this process has locked.
+    """A member's data folder that this process has locked.
 
     Attributes:
-        path: its absolute path.
+        path: absolute path of the folder.
         lock: descriptor of the locked file, which etcd inherits.
     """
 
@@ -48,7 +48,7 @@ class Folder:
 
     @classmethod
     def claim(cls, label: str, seats: Sequence[Seat], index: int) -> Folder | None:
-        """Lock the folder of a seat, which is made if it does not exist.
+        """Lock the folder of a seat. Create the folder if it does not exist.
 
         Returns:
             The folder, or ``None`` while another process runs a member in it.
@@ -98,12 +98,12 @@ class Folder:
             return next((entry.name for entry in entries if entry.is_dir(follow_symlinks=False)), None)
 
     def data(self, incarnation: str) -> str:
-        """Return the path of etcd's data."""
+        """Return the path of the folder for etcd's data of an incarnation."""
         return os.path.join(self.path, incarnation)
 
     @property
     def log(self) -> str:
-        """Path of etcd's log."""
+        """Path of etcd's log file."""
         return os.path.join(self.path, "etcd.log")
 
     @property
@@ -127,7 +127,7 @@ class Folder:
     # --- the end ---
 
     def release(self, *, keep: bool) -> None:
-        """Release the lock, and remove the folder unless it is to be kept."""
+        """Release the lock. Remove the folder first unless ``keep`` is true."""
         if keep:
             os.utime(self.lock)
         else:
@@ -135,12 +135,13 @@ class Folder:
         os.close(self.lock)
 
     def remove_others(self) -> list[str]:
-        """Remove the folders of members that run no more (FOLDER-4), and return their paths."""
+        """Remove folders whose members no longer run (FOLDER-4), and return the paths of these folders."""
         removed = []
         with os.scandir(os.path.dirname(self.path)) as entries:
             found = [each.path for each in entries if each.name.startswith(f"{_PREFIX}{os.geteuid()}_")]
         for path in found:
-            # Do not lock a folder only to look at it: another member may want to remove it at this moment.
+            # Check before locking, because a lock held only for a check could keep another agent from
+            # removing the folder.
             if path == self.path or not self._is_stale(path):
                 continue
             try:

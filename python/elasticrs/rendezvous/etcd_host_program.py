@@ -44,18 +44,22 @@ _QUESTION = 1.5
 """Timeout for one answer of etcd, in seconds."""
 
 _LAST_QUESTION = 0.5
-"""The same at the end of the job, when other members may already be down."""
+"""Timeout for one answer of etcd at the end of the job, in seconds. Other members may already be down then.
+
+"""
 
 _FOREVER = 86400.0
 _GRACE, _SHORT_GRACE = 2.0, 0.3
-"""Seconds between SIGTERM and SIGKILL to etcd: while the job runs, and at its end."""
+"""Seconds between SIGTERM and SIGKILL to etcd. The first value is for a running job, the second for its end.
+
+"""
 
 _RETRY = 1.0
 _LONG = 10.0
-"""Seconds after which a member without a quorum looks at the other seats less often."""
+"""Seconds after which a member without a quorum checks the other seats less often."""
 
 _SHORT = 10.0
-"""Seconds; an etcd that exits sooner after its start counts as failing."""
+"""Minimum run time in seconds. An etcd that exits sooner after its start counts as failed."""
 
 _MOST_SHORT = 3
 
@@ -66,9 +70,9 @@ class Orders(Value):
     Args:
         seats: host, client port, peer port and scheme of each seat.
         label: prefix of the names of this job's members.
-        bind_addr: address to listen on; ``None``: that of the seat.
-        files: the authorities, this node's certificate and its key; empty without TLS.
-        password: password of etcd's user ``root``; ``None``: everybody is served.
+        bind_addr: address to listen on. ``None`` for the address of the seat.
+        files: paths of the CA certificates, this node's certificate and its key. Empty without TLS.
+        password: password of etcd's user ``root``. ``None`` if clients need no password.
         workers: see :class:`~elasticrs.rendezvous.elastic.etcd_gateway.Gateway`.
         prefix: prefix of the keys of sessions.
         close_timeout: seconds to wait for the sessions of others at the end of the job.
@@ -97,7 +101,7 @@ def tell(kind: str, text: str) -> None:
     try:
         os.write(1, json.dumps([kind, text]).encode() + b"\n")
     except OSError:
-        # The agent has exited, which the listening thread sees.
+        # Ignore the error: the agent has exited, and the listening thread handles that.
         return
 
 
@@ -132,7 +136,8 @@ class Member:
             ready = [fd for fd, _ in poll.poll()]
             said = os.read(0, 4096) if ready == [0] else b""
             if not said or not self._belongs:
-                # No other agent needs this member. The working thread may be blocked in a name lookup.
+                # Stop at once instead of waiting for the working thread, which may be blocked in a name
+                # lookup.
                 with self._guard:
                     self._finish()
                     os._exit(0)
@@ -140,7 +145,7 @@ class Member:
             os.eventfd_write(self._news, 1)
 
     def _finish(self) -> None:
-        """Stop etcd, and remove the folder if its data are of no use."""
+        """Stop etcd, and remove the data folder if its data will not be needed."""
         self._etcd.end(_SHORT_GRACE if self._order == "over" else _GRACE)
         if self._folder is not None:
             self._folder.release(keep=self._folder.has_joined() and not self._is_confirmed)
@@ -224,7 +229,8 @@ class Member:
                 try:
                     address = listening_address(seat.host, SystemResolver())
                 except OSError:
-                    # In a cluster, names may become known after the containers have started.
+                    # Retry later, because in a container cluster host names may become known only after the
+                    # start.
                     is_known = False
                     continue
                 if address is None:
@@ -236,7 +242,7 @@ class Member:
                     return True
             if is_known and not is_here:
                 return False
-            # Another agent of this job on this machine has the seat, and may exit.
+            # Retry, because another agent of this job on this machine holds the seat and may exit.
             self._pause(_TICK)
 
     def _claim(self, index: int) -> bool:
@@ -345,7 +351,7 @@ class Member:
         )
 
     def _look(self) -> list[tuple[Entry, ...] | None]:
-        """Ask all other seats at once for their members."""
+        """Request the member lists of all other seats, in parallel."""
         answers: list[tuple[Entry, ...] | None] = [None] * len(self._seats)
         unfit: dict[int, str] = {}
 
@@ -369,11 +375,11 @@ class Member:
         for thread in threads:
             thread.join(2 * _QUESTION)
         self._report_certificates(dict(unfit))
-        # A thread that is late may not change what is decided upon.
+        # Return a copy, because a thread that has not finished in time may still change the original.
         return list(answers)
 
     def _report_certificates(self, unfit: dict[int, str]) -> None:
-        """Report once for each seat why its certificate or this node's is rejected, if that lasts."""
+        """Report why a certificate is rejected, once for each seat, if that lasts for :data:`_DOUBT`."""
         now = time.monotonic()
         self._unfit = {index: self._unfit.get(index, now) for index in unfit}
         for index in [index for index, since in self._unfit.items() if now - since > _DOUBT]:
@@ -416,10 +422,11 @@ class Member:
         threading.Thread(target=self._await_health, args=(self._starts,), daemon=True).start()
 
     def _await_health(self, start: int) -> None:
-        """Wait until the etcd of this start serves clients; report it to the working thread."""
+        """Wait until the etcd with this start number serves clients. Then notify the working thread."""
         seat = self._seats[self._mine]
         while start == self._starts:
-            # Errors: it does not listen yet, has no leader at the moment, or has exited.
+            # Ignore errors, because etcd may not listen yet, may have no leader at the moment, or may have
+            # exited.
             with suppress(OSError, GatewayError, LookupError, TypeError):
                 if self._gateway.await_health(seat, _FOREVER, _reached(self._address)):
                     self._healthy = start
@@ -437,7 +444,9 @@ class Member:
             time.sleep(_TICK / 2)
 
     def _has_no_sessions(self) -> bool:
-        """Return true if no agent has a session, or no agent can have one without a quorum."""
+        """Return true if no agent has a session. This is also true without a quorum, when no session can
+        exist.
+        """
         names = (self._orders.prefix + end for end in ("~sessions/", "~sessions0"))
         first, last = (base64.b64encode(name.encode(errors="surrogateescape")).decode() for name in names)
         body = {"key": first, "range_end": last, "count_only": True}
@@ -446,7 +455,7 @@ class Member:
             found = self._gateway.ask(seat, "kv/range", body, _LAST_QUESTION, address)
             return int(found.get("count", 0)) == 0
         except (OSError, GatewayError):
-            # This member is up as well.
+            # Add one for this member.
             up = 1 + sum(answer is not None for answer in self._look())
             return up < membership.majority(self._seats)
 
@@ -472,7 +481,7 @@ def main() -> int:
     with open(0, "rb", buffering=0, closefd=False) as orders:
         line = orders.readline()
     if not line.endswith(b"\n"):
-        # The agent was killed before it had sent its orders.
+        # Exit, because the agent was killed before it sent its orders.
         return 1
     try:
         member = Member(Orders(**json.loads(line)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MOST = 65536
-"""Bytes at the end of the log in which the last error is looked for."""
+"""Number of bytes at the end of the log that are searched for the last error."""
 
 _OPTIONS = (
     "--pre-vote",
@@ -43,8 +43,8 @@ class EtcdProcess:
 
         Args:
             command: absolute path of the program, and its arguments.
-            log: file that it overwrites with its log.
-            lock: descriptor that it inherits.
+            log: path of the log file, which is overwritten.
+            lock: file descriptor of a lock, which etcd inherits.
         """
         self._log = log
         with open(log, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
@@ -52,7 +52,7 @@ class EtcdProcess:
         self.fd = os.pidfd_open(self._process.pid)
 
     def end(self, grace: float) -> None:
-        """Stop etcd if it runs; a leader hands over within the grace, in seconds."""
+        """Stop etcd if it runs. Within ``grace`` seconds, a leader hands over its role to another member."""
         if self._process is not None:
             end(self._process, grace)
             self.reap()
@@ -72,7 +72,7 @@ class EtcdProcess:
 
 
 def reason(lines: Sequence[str]) -> str:
-    """Return the last error in lines of etcd's log, or else what the last line says, without its JSON."""
+    """Return the message of the last error in etcd's log lines. Without an error, that of the last line."""
     last = ""
     for line in reversed(lines):
         try:
@@ -90,7 +90,7 @@ def reason(lines: Sequence[str]) -> str:
 
 
 def trouble_with(address: str, port: int) -> str | None:
-    """Return why a server cannot listen there, or ``None`` if it can."""
+    """Return why a server cannot listen at an address and port, or ``None`` if it can."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -106,8 +106,8 @@ def options(files: Sequence[str]) -> list[str]:
     """Return etcd's options for a hosted member.
 
     Args:
-        files: the authorities, the certificate and its key, with which clients and members authenticate each
-            other; empty without TLS.
+        files: paths of the CA certificates, the certificate and its key, with which clients and members
+            authenticate each other. Empty without TLS.
     """
     found = list(_OPTIONS)
     for prefix in ("--", "--peer-") if files else ():

@@ -1,7 +1,7 @@
 """Requests to hosted etcd members over HTTP: etcd's JSON gateway, and the list of members at the peer port.
 
-Only for what the agents' client in the core does not do. :mod:`http.client` is not used, because importing it
-takes longer than everything else at a start.
+Used only for requests that the agents' client in the core does not support. :mod:`http.client` is not used,
+because importing it takes longer than the rest of the start.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 _OK = 200
 _ROOT = "root"
 _MOST = 1 << 20
-"""Limit for the size of an answer, in bytes."""
+"""Maximum size of an answer, in bytes."""
 
 
 class GatewayError(Exception):
-    """etcd answered with an error, whose text this is."""
+    """Raised when etcd answers with an error. Contains etcd's error text."""
 
 
 class Gateway:
-    """Sends requests to members.
+    """Sends requests to etcd members.
 
     Args:
-        files: the authorities, the certificate and its key, for members that use TLS.
+        files: paths of the CA certificates, the certificate and its key, for members that use TLS.
         password: password of the user ``root``, for members that require it.
         workers: password of the workers' user and the prefix of the only keys that it may use; ``None`` if
             there is no such user.
@@ -58,7 +58,7 @@ class Gateway:
             self._context.load_cert_chain(cert, key)
 
     def members_at(self, seat: Seat, seconds: float, address: str | None = None) -> tuple[Entry, ...]:
-        """Return the members of a cluster as one of them lists them; it needs no quorum for that.
+        """Return the members of a cluster, as listed by one of them. This works without a quorum.
 
         Args:
             seat: seat of the member to ask.
@@ -71,7 +71,7 @@ class Gateway:
         """
         answer = self._ask(seat, seat.peer_port, "/members", None, seconds, address, "")
         try:
-            # There is at least one member.
+            # Treat an empty list as an error, because a cluster has at least one member.
             return tuple(Entry.read(each) for each in answer or [None])
         except (LookupError, TypeError, ValueError, AttributeError):
             raise GatewayError("another program answers") from None
@@ -98,7 +98,7 @@ class Gateway:
         try:
             return self._ask(seat, seat.port, f"/v3/{path}", body, seconds, address, token)
         except GatewayError:
-            # etcd's token may have expired.
+            # Log in again before the next request, because the session token may have expired.
             self._tokens.pop(seat, None)
             raise
 
@@ -123,13 +123,14 @@ class Gateway:
             try:
                 self._ask(seat, seat.port, f"/v3/auth/{path}", body, seconds, address, "")
             except GatewayError:  # noqa: PERF203 -- there are few
-                # The host of another seat was faster. The login below decides.
+                # Ignore the error, because the agent of another seat may have done this first. The login
+                # below fails if the password is not set.
                 continue
         if not self._log_in(seat, seconds, address):
             raise GatewayError("no password could be set")
 
     def _workers_orders(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the requests that make the workers' user, whose role allows the keys with one prefix."""
+        """Return the requests that create the workers' user, whose role only allows keys with one prefix."""
         if self._workers is None:
             return []
         password, prefix = self._workers
@@ -145,7 +146,7 @@ class Gateway:
         ]
 
     def is_protected(self, seats: Iterable[Seat], seconds: float) -> bool | None:
-        """Return true if the members require a password, even another one; ``None`` if no member answers."""
+        """Return true if the members require any password; ``None`` if no member answers."""
         found = None
         for seat in seats:
             try:
@@ -159,7 +160,7 @@ class Gateway:
         return found
 
     def find_foreign(self, seats: Iterable[Seat], label: str, seconds: float) -> Seat | None:
-        """Return the first seat whose client port answers, if an etcd of another job answers there."""
+        """Return the first seat that answers, if its etcd belongs to another job, else ``None``."""
         for seat in seats:
             try:
                 answer = self._ask(seat, seat.port, "/v3/cluster/member/list", {}, seconds, None, "")
@@ -240,12 +241,12 @@ class Gateway:
         sock = socket.create_connection((address, port), seconds)
         if self._context is None:
             return sock
-        # This closes the socket if it fails.
+        # `wrap_socket` closes the socket if the handshake fails.
         return self._context.wrap_socket(sock, server_hostname=name)
 
 
 def _answer(sock: socket.socket) -> tuple[list[bytes], bytes]:
-    """Read the words of the status line, and the content."""
+    """Read an HTTP answer. Return the words of its status line, and its body."""
     with sock.makefile("rb") as answered:
         status = answered.readline(_MOST).split()
         length = _MOST

@@ -24,13 +24,15 @@ _PROGRAM = (
     "from elasticrs.rendezvous.etcd_host_program import main; sys.exit(main())"
 )
 _OVER = frozenset({"succeeded", "failed", "closed", "aborted", "timeout", "spare"})
-"""Outcomes of an agent after which the job may be over."""
+"""Outcomes of an agent after which the job may have ended."""
 
 _LONGEST_END = 5.0
-"""Seconds that the program may take to exit after SIGTERM. It stops etcd sooner."""
+"""Seconds that the program may take to exit after SIGTERM. This is longer than its own time limit for etcd.
+
+"""
 
 _SHORT = 10.0
-"""Seconds; a program that ends sooner after its start counts as failing."""
+"""Minimum run time in seconds. A program that exits sooner after its start counts as failed."""
 
 _MOST_SHORT = 3
 
@@ -78,7 +80,7 @@ class EtcdHost:
             [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), root],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Ctrl-C goes to the agent, which stops the program.
+            # Use a new session, so that Ctrl-C does not reach the program. The agent stops the program.
             start_new_session=True,
         )
         assert self._program.stdout is not None
@@ -90,7 +92,7 @@ class EtcdHost:
         self._say(json.dumps(self._orders))
 
     def start_again(self) -> bool:
-        """Start the program again on its data if it was killed; return false if it is not started."""
+        """Restart the program with its old data if it was killed. Return false if it was not restarted."""
         if not self._was_killed or self._is_leaving or self._shorts >= _MOST_SHORT:
             return False
         self.close()
@@ -99,12 +101,15 @@ class EtcdHost:
 
     def _say(self, line: str) -> None:
         assert self._program.stdin is not None
-        # The program may have exited.
+        # Ignore errors, because the program may have exited.
         with suppress(OSError):
             os.write(self._program.stdin.fileno(), line.encode() + b"\n")
 
     def take(self) -> list[tuple[str, str]]:
-        """Return lines of the program for the user with its kind, ``say`` or ``refused``. Never block."""
+        """Return new messages of the program to the user, each with its kind, ``say`` or ``refused``.
+
+        Never blocks.
+        """
         if self.fd is None:
             return []
         if self.fd == self._exit:
@@ -114,7 +119,7 @@ class EtcdHost:
         except BlockingIOError:
             return []
         if not data:
-            # The program closes the pipe by exiting, which may take a moment longer.
+            # The pipe is closed, so the program is exiting. From now on wait for its exit.
             self.fd = self._exit
             return []
         *lines, self._unread = (self._unread + data).split(b"\n")

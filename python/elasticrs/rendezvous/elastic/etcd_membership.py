@@ -35,7 +35,9 @@ WORKERS = "elasticrs-workers"
 """Name of the etcd user that workers have, and of its role."""
 
 _HEAD_START = 0.5
-"""Seconds by which each seat lets the one before it create the cluster, so that few seats have to move."""
+"""Seconds that each seat waits longer than the seat before it until it creates a cluster, so that usually
+only one seat creates one.
+"""
 
 
 class Seat(Value):
@@ -62,12 +64,12 @@ class Seat(Value):
 
 
 class Entry(Value):
-    """A member as it is listed by a member of its cluster.
+    """A cluster member, as listed by one of the members.
 
     Args:
         name: name of the listed member.
-        peer_urls: URLs for the other members.
-        has_joined: it has published its client address.
+        peer_urls: URLs at which the other members reach the listed member.
+        has_joined: true if the listed member has published its client address.
     """
 
     name: str
@@ -102,13 +104,13 @@ class Adopt(Value):
 
 
 class Lost(Value):
-    """Run no member, because its data are gone; the number is that of the members that are left."""
+    """Run no member, because its data are gone. The number says how many members are left."""
 
     left: int
 
 
 class Wait(Value):
-    """Look at the other seats again in a moment."""
+    """Check the other seats again after a short time."""
 
 
 class Refuse(Value):
@@ -129,8 +131,8 @@ class View(Value):
         label: prefix of the names of this job's members.
         answers: for each seat the list of members that it returned, or ``None`` if it did not answer.
         held: incarnation of the data at this seat, or ``None`` if there are none.
-        has_joined: the member with these data has joined.
-        waited: seconds since this seat began to look at the others.
+        has_joined: true if the member with these data has joined its cluster.
+        waited: seconds since this seat first checked the other seats.
     """
 
     seats: tuple[Seat, ...]
@@ -158,7 +160,7 @@ def workers_password(run_id: str, prefix: str, token: bytes) -> str:
 
 
 def workers_prefix(run_id: str, prefix: str) -> str:
-    """Return the prefix of all keys that workers use in a hosted etcd, those of their sessions included."""
+    """Return the prefix of all keys that workers use in a hosted etcd, including their session keys."""
     return f"{prefix}/workers/{_derived('prefix', run_id, prefix, None)[:16]}"
 
 
@@ -188,12 +190,12 @@ def initial_cluster(seats: Sequence[Seat], label: str, incarnation: str) -> str:
 
 
 def majority(seats: Sequence[Seat]) -> int:
-    """Return how many members have to be up."""
+    """Return the number of members that must be up for a quorum."""
     return len(seats) // 2 + 1
 
 
 def next_step(view: View) -> Step:
-    """Decide what the host of this seat's member does next."""
+    """Decide the next step for the agent of this seat."""
     answers = {
         index: answer
         for index, answer in enumerate(view.answers)
@@ -221,7 +223,7 @@ def next_step(view: View) -> Step:
     if best is not None:
         return Stay() if best == view.held else Adopt(best)
     if any(members and view.mine not in members for members in joined.values()):
-        # Another seat has data of a cluster of which this seat was not a part, but it has no quorum (yet).
+        # A cluster without this seat exists, but fewer than a majority of the seats hold it. Wait for more.
         return Wait()
     return Create() if view.waited >= _HEAD_START * view.mine else Wait()
 
@@ -242,7 +244,7 @@ def misfit(seats: Sequence[Seat], label: str, index: int, answer: tuple[Entry, .
 
 
 def foreign(where: str) -> str:
-    """Return the message about an etcd of another job."""
+    """Return the error message that another job's etcd uses an address."""
     return (
         f"an etcd that is not of this job answers at {where}: give each job ports of its own in "
         "--rdzv-endpoint (or another peer_port), and all nodes the same --rdzv-id and token"
