@@ -34,20 +34,29 @@ def __getattr__(name: str) -> object:
     return lazy(__name__, name, {"elasticrs.run": ("get_args_parser", "run")})
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Launch a job and wait for its end.
+def main(args: Sequence[str] | None = None) -> None:
+    """Launch a job and wait until it has ended.
 
     Args:
-        args: the command line without the program; the interpreter's own when ``None``.
+        args: the command line without the program. The job then runs as in :func:`launch`, and every failure
+            is raised. With ``None``, the calling process is the launcher: this function reads ``sys.argv``,
+            prints errors, and exits with the launcher's exit code if that is not 0.
 
-    Returns:
-        The exit code.
+    Raises:
+        ChildFailedError: workers failed.
+        RuntimeError: ``--nnodes`` has more than two parts.
+        SignalException: a signal asked the job to stop.
+        SystemExit: the command line has a mistake, or the launcher failed.
+        ValueError: a value makes no sense, or options cannot be combined.
     """
-    return command_line.main(args, ends_by_sigint=_ends_by_sigint)
+    if args is not None:
+        launch(parse_args(args))
+    elif code := command_line.main(ends_by_sigint=_ends_by_sigint):
+        sys.exit(code)
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Read a command line; a mistake ends the process with exit code 2, as in argparse.
+    """Parse a command line. A mistake raises ``SystemExit`` with exit code 2, as in argparse.
 
     Args:
         args: without the program; the interpreter's own when ``None``.
@@ -80,4 +89,4 @@ def launch(args: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,8 +4,9 @@ For programs that build on torchrun: they take its parser, fill in a namespace a
 a list to :func:`main`. The command line itself goes through :mod:`elasticrs.launch`, which does not need
 argparse.
 
-A namespace holds what torchrun's does: text where torchrun keeps text (``nnodes``, ``tee``, …), checked
-already by the parser. One that was filled in by hand may leave out options, and may hold numbers.
+A namespace holds what torchrun's does: text where torchrun keeps text (``nnodes``, ``tee``, …), which is
+checked when the namespace is used. A namespace that was filled in by hand may leave out options, and may hold
+numbers.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def __getattr__(name: str) -> object:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Read a command line; a mistake ends the process with exit code 2, as in argparse.
+    """Parse a command line. A mistake raises ``SystemExit`` with exit code 2, as in argparse.
 
     Args:
         args: without the program; the interpreter's own when ``None``.
@@ -77,16 +78,21 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
-    """The fewest and the most nodes of ``N`` or ``MIN:MAX``.
+    """Return the minimum and maximum number of nodes in ``N`` or ``MIN:MAX``.
 
     Raises:
-        RuntimeError: it has more parts.
-        ValueError: a part is no number.
+        RuntimeError: the text has more than two parts.
+        ValueError: a part is not a number.
     """
+    _check_parts(nnodes)
     parts = nnodes.split(":")
-    if len(parts) > 2:
-        raise RuntimeError(f'nnodes={nnodes} is not in "MIN:MAX" format')
     return int(parts[0]), int(parts[-1])
+
+
+def _check_parts(nnodes: str) -> None:
+    # Torch raises this type for too many parts, and a ValueError for every other mistake.
+    if nnodes.count(":") > 1:
+        raise RuntimeError(f'nnodes={nnodes} is not in "MIN:MAX" format')
 
 
 def determine_local_world_size(nproc_per_node: str | int) -> int:
@@ -135,7 +141,8 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
         The configuration, the function or program, and its arguments.
 
     Raises:
-        ValueError: a value that makes no sense; the text names the option.
+        RuntimeError: ``nnodes`` has more than two parts.
+        ValueError: a value makes no sense; the text names the option.
     """
     from elasticrs.launcher.api import LaunchConfig
 
@@ -174,8 +181,9 @@ def run(args: Any) -> None:
 
     Raises:
         ChildFailedError: workers failed.
-        SignalException: a signal asked to stop.
-        ValueError: a value that makes no sense.
+        RuntimeError: ``nnodes`` has more than two parts.
+        SignalException: a signal asked the job to stop.
+        ValueError: a value makes no sense.
     """
     from elasticrs.launcher.api import elastic_launch
 
@@ -198,21 +206,23 @@ def main(args: Sequence[str] | None = None) -> None:
     """Torchrun's entry point.
 
     Args:
-        args: the command line without the program. With ``None`` this is the program, and ends with its exit
-            code when that is not 0.
+        args: the command line without the program. With ``None``, the calling process is the launcher: this
+            function reads ``sys.argv``, prints errors, and exits with the launcher's exit code if that is
+            not 0.
 
     Raises:
         ChildFailedError: workers failed.
-        SignalException: a signal asked to stop.
+        RuntimeError: ``--nnodes`` has more than two parts.
+        SignalException: a signal asked the job to stop.
+        SystemExit: the command line has a mistake, or the launcher failed.
+        ValueError: a value makes no sense, or options cannot be combined.
     """
-    if args is None:
-        code = command_line.main()
-        if code != 0:
-            sys.exit(code)
-        return
-    from elasticrs.multiprocessing.errors import record
+    if args is not None:
+        from elasticrs.multiprocessing.errors import record
 
-    record(run)(parse_args(args))
+        record(run)(parse_args(args))
+    elif code := command_line.main():
+        sys.exit(code)
 
 
 def _values(args: Any) -> Namespace:
@@ -222,6 +232,8 @@ def _values(args: Any) -> Namespace:
         value = getattr(args, option.dest, None)
         if value is None:
             value = option.default_as_typed
+        if option.dest == "nnodes":
+            _check_parts(str(value))
         if option.kind is not None and (isinstance(value, str) or option.typed is not None):
             try:
                 value = option.kind.convert(str(value))

@@ -65,6 +65,27 @@ def test_a_mock_that_is_made_from_the_class_can_be_started():
     context._tail_logs[0].start.assert_called_once()
 
 
+def test_a_start_outside_the_main_thread_warns_in_torchs_words(caplog):
+    # Torch's own test compares this text.
+    context = MagicMock(spec=PContext)
+    context._tail_logs = []
+    thread = threading.Thread(target=PContext.start, args=[context])
+    thread.start()
+    thread.join()
+    context._start.assert_called_once()
+    assert caplog.messages == [
+        "Failed to register signal handlers since torchelastic is running on a child thread. "
+        "This could lead to orphaned worker processes if the torchrun is terminated."
+    ]
+
+
+def test_an_agent_can_be_made_from_a_mock_of_a_spec(tmp_path):
+    # Torch's own tests of its settings make agents in this way.
+    spec = Mock(spec=WorkerSpec, max_restarts=3, local_world_size=1, rdzv_handler=Mock())
+    made = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), shutdown_timeout=240)
+    assert made._shutdown_timeout == 240
+
+
 # --- start_processes -------------------------------------------------------------------------------------
 
 

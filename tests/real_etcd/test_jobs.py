@@ -12,7 +12,7 @@ from helpers.nodes import FAIL, RANKS, READY, SUCCEED, Worker, finish
 from helpers.procs import assert_gone, reap_adopted, wait_until
 
 from elasticrs.native_session import Server
-from elasticrs.rendezvous.etcd_server import find_free_port
+from elasticrs.utils.distributed import get_socket_with_port
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(120)]
 
@@ -163,7 +163,7 @@ def test_jobs_of_other_prefixes_are_others(agent, etcd):
 
 
 def test_a_dead_first_endpoint_is_passed_over(agent, etcd):
-    with find_free_port() as dead:
+    with get_socket_with_port() as dead:
         one = agent(nnodes="1", endpoint=f"127.0.0.1:{dead.getsockname()[1]},{etcd.endpoint}")
         finish([one], formed([one]))
 
@@ -188,7 +188,7 @@ def refused(launch, worker_script):
 
 
 def test_nobody_listens(refused):
-    with find_free_port() as dead:
+    with get_socket_with_port() as dead:
         endpoint = f"127.0.0.1:{dead.getsockname()[1]}"
         line = f"could not join the rendezvous at {endpoint} within 5 s"
         refused(endpoint, line, "refused", "does etcd run", join_timeout=5)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -134,9 +135,36 @@ def test_a_server_that_does_not_answer_is_given_up(monkeypatch, tmp_path):
         EtcdServer(str(tmp_path / "data")).start(timeout=0.2, num_retries=1)
 
 
-def test_a_free_port_is_kept():
+def test_a_free_port_is_reserved():
     with find_free_port() as held, find_free_port() as other:
-        assert held.getsockname()[1] != other.getsockname()[1]
+        port = held.getsockname()[1]
+        assert port != other.getsockname()[1]
+        with socket.socket() as taker:
+            taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                taker.bind(("127.0.0.1", port))
+
+
+GOOD, IPV6 = ((family, socket.SOCK_STREAM, 0, "", ()) for family in (socket.AF_INET, socket.AF_INET6))
+UNUSABLE = (socket.AF_INET, socket.SOCK_STREAM, 9999, "", ())  # There is no such protocol.
+
+
+@pytest.mark.parametrize("addresses", [[IPV6, GOOD], [UNUSABLE, GOOD], [UNUSABLE, IPV6, GOOD]])
+def test_every_address_of_localhost_is_tried_for_a_free_port_ipv4_first(monkeypatch, addresses):
+    with monkeypatch.context() as patched:
+        # Only the list is replaced, because this machine may have only one address.
+        patched.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+        held = find_free_port()
+    with held:
+        assert held.family == socket.AF_INET
+        assert held.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_machine_without_a_usable_address_has_no_free_port(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [UNUSABLE] * 2)
+    with pytest.raises(RuntimeError, match="Failed to create a socket") as caught:
+        find_free_port()
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_nothing_to_stop_is_no_error(tmp_path):

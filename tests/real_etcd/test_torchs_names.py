@@ -22,8 +22,8 @@ from elasticrs.rendezvous.etcd_rendezvous import (
     create_rdzv_handler,
 )
 from elasticrs.rendezvous.etcd_rendezvous_backend import EtcdRendezvousBackend, create_backend
-from elasticrs.rendezvous.etcd_server import find_free_port
 from elasticrs.rendezvous.etcd_store import EtcdStore
+from elasticrs.utils.distributed import get_socket_with_port
 
 SOON = timedelta(seconds=0.1)
 
@@ -179,7 +179,7 @@ def test_parameters_that_are_none():
     ):
         with pytest.raises(ValueError, match=line):
             create_backend(params("etcd-v2", "a", **config))
-    with find_free_port() as dead, pytest.raises(RendezvousConnectionError, match="connection to etcd"):
+    with get_socket_with_port() as dead, pytest.raises(RendezvousConnectionError, match="connection to etcd"):
         create_backend(params("etcd-v2", f"127.0.0.1:{dead.getsockname()[1]}"))
 
 

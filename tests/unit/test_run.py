@@ -117,7 +117,8 @@ def test_one_thread_for_each_of_several_workers(namespace, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"nnodes": "1:2:3"}, "--nnodes: got '1:2:3', expected N or MIN:MAX"),
+        ({"nnodes": "2:1"}, "--nnodes: got '2:1', expected N or MIN:MAX"),
+        ({"tee": "9x"}, "--tee: got '9x'"),
         ({"max_restarts": "-1"}, "--max-restarts: got '-1', expected a whole number, 0 or more"),
         ({"nproc_per_node": "tpu9"}, "Unsupported nproc_per_node value: tpu9"),
         ({"module": True, "no_python": True}, "--no-python and --module cannot be combined"),
@@ -127,6 +128,11 @@ def test_one_thread_for_each_of_several_workers(namespace, monkeypatch, capfd):
 def test_what_makes_no_sense_in_a_namespace_is_named(namespace, given, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         config_from_args(namespace(**given))
+
+
+def test_too_many_parts_of_nnodes_raise_what_torch_raises(namespace):
+    with pytest.raises(RuntimeError, match="1:2:3"):
+        config_from_args(namespace(nnodes="1:2:3"))
 
 
 def test_small_functions_are_torchs(namespace):
@@ -218,13 +224,18 @@ def test_more_workers_than_any_machine_allows_are_refused_before_files_are_laid_
     assert "100000000 processes are more than" in capfd.readouterr().err
 
 
-def test_as_a_program_it_is_the_command_line(launch, worker_script):
-    script = worker_script("import sys; sys.exit(4)")
-    code = "import elasticrs.run as run; run.main(); print('no failure')"
-    started = launch(script, argv=[sys.executable, "-c", code])
-    assert started.wait() == 1
-    assert "no failure" not in started.stdout
-    assert launch("--help", argv=[sys.executable, "-m", "elasticrs.run"]).wait() == 0
+@pytest.mark.parametrize("module", ["elasticrs.run", "elasticrs.launch"])
+def test_main_without_arguments_is_the_command_line(launch, worker_script, module):
+    script = worker_script("import sys; sys.exit(int(sys.argv[1]))")
+    argv = [sys.executable, "-c", f"import {module} as module; module.main(); print('no failure')"]
+    for code, expected in (("4", 1), ("0", 0)):
+        started = launch(script, code, argv=argv)
+        assert started.wait() == expected
+        assert ("no failure" in started.stdout) == (expected == 0)
+    missing = launch("no-such-file.py", argv=argv)
+    assert missing.wait() == 2
+    assert missing.stderr.count("\n") == 1
+    assert launch("--help", argv=[sys.executable, "-m", module]).wait() == 0
 
 
 OLD_PROGRAM = """

@@ -27,11 +27,11 @@ def with_local_rank(argv: list[str]) -> list[str]:
     return [*argv[:behind], "--local-rank=${local_rank}", *argv[behind:]]
 
 
-def main() -> int:
-    """Launch as the command line says; returns the exit code."""
+def main() -> None:
+    """Launch the job that the command line describes; exit with its exit code if that is not 0."""
     sys.argv[1:] = with_local_rank(sys.argv[1:])
-    return launch.main()
+    launch.main()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

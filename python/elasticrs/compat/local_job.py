@@ -165,7 +165,8 @@ def _entry(spec: WorkerSpec, start_method: str) -> Entry:
 
 
 def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
-    if spec.warm == "off":
+    # A real spec has checked its fields. Programs also pass a Mock(spec=WorkerSpec), whose fields are Mocks.
+    if not isinstance(spec.warm, str) or spec.warm == "off":
         return None
     from elasticrs import warm
 

@@ -18,7 +18,11 @@ OLD_LAUNCHERS = "use_env"
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """An argparse parser with all options in both spellings, and defaults from ``PET_*`` variables."""
+    """Return an argparse parser with all options in both spellings, and defaults from ``PET_*`` variables.
+
+    As in torch, options that torchrun keeps as text may hold any text: their values are checked when the
+    namespace is used, and a wrong one raises there.
+    """
     parser = argparse.ArgumentParser(prog="elasticrun")
     for option in OPTIONS:
         if option.dest == OLD_LAUNCHERS:
@@ -33,7 +37,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         else:
             parser.add_argument(
                 *names,
-                type=_converter(option),
+                type=_converter(option) if option.typed is None else str,
                 default=os.environ.get(option.variable, option.default_as_typed)
                 if option.has_variable
                 else option.default_as_typed,
@@ -82,8 +86,6 @@ def _converter(option: Option) -> Callable[[str], object]:
             raise
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"got {text!r}, expected {error}") from None
-        if option.typed is not None:
-            return text
         return list(value) if isinstance(value, tuple) else value
 
     return convert

@@ -52,6 +52,12 @@ logger = logging.getLogger(__name__)
 IS_WINDOWS = False
 """For programs that ask torch's module."""
 
+_NO_HANDLERS = (
+    "Failed to register signal handlers since torchelastic is running on a child thread. "
+    "This could lead to orphaned worker processes if the torchrun is terminated."
+)
+"""Torch's text, because programs and tests compare it. It is true of subclasses that start processes in their
+own way; the core stops the workers of ours even if this process is killed."""
 
 _HOMES = {
     "elasticrs.multiprocessing.contexts": ("MultiprocessContext", "SubprocessContext", "_wrap"),
@@ -433,7 +439,7 @@ class PContext(ABC):
                 names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE") or DEFAULT_SIGNALS
                 self._caught += _catch(names)
             else:
-                logger.warning("not in the main thread: signals are not handled")
+                logger.warning(_NO_HANDLERS)
             self._start()
             for tail_log in self._tail_logs:
                 tail_log.start()

@@ -34,10 +34,39 @@ _LONGEST_STOP = 10.0
 
 
 def find_free_port() -> socket.socket:
+    """Return a socket that listens on a free port of ``localhost`` and so reserves it until it is closed.
+
+    Close the socket before you start a server on the port. IPv4 is tried first, because programs tend to use
+    the port with ``127.0.0.1``.
+
+    Raises:
+        OSError: the name ``localhost`` could not be resolved.
+        RuntimeError: no address of ``localhost`` has a free port, or no file descriptor is left.
+    """
+    found = socket.getaddrinfo("localhost", None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+    failure: OSError | None = None
+    for family, kind, protocol, *_ in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:
+            failure = error
+            continue
+        try:
+            sock.bind(("localhost", 0))
+            sock.listen(0)
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
+            return sock
+    raise RuntimeError(f"Failed to create a socket: {failure}") from failure
+
+
+def _reserved_port() -> socket.socket:
     """Return a socket that is bound to a free port of the loopback interface and does not listen.
 
-    While it is open the kernel gives the port to nobody else who asks for any free one, and a server that
-    sets SO_REUSEADDR, as etcd does, can listen on it.
+    While it is open, the kernel assigns the port to no other program that asks for any free port, but a
+    server that sets ``SO_REUSEADDR``, as etcd does, can listen on it.
     """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -138,7 +167,7 @@ class EtcdServer:
 
     def _start(self, program: str, data_dir: str, timeout: float, stderr: int | IO[bytes] | None) -> None:
         os.makedirs(data_dir, exist_ok=True)
-        with find_free_port() as client, find_free_port() as peer:
+        with _reserved_port() as client, _reserved_port() as peer:
             self._port = client.getsockname()[1]
             clients, peers = (f"http://{_HOST}:{each.getsockname()[1]}" for each in (client, peer))
             keeper = os.path.join(os.path.dirname(__file__), "etcd_keeper.py")
