@@ -116,13 +116,14 @@ class Console:
         wake_fd: int | None = None,
         is_enough: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Write a text of any length after the waiting lines; waits for the reader, but not for ever.
+        """Write a text of any length after the queued lines, and wait until it is written.
 
         Args:
-            text: as it shall appear; control characters in it are made visible.
-            patience: seconds to wait for a reader that takes nothing.
-            wake_fd: a descriptor whose readiness interrupts the wait.
-            is_enough: called then; true gives up.
+            text: text to write. Control characters in it are made visible.
+            patience: maximum number of seconds to wait while the reader reads nothing.
+            wake_fd: file descriptor that interrupts the wait when it is readable.
+            is_enough: function that is called when ``wake_fd`` is readable. If it returns true, the wait
+                ends.
 
         Returns:
             False if it gave up while lines were still waiting.

@@ -261,7 +261,7 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
 
 
 def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
-    """``None`` when there is no torch."""
+    """Return the number of devices that torch finds; ``None`` if torch is not installed."""
     import subprocess
     import sys
     from importlib.util import find_spec

@@ -89,12 +89,12 @@ class AgentPage:
         size = 8 * (_FIRST + _SPAN * workers)
         self._fd = os.memfd_create("elasticrs-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, size)
-        # A worker cannot take it from under us.
+        # Seal the size, because a worker that truncates the file would crash the agent.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map = mmap(self._fd, size)
         self._bytes = memoryview(self._map)
         self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
-        # In another pid namespace the path leads elsewhere.
+        # Write a random mark, because in another pid namespace the path may lead to another file.
         self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
         self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
 
@@ -148,7 +148,7 @@ class AgentPage:
         return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
 
     def clear(self, local_rank: int) -> None:
-        """Forget what a worker has said of itself: there is none in its place."""
+        """Delete the data of a worker that has exited, because no worker runs in its place now."""
         at = _FIRST + _SPAN * local_rank
         self._was_used = self.was_used
         for word in range(at, at + _SPAN):

@@ -110,12 +110,12 @@ class Attempt(Record):
         return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.exits}
 
     def replace(self, local_rank: int, pid: int, restarts: int) -> Attempt:
-        """Another process has taken the place of a worker; return what is known of the one that failed.
+        """Record the replacement of a worker. Return the record of the replaced worker.
 
         Args:
-            local_rank: whose place.
-            pid: of the process.
-            restarts: charged so far.
+            local_rank: local rank of the worker.
+            pid: pid of the replacement.
+            restarts: number of restarts charged so far.
         """
         paths = self.paths
         if paths is not None and (error_file := paths.error_files.get(local_rank)):
@@ -151,7 +151,7 @@ class Attempt(Record):
         return f"{span} after {since}{texts.phases(self.phases)}{how}"
 
     def why_expired(self, local_rank: int) -> str | None:
-        """Say why we ended this worker before it ended by itself; ``None`` when we did not."""
+        """Return the time limit for which the agent killed this worker, as text; ``None`` if it did not."""
         event = self.expired.get(local_rank)
         if event is None:
             return None

@@ -77,7 +77,7 @@ class HealthObserver(Observer):
             self._native.enter("waiting_for_nodes")
 
     def fd_ready(self, fd: int) -> bool:
-        """Somebody asks."""
+        """Answer a health request, because a client has connected."""
         if not self._is_asked or fd != self._native.fd:
             return False
         attempt = self._attempt
@@ -85,7 +85,7 @@ class HealthObserver(Observer):
             self._ranks,
             self._restarts,
         ):
-            # Members of a rendezvous have other ranks after each meeting, and restarts of other nodes count.
+            # Refresh the data, because ranks change in each round and other nodes also charge restarts.
             self._publish(self._workers_now(attempt))
         self._server.answer(self._supervisor)
         if self._is_stale:
@@ -170,7 +170,7 @@ class HealthObserver(Observer):
         self._enter_state("UNHEALTHY")
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Told when somebody asks."""
+        """Mark the status as outdated. It is published when a client requests it."""
         self._is_stale = True
         if attempt is self._attempt and attempt.first_failure == worker.local_rank:
             self._note_failure(attempt)
@@ -178,7 +178,7 @@ class HealthObserver(Observer):
             self._publish()
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """The state of the workers, and what the node does next."""
+        """Record how an attempt ended, and what the node does next."""
         self._native.files_ended()
         if attempt.silent and attempt.first_failure is not None:
             self._failed_ns = attempt.stamps["failure_seen"]

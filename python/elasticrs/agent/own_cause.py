@@ -69,15 +69,16 @@ def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) ->
 
 
 def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None = None) -> Cause | None:
-    """Say what failed first on this node, in full; ``None`` when its workers only ended because of a stop.
+    """Describe the first failure on this node in full. ``None`` if its workers only exited because of a stop.
 
-    Workers that end with their nursery have failed.
+    Workers that were killed because their nursery exited count as failed.
 
     Args:
-        attempt: that has ended.
-        place: where.
-        clock: of the store. Its estimate moves: what is known in full must not seem later for that.
-        told: the first word of it.
+        attempt: attempt that has ended.
+        place: place of this node.
+        clock: clock of the store.
+        told: description of the same failure that was already sent, from :func:`first_word`. The result's
+            time is never later than its time, although the clock's estimate may have changed since.
     """
     failed = failures(attempt)
     is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
@@ -88,7 +89,8 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
         return None
     rank = root_cause(failed)
     first = failed[rank]
-    # Nobody had asked those to end that went with their nursery, though it was a signal of ours.
+    # Workers that were killed because of a lost nursery are not victims of a stop, although the signal was
+    # ours.
     if rank in victims(failed) and not is_nursery_lost:
         return None
     at = failed_ns(first)

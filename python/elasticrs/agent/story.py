@@ -124,7 +124,7 @@ class Story(Observer):
             self._say(f"attempt {attempt.name} is running, {attempt.how_it_began()}")
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """How long it took, what it cost, and where the logs are."""
+        """Print the duration of the job, the number of restarts, and the folder of the logs."""
         self.started()
         if error is not None or not result.attempts:
             return

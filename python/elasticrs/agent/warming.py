@@ -47,11 +47,11 @@ class Warming:
         self._looking: Asked | None = None
 
     def ended(self, event: Warmed, limit: float) -> None:
-        """The nursery is ready, or has ended before it was.
+        """Handle the event that the nursery is ready or has exited before that.
 
         Args:
-            event: which of them.
-            limit: seconds that it had.
+            event: result of the imports.
+            limit: time limit for the imports, in seconds.
         """
         self.is_warm = event.is_ready
         told = os.pread(self.report, os.fstat(self.report).st_size - self._read, self._read)

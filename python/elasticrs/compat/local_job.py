@@ -90,8 +90,9 @@ class LocalJob:
         return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
     def config(self, rendezvous: Rendezvous | None = None) -> JobConfig:
-        """Return the settings of the job; ``rendezvous``: that of several nodes, where the agent reacts to
-        its events.
+        """Return the configuration of the job.
+
+        ``rendezvous`` is given for a job on several nodes whose agent handles the rendezvous events.
         """
         if self.made is not None:
             return self.made[0]

@@ -255,7 +255,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     found = _BY_LETTER.get(letter)
     if found is None:
         near = _suggestion(argument[1:])
-        # With one dash a long name is a row of letters; what was meant is clear where it is like one.
+        # Name only the first letter, unless the whole word resembles a long option.
         raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
     if found.is_flag:
         more = _read("-" + tail, arguments) if tail else {}
@@ -463,7 +463,7 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
             raise UsageError(f"-m: got {script!r}, but {why}")
         return [python, "-u", "-m", script, *args.training_script_args]
     _check_script(script)
-    # Python would take it for an option.
+    # Prepend `./`, because Python would treat a name that begins with `-` as an option.
     path = os.path.join(os.curdir, script) if script.startswith("-") else script
     return [python, "-u", path, *args.training_script_args]
 

@@ -88,7 +88,7 @@ def start_processes(
     filters = (duplicate_stdout_filters, duplicate_stderr_filters)
     context: PContext | None = None
     try:
-        # A signal that comes meanwhile is raised at the end of the block.
+        # Exceptions for signals that arrive inside the block are raised at its end.
         with interrupts.held():
             if isinstance(entrypoint, str):
                 context = api.SubprocessContext(name, entrypoint, args, envs, *logs, numa_options, *filters)

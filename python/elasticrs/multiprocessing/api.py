@@ -237,7 +237,7 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
             self._run_log_dir = logs.make_private_directory(self.root_log_dir, logs.run_prefix(run_id))
-        # An earlier job with the same object may have removed it, empty.
+        # Create the folder again if an earlier job with the same object removed it because it was empty.
         logs.make_again(self._run_log_dir, is_temporary=self._is_temporary)
         attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         if os.path.exists(attempt) and env.get("ELASTICRS_ROUND"):

@@ -124,7 +124,7 @@ class FileSystemCheckpointManager(CheckpointManager):
                 os.rename(unfinished, path)
                 break
             except OSError:
-                # Another writer's, which must not be there: both stay.
+                # Another process wrote a checkpoint with this number at the same time. Keep both.
                 if not os.path.exists(path):
                     raise
                 number += 1

@@ -40,24 +40,24 @@ class CheckpointUtil:
 
     @prof
     def load_checkpoint(self, state: State, rank: int) -> bool:
-        """Load the newest checkpoint, if there is one. All workers call it together.
+        """Load the newest checkpoint on rank 0, if there is one. All workers must call this together.
 
         Args:
-            state: to load into.
-            rank: of this worker.
+            state: State to load the checkpoint into.
+            rank: Rank of this worker.
 
         Returns:
-            True if rank 0 has loaded one.
+            True if rank 0 loaded a checkpoint.
 
         Raises:
-            CheckpointError: it cannot be used; on all workers.
+            CheckpointError: The checkpoint cannot be used. Raised on all workers.
         """
         found, trouble, reason = 0, None, b""
         if rank == 0:
             try:
                 found = int(load_newest(state))
             except Exception as error:
-                # The others are told before it is raised: they wait.
+                # Send the error to the other workers before raising it, because they are waiting for rank 0.
                 trouble, reason = error, f"{type(error).__name__}: {error}".encode()[:_MAX_REASON]
                 found = -len(reason)
         found = self._coordinator.exchange([found])[0][0]
