@@ -846,6 +846,15 @@ class HealthServer:
             ValueError: of a descriptor.
             OSError: there is no thread left that could look at them.
         """
+    def identify(self, run_id: str, node: str, placed: tuple[int, int] | None = None) -> None:
+        """Set the identity of the agent within its job, for the metrics.
+
+        Args:
+            run_id: name of the job.
+            node: name of the machine.
+            placed: group rank of this node and number of workers on all nodes; ``None`` before the first
+                round.
+        """
     def files_ended(self) -> None:
         """What wrote to them has ended: they are looked at a last time."""
     def publish(

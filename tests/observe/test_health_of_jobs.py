@@ -135,8 +135,13 @@ def test_a_job_that_runs(launch, worker_script):
 
 
 def test_the_page_of_metrics_is_prometheus(launch, worker_script, samples_of):
-    job, port, pids = start(launch, worker_script(WAITS), "--tee=3", "--max-restarts=3")
+    run_id = 'a "quoted" \\ name'
+    options = ("--tee=3", "--max-restarts=3", f"--rdzv-id={run_id}", "--rdzv-backend=c10d")
+    job, port, pids = start(launch, worker_script(WAITS), *options, "--rdzv-endpoint=localhost:0")
     value = samples_of(port)
+    assert status_of(port)["job"]["run_id"] == run_id
+    assert value("job_info", run_id=run_id, node=os.uname().nodename, group_rank="0") == 1
+    assert value("world_size") == 2
     assert value("restarts_left") == 3
     assert value("agent_alive") == 1
     assert value("agent_state", state="HEALTHY") == 1

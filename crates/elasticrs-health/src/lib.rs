@@ -28,7 +28,7 @@ pub mod processes;
 pub mod server;
 mod spans;
 
-pub use metrics::{Cause, State};
+pub use metrics::{Cause, Job, State};
 pub use processes::Worker;
 pub use server::{Handle, Settings};
 pub use spans::{Activity, Spans};

@@ -65,6 +65,17 @@ pub struct Registry {
     recovery_seconds: f64,
     put: BTreeMap<(String, String), Series>,
     dropped: u64,
+    job: Option<Job>,
+}
+
+/// Identity of the agent within its job. The page leaves it out until it is set.
+#[derive(Debug, Default)]
+pub struct Job {
+    pub run_id: String,
+    /// Name of the machine.
+    pub node: String,
+    /// Group rank of this node and the number of workers on all nodes; `None` before the first round.
+    pub placed: Option<(u32, u32)>,
 }
 
 /// What else there is at the moment of a scrape.
@@ -91,7 +102,13 @@ impl Registry {
             recovery_seconds: 0.0,
             put: BTreeMap::new(),
             dropped: 0,
+            job: None,
         }
+    }
+
+    /// Sets the identity of the agent within its job.
+    pub fn identify(&mut self, job: Job) {
+        self.job = Some(job);
     }
 
     /// The workers start again.
@@ -124,6 +141,7 @@ impl Registry {
     pub fn render(&self, moment: &Moment<'_>) -> String {
         let mut page = Page(String::with_capacity(4096));
         render_agent(&mut page, moment);
+        self.render_identity(&mut page);
         self.render_job(&mut page, moment);
         render_workers(&mut page, moment.usages);
         render_heartbeats(&mut page, moment.counters, moment.workers);
@@ -131,6 +149,19 @@ impl Registry {
         render_logs(&mut page, moment);
         self.render_put(&mut page);
         page.0
+    }
+
+    fn render_identity(&self, page: &mut Page) {
+        let Some(Job { run_id, node, placed }) = &self.job else { return };
+        let group_rank = placed.map_or_else(String::new, |(group_rank, _)| group_rank.to_string());
+        // The labels are on one metric of their own: labels on every sample would start new series in each round.
+        page.family("elasticrs_job_info", "gauge", "Always 1; the job, the machine and the group rank of this agent.");
+        let labels = [("run_id", run_id.as_str()), ("node", node), ("group_rank", &group_rank)];
+        page.sample("elasticrs_job_info", &labels, 1.0);
+        if let Some((_, world_size)) = placed {
+            page.family("elasticrs_world_size", "gauge", "Number of workers on all nodes.");
+            page.sample("elasticrs_world_size", &[], f64::from(*world_size));
+        }
     }
 
     fn render_job(&self, page: &mut Page, moment: &Moment<'_>) {
@@ -351,6 +382,22 @@ mod tests {
         assert!(text.contains(line), "{text}");
         assert!(text.contains("elasticrs_agent_state{state=\"HEALTHY\"} 1\n"));
         assert_eq!([number(f64::NAN), number(f64::NEG_INFINITY), number(0.5)], ["NaN", "-Inf", "0.5"]);
+    }
+
+    #[test]
+    fn the_identity_is_escaped_and_follows_the_rounds() {
+        let mut registry = Registry::new(Instant::now());
+        assert!(!page(&registry, &[]).contains("job_info"));
+        for (placed, group_rank) in [(None, ""), (Some((1, 8)), "1"), (Some((0, 16)), "0")] {
+            registry.identify(Job { run_id: "a\"b\\c\nd".into(), node: "n1".into(), placed });
+            let text = page(&registry, &[]);
+            let labels = format!("{{run_id=\"a\\\"b\\\\c\\nd\",node=\"n1\",group_rank=\"{group_rank}\"}}");
+            assert!(text.contains(&format!("elasticrs_job_info{labels} 1\n")), "{text}");
+            assert_eq!(text.matches("\nelasticrs_job_info").count(), 1);
+            let size = placed.map(|(_, world_size)| format!("\nelasticrs_world_size {world_size}\n"));
+            assert!(size.is_none_or(|size| text.contains(&size)), "{text}");
+            assert_eq!(text.contains("elasticrs_world_size"), placed.is_some());
+        }
     }
 
     #[test]

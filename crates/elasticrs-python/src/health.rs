@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use elasticrs_core::logs::Dest;
 use elasticrs_health::log_sizes::LogFile;
-use elasticrs_health::{Activity, Cause, Handle, Settings, State, Worker};
+use elasticrs_health::{Activity, Cause, Handle, Job, Settings, State, Worker};
 use elasticrs_runtime::notices::List;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -88,6 +88,11 @@ impl HealthServer {
         let workers = workers.map(|workers| workers.into_iter().map(of).collect());
         self.handle.publish(known(State::of_name, state)?, status, workers);
         Ok(())
+    }
+
+    #[pyo3(signature = (run_id, node, placed=None))]
+    fn identify(&self, run_id: String, node: String, placed: Option<(u32, u32)>) {
+        self.handle.count(|registry, _| registry.identify(Job { run_id, node, placed }));
     }
 
     fn enter(&self, activity: &str) -> PyResult<()> {

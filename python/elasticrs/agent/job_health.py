@@ -62,6 +62,7 @@ class HealthObserver(Observer):
         self._standings: dict[int, Standing] = {}
         self._is_uncharged = False
         self._is_stale = self._is_hang_counted = False
+        self._native.identify(job.run_id, os.uname().nodename)
         self._publish()
 
     def opened(self, supervisor: _core.Supervisor) -> None:
@@ -154,6 +155,11 @@ class HealthObserver(Observer):
             self._native.recovered((self._attempt.stamps["started"] - self._failed_ns) / 1e9)
             self._failed_ns = None
         self._native.enter("productive")
+        if self._job.on_failure != "replace":
+            # Workers that may be replaced get their ranks from their own meetings, not from a plan.
+            first = self._attempt.plan.ranks[0]
+            placed = first.group_rank, first.world_size
+            self._native.identify(self._job.run_id, os.uname().nodename, placed)
         self._state = "HEALTHY"
         self._publish(self._workers_now(self._attempt))
 
