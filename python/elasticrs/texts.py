@@ -256,3 +256,15 @@ def printable(text: str, limit: int = 200) -> str:
     """
     shown = "".join(character if character.isprintable() else "?" for character in text[:limit])
     return f"{shown}…" if len(text) > limit else shown
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Write ascending ranks as ``rank 3``, ``ranks 0, 1``, ``ranks 0-6, 8``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    texts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"

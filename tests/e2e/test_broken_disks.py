@@ -116,7 +116,7 @@ def end_with(phase, error, refused=None):
     stderr = phase.job.launched.stderr
     assert_no_traceback(phase.job)
     if error in stderr:
-        assert phase.name in {"starting", "restarting"}
+        assert phase.name in {"starting", "restarting"}, stderr
         assert code == 1
         return False
     assert code == (1 if phase.name == "stopping" else 0), stderr

@@ -92,8 +92,9 @@ def tree(logs):
     if not logs.is_dir():
         return None
     (run,) = logs.iterdir()
-    # Both end it with an underscore and eight random characters, which may be underscores.
-    found = {"run": run.name[:-9]}
+    # Both launchers append an underscore and eight random characters, which may be underscores. Ours puts the
+    # name of the host before that.
+    found = {"run": run.name[:-9].removesuffix(f"_{os.uname().nodename}")}
     for path in run.rglob("*"):
         name = str(path.relative_to(run))
         if path.is_file() and path.name != "error.json":

@@ -11,6 +11,8 @@ from elasticrs import _core
 from helpers.procs import HANG
 
 RUN = "a-run"
+MAJOR = 3
+"""Version of the store's protocol."""
 
 
 def store_command(*options: object, port: int = 0) -> list[str]:
@@ -110,7 +112,9 @@ class RawClient:
     def send(self, kind: int, body: bytes) -> None:
         self.socket.sendall(struct.pack("<IB", len(body) + 1, kind) + body)
 
-    def hello(self, *, major: int = 3, run_id: str = RUN, interval_ms: int = 1000, attempts: int = 5) -> None:
+    def hello(
+        self, *, major: int = MAJOR, run_id: str = RUN, interval_ms: int = 1000, attempts: int = 5
+    ) -> None:
         self.socket.sendall(MAGIC)
         body = struct.pack("<HH", major, 0) + text(run_id) + struct.pack("<IH", interval_ms, attempts)
         # A challenge; no session to take up, and no store that was met before.

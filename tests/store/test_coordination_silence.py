@@ -12,7 +12,18 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import procs
-from helpers.coordination import ALIVE, MAGIC, REPLY, RUN, Client, RawClient, serving, store_command, text
+from helpers.coordination import (
+    ALIVE,
+    MAGIC,
+    MAJOR,
+    REPLY,
+    RUN,
+    Client,
+    RawClient,
+    serving,
+    store_command,
+    text,
+)
 
 from elasticrs import _core
 
@@ -225,7 +236,7 @@ def test_a_session_that_is_lost_does_not_end_its_connection_before_the_workers_h
         connection, _ = listener.accept()
     with connection:
         connection.settimeout(procs.HANG)
-        welcome = struct.pack("<HH", 2, 0) + text(RUN) + b"\0"
+        welcome = struct.pack("<HH", MAJOR, 0) + text(RUN) + b"\0"
         ready = struct.pack("<QQII", 1, 0, 1000, 60_000) + b"\0" + bytes(32) + b"\1" + bytes(3 + 16)
         for kind, body in ((0x81, welcome), (0x82, ready)):
             connection.sendall(

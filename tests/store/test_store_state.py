@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 from helpers import procs
-from helpers.coordination import MAGIC, READY, RUN, Client, Patient, RawClient, store_command, text
+from helpers.coordination import MAGIC, MAJOR, READY, RUN, Client, Patient, RawClient, store_command, text
 
 from elasticrs import _core
 from elasticrs.coordination import Notice, Put
@@ -92,7 +92,7 @@ def hello(
     assert store.port is not None
     client = RawClient(store.port)
     store.clients.append(client)
-    body = struct.pack("<HH", 2, 0) + text(RUN) + struct.pack("<IH", interval_ms, 5) + bytes(32)
+    body = struct.pack("<HH", MAJOR, 0) + text(RUN) + struct.pack("<IH", interval_ms, 5) + bytes(32)
     body += b"\0" if resume is None else struct.pack("<BQ", 1, resume.session) + resume.secret
     body += b"\0" if confirmed is None else b"\1" + confirmed
     client.socket.sendall(MAGIC)

@@ -1,6 +1,7 @@
 """Before a job starts, elasticrun reports settings without effect, and missing scripts and modules."""
 
 import os
+import zipfile
 
 import pytest
 
@@ -104,3 +105,12 @@ def test_a_module_that_is_not_there_is_a_mistake_in_the_command_line(script, mon
     with pytest.raises(UsageError) as raised:
         notices("-m", name)
     assert said in str(raised.value)
+
+
+def test_a_module_in_a_zip_archive_is_left_to_the_worker(script, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(script))
+    with zipfile.ZipFile("archive.zip", "w") as archive:
+        archive.writestr("zipped/__init__.py", "")
+        archive.writestr("zipped/inner.py", "")
+    monkeypatch.syspath_prepend("archive.zip")
+    assert notices("-m", "zipped.inner") == []

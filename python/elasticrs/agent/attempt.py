@@ -225,9 +225,7 @@ class Attempt(Record):
         """Return text that identifies several workers to the user."""
         if self.plan.members is not None:
             return ", ".join(self.who(local_rank) for local_rank in local_ranks)
-        from elasticrs.multiprocessing.errors.report import ranks_text
-
-        return ranks_text(sorted(self.plan.ranks[local_rank].global_rank for local_rank in local_ranks))
+        return texts.ranks_text(sorted(self.plan.ranks[local_rank].global_rank for local_rank in local_ranks))
 
     def failed_exits(self) -> list[WorkerExited]:
         """Return the workers that did not exit with 0, that a timer of theirs ended, or that are silent: the

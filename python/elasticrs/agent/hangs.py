@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from itertools import takewhile
 
-from elasticrs.multiprocessing.errors.report import ranks_text
-from elasticrs.texts import printable
+from elasticrs.texts import printable, ranks_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

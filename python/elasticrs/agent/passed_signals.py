@@ -97,14 +97,17 @@ class PassedSignals:
         held = [rank for number, rank, _ in self._held if number == signum]
         self._say(texts.passed_on(signum, held))
 
-    def look(self, workers: Mapping[int, int]) -> float:
-        """Deliver or drop held signals; return the seconds until the next call is due."""
+    def look(self, workers: Mapping[int, int]) -> float | None:
+        """Deliver or drop held signals; return the seconds until the next call is due.
+
+        Returns ``None`` if no signal is held.
+        """
         if not self._held:
-            return float("inf")
+            return None
         self._deliver(workers)
         late = {key for key, since in self._held.items() if self._now() - since > PATIENCE}
         self._drop(late, f"for {PATIENCE:g} s")
-        return TICK if self._held else float("inf")
+        return TICK if self._held else None
 
     def _deliver(self, workers: Mapping[int, int]) -> None:
         ready: dict[int, list[int]] = {}

@@ -270,7 +270,7 @@ class AttemptTracker:
         """Wait for an event of the supervisor, and record it; return false if there was none."""
         running = {} if self.attempt is None else self.attempt.running()
         left = self._passed.look(running)
-        if left != float("inf"):
+        if left is not None:
             seconds = left if seconds is None else min(seconds, left)
         event = self.supervisor.next_event(seconds)
         if event is None:

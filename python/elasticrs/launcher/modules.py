@@ -17,21 +17,25 @@ def why_no_module(name: str) -> str | None:
     Args:
         name: name of the module.
     """
-    found: ModuleSpec | None = None
+    try:
+        return _why_not(name)
+    except Exception:
+        # An import hook of another package failed, or a file cannot be read, for example in a zip archive.
+        # Let the worker's Python report the error, if it is one.
+        return None
+
+
+def _why_not(name: str) -> str | None:
     # With `-m`, Python puts the working directory first on `sys.path`.
     places: Sequence[str] | None = ["", *sys.path]
     parts = name.split(".")
-    for depth in range(len(parts)):
-        try:
-            found = _find(".".join(parts[: depth + 1]), places)
-        except Exception:
-            # An import hook of another package failed. Let the worker's Python report the error.
-            return None
-        part = ".".join(parts[: depth + 1])
+    for depth in range(1, len(parts) + 1):
+        part = ".".join(parts[:depth])
+        found = _find(part, places)
         if found is None:
             return f"there is no module {part!r}{_hint(name)}"
         places = found.submodule_search_locations
-        if depth == len(parts) - 1:
+        if depth == len(parts):
             break
         if places is None:
             # Do not reject names such as `os.path`: some modules register submodules when they are imported.

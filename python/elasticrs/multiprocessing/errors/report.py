@@ -13,7 +13,7 @@ import time
 
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, in_order, root_cause, victims
-from elasticrs.texts import describe_exit, how_it_ended, signal_name
+from elasticrs.texts import describe_exit, how_it_ended, ranks_text, signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -242,15 +242,3 @@ def _stopped_how(failure: ProcessFailure) -> str:
     if failure.signal_number() != sent:
         return f"{describe_exit(failure.exitcode)} after {signal_name(sent)}"
     return "SIGKILL, had not exited in time" if sent == _SIGKILL else signal_name(sent)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Write ascending ranks as ``rank 3``, ``ranks 0, 1``, ``ranks 0-6, 8``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    texts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
