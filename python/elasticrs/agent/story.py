@@ -178,9 +178,13 @@ class Story(Observer):
             else:
                 attempt.cause = self._result.message or "the workers could not be started"
             return attempt.cause
-        from elasticrs.agent.failed_attempt import first_of
-
-        local_rank, how = first_of(attempt)
+        try:
+            from elasticrs.agent.failed_attempt import first_of
+        except OSError:
+            # Without a free descriptor nothing can be imported. The exit of the first worker is known anyway.
+            local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
+        else:
+            local_rank, how = first_of(attempt)
         attempt.cause = attempt.who(local_rank) + how
         return attempt.who(local_rank, attempt.exits[local_rank].pid) + how
 
