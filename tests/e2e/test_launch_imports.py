@@ -18,7 +18,7 @@ STANDARD = {
     *("signal", "enum", "types", "functools", "_functools", "operator", "_operator"),
     *("collections", "_collections", "itertools", "keyword", "reprlib", "_thread", "collections.abc"),
     # Written in C.
-    *("_signal", "_socket", "select", "errno", "gc", "math"),
+    *("_signal", "_socket", "select", "errno", "gc"),
 }
 
 

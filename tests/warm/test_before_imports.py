@@ -243,8 +243,9 @@ def needs(module):
         pytest.param(THREADS.format(count=1), "", marks=needs("numpy")),
         pytest.param(THREADS.format(count=2), "", marks=needs("numpy")),
         pytest.param(THREADS.format(count=64), "", marks=needs("numpy")),
+        pytest.param("import numpy\n" + THREADS.format(count=2), "", marks=needs("numpy")),
     ],
-    ids=["back end", "use", "one thread", "two threads", "many threads"],
+    ids=["back end", "use", "one thread", "two threads", "many threads", "too late"],
 )
 def test_effects_on_real_libraries(compare, text, expected):
     shown, _, _ = compare(text)

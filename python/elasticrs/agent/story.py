@@ -10,6 +10,7 @@ import os
 import time
 
 from elasticrs import texts
+from elasticrs.agent.first_failure import first_seen, how_it_failed
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import AnnounceRestart, Phase
 
@@ -161,8 +162,6 @@ class Story(Observer):
         # With several nodes, the rendezvous prints the first failure on every node.
         if self._job.rendezvous is not None or not attempt.signalled:
             return
-        from elasticrs.agent.first_failure import first_seen, how_it_failed
-
         first = first_seen(attempt)
         who = attempt.who(first, attempt.pids[first]) + how_it_failed(attempt, first)
         others = "the other rank" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks"

@@ -178,6 +178,15 @@ class _Surroundings:
         self.blas: dict[str, dict[str, str]] = {}
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
+    def note_blas(self) -> None:
+        """Note which variables the script had set when each OpenBLAS library was loaded.
+
+        Call it before each further assignment and after the last import, because a library reads the
+        variables when it is loaded.
+        """
+        for path in _mapped("openblas") - self.blas.keys():
+            self.blas[path] = dict(self.variables.assigned)
+
     def restore(self) -> str | None:
         """Restore what has changed, and name it."""
         import signal
@@ -411,6 +420,7 @@ def _import_all(environ: dict[str, str]) -> _Done:
     for step in steps:
         name, is_variable, value = step.partition("=")
         if is_variable:
+            surroundings.note_blas()
             variables.assign(name, value)
             continue
         environment = dict(variables)
@@ -428,13 +438,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
             surroundings.restore()
             captured.end()
             _begin_again(environ, {**settings, "steps": rest}, surroundings.children)
-        if variables.assigned:
-            _AT.clear()
-    for path in _mapped("openblas") - surroundings.blas.keys():
-        surroundings.blas[path] = dict(variables.assigned)
-    _AT.clear()
-    for path in _mapped("openblas") - surroundings.blas.keys():
-        surroundings.blas[path] = {}
+        _AT.clear()
+    surroundings.note_blas()
     printed = captured.end()
     python.execv, python.execve = _execv, _execve
     variables.end()
