@@ -23,6 +23,9 @@ use elasticrs_testkit::{assert_no_children, is_running};
 const HANG: Duration = Duration::from_secs(20);
 const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 
+/// Local rank of a worker, how it exited, and the signal that the supervisor had sent.
+type Exited = (u32, WorkerExit, Option<Signal>);
+
 struct Job {
     supervisor: Supervisor,
     path: PathBuf,
@@ -115,14 +118,14 @@ impl Job {
         assert_eq!(std::fs::read_to_string(&asked).unwrap(), "asked\n");
     }
 
-    fn until_end(&self) -> (Vec<(u32, WorkerExit, Option<Signal>)>, Outcome) {
+    fn until_end(&self) -> (Vec<Exited>, Outcome) {
         let (exits, killed, outcome) = self.until_end_with_killed();
         assert_eq!(killed, [], "no grace is over");
         (exits, outcome)
     }
 
     /// Also returns the workers that were killed because the grace of a stop was over.
-    fn until_end_with_killed(&self) -> (Vec<(u32, WorkerExit, Option<Signal>)>, Vec<(u32, i32)>, Outcome) {
+    fn until_end_with_killed(&self) -> (Vec<Exited>, Vec<(u32, i32)>, Outcome) {
         let (mut exits, mut killed) = (Vec::new(), Vec::new());
         loop {
             match self.event() {

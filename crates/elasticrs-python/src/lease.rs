@@ -20,8 +20,8 @@ struct Nursery {
 
 impl Guard for Nursery {
     fn connected(&self, socket: BorrowedFd<'_>) {
-        // If the descriptor cannot be duplicated, the connection ends with this process. The nursery still has the
-        // deadline.
+        // If the descriptor cannot be duplicated, the connection closes when this process exits. The nursery still
+        // knows the deadline by which it must end the workers.
         if let Ok(duplicate) = socket.try_clone_to_owned() {
             self.keeper.hold(duplicate);
         }

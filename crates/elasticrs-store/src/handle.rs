@@ -18,7 +18,7 @@ use crate::coordination::types::LostKind;
 /// thread that is late.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
-/// A command from the user of a client to its task.
+/// A command that a caller sends to the client's background task.
 #[derive(Debug)]
 pub(crate) enum Command<R> {
     Request(R),

@@ -18,7 +18,7 @@ _SIGTERM = 15
 
 
 class _Seen(Value):
-    """The fields of a ``ProcessFailure`` that the rule of the root cause reads."""
+    """The part of a ``ProcessFailure`` that determines the root cause."""
 
     pid: int
     seen_ns: int

@@ -93,7 +93,7 @@ class Folder:
     # --- the data ---
 
     def held(self) -> str | None:
-        """Return the incarnation of the data in the folder, or ``None`` if there are none."""
+        """Return the incarnation of the data in the folder, or ``None`` if the folder is empty."""
         with os.scandir(self.path) as entries:
             return next((entry.name for entry in entries if entry.is_dir(follow_symlinks=False)), None)
 

@@ -182,7 +182,7 @@ def _begin_exit() -> None:
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:
-        # Clear the lowest bit, because the time from the last heartbeat to the return is not a step.
+        # In a time, a set lowest bit marks the end of a step. Clear it, because no step ends here.
         at = monotonic_ns() & -2
         words[_TIMES + (_count & _LAST)] = at
         _count += 1

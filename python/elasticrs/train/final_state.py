@@ -188,7 +188,7 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
 
 
 def stop_serving() -> None:
-    """Stop serving the copy of this process and free its memory. Idempotent."""
+    """Stop the HTTP server and free the memory of the final state that it serves. Idempotent."""
     while _servers:
         server = _servers.pop()
         server.shutdown()

@@ -319,7 +319,7 @@ class Membership:
             )
 
     def join_late(self) -> Late | None:
-        """Get the final state of a job that ended without this process, and a rank for this process.
+        """Get a rank for this process, and the final state of a job that ended before this process took part.
 
         Sets ``RANK`` and ``WORLD_SIZE``. Returns ``None`` if no worker has published a final state.
 

@@ -13,22 +13,22 @@ use serde::{Deserialize, Serialize};
 /// The sockets to close.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Release {
-    /// All sockets, because nothing depends on the session anymore. The peers are notified.
+    /// Notify the peers and close all sockets, because nothing depends on the session anymore.
     All,
-    /// All sockets, without notifying the peers. The session continues, because the agent is alive and no longer needs
-    /// this nursery.
+    /// Close all sockets without notifying the peers, because the agent is alive and continues its session without this
+    /// nursery.
     Quietly,
-    /// All sockets except the newest, because the session has moved to the newest.
+    /// Close all sockets except the newest, because the session has moved to the newest.
     Older,
-    /// Only the newest socket, because the session has not moved to it.
+    /// Close only the newest socket, because the session has not moved to it.
     Newest,
 }
 
 /// Secret that the nursery sends on a link when no process of the agent is left.
 pub type LastWord = [u8; 32];
 
-/// Maximum number of links that the nursery holds. Usually two other agents have a link with an agent. The nursery also
-/// keeps links that have ended, because it does not check whether their peers have reconnected.
+/// Maximum number of links that the nursery holds. Two are needed, because an agent usually has links with two others.
+/// The rest is for broken links, which stay in the list because the nursery does not check them.
 const MAX_LINKS: usize = 8;
 
 /// A socket that the nursery holds.

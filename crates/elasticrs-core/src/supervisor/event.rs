@@ -185,7 +185,7 @@ pub struct Heartbeat {
     pub section: Option<String>,
 }
 
-/// A worker that hangs, with the activity of all workers at that time.
+/// Reports a worker that hangs, and what every worker was doing when the hang was detected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerHung {
     /// The worker that keeps the others waiting, as far as can be told.

@@ -190,8 +190,8 @@ impl Links {
         }
     }
 
-    /// Returns true if the session of this card answers. The listener of a dead agent never answers; it is closed when
-    /// the agent's nursery exits.
+    /// Exchanges greetings on a new link. Returns true if the peer answered with the nonce from its card. After the death
+    /// of the peer's agent its port may still accept connections, until the nursery exits, but nothing answers.
     async fn meet(&self, stream: &mut TcpStream, peer: &Card, is_known: bool) -> bool {
         let hello = Hello { lease: self.own.lease, nonce: self.own.nonce };
         let mut nonce = Nonce::default();
@@ -245,7 +245,8 @@ fn is_end(error: &io::Error, peer: &Card, met: Option<SocketAddr>) -> bool {
     peer.seal.is_none() && met.is_some() && error.kind() == io::ErrorKind::ConnectionRefused
 }
 
-/// Waits until a link sends the peer's last word or ends. Returns true if the peer's last word was received.
+/// Reads from a link until the peer's nursery sends the secret [`LastWord`] or the link closes. Returns true if the
+/// secret was received.
 async fn says_last_word(stream: &mut TcpStream, peer: &Card) -> bool {
     let mut word = LastWord::default();
     let came = stream.read_exact(&mut word).await.is_ok();

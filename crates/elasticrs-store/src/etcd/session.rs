@@ -98,8 +98,8 @@ struct Closing {
 
 /// Time limit for `close`, in nanoseconds. In this time earlier requests are carried out, and the lease is revoked.
 const CLOSE_LIMIT: u64 = 2_000_000_000;
-/// Maximum number of tasks that have been attempted: the current task, and the check of the store that precedes it on a
-/// new connection.
+/// Maximum number of tasks in progress at the same time. There are two on a new connection, which is checked before the
+/// current task continues.
 const MOST_BEGUN: usize = 2;
 /// Nanoseconds after which a broken connection is no longer counted as a repetition of the previous one.
 const CALM: u64 = 10_000_000_000;
@@ -123,7 +123,7 @@ pub(super) struct Session<'a> {
     away: Option<Away>,
     /// Pause before the first reconnect of the current outage (`away`), in nanoseconds.
     first_pause: u64,
-    /// Time on the boot clock of the last notice to the user that etcd was unreachable.
+    /// Time at which the user was last told that etcd cannot be reached, on the boot clock.
     told_away: Option<u64>,
     /// Number of connections that broke in quick succession, and the time at which the last one broke.
     breaks: (u32, u64),
@@ -238,7 +238,7 @@ impl<'a> Session<'a> {
         let halt = last_words(&mut link, halt).await;
         if let (Halt::Ended(Ended::Closed(_)), Some(closing)) = (&halt, &self.closing) {
             let left = Duration::from_nanos(closing.until.saturating_sub(boot_now()));
-            // Ignore a missing answer, because the lease then expires.
+            // Ignore an error, because a lease that is not revoked expires by itself.
             let _ = timeout(left, revoke(&link.channel, self.keys.lease)).await;
         }
         link.close().await;

@@ -41,7 +41,8 @@ const SYSTEM: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// Contents of [`Files`]: the configuration for connections, and the certificates for explaining a refused connection.
+/// What was read from [`Files`]: a configuration for connections, and the certificates. The certificates are examined
+/// when a server refuses the connection, to find the reason.
 #[derive(Debug)]
 pub(super) struct Identity {
     pub(super) config: Arc<ClientConfig>,

@@ -81,8 +81,8 @@ class Watch:
             return []
         shared = numpy.mtrand._rand._bit_generator
         found = [shared]
-        # If only one value was drawn, it is the seed of numpy's shared generator. Skip the search through all
-        # objects then, because it is slow.
+        # The first value is the seed of numpy's shared generator. Search all objects, which is slow, only if
+        # there are more values.
         if len(self._entropy.drawn) > 1:
             import gc
 

@@ -216,8 +216,9 @@ class _Surroundings:
         return changed
 
     def hidden(self) -> str | None:
-        """Return a newly imported module that has the same name as a module beside the script. ``None`` if
-        there is none. The script would import its own module, so the imported one cannot be used.
+        """Return the name of a newly imported module that would be another module in the script; or ``None``.
+
+        A file beside the script has that name, and the script would import the file instead.
         """
         new = [name for name in sys.modules if name not in self._known]
         self._known.update(new)
@@ -461,7 +462,7 @@ def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
         _report(failed=f"{hidden} lies beside the script and has the name of a module that --warm needs")
         _exit(1)
     paths = sysconfig.get_paths()
-    # Do not use the path `data`, because applications may be installed below it: `/usr` contains `/usr/src`.
+    # Leave out the path `data`: it may be `/usr`, which also contains programs of the user, as in `/usr/src`.
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}

@@ -160,7 +160,10 @@ class Gateway:
         return found
 
     def find_foreign(self, seats: Iterable[Seat], label: str, seconds: float) -> Seat | None:
-        """Return the first seat that answers, if its etcd belongs to another job, else ``None``."""
+        """Return the first seat that answers if its etcd belongs to another job.
+
+        Returns ``None`` if that etcd belongs to this job, or if no seat answers.
+        """
         for seat in seats:
             try:
                 answer = self._ask(seat, seat.port, "/v3/cluster/member/list", {}, seconds, None, "")

@@ -59,7 +59,7 @@ class Seat(Value):
         return self.url_at(self.host, self.peer_port)
 
     def url_at(self, host: str, port: int) -> str:
-        """Return the URL of another address with this seat's scheme."""
+        """Return a URL with the given host and port, and with the same scheme as this seat."""
         return f"{self.scheme}://{shown_endpoint(host, port)}"
 
 

@@ -6,8 +6,8 @@ use super::hangs::Then;
 use super::{Effect, Event, Group, Phase, Signal, StopScope, Timer, WorkerRaised};
 use crate::supervisor::event::{ExitStage, WorkersKilled};
 
-/// Returns the time between two samples of a worker that has raised. It is half of the limit, so that the second sample
-/// is taken when the limit has passed.
+/// Returns the pause before each sample of a worker that exits after an uncaught exception. Two pauses make up the
+/// limit, so the second sample is taken when the limit has passed.
 fn between_samples(limit: Duration) -> Duration {
     limit / 2
 }
@@ -32,15 +32,15 @@ impl Group {
         effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), between_samples(limit))));
     }
 
-    /// Handles a sample of a worker that has raised. `progressed` says whether the worker made progress since the
-    /// previous sample, and is `None` for the first sample.
+    /// Handles a new sample of a worker that exits after an uncaught exception. `progressed` is true if the worker has
+    /// made progress since the previous sample. It is `None` for the first sample.
     pub(super) fn on_exit_sampled(&mut self, local_rank: u32, progressed: Option<bool>, effects: &mut Vec<Effect>) {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
         let Some(raised) = member.and_then(|m| m.raised.clone()) else { return };
         let Some(limit) = raised.limit else { return };
         let is_working = self.working(local_rank).is_some();
         match progressed {
-            // Take evidence of what blocks the exit before the worker is killed.
+            // Record the worker's stack, which shows what blocks the exit, before killing the worker.
             Some(false) if is_working => return self.take_evidence(Then::Exit(local_rank), effects),
             Some(false) => return self.kill_stalled(local_rank, between_samples(limit), effects),
             Some(true) if is_working => {

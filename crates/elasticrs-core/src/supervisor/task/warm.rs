@@ -49,8 +49,8 @@ impl Task {
     /// the previous group has cleared all deadlines.
     pub(super) fn arm_import(&mut self) {
         if let Some(import) = self.nursery.as_ref().and_then(|nursery| nursery.import.as_ref()) {
-            // Do not extend the deadlines for a nursery that continues the import after a module killed the previous
-            // nursery. The time limit applies to all these nurseries together.
+            // A module may kill the nursery during its import. The next nursery then continues with the other modules.
+            // Keep the old deadline, because the time limit applies to all nurseries of one import together.
             self.deadlines.hasten(Timer::Warm, import.warm.limit, Instant::now());
             self.deadlines.hasten(Timer::SlowImport, SLOW_IMPORT, Instant::now());
         }

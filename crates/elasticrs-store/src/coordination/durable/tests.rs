@@ -90,8 +90,8 @@ proptest! {
         let at = synced + cut.index(bytes.len() - synced);
         prop_assert_eq!(read(&on_its_way[..at]).unwrap(), kept(before, at - synced));
         prop_assert_eq!(read(&flip(&on_its_way, at)).unwrap(), kept(before, bytes.len() - synced));
-        // DISK-1: damage behind a commit that has returned is detected, because the synced length covers it. The same
-        // holds for all commits before an interrupted one.
+        // DISK-1: damage in the records of a finished commit is detected, because the synced length covers them.
+        // This is also true if a later commit was interrupted.
         let earlier = HEAD_LENGTH + flipped.index(synced - HEAD_LENGTH);
         for damaged in [
             bytes[..at].to_vec(),
