@@ -117,7 +117,11 @@ def test_lines_carry_the_time_as_asked(pipe, monkeypatch, log_prefix, variable, 
         for reader, writer, expected in ((*pipe, on_pipe), (ours, theirs, on_terminal)):
             Console(writer, log_prefix).say("hello")
             pattern = r"elasticrs\[[-\d]+T[:.\d]+Z\]: hello\s+" if expected else r"elasticrs: hello\s+"
-            assert re.fullmatch(pattern, os.read(reader, 200).decode())
+            # A terminal may deliver a line in pieces.
+            line = b""
+            while not line.endswith(b"\n"):
+                line += os.read(reader, 200)
+            assert re.fullmatch(pattern, line.decode())
     finally:
         os.close(ours)
         os.close(theirs)
