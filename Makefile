@@ -64,9 +64,11 @@ $(FRAMEWORKS): $(SETUP)
 build: $(BUILT) ## compile the extension into python/ and install the project into .venv, editable
 	@$(PY) -m compileall -q python
 
+# The stamp has the time at which the build began, so a source that is edited during the build is built again.
 $(BUILT): $(RUST_SOURCES) pyproject.toml $(REBUILD) | $(SETUP)
+	@touch $@.begun
 	@PIP_QUIET=1 VIRTUAL_ENV=$(CURDIR)/$(VENV) $(PY) -m maturin develop --release --locked --quiet
-	@touch $@
+	@mv $@.begun $@
 
 demo: build ## train a real model with 4 workers; one is killed midway, and the job recovers
 	@$(PY) examples/ddp_digits/demo.py

@@ -5,22 +5,27 @@ Torchrun needs python-etcd, which it does not bring along, and an etcd before 3.
 """
 
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from subprocess import DEVNULL
 
-from benchmarks import peers, rendezvous
+from benchmarks import lost, peers, rendezvous
 from benchmarks.harness import Launcher, Options, Row
 from benchmarks.nodes import Shape, free_port
 from elasticrs.rendezvous.etcd_server import EtcdServer
 
 V2 = "ETCD_ENABLE_V2"
+PROGRAM = "TORCHELASTIC_ETCD_BINARY_PATH"
 
 
 def measure(options: Options) -> list[Row]:
+    if not _choose_program("nodes-etcd"):
+        return []
     if find_spec("etcd") is None:
         print("  torchrun is left out: its etcd-v2 needs python-etcd", file=sys.stderr)
         options = _ours(options)
@@ -45,13 +50,39 @@ def measure(options: Options) -> list[Row]:
 
 
 def measure_hosted(options: Options) -> list[Row]:
-    options, shape = _ours(options), Shape(3, 1)
-    seats = ",".join(f"127.0.0.1:{_seat()}" for _ in range(shape.nodes))
-    hosted = ("--rdzv-backend", "etcd", "--rdzv-endpoint", seats, "--rdzv-conf", "host=1")
+    """Measure what etcd adds to each step of a job. Its members write to the disk of the temporary folder."""
+    if not _choose_program("nodes-hosted"):
+        return []
+    options, shape, hosts = _ours(options), Shape(3, 1), " that host etcd"
+
+    def meet(_: Launcher) -> Sequence[str]:
+        # Each job has ports of its own, because members of the last job may not have exited yet.
+        seats = ",".join(f"127.0.0.1:{_seat()}" for _ in range(shape.nodes))
+        return "--rdzv-backend", "etcd", "--rdzv-endpoint", seats, "--rdzv-conf", "host=1"
+
     return [
         *rendezvous.measure_shape(options, shape),
-        *rendezvous.measure_shape(options, shape, meet=lambda _: hosted, where=" that host etcd"),
+        *rendezvous.measure_shape(options, shape, meet=meet, where=hosts),
+        *peers.measure(options, shape=shape),
+        *peers.measure(options, meet, hosts, shape),
+        *lost.measure_killed(options),
+        *lost.measure_killed(options, meet, hosts),
     ]
+
+
+def _choose_program(benchmark: str) -> bool:
+    """Choose the etcd that all agents run: the user's, else the one beside Python, else the one on ``PATH``.
+
+    Returns:
+        False if there is none. A line says so.
+    """
+    beside, given = str(Path(sys.executable).with_name("etcd")), os.environ.get(PROGRAM)
+    program = shutil.which(given) if given else shutil.which(beside) or shutil.which("etcd")
+    if program is None:
+        print(f"  {benchmark} is skipped: no etcd; run `make setup` or set {PROGRAM}", file=sys.stderr)
+        return False
+    os.environ[PROGRAM] = program
+    return True
 
 
 def _seat() -> int:

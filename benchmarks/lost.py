@@ -28,13 +28,24 @@ class Loss:
         self._limit_s = limit_s
         self._rng = random.Random(5)
 
-    def sample(self, launcher: Launcher, arguments: Sequence[str] = ()) -> None:
-        """Make a job and lose a node of it, but not that of the store."""
+    def sample(
+        self, launcher: Launcher, arguments: Sequence[str] = (), *, is_hosted_by_first: bool = True
+    ) -> None:
+        """Start a job and lose one of its nodes.
+
+        Args:
+            launcher: of the agents.
+            arguments: more options for each agent.
+            is_hosted_by_first: true if the first agent hosts the store. It is started first and never lost.
+        """
         with job(launcher, SHAPE, *arguments, worker("first_line.py")) as agents:
-            agents.start_all()
+            if is_hosted_by_first:
+                agents.start_all()
+            else:
+                agents.start(SHAPE.nodes)
             running = agents.running()
             time.sleep(self._rng.uniform(0.2, 0.4))
-            victim = self._rng.choice(agents.agents[1:])
+            victim = self._rng.choice(agents.agents[is_hosted_by_first:])
             peers = {each.pid for each in running if agents.agent_of(each) is not victim}
             lost_ns = self._lose(victim)
             try:
@@ -45,16 +56,26 @@ class Loss:
                 self.samples.add(launcher, (max(each.at_ns for each in arrivals) - lost_ns) / 1e6)
 
 
-def measure_killed(options: Options) -> list[Row]:
+def measure_killed(
+    options: Options, meet: Callable[[Launcher], Sequence[str]] | None = None, where: str = ""
+) -> list[Row]:
+    """Kill agents with SIGKILL.
+
+    Args:
+        options: of the command line.
+        meet: options for where the agents of a launcher meet; ``None`` for a store at the first agent.
+        where: the same in words.
+    """
     loss = Loss(options, Agent.kill, limit_s=options.repeats(20, 3))
 
     def one(launcher: Launcher) -> None:
         for _ in time_box(12.0, options.repeats(25, 2)):
-            loss.sample(launcher)
+            loss.sample(launcher, meet(launcher) if meet else (), is_hosted_by_first=meet is None)
 
     take_turns(options, 1, one)
-    conditions = f"{SHAPE}, from before SIGKILL of an agent that is not the store's host {ARRIVED}"
-    name = "nodes: agent killed, SIGTERM in the peers' workers"
+    victim = "any agent" if meet else "an agent that is not the store's host"
+    conditions = f"{SHAPE}, from before SIGKILL of {victim} {ARRIVED}"
+    name = f"nodes{where}: agent killed, SIGTERM in the peers' workers"
     return [
         *loss.samples.rows(f"{name}, p50", "ms", conditions),
         *loss.samples.rows(f"{name}, max", "ms", conditions, max),

@@ -15,7 +15,10 @@ BOX_S = 10.0
 
 
 def measure(
-    options: Options, meet: Callable[[Launcher], Sequence[str]] | None = None, where: str = ""
+    options: Options,
+    meet: Callable[[Launcher], Sequence[str]] | None = None,
+    where: str = "",
+    shape: Shape = SHAPE,
 ) -> list[Row]:
     """Kill workers at random.
 
@@ -23,6 +26,7 @@ def measure(
         options: of the command line.
         meet: the options that say where a launcher's agents meet; at the first agent when ``None``.
         where: the same in words.
+        shape: nodes and workers of the job.
     """
     signalled, restarted = Samples(options), Samples(options)
     rng = random.Random(4)
@@ -30,9 +34,9 @@ def measure(
 
     def one(launcher: Launcher) -> None:
         arguments = ("--max-restarts", str(kills), *(meet(launcher) if meet else ()))
-        with job(launcher, SHAPE, *arguments, worker("first_line.py")) as agents:
+        with job(launcher, shape, *arguments, worker("first_line.py")) as agents:
             if meet:
-                agents.start(SHAPE.nodes)
+                agents.start(shape.nodes)
             else:
                 agents.start_all()
             running = agents.running()
@@ -49,7 +53,7 @@ def measure(
                 restarted.add(launcher, _ms(killed_ns, max(each.at_ns for each in running)))
 
     take_turns(options, options.repeats(2, 1), one)
-    conditions = f"{SHAPE}, plain Python, from before the kill"
+    conditions = f"{shape}, plain Python, from before the kill"
     rows: list[Row] = []
     for percent in (50, 99):
 

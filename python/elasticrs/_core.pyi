@@ -101,7 +101,7 @@ class GroupSpec:
 
 @final
 class Warmed:
-    """A warm nursery has imported; or it has ended before, and workers start cold from now on."""
+    """A warm nursery has finished its imports, or has exited. After a failure, workers start cold."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -110,7 +110,10 @@ class Warmed:
         """How it ended, as in :attr:`WorkerExited.exitcode`."""
     @property
     def hung(self) -> bool:
-        """It did not end in time, and we killed it."""
+        """True if the nursery was killed because it exceeded its time limit."""
+    @property
+    def is_beside(self) -> bool:
+        """True for a nursery of :meth:`Supervisor.import_beside` that has not taken over."""
 
 @final
 class GroupStarted:
@@ -378,15 +381,18 @@ class WorkersKilled:
     @property
     def pids(self) -> list[int]: ...
     @property
-    def signal(self) -> int | None:
-        """Stop signal after which the workers did not exit in time. ``None`` if a worker did not complete its
-        exit after an uncaught exception: either that exit made no progress, or a worker that was to be
-        replaced exceeded its grace.
+    def reason(self) -> Literal["signal", "slow exit", "stalled exit"]:
+        """``"signal"`` if the workers did not exit within the grace period after a signal. ``"slow exit"`` if
+        their exit after an uncaught exception made progress but was not complete at the end of the grace
+        period; they were sent no signal before. ``"stalled exit"`` if that exit made no progress.
         """
     @property
+    def signal(self) -> int | None:
+        """The signal, if that is the reason."""
+    @property
     def limit(self) -> float:
-        """Seconds that the workers had to exit: the grace period after a stop signal, or the maximum time
-        without progress after an uncaught exception.
+        """Seconds that the workers had to exit: the grace period, or for a stalled exit the maximum time
+        without progress.
         """
 
 @final
@@ -671,8 +677,22 @@ class Supervisor:
     def suspend(self) -> None:
         """Suspend all groups with SIGSTOP and pause their deadlines until :meth:`resume`."""
     def resume(self) -> None: ...
-    def renew_nursery(self) -> None:
-        """Replace a warm nursery, since what it has imported has changed. No effect while a group runs.
+    def import_beside(self, limit: float) -> None:
+        """Import the modules again in a second warm nursery, because files of imported modules have changed.
+
+        It has the lowest priority, and replaces an earlier second nursery. The first nursery and its workers
+        continue. :class:`Warmed` reports the result.
+
+        Args:
+            limit: time limit for the imports, in seconds.
+
+        Raises:
+            SupervisorError: see the class.
+        """
+    def take_over(self) -> bool:
+        """Let the second nursery start the next groups, and end the first one.
+
+        Return false, and change nothing, if no second nursery has finished its imports or if a group exists.
 
         Raises:
             SupervisorError: see the class.
@@ -1242,9 +1262,10 @@ class CoordinationClient:
             read_timeout: seconds for a request, over all attempts.
             stall_timeout: as of our own store.
             supervisor: as of our own store.
-            links: a name for all sessions that look after each other, and where else their machines reach
-                this one. When a program with a supervisor is killed and nothing of its workers runs any more,
-                another session sees it at once and revokes its lease. ``None``: the lease ends by itself.
+            links: name of the group of sessions that watch each other, and another host name or address of
+                this machine. When a program with a supervisor is killed and none of its workers runs
+                anymore, another session of the group revokes its lease at once. Without a supervisor, or
+                with ``None``, the session has no links, so after a kill its lease expires.
 
         Raises:
             ValueError: no endpoint, a time that is none or too short, half of a pair.

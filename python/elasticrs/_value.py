@@ -1,8 +1,9 @@
-"""Bases for records: the annotations of a class are its fields, without the 15 ms of importing dataclasses.
+"""Base classes for records, like dataclasses, but without the 15 ms that importing ``dataclasses`` takes. The
+annotations of a class are its fields.
 
-A module that uses them needs ``from __future__ import annotations``. A field may have a default, or
-:func:`fresh`; fields after ``_: KW_ONLY`` (of :mod:`dataclasses`, for type checkers only) are given by name.
-A class may write an ``__init__`` of its own.
+A module that uses these classes needs ``from __future__ import annotations``. A field may have a default, or
+:func:`fresh`. Fields after ``_: KW_ONLY`` (from :mod:`dataclasses`, for type checkers only) are keyword-only.
+A class may define its own ``__init__``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_: object) -> Callable[[type], type]:
-        """Say nothing: it is for type checkers, and Python's own comes with 3.11 and a slow import."""
+        """Return a decorator that does nothing. It only informs type checkers. Python's own version needs
+        Python 3.11 and a slow import.
+        """
         return lambda made: made
 
 
@@ -39,7 +42,9 @@ class _Fields(type):
     """Makes the annotations of a class its slots."""
 
     def __new__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]) -> _Fields:
-        """Take the fields out of the body of a class; they come after those of its base."""
+        """Turn the annotations in a class body into fields, and order them after the fields of the base
+        class.
+        """
         above, inherited, by_name = (
             (bases[0]._names, bases[0]._defaults, bases[0]._by_name) if bases else ((), {}, ())
         )
@@ -53,7 +58,8 @@ class _Fields(type):
         defaults = {field: namespace.pop(field) for field in own if field in namespace}
         names, all_defaults = (*above, *own), {**inherited, **defaults}
         is_plain = not bases or ("__init__" not in namespace and bases[0]._objects is not None)
-        # Not those of its base, which are compiled for other fields.
+        # Use the generic methods instead of the inherited ones, because those were compiled for the fields of
+        # the base class.
         general = {"__init__": _Made.__init__, "values": _Made.values} if is_plain and bases else {}
         return super().__new__(cls, name, bases, {
             **general,
@@ -67,7 +73,9 @@ class _Fields(type):
 
 
 def _compile(kind: type[_Made]) -> None:
-    """Give it the methods that follow from the fields, as if written by hand, some five times as fast."""
+    """Compile ``__init__`` and ``values`` for the fields of a class. The compiled methods are as fast as
+    hand-written ones, about five times faster than the generic ones.
+    """
     names, defaults, by_name = kind._names, kind._defaults, kind._by_name
     order = [*(name for name in names if name not in by_name), *(name for name in names if name in by_name)]
     fresh_ones = tuple(type(defaults.get(name)) is _Fresh for name in order)
@@ -87,11 +95,14 @@ def _compile(kind: type[_Made]) -> None:
 
 
 _TEMPLATES: dict[tuple[bool, ...], tuple[FunctionType, FunctionType]] = {}
-"""A copy with other names costs a fifth of compiling: one template for all classes of the same shape."""
+"""Compiled templates by shape of the class. Copying a template with other names takes a fifth of the time of
+compiling."""
 
 
 def _template(fresh_ones: tuple[bool, ...]) -> tuple[FunctionType, FunctionType]:
-    """``__init__`` and ``values`` of a class with the fields ``f0``, ``f1``, …; what is fresh is made."""
+    """Return ``__init__`` and ``values`` for a class with the fields ``f0``, ``f1``, …. ``__init__`` calls
+    the factory of each :func:`fresh` default.
+    """
     made: dict[str, Any] = {}
     sets = [
         f"    self.f{i} = "
@@ -110,12 +121,12 @@ def _template(fresh_ones: tuple[bool, ...]) -> tuple[FunctionType, FunctionType]
 
 
 _MANY = 8
-"""A class is compiled when it has made so many objects: a launch makes few of each."""
+"""Number of objects after which a class is compiled. A launch creates only a few objects of each class."""
 
 
 class _Made(metaclass=_Fields):
     _objects: ClassVar[count[int] | None]
-    """Counts them, unless the class has an ``__init__`` of its own."""
+    """Counter of created objects; ``None`` if the class has its own ``__init__``."""
     _names: ClassVar[tuple[str, ...]]
     _by_name: ClassVar[frozenset[str]]
     _defaults: ClassVar[dict[str, Any]]
@@ -169,7 +180,7 @@ class _Made(metaclass=_Fields):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(fresh,))
 class Value(_Made):
-    """A record that does not change, which type checkers see to: it compares and hashes by its fields."""
+    """Immutable record, compared and hashed by its fields. Only type checkers enforce the immutability."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -182,4 +193,4 @@ class Value(_Made):
 
 @dataclass_transform(eq_default=False, field_specifiers=(fresh,))
 class Record(_Made):
-    """A record that changes; it is equal to itself only."""
+    """Mutable record, compared by identity."""

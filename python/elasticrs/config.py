@@ -1,7 +1,7 @@
 """The settings of a job, with every default in one place.
 
-These are the internal, slotted forms that the command line works on; the public dataclasses of
-:mod:`elasticrs.launcher.api` and :mod:`elasticrs.agent.server` convert to them.
+These internal classes with slots are used by the command line. The public dataclasses of
+:mod:`elasticrs.launcher.api` and :mod:`elasticrs.agent.server` are converted to them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOG_PREFIXES = ("auto", "time", "none")
 DEFAULT_LOG_PREFIX = "auto"
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_PORT = 29400
-"""Of the coordination store, and of torch's rendezvous."""
+"""Default port of the coordination store, and of torch's rendezvous."""
 DEFAULT_HEALTH_TIMEOUT = 60.0
 LOOPBACK = "127.0.0.1"
 UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
@@ -42,17 +42,19 @@ PREFIX_NAMES = ("role_name", "local_rank", "rank", "hostname")
 """Names of the placeholders in a prefix template."""
 START_DEADLINE = 30.0
 LONGEST = 1e9
-"""Seconds: what the core's clock can count in nanoseconds, and far more than anybody waits."""
+"""Maximum number of seconds, because the core counts nanoseconds. It is far longer than any useful limit."""
 SAFETY_TICK = 5.0
-"""Seconds after which the agent looks around even though nothing was reported."""
+"""Seconds after which the agent checks its state even though no event has arrived."""
 
 
 class UsageError(ValueError):
-    """A mistake of the user: its text is one line that names the option, what it got, and what it accepts."""
+    """A mistake of the user. The text is one line that names the option, the given value, and the accepted
+    values.
+    """
 
 
 class JobConfig(Record):
-    """One job, as the agent of one node runs it.
+    """Configuration of one job, for the agent of one node.
 
     Args:
         nproc: number of workers on this node.
@@ -117,18 +119,20 @@ class JobConfig(Record):
 
 
 class LogSettings(Value):
-    """Where the output streams of the workers go.
+    """Destinations of the workers' output streams.
 
     Args:
-        log_dir: base directory; ``None`` for a temporary one, the null device for no files at all.
-        redirects: bits by local rank (1 stdout, 2 stderr); a plain number is for all.
+        log_dir: base directory; ``None`` for a temporary directory, the null device for no files at all.
+        redirects: streams that go to files, as bits by local rank (1 stdout, 2 stderr). A plain number
+            applies to all ranks.
         tee: the same, for streams that go to a file and to the console.
-        local_ranks_filter: the ranks that may show on the console; ``None`` for all.
-        prefix_template: of console lines.
-        capture_stderr: stderr of all ranks goes to a file and to the console.
-        stdout_filters: tee'd lines of standard output that contain one of these are copied to one more file.
+        local_ranks_filter: local ranks whose output is shown on the console; ``None`` for all.
+        prefix_template: template of the prefix of console lines.
+        capture_stderr: true to copy stderr of all ranks to a file and to the console.
+        stdout_filters: tee'd lines of standard output that contain any of these texts are copied to another
+            file.
         stderr_filters: the same for standard error.
-        specs: name of a class of the user's that decides in place of all this; ``None`` for none.
+        specs: name of a user's class that decides about all output instead; ``None`` for none.
     """
 
     log_dir: str | None = None
@@ -143,15 +147,15 @@ class LogSettings(Value):
 
 
 class ObserveSettings(Value):
-    """Where the events, metrics and health of a job go.
+    """Settings for the events, metrics and health checks of a job.
 
     Args:
         event_log_handler: destination of events; see ``docs/events.md``.
-        entry_point: what events call the workers' program.
-        rdzv_backend: what events call the way in which the nodes meet.
-        has_metrics: somebody takes metrics.
-        health_port: of the health check server; ``None`` for none, 0 for any port that is free.
-        health_host: where it listens.
+        entry_point: name of the workers' program in events.
+        rdzv_backend: name of the rendezvous back end in events.
+        has_metrics: true if the job has a receiver for metrics.
+        health_port: port of the health check server; ``None`` for no server, 0 for any free port.
+        health_host: address on which the health check server listens.
         health_timeout: seconds without progress after which the agent counts as dead.
     """
 
@@ -173,14 +177,14 @@ class HandlerSettings(Value):
     """Settings of a rendezvous handler that is polled, and of its agent.
 
     Args:
-        backend: its name.
-        endpoint: as the user typed it: what it means is the handler's to say.
-        run_id: the name of the job.
-        nodes: fewest and most.
+        backend: name of the back end.
+        endpoint: endpoint as the user typed it. The handler interprets it.
+        run_id: name of the job.
+        nodes: minimum and maximum number of nodes.
         config: settings of the handler.
         local_addr: address of this node, if the user has named one.
         exit_barrier_timeout: seconds to wait for other nodes at the end.
-        monitor_interval: seconds between two looks.
+        monitor_interval: seconds between two polls.
     """
 
     backend: str
@@ -206,7 +210,7 @@ def parse_signals(names: str) -> tuple[int, ...]:
     """Parse names of signals, separated by commas, such as ``SIGTERM,SIGUSR1``, into their numbers.
 
     Raises:
-        ValueError: a name that is no signal, or one that cannot be caught.
+        ValueError: a name is not a signal, or the signal cannot be caught.
     """
     import signal
 
@@ -223,7 +227,8 @@ def parse_signals(names: str) -> tuple[int, ...]:
 _NOT_FORWARDED = frozenset(
     ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGTSTP", "SIGCONT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 )
-"""Those that cannot be caught, have a meaning of their own for the agent, or are of its own mistakes."""
+"""Signals that cannot be passed on, because they cannot be caught, have a meaning for the agent itself, or
+report mistakes of the agent itself."""
 
 
 def parse_forwarded(names: str) -> tuple[int, ...]:
@@ -231,7 +236,7 @@ def parse_forwarded(names: str) -> tuple[int, ...]:
     ``USR1,USR2``; empty for none.
 
     Raises:
-        ValueError: with what is expected.
+        ValueError: the value is invalid. The text says what is expected.
     """
     import signal
 
@@ -247,11 +252,11 @@ def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tu
     """Return the signals that are passed on.
 
     Args:
-        given: what was asked for; ``None`` for SIGUSR1 and SIGUSR2, as far as they do not stop the job.
-        handled: those that stop it.
+        given: requested signals; ``None`` for those of SIGUSR1 and SIGUSR2 that do not stop the job.
+        handled: signals that stop the job.
 
     Raises:
-        ValueError: one does both.
+        ValueError: a signal is in both sets.
     """
     import signal
 
@@ -264,10 +269,11 @@ def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tu
 
 
 def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the signals that a program wants passed on; ``None`` when it has not said.
+    """Return the signals that a program wants to have passed on to the workers; ``None`` if ``names`` is
+    ``None``.
 
     Raises:
-        ValueError: with what it got and what is expected.
+        ValueError: the value is invalid. The text contains the value and what is expected.
     """
     if names is None:
         return None
@@ -281,7 +287,7 @@ def health_port(text: str) -> int:
     """Read a port of the health check server.
 
     Raises:
-        ValueError: with what is expected.
+        ValueError: the value is invalid. The text says what is expected.
     """
     limit = 65535
     if not (text.isascii() and text.isdecimal()) or int(text) > limit:
@@ -293,7 +299,7 @@ def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
     """Seconds from ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or the default.
 
     Raises:
-        UsageError: the variable holds something else.
+        UsageError: the variable has an invalid value.
     """
     return _seconds_from(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", DEFAULT_SHUTDOWN_TIMEOUT)
 
@@ -302,7 +308,7 @@ def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
     """Seconds from ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``, or the default.
 
     Raises:
-        UsageError: the variable holds something else.
+        UsageError: the variable has an invalid value.
     """
     return _seconds_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", DEFAULT_EXIT_BARRIER_TIMEOUT)
 
@@ -320,8 +326,8 @@ def log_prefix_from(environ: Mapping[str, str]) -> str:
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
-    """Seconds from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``; 0, which switches the check off, by
-    default, and as in torch for what is no number.
+    """Return the seconds from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``. Return 0, which disables the
+    check, by default and, as in torch, for a value that is not a number.
     """
     try:
         return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
@@ -340,7 +346,7 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
 
 
 def check_start_method(name: str) -> None:
-    """Check the name of a start method that a program has given.
+    """Check a start method that was given by name.
 
     Raises:
         ValueError: there is no such method.
@@ -350,21 +356,30 @@ def check_start_method(name: str) -> None:
 
 
 def default_stop_scope(entrypoint: object) -> str:
-    """Say whom the first signal of a stop reaches if nobody has said so.
+    """Return the default receiver of the first signal of a stop.
 
-    ``"worker"`` for functions and for Python, whose helpers serve a worker while it saves, ``"group"`` for
-    other programs, such as shells, which pass nothing on.
+    ``"worker"`` for functions and Python programs, because a worker may need its helper processes while it
+    saves. ``"group"`` for other programs, such as shells, because they do not pass on signals.
     """
     is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
-    return "worker" if is_python else "group"
+    return "worker" if is_python or _is_named_python(entrypoint) else "group"
+
+
+def _is_named_python(program: object) -> bool:
+    """Return true for the usual names of interpreters: ``python``, ``/usr/bin/python3``, ``python3.13t``."""
+    if not isinstance(program, str):
+        return False
+    name = os.path.basename(program)
+    version = name.removeprefix("python").removesuffix("t")
+    return name.startswith("python") and not version.strip("0123456789.")
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Return the limit between two heartbeats, ``None`` where it is learned, and what a learned one never is
-    below. It is given as seconds, ``"auto"`` or ``"auto:SECONDS"``.
+    """Return the limit between two heartbeats (``None`` if it is learned) and the minimum of a learned limit.
+    The argument is a number of seconds, ``"auto"`` or ``"auto:SECONDS"``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value has another form.
     """
     if not isinstance(timeout, str):
         return float(timeout), None
@@ -378,7 +393,7 @@ def seconds(text: str) -> float:
     """Read a span of time.
 
     Raises:
-        ValueError: with what is expected, when it is negative, endless or no number.
+        ValueError: the text is negative, infinite or not a number. The message says what is expected.
     """
     expected = "seconds, 0 or more"
     try:

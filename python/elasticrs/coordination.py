@@ -1,20 +1,25 @@
-"""The coordination store as its clients see it: what they ask, what they hear, the session for both.
+"""The coordination store from the client's point of view: requests, events, and the session that carries
+them.
 
-A :class:`Session` is one lease. It may lose its connection and find another one, or a store that was away,
-as long as the lease lasts; that is only late. Whoever writes one for another store than ours has to give:
+A :class:`Session` holds a single lease. While the lease lasts, the session may lose its connection and
+reconnect, or wait for a store that is down; that only delays requests. A session for another store must
+provide:
 
-- transactions of at most :data:`MAX_OPERATIONS` compares and as many operations, each one revision; none
-  names a key twice among what it puts and deletes;
-- leased keys, which end with the session, or some seconds after it; no key is put now with a lease, now
-  without;
-- watches of keys and prefixes, from a snapshot or a revision on: each revision whole and in order, as far as
-  the watch covers it. Several watches need no order among each other, nor with replies. A session never has
-  two that cover the same key, but one may be asked for again. A watch whose past the store has forgotten,
-  or that was taken up on another connection, tells, as one revision, what has become of its keys;
-- requests carried out in their order, and replies in that order; an :class:`Unwatch` holds for all that the
-  store does from then on. Those whose answer was lost with a connection may be carried out again, in their
-  order: whoever asks bears that, and a request that is refused because it has been carried out before;
-- leases that last: the store ends none before the session has told of the loss, and a little longer;
+- transactions of at most :data:`MAX_OPERATIONS` compares and as many operations. Each transaction is one
+  revision, and puts or deletes a key at most once;
+- leased keys, which are deleted when the session ends, or some seconds later; a key is put either always with
+  a lease or always without;
+- watches of keys and prefixes, from a snapshot or a revision on. Each revision arrives complete and in order,
+  as far as the watch covers it. The order between several watches, or between watches and replies, is not
+  specified. A session never has two watches that cover the same key, but a watch may be requested again. If
+  the store has forgotten the past of a watch, or if the watch was resumed on another connection, the changes
+  since then arrive as a single revision;
+- requests that are executed in order, and replies in that order; an :class:`Unwatch` takes effect for
+  everything that the store does afterwards. Requests whose replies were lost with a connection may be
+  executed again, in order. The caller must tolerate that, and must tolerate a request that is rejected
+  because it was already executed;
+- leases that outlast the session: the store ends a lease only after the session has reported its loss, and
+  slightly later;
 - :class:`ConnectionLost` as the last event of a session, whatever ended it.
 """
 
@@ -29,13 +34,13 @@ if TYPE_CHECKING:
     from typing import Protocol, TypeAlias
 
     class Entry(Protocol):
-        """A key and its value, or what became of it."""
+        """A key with its value, or a change of a key."""
 
         @property
         def key(self) -> str: ...
         @property
         def value(self) -> bytes | None:
-            """``None`` in a change that deleted the key."""
+            """The value; ``None`` in a change that deleted the key."""
 
         @property
         def create_revision(self) -> int:
@@ -43,36 +48,42 @@ if TYPE_CHECKING:
 
         @property
         def mod_revision(self) -> int:
-            """The revision of its last put, or of its deletion."""
+            """The revision of the last put of the key, or of its deletion."""
 
     Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
 
     class Session(Protocol):
-        """The way to a store, and the lease that ends with it."""
+        """A connection to a store, and a lease that ends with the session."""
 
         @property
         def fd(self) -> int:
             """Readable while :meth:`take` has something."""
 
         def take(self) -> list[StoreEvent]:
-            """What has happened since the last call, first :class:`Connected` or a loss; never blocks."""
+            """Return the events since the last call; never blocks. The first event is :class:`Connected` or a
+            loss.
+            """
 
         def wait(self, timeout: float | None) -> bool:
-            """Block until :meth:`take` has something; false: the time is over, or nothing can come."""
+            """Block until :meth:`take` has something to return. Return false if the time is over or nothing
+            can arrive anymore.
+            """
 
         def send(self, request: Request) -> None:
-            """Send a request; requests are carried out in their order."""
+            """Send a request. The store executes requests in order."""
 
         def clock(self) -> tuple[int, int] | None:
-            """The store's wall clock minus ours and its error in ns; ``None`` while nothing is known."""
+            """Return the store's wall clock minus ours, and the error of that difference, in nanoseconds;
+            ``None`` if they are still unknown.
+            """
 
         def close(self) -> None:
-            """End the session and its lease at once. No event follows. Idempotent."""
+            """Close the session and end its lease at once. No event follows. Idempotent."""
 
 
 MAX_OPERATIONS = 125
-"""Compares, and operations, of a transaction of the rendezvous: etcd takes 128 by default, of which its
-client needs three.
+"""Maximum number of compares, and of operations, in a transaction of the rendezvous. The default limit of
+etcd is 128, of which its client needs three.
 """
 
 
@@ -94,13 +105,13 @@ class Missing(Compare):
 
 
 class CreatedAt(Compare):
-    """The key came into being at this revision; 0: it is not there."""
+    """The key was created at this revision; 0 if the key does not exist."""
 
     revision: int
 
 
 class ModifiedAt(Compare):
-    """The last put of the key was this revision; 0: it is not there."""
+    """The key was last put at this revision; 0 if the key does not exist."""
 
     revision: int
 
@@ -112,13 +123,13 @@ class HasValue(Compare):
 
 
 class Operation(Value):
-    """A step of a transaction; its result is in the :class:`Reply`."""
+    """An operation of a transaction. Its result is in the :class:`Reply`."""
 
 
 class Put(Operation):
     """Set a key; the result is 1.
 
-    With ``leased`` the key ends with this session.
+    With ``leased``, the key is deleted when this session ends.
     """
 
     key: str
@@ -133,7 +144,7 @@ class Delete(Operation):
 
 
 class DeletePrefix(Operation):
-    """Delete all keys that begin like this; the result is how many they were."""
+    """Delete all keys with this prefix. The result is the number of deleted keys."""
 
     prefix: str
 
@@ -145,7 +156,7 @@ class Get(Operation):
 
 
 class Range(Operation):
-    """Read the first keys that begin like this, at most ``limit`` (0: all); the result is a list of
+    """Read the first keys with this prefix, at most ``limit`` (0 for all). The result is a list of
     entries.
     """
 
@@ -154,7 +165,7 @@ class Range(Operation):
 
 
 class Predecessor(Operation):
-    """Read the youngest of the keys that begin like this and are older than ``key``; as :class:`Get`."""
+    """Read the newest key with this prefix that is older than ``key``. The result is that of :class:`Get`."""
 
     prefix: str
     key: str
@@ -164,9 +175,9 @@ class Predecessor(Operation):
 
 
 class Txn(Value):
-    """A transaction; answered by a :class:`Reply` with the same tag.
+    """A transaction. The store answers with a :class:`Reply` with the same tag.
 
-    ``then`` is carried out when all of the compares hold, ``otherwise`` when one does not.
+    ``then`` is executed if all compares hold, ``otherwise`` if any compare does not.
     """
 
     tag: int
@@ -176,13 +187,14 @@ class Txn(Value):
 
 
 class Watch(Value):
-    """Be told of every change: a :class:`Reply`, then :class:`Changes`.
+    """Watch keys for changes. The store answers with a :class:`Reply`, followed by :class:`Changes`.
 
     Args:
-        tag: any number.
-        prefix: how the keys begin.
-        exact: it is one whole key.
-        snapshot: the reply has what is there at its revision; the watch goes on right after it.
+        tag: number that identifies the request.
+        prefix: prefix of the keys.
+        exact: true if ``prefix`` is a complete key.
+        snapshot: true if the reply contains the existing entries at its revision. The watch then continues
+            after that revision.
     """
 
     tag: int
@@ -205,9 +217,9 @@ class Connected(Value):
     """The session has begun.
 
     Args:
-        revision: of the store.
+        revision: revision of the store.
         local_address: our end of the connection.
-        ttl: seconds without a sign of life after which the store ends the lease; 0: as was asked for.
+        ttl: seconds without a keep-alive after which the store ends the lease; 0 if it is the requested time.
     """
 
     revision: int
@@ -219,10 +231,10 @@ class Reply(Value):
     """The answer to a request.
 
     Args:
-        tag: of the request.
-        ok: the compares held, so ``then`` was carried out.
-        revision: the store's when it judged.
-        results: one for each operation; for a watch, the entries.
+        tag: tag of the request.
+        ok: true if the compares held, so that ``then`` was executed.
+        revision: revision of the store when it evaluated the request.
+        results: results of the operations; for a watch, the entries.
     """
 
     tag: int
@@ -237,13 +249,13 @@ class Reply(Value):
         return found
 
     def entries(self) -> list[Entry]:
-        """Return what was there when a watch began."""
+        """Return the existing entries at the start of a watch."""
         return [entry for index in range(len(self.results)) if (entry := self.entry(index)) is not None]
 
 
 class Changes(Value):
-    """One revision of the store, as far as one watch covers it, or all of this session together, in the order
-    of the transaction.
+    """Changes of one revision, in the order of the transaction. An event covers either one watch or all
+    watches of the session.
     """
 
     revision: int
@@ -251,20 +263,20 @@ class Changes(Value):
 
 
 class Notice(Value):
-    """The store does not answer, or answers again: a line for the user, and nothing that has happened to the
-    session.
+    """A line for the user: the store does not answer, or answers again. The session itself has not
+    changed.
     """
 
     message: str
 
 
 class ConnectionLost(Value):
-    """There is no session, or no longer; nothing of it is told after this event.
+    """The session could not be opened or was lost. No further event of this session follows.
 
     Args:
         kind: ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``,
-            ``run``, ``closed``, ``silent``, ``slow``, ``protocol``, ``limit``, ``gone`` or ``other``; of etcd
-            also ``tls`` and ``denied``, of the rendezvous ``cannot_host``.
+            ``run``, ``closed``, ``silent``, ``slow``, ``protocol``, ``limit``, ``gone`` or ``other``. With
+            etcd also ``tls`` and ``denied``, with the rendezvous also ``cannot_host``.
         message: one line for the user.
     """
 

@@ -1,8 +1,8 @@
-"""How many workers a node can use, and which GPUs it shows, without importing torch.
+"""Number of workers that a node can run, and its visible GPUs, without importing torch.
 
-Three ways, in this order: the driver's own files, NVML by the package ``nvidia-ml-py`` when it is installed,
-and torch: that of this process if it has been imported, else of a short-lived child. Whoever asks learns
-which of them answered.
+There are three sources, in this order: the driver's own files, NVML with the package ``nvidia-ml-py`` if it
+is installed, and torch. Torch runs in this process if it has already been imported, or else in a short-lived
+child. The result names the source.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 DRIVER = "/proc/driver/nvidia/gpus"
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 CHILD_TIMEOUT = 120.0
-"""Seconds within which a child has to import torch and count; a cold network file system needs many."""
+"""Time limit in seconds in which a child must import torch and count devices. A cold network file system
+needs many."""
 SLOW = 5.0
 """Seconds after which the launcher prints what it is waiting for."""
 
@@ -32,8 +33,8 @@ class Gpu(Value):
     """A device of CUDA or ROCm.
 
     Args:
-        address: on the PCI bus, as sysfs writes it (``0000:3b:00.0``).
-        uuid: ``GPU-…``; empty when the driver does not tell.
+        address: address on the PCI bus, in the format of sysfs (``0000:3b:00.0``).
+        uuid: ``GPU-…``; empty if the driver does not report it.
     """
 
     address: str
@@ -44,9 +45,9 @@ class Count(Value):
     """A number of devices.
 
     Args:
-        number: how many.
-        kind: of what: ``cuda``, ``xpu``, …; ``cpu`` when there is no device.
-        source: who says so.
+        number: number of devices.
+        kind: kind of device: ``cuda``, ``xpu``, …; ``cpu`` if there is no device.
+        source: source of the number.
     """
 
     number: int
@@ -63,21 +64,21 @@ class UnknownDeviceError(CountError):
 
 
 def cpu_count() -> int:
-    """Number of CPUs in the affinity of this process, as torchrun counts them."""
+    """Return the number of CPUs in the affinity mask of this process, as torchrun does."""
     return len(os.sched_getaffinity(0))
 
 
 def worker_count(word: str, environ: Mapping[str, str]) -> Count:
-    """Number of workers that ``--nproc-per-node WORD`` means, by torchrun's rules.
+    """Return the number of workers that ``--nproc-per-node WORD`` means, by torchrun's rules.
 
     Args:
-        word: ``cpu``, ``gpu`` (CUDA devices), ``auto`` (whatever accelerator there is, else CPUs), ``xpu``,
-            or the name of a device that torch was extended with.
-        environ: for ``CUDA_VISIBLE_DEVICES``, and of the child.
+        word: ``cpu``, ``gpu`` (CUDA devices), ``auto`` (any accelerator, or else CPUs), ``xpu``, or the name
+            of a device from an extension of torch.
+        environ: environment, for ``CUDA_VISIBLE_DEVICES`` and for the child.
 
     Raises:
-        CountError: there is none of these devices, or torch, which alone can tell, is not there.
-        UnknownDeviceError: the word is none of these.
+        CountError: there is no such device, or counting needs torch, which is not installed.
+        UnknownDeviceError: the word is unknown.
     """
     if word == "cpu":
         return Count(cpu_count(), "cpu", "the operating system")
@@ -104,10 +105,12 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
 
 
 def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> bool:
-    """True if devices are divided (MIG), by the folder in which the NVIDIA driver lists slices.
+    """Return true if a GPU is divided into MIG slices, according to the folder in which the NVIDIA driver
+    lists slices.
 
-    Their number then differs from what CUDA shows, which is one slice to a process, however many
-    ``CUDA_VISIBLE_DEVICES`` names. Where that names whole devices first, slices of others do not matter.
+    The number of slices differs from the number of devices that CUDA shows: CUDA shows a process one slice,
+    however many ``CUDA_VISIBLE_DEVICES`` names. If that variable names whole devices first, slices of other
+    devices do not matter.
     """
     first = environ.get(_CUDA, "").split(",")[0].strip()
     if first:
@@ -120,22 +123,23 @@ def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str
     """Return the number of CUDA devices that a worker would see, by the driver's files.
 
     Args:
-        environ: for ``CUDA_VISIBLE_DEVICES``: as in CUDA itself, the list ends at the first entry that is no
-            device.
-        driver: the folder in which the NVIDIA driver lists its devices.
-        dev: the folder of device nodes, used where the other is not there (containers).
+        environ: environment, for ``CUDA_VISIBLE_DEVICES``. As in CUDA itself, the list ends at the first
+            entry that is not a device.
+        driver: folder in which the NVIDIA driver lists its devices.
+        dev: folder of device nodes, used if the other folder is missing (in containers).
     """
     uuids = [gpu.uuid for gpu in _driver_gpus(driver)] or [""] * _device_nodes(dev)
     return len(_visible(environ, uuids))
 
 
 def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str = DRIVER) -> list[Gpu]:
-    """The devices of CUDA or ROCm that a worker would see, in the order of their indices.
+    """Return the CUDA or ROCm devices that a worker would see, in the order of their indices.
 
     Args:
-        environ: for ``CUDA_VISIBLE_DEVICES``; with ROCm, ``HIP_VISIBLE_DEVICES`` goes first.
-        sysfs: where sysfs is mounted, for AMD's devices, and for NVIDIA's where their driver lists nothing.
-        driver: the folder in which the NVIDIA driver lists its devices.
+        environ: environment, for ``CUDA_VISIBLE_DEVICES``. With ROCm, ``HIP_VISIBLE_DEVICES`` takes
+            precedence.
+        sysfs: mount point of sysfs, for AMD's devices, and for NVIDIA's if their driver lists none.
+        driver: folder in which the NVIDIA driver lists its devices.
     """
     gpus, name = _driver_gpus(driver), _CUDA
     if not gpus:
@@ -148,7 +152,7 @@ def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str
 
 
 def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA) -> list[int]:
-    """Return the devices that the variable names, by index."""
+    """Return the indices of the devices that the environment variable selects."""
     text = environ.get(name)
     if text is None:
         return list(range(len(uuids)))
@@ -169,18 +173,20 @@ def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
         return int(name) if int(name) < len(uuids) else None
     if not name.startswith(("GPU-", "MIG-")):
         return None
-    # CUDA takes the beginning of a UUID for the whole, when it is the only one.
+    # CUDA accepts the beginning of a UUID if it matches only one device.
     matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(name)]
     if matches:
         return matches[0] if len(matches) == 1 else None
     if name.startswith("GPU-") and any(uuids):
         return None
-    # A slice of some device, or the driver does not tell UUIDs: any that is left.
+    # The entry names a MIG slice, or the driver reports no UUIDs. Assume any device that is not taken.
     return next((index for index in range(len(uuids)) if index not in taken), None)
 
 
 def _names(folder: str) -> list[str]:
-    """What is in a folder, in order; nothing without such a driver, or in a container that hides it."""
+    """Return the names in a folder, sorted. Return none if the folder is missing, for example without this
+    driver or in a container that hides it.
+    """
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -188,7 +194,9 @@ def _names(folder: str) -> list[str]:
 
 
 def _read(*path: str) -> str:
-    """The text of a file; nothing when it cannot be read, as of a device that this container may not use."""
+    """Return the text of a file. Return an empty string if it cannot be read, for example if this container
+    may not use the device.
+    """
     try:
         with open(os.path.join(*path), encoding="ascii", errors="replace") as file:
             return file.read()
@@ -201,13 +209,16 @@ def _driver_gpus(driver: str) -> list[Gpu]:
 
 
 def _uuid(text: str) -> str:
-    # Without one, a UUID in CUDA_VISIBLE_DEVICES cannot be checked.
+    # Return an empty string if the driver reports no UUID. Then a UUID in CUDA_VISIBLE_DEVICES cannot be
+    # checked.
     lines = (line.partition(":") for line in text.splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "GPU UUID"), "")
 
 
 def _kfd_gpus(sysfs: str) -> list[Gpu]:
-    """AMD's GPUs, in the order of the nodes of the compute driver, which is also ROCm's order."""
+    """Return AMD's GPUs in the order in which the compute driver lists its nodes, which is also ROCm's
+    order.
+    """
     folder = os.path.join(sysfs, "class/kfd/kfd/topology/nodes")
     nodes = sorted(filter(str.isdecimal, _names(folder)), key=int)
     found = (_kfd_properties(_read(folder, node, "properties")) for node in nodes)
@@ -221,7 +232,8 @@ def _kfd_properties(text: str) -> dict[str, int]:
 
 
 def _kfd_address(properties: Mapping[str, int]) -> str:
-    # Bus, device, function in 16 bits; partitions of a device count as functions, and are none of the bus.
+    # Bus, device and function take 16 bits. Clear the function number, because it counts partitions of a
+    # device and is not part of the PCI address.
     location = properties.get("location_id", 0)
     return f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
 

@@ -1,14 +1,14 @@
-"""A child made by ``fork`` has its own signals.
+"""Undoing of signal handlers in children made by ``fork``.
 
-It is a copy of this process, with the handlers and the wake-up descriptor that we have installed: a signal
-to it would stop the job of its parent, or be kept for a wait that goes on only there. So whoever installs
-such things says here how they are undone, and each child does that before anything else.
+A forked child has the same signal handlers and the same wake-up descriptor as this process. A signal to the
+child would stop its parent's job, or would be kept for a wait that exists only in the parent. So code that
+installs handlers registers here how to undo that, and each child undoes it before anything else.
 
-- **FORK-1** what was installed last is undone first.
-- **FORK-2** the signals are blocked from before the fork until then: one that is sent as soon as the pid is
-  known gets the child's own action.
-- **FORK-3** in the parent none is lost by that. In the main thread a handler would run inside of the hook of
-  :func:`os.fork`, which drops what it raises: there such a signal is taken, and sent again a moment later.
+- **FORK-1** the last installation is undone first.
+- **FORK-2** the signals are blocked from before the fork until the handlers are undone, so a signal that is
+  sent as soon as the pid is known triggers the child's own action.
+- **FORK-3** the parent loses no signal. In its main thread a handler would run inside the hook of
+  :func:`os.fork`, which drops exceptions. So such a signal is taken there, and is sent again a moment later.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ if TYPE_CHECKING:
 
 _installed: list[tuple[Callable[[], None], Collection[int]]] = []
 _masks: dict[int, set[int]] = {}
-"""By thread that forks, the signals that were blocked before."""
+"""Signals that were blocked before a fork, by thread."""
 
 
 def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None:
-    """Make children of this process begin with a call that puts back what was there before, in their main
-    thread.
+    """Register a call that forked children run first, in their main thread, to restore the previous signal
+    handling.
 
     Args:
-        undo: the call.
-        signums: what has a handler of ours; looked at for each fork.
+        undo: function that restores the previous handlers.
+        signums: signals with our handlers; read again at each fork.
     """
     _installed.append((undo, signums))
 
 
 def is_undone(undo: Callable[[], None]) -> None:
-    """Take back :func:`undo_in_children`: there is nothing left to undo. Idempotent."""
+    """Cancel :func:`undo_in_children`, because there is nothing left to undo. Idempotent."""
     _installed[:] = [each for each in _installed if each[0] != undo]
 
 
 def _before() -> None:
     signums = {signum for _, each in _installed for signum in tuple(each)}
     if signums:
-        # First, as the second call may raise: Python's handlers run at its end.
+        # Save the mask before changing it. The second call may raise, because pending Python handlers run at
+        # its end.
         _masks[_thread.get_ident()] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, signums)
 
@@ -56,7 +57,7 @@ def _after_in_parent() -> None:
         return
     taken: list[int] = []
     try:
-        # The first thread, in which Python's handlers run.
+        # True in the main thread, which runs Python's signal handlers.
         if _thread.get_native_id() == os.getpid():
             ours = set(signal.pthread_sigmask(signal.SIG_BLOCK, ())) - mask
             while (info := signal.sigtimedwait(ours, 0)) is not None:

@@ -1,4 +1,4 @@
-"""A traceback in one line, for people; pure. Imported only when something went wrong."""
+"""One-line summary of a traceback for people. Pure. Imported only after a failure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import os
 from elasticrs.texts import printable
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
-"""In paths of code that is hardly the user's."""
+"""Parts of paths that show that code is not the user's."""
 
 _LIMIT = 300
-"""Characters of the exception."""
+"""Maximum length of the exception, in characters."""
 
 
 def headline(text: str) -> str | None:
-    """Return the exception and where the user's code was: ``FileNotFoundError: data.bin (train.py:41)``.
+    """Return the exception and its location in the user's code: ``FileNotFoundError: data.bin
+    (train.py:41)``.
 
-    The place is the innermost frame outside of installed packages and the standard library, or the innermost
-    one where there is no other. ``None`` when there is no text. That may be a traceback as Python prints it,
-    or the end of one, or another message.
+    The location is the innermost frame outside of installed packages and the standard library, or the
+    innermost frame if all are inside. ``None`` if the text is empty. The text may be a traceback as Python
+    prints it, the end of a traceback, or any other message.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if not lines:
@@ -27,7 +28,7 @@ def headline(text: str) -> str | None:
     block = lines[last + 1 :]
     frames = [frame for frame in map(_frame, block) if frame is not None]
     is_traceback = last >= 0 or bool(frames)
-    # The first line of the exception says most; of another message the last one does.
+    # The first line of an exception is the most informative one. In other messages it is the last line.
     said = next((line for line in block if not line.startswith((" ", "…"))), None) if is_traceback else None
     said = printable((said or lines[-1]).strip(), _LIMIT)
     if not frames:

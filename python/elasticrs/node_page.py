@@ -1,8 +1,9 @@
-"""What an agent and its workers of :mod:`elasticrs.train` tell each other: a page of memory that they share.
+"""Memory page that an agent shares with its workers that use :mod:`elasticrs.train`.
 
-A look at it, or a word into it, is no message and no system call: it can be afforded after each step. The
-agent asks for a checkpoint by counting requests; workers that have been through a save count up to there what
-is served. So a request outlasts the workers that have seen it, and requests that overlap share a checkpoint.
+Reading or writing the page needs no message and no system call, so a worker can use it after each step. The
+agent requests a checkpoint by increasing a request counter. After a save, the workers set the counter of
+served requests to the number of requests that the save includes. A request therefore survives the death of
+workers that have seen it, and overlapping requests share a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 VARIABLE = "ELASTICRS_TRAIN_PAGE"
 
 RATE_INTERVAL = 1_000_000_000
-"""Nanoseconds between two rates that a worker tells: to know one may take long, on a GPU."""
+"""Nanoseconds between two rates that a worker publishes. The interval is long because measuring the rate may
+be slow on a GPU."""
 
-# By words of 8 bytes.
+# Offsets in words of 8 bytes.
 _MARK, _ASKED, _SERVED, _RESULT, _SERVED_NS = range(5)
 _FIRST, _SPAN = 16, 16
 _PID, _RANK, _WORLD, _ROUND, _STEPS, _STEP_NS, _HAS_RATE, _RATE, _HAS_FINISHED = range(9)
@@ -35,17 +37,17 @@ _RESULTS: tuple[Result, ...] = ("saved", "failed", "no manager")
 
 
 class Standing(Value):
-    """What one worker says of itself.
+    """Report of a worker about its training.
 
     Args:
-        local_rank: its place on this node.
-        pid: of the process.
-        rank: in the present round; ``None`` before its first one.
-        world_size: of that round.
-        round: its number, from 1; 0 before the first.
-        steps: that it has done in this process.
-        step_ns: when the last one ended, on the monotonic clock.
-        rate: of its ``WorkerStats``; ``None``: it gives none.
+        local_rank: local rank of the worker.
+        pid: pid of the worker.
+        rank: rank of the worker in the current round; ``None`` before its first round.
+        world_size: number of workers in that round.
+        round: number of that round, from 1; 0 before the first round.
+        steps: number of steps that this process has finished.
+        step_ns: end of the last step, on the monotonic clock.
+        rate: rate that the worker's ``WorkerStats`` reports; ``None`` if it reports none.
     """
 
     local_rank: int
@@ -59,11 +61,11 @@ class Standing(Value):
 
 
 class Met(Value):
-    """A worker's last meeting with the others.
+    """A worker's last meeting (round) with the other workers.
 
     Args:
-        round: its number, from 1.
-        rank: of the worker.
+        round: number of the round, from 1.
+        rank: rank of the worker in that round.
     """
 
     round: int
@@ -71,16 +73,16 @@ class Met(Value):
 
 
 class AgentPage:
-    """The agent's side.
+    """The agent's side of the page.
 
     Args:
-        workers: of this node.
+        workers: number of workers on this node.
 
     Attributes:
-        variable: what workers find in :data:`VARIABLE`.
+        variable: value of the environment variable :data:`VARIABLE` for the workers.
 
     Raises:
-        OSError: no memory, no descriptor.
+        OSError: memory or file descriptors have run out.
     """
 
     def __init__(self, workers: int) -> None:
@@ -94,7 +96,8 @@ class AgentPage:
         self._map = mmap(self._fd, size)
         self._bytes = memoryview(self._map)
         self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
-        # Write a random mark, because in another pid namespace the path may lead to another file.
+        # Write a random mark, so that a worker can check that the path leads to this file. In another pid
+        # namespace, the path may lead to a different file.
         self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
         self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
 
@@ -105,19 +108,19 @@ class AgentPage:
 
     @property
     def asked(self) -> int:
-        """How many requests there have been."""
+        """The number of requests so far."""
         return self._words[_ASKED]
 
     def answer(self) -> tuple[int, Result, int]:
-        """Return how many requests have been served, what came of the last ones, and when that was, in ns of
-        the monotonic clock.
+        """Return the number of served requests, the result of the last ones, and the time of that result in
+        ns of the monotonic clock.
         """
         served = self._words[_SERVED]
         result = min(self._words[_RESULT], len(_RESULTS) - 1)
         return served, _RESULTS[result], self._words[_SERVED_NS]
 
     def standings(self) -> list[Standing]:
-        """Return what the workers that take part say of themselves, by local rank."""
+        """Return the reports of the workers that use ``elasticrs.train``, by local rank."""
         found = [self._standing(local_rank) for local_rank in range(self._workers)]
         return [each for each in found if each.pid]
 
@@ -126,29 +129,45 @@ class AgentPage:
         pid, rank, world, number, steps, step_ns, has_rate = self._words[at : at + _RATE].tolist()
         rate = self._floats[at + _RATE] if has_rate else None
         if rate is not None and not isfinite(rate):
-            # A worker may write infinity or NaN here, which JSON cannot represent.
+            # Drop a rate that is infinite or NaN, because JSON cannot represent it.
             rate = None
         return Standing(local_rank, pid, rank - 1 if rank else None, world, number, steps, step_ns, rate)
 
     def last_met(self, local_rank: int) -> Met | None:
-        """Return the last meeting of a worker; ``None`` before the first one, and when this is closed."""
+        """Return the last meeting of a worker; ``None`` before its first one or if this page is closed."""
         if self._fd < 0:
             return None
         standing = self._standing(local_rank)
         return None if standing.rank is None else Met(standing.round, standing.rank)
 
     def meetings(self) -> tuple[int | None, ...]:
-        """Return the numbers of the last meetings of all workers, by local rank."""
+        """Return the round number of each worker's last meeting, by local rank; ``None`` for a worker without
+        one.
+        """
         found = map(self.last_met, range(self._workers))
         return tuple(None if met is None else met.round for met in found)
 
     def is_training(self, local_rank: int) -> bool:
-        """True if a worker has met the others, and its training has not ended."""
+        """Return true if a worker has joined a round and its training has not ended."""
         at = _FIRST + _SPAN * local_rank
         return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
 
+    def final_world_size(self) -> int | None:
+        """Return the number of workers in the last meeting of the job, if the training has ended.
+
+        ``None`` if the training has not ended, or if no worker of this node has met the others.
+        """
+        if self._fd < 0:
+            return None
+        met = [each for each in self.standings() if each.rank is not None]
+        if not met or any(self.is_training(each.local_rank) for each in met):
+            return None
+        return max(each.world_size for each in met)
+
     def clear(self, local_rank: int) -> None:
-        """Delete the data of a worker that has exited, because no worker runs in its place now."""
+        """Delete the data of a local rank before a new worker starts there, because the data are those of an
+        earlier worker.
+        """
         at = _FIRST + _SPAN * local_rank
         self._was_used = self.was_used
         for word in range(at, at + _SPAN):
@@ -170,11 +189,11 @@ class AgentPage:
 
 
 class WorkerPage:
-    """A worker's side: of the process that opens it alone.
+    """The worker's side of the page. Only the process that opens the page may use it.
 
     Args:
         words: the whole page.
-        local_rank: of this worker.
+        local_rank: local rank of this worker.
     """
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
@@ -195,11 +214,11 @@ class WorkerPage:
 
     @property
     def asked(self) -> int:
-        """How many requests there have been: what a save that begins now serves."""
+        """The number of requests so far. A save that begins now serves all of them."""
         return self._all[_ASKED]
 
     def serve(self, asked: int, result: Result) -> None:
-        """Tell the agent what has come of its requests, up to this one."""
+        """Report the result of all requests up to ``asked`` to the agent."""
         words = self._all
         if asked > words[_SERVED]:
             words[_RESULT] = _RESULTS.index(result)
@@ -207,7 +226,7 @@ class WorkerPage:
             words[_SERVED] = asked
 
     def place(self, rank: int, world_size: int, number: int) -> None:
-        """Tell the place of this worker in the round that begins, and the number of that."""
+        """Publish the rank of this worker, the number of workers, and the number of the round that begins."""
         own = self._own
         own[_RANK], own[_WORLD], own[_ROUND] = rank + 1, world_size, number
         own[_HAS_FINISHED] = 0
@@ -217,7 +236,7 @@ class WorkerPage:
         self._own[_HAS_FINISHED] = 1
 
     def stepped(self) -> bool:
-        """Count a step; true if it is time for :meth:`tell_rate`."""
+        """Count a step. Return true if :meth:`tell_rate` is due."""
         own = self._own
         self._steps = own[_STEPS] = self._steps + 1
         now = own[_STEP_NS] = time.monotonic_ns()
@@ -227,12 +246,14 @@ class WorkerPage:
         return True
 
     def tell_rate(self, rate: float | None) -> None:
-        """Tell how fast this worker is; ``None``: that is not known."""
+        """Publish the rate of this worker; ``None`` if it is unknown."""
         self._rate[_RATE], self._own[_HAS_RATE] = rate or 0.0, int(rate is not None)
 
 
 def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
-    """Return the page that the agent of this worker shares; ``None``: there is none, or it cannot be had."""
+    """Return the page that this worker's agent shares; ``None`` if there is no page or it cannot be
+    opened.
+    """
     mark, _, path = environ.get(VARIABLE, "").partition(":")
     try:
         local_rank = int(environ["LOCAL_RANK"])
@@ -243,6 +264,7 @@ def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
             os.close(fd)
         is_ours = words[_MARK] == int(mark) and len(words) >= _FIRST + _SPAN * (local_rank + 1)
     except (KeyError, OSError, TypeError, ValueError, IndexError):
-        # Nothing depends on it but requests and rates; the agent says that nobody takes part.
+        # Continue without a page. Only checkpoint requests and rates need it, and the agent reports that no
+        # worker takes part.
         return None
     return WorkerPage(words, local_rank) if is_ours else None

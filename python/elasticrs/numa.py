@@ -1,14 +1,14 @@
-"""Which CPUs are near the GPU of a worker: ``--numa-binding``, with torch's names (``torch.numa.binding``).
+"""Choice of CPUs near the GPU of each worker (``--numa-binding``), with the names of ``torch.numa.binding``.
 
-Everything is read from sysfs, without torch and without the ``numactl`` program; the affinity itself is set
-in the worker before its program runs, for programs and functions alike.
+All data comes from sysfs, without torch and without the ``numactl`` program. The affinity itself is set in
+the worker before its program or function runs.
 
-1. Nothing here changes anything: the result is a set of CPUs for each local rank.
-2. As in torch, the worker with local rank `n` has the GPU with index `n`, counted among those that
-   ``CUDA_VISIBLE_DEVICES`` shows. NVIDIA's count in the order of their PCI addresses, which is CUDA's with
-   ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` and on machines whose GPUs are all of one kind; AMD's
-   in ROCm's.
-3. Only CPUs that the agent itself may use are given.
+1. This module changes nothing. Its result is a set of CPUs for each local rank.
+2. As in torch, the worker with local rank `n` has the GPU with index `n` among those that
+   ``CUDA_VISIBLE_DEVICES`` shows. NVIDIA's GPUs are counted in the order of their PCI addresses, which is
+   CUDA's order with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` and on machines with a single kind of GPU. AMD's GPUs
+   are counted in ROCm's order.
+3. Workers get only CPUs that the agent itself may use.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ __all__ = ["AffinityMode", "NumaOptions", "cpus_by_local_rank"]
 
 
 class AffinityMode(str, Enum):
-    """What a worker is bound to."""
+    """Set of CPUs to which a worker is bound."""
 
     NODE = "node"
     """All CPUs of the GPU's NUMA node."""
     SOCKET = "socket"
     """All CPUs of the NUMA nodes in that node's socket."""
     EXCLUSIVE = "exclusive"
-    """A share of the physical cores of the node, which no other GPU of the node gets."""
+    """An equal share of the node's physical cores, which no other GPU of the node gets."""
     CORE_COMPLEX = "core-complex"
-    """Cores of the node that share their last cache; another complex for each GPU, if there are enough."""
+    """Cores of the node that share their last-level cache. Each GPU gets a different such complex, if there
+    are enough."""
 
 
 if {mode.value for mode in AffinityMode} != set(AFFINITY_MODES):
@@ -46,11 +47,12 @@ if {mode.value for mode in AffinityMode} != set(AFFINITY_MODES):
 
 @dataclass(frozen=True)
 class NumaOptions:
-    """How workers are bound.
+    """Settings for binding workers to CPUs.
 
     Args:
-        affinity_mode: to what.
-        should_fall_back_if_binding_fails: go on without binding when it cannot be found out, with a warning.
+        affinity_mode: set of CPUs to bind to.
+        should_fall_back_if_binding_fails: true to continue without binding, with a warning, if the CPUs
+            cannot be determined.
     """
 
     affinity_mode: AffinityMode
@@ -69,16 +71,16 @@ def cpus_by_local_rank(
     """Return the CPUs of each worker of this node.
 
     Args:
-        mode: what a worker is bound to.
-        nproc: workers on this node.
-        environ: for ``CUDA_VISIBLE_DEVICES`` or ``HIP_VISIBLE_DEVICES``.
-        sysfs: where sysfs is mounted.
-        driver: the folder in which the NVIDIA driver lists its devices.
-        allowed: CPUs that may be used; the agent's own when ``None``.
+        mode: set of CPUs to which a worker is bound.
+        nproc: number of workers on this node.
+        environ: environment, for ``CUDA_VISIBLE_DEVICES`` or ``HIP_VISIBLE_DEVICES``.
+        sysfs: mount point of sysfs.
+        driver: folder in which the NVIDIA driver lists its devices.
+        allowed: CPUs that may be used; those of the agent if ``None``.
 
     Raises:
-        ValueError: the mode is none, or there is no GPU or no CPU for a worker.
-        OSError: sysfs lacks what is needed.
+        ValueError: the mode is unknown, or there is no GPU or no CPU for a worker.
+        OSError: sysfs lacks the required information.
     """
     gpus = devices.visible_gpus(environ, sysfs=sysfs, driver=driver)
     if len(gpus) < nproc:
@@ -94,7 +96,9 @@ def cpus_by_local_rank(
 
 
 class _Machine:
-    """The machine as sysfs describes it; ``addresses``: PCI addresses of the visible GPUs in their order."""
+    """Topology of the machine according to sysfs. ``addresses`` are the PCI addresses of the visible GPUs in
+    order.
+    """
 
     def __init__(self, sysfs: str, allowed: set[int], addresses: list[str]) -> None:
         self._sysfs = sysfs
@@ -102,15 +106,17 @@ class _Machine:
         self.node_of = [self._node_of_gpu(address) for address in addresses]
 
     def peers(self, gpu: int) -> list[int]:
-        """The GPUs of the same node, this one included."""
+        """Return the GPUs of the NUMA node of this GPU, including the GPU itself."""
         return [other for other, node in enumerate(self.node_of) if node == self.node_of[gpu]]
 
     def cpus_of_node(self, node: int) -> set[int]:
-        """Return the CPUs of a node that may be used."""
+        """Return the CPUs of a NUMA node that the agent may use."""
         return _numbers(self._read("devices/system/node", f"node{node}", "cpulist")) & self._allowed
 
     def nodes_of_socket(self, node: int) -> list[int]:
-        """All nodes in the socket of this one. A node without a CPU that may be used is in none."""
+        """Return all NUMA nodes in the socket of this node. A node without usable CPUs belongs to no
+        socket.
+        """
         socket = self._socket_of(node)
         if socket is None:
             return [node]
@@ -118,11 +124,13 @@ class _Machine:
         return [other for other in sorted(nodes) if self._socket_of(other) == socket]
 
     def core_of(self, cpu: int) -> int:
-        """The physical core, named by its first CPU."""
+        """Return the physical core of a CPU, as the lowest CPU number of the core."""
         return min(_numbers(self._read(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")))
 
     def complex_of(self, cpu: int) -> int:
-        """The CPUs that share its last data cache, named by the first of them."""
+        """Return the group of CPUs that share a CPU's last-level data cache, as the lowest CPU number of the
+        group.
+        """
         folder = f"devices/system/cpu/cpu{cpu}/cache"
         last, shared = 0, {cpu}
         for entry in os.listdir(os.path.join(self._sysfs, folder)):
@@ -167,14 +175,14 @@ def _exclusive(machine: _Machine, gpu: int) -> set[int]:
         raise ValueError(f"NUMA node {node} has {len(cores)} usable cores for {len(peers)} GPUs")
     share, more = divmod(len(cores), len(peers))
     place = peers.index(gpu)
-    # The first GPUs get one core more each, when it does not divide.
+    # If the cores do not divide evenly, the first GPUs get an additional core each.
     start = place * share + min(place, more)
     return set().union(*cores[start : start + share + (place < more)])
 
 
 def _core_complex(machine: _Machine, gpu: int) -> set[int]:
     complexes = _grouped(_node(machine, gpu), machine.complex_of)
-    # The largest first: some of the CPUs of the others may not be used.
+    # Sort the largest complex first, because some CPUs of the others may not be usable.
     order = sorted(complexes.items(), key=lambda item: (-len(item[1]), item[0]))
     return order[machine.peers(gpu).index(gpu) % len(order)][1] if order else set()
 
@@ -195,7 +203,7 @@ def _grouped(cpus: Iterable[int], key: Callable[[int], int]) -> dict[int, set[in
 
 
 def _numbers(text: str) -> set[int]:
-    """The numbers of a list such as ``0-2,4``."""
+    """Return the numbers in a list such as ``0-2,4``."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

@@ -1,9 +1,9 @@
-"""The command line as a table: names, conversions, help. Nothing is parsed here.
+"""Table of the command-line options: names, conversions and help. The parsing is elsewhere.
 
-An option is declared here once: its flag and variable, its default, what it takes, its help, and what a
-program may give in its place (:func:`check`). The parser, ``--help``, the argparse parser of programs and
-:class:`~elasticrs.launcher.LaunchConfig` read the table. It replaces :mod:`argparse` on the launch path, as
-that costs 13 ms with this many options.
+Each option is declared once: its flag and variable, its default, its kind of value, its help, and the values
+that a program may pass instead (:func:`check`). The parser, ``--help``, the argparse parser for programs, and
+:class:`~elasticrs.launcher.LaunchConfig` read the table. It replaces :mod:`argparse` on the launch path,
+because argparse takes 13 ms with this many options.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 OURS = "elasticrs"
 """The group of options that torchrun does not have."""
 NEWER = frozenset(("exit-barrier-timeout",))
-"""Ours, until torch has them: in its sources, not yet in a release."""
+"""Options that torch has in its sources but not in a release yet."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 
 
 class Kind(Value):
-    """What an option takes.
+    """Kind of value that an option takes.
 
     Args:
-        convert: text to value; raises ``ValueError`` with what is expected.
-        metavar: what stands for the value in ``--help``.
-        needs: what a program's value must be, in words; see :func:`check`.
+        convert: converts text to a value. Raises ``ValueError`` with what is expected.
+        metavar: placeholder for the value in ``--help``.
+        needs: description of valid values for programs; see :func:`check`.
     """
 
     convert: Callable[[str], object]
@@ -43,14 +43,14 @@ class Option(Value):
     """One option.
 
     Args:
-        name: its long name with dashes; underscores are accepted as well.
-        help: for ``--help``.
-        default: what it is without the option and its variable.
-        kind: of its values; ``None`` makes it a flag.
-        short: a letter.
+        name: long name with dashes. Underscores are accepted as well.
+        help: text for ``--help``.
+        default: value if neither the option nor its variable is given.
+        kind: kind of its values; ``None`` for a flag.
+        short: letter of the short form.
         group: :data:`OURS` for an option that torchrun does not have.
         has_variable: true if ``PET_<NAME>`` sets it.
-        typed: the default as it is typed, where torchrun keeps the text and does not convert it.
+        typed: default as text, for options that torchrun keeps as text.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Option(Value):
         """Return the value of a text.
 
         Raises:
-            ValueError: with what is expected.
+            ValueError: the value is invalid. The text says what is expected.
             TypeError: a flag takes no value.
         """
         if self.kind is None:
@@ -98,7 +98,7 @@ class Option(Value):
 
     @property
     def variable(self) -> str:
-        """The environment variable that gives its default."""
+        """Name of the environment variable that sets the default."""
         return "PET_" + self.dest.upper()
 
 
@@ -144,7 +144,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _workers(text: str) -> int | str:
-    # Torch can be extended with devices of other names.
+    # Accept other names, because extensions of torch can add devices.
     return text if text.isidentifier() else _whole("a whole number from 1, cpu, gpu, xpu or auto", 1)(text)
 
 
@@ -152,7 +152,8 @@ def _pairs(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     text = text.strip()
     if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1] and text[0] not in text[1:-1]:
-        # No shell has taken them off: the arguments came as a list, say in YAML.
+        # Remove quotes that no shell has removed, because the arguments came as a list, for example from
+        # YAML.
         text = text[1:-1]
     for entry in filter(None, text.split(",")):
         key, _, value = entry.partition("=")
@@ -172,7 +173,7 @@ def _ranks(text: str) -> frozenset[int] | None:
 
 
 def _texts(text: str) -> tuple[str, ...]:
-    # Two commas are one that belongs to the text.
+    # A double comma stands for a literal comma.
     parts = text.replace(",,", "\0").split(",")
     return tuple(part.replace("\0", ",") for part in parts if part)
 
@@ -345,18 +346,18 @@ _BY_DEST = {option.dest: option for option in OPTIONS}
 
 
 def check(**values: object) -> None:
-    """Check values that a program has given, by the names of the options and the rules of the command line;
+    """Check values that a program has passed, by the option's name and the rules of the command line.
     ``None`` is always allowed.
 
     Raises:
-        ValueError: with what is expected and what it got.
+        ValueError: a value is invalid. The text contains what is expected and the value.
     """
     for name, value in values.items():
         kind = _BY_DEST[name].kind
         if kind is None or value is None:
             continue
         try:
-            # A number as text is the command line's alone.
+            # Accept numbers as text only on the command line.
             is_right = isinstance(kind.convert(str(value)), str) == isinstance(value, str)
         except ValueError:
             is_right = False

@@ -1,4 +1,4 @@
-"""What the rendezvous gives for an attempt."""
+"""Plan of an attempt: the result of its rendezvous."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ class Plan(Record):
     """Ranks and addresses of an attempt.
 
     Args:
-        ranks: of this node's workers.
-        master_addr: where the workers' store listens.
-        master_port: its port.
-        port: holds the port for as long as the attempt lasts, where that falls to this agent.
+        ranks: ranks of this node's workers.
+        master_addr: address of the workers' store.
+        master_port: port of the workers' store.
+        port: holds the port during the attempt, if this agent is responsible for it.
         use_agent_store: true if an agent hosts the store; otherwise rank 0 does.
-        variables: what else all workers of the attempt have in their environment.
-        members: how their registrations begin, by local rank, where they are members of the rendezvous
-            themselves; of those that do not run yet, the names of the processes before them.
-        page: where those write in which meeting they are.
+        variables: further environment variables of all workers of the attempt.
+        members: prefixes of the workers' registrations by local rank, if the workers are members of a
+            rendezvous themselves. For a worker that does not run yet, it is the name of the process before
+            it.
+        member_prefix: prefix of the names in ``members``.
+        page: memory page in which such workers publish their meetings.
     """
 
     ranks: Sequence[WorkerRanks]
@@ -37,9 +39,10 @@ class Plan(Record):
     use_agent_store: bool = False
     variables: Mapping[str, str] = fresh(factory=dict)
     members: dict[int, str] | None = None
+    member_prefix: str = ""
     page: AgentPage | None = None
 
     def close(self) -> None:
-        """Give the port back, and end the store with its connections. Idempotent."""
+        """Release the port, and close the store and its connections. Idempotent."""
         if self.port is not None:
             self.port.close()

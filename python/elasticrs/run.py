@@ -1,12 +1,12 @@
 """``python -m elasticrs.run``, and torch's functions behind its command line (``torch.distributed.run``).
 
-For programs that build on torchrun: they take its parser, fill in a namespace and call :func:`run`, or pass
-a list to :func:`main`. The command line itself goes through :mod:`elasticrs.launch`, which does not need
-argparse.
+This module is for programs that build on torchrun: they take its parser, fill in a namespace and call
+:func:`run`, or pass a list to :func:`main`. The command line itself uses :mod:`elasticrs.launch`, which does
+not need argparse.
 
-A namespace holds what torchrun's does: text where torchrun keeps text (``nnodes``, ``tee``, …), which is
-checked when the namespace is used. A namespace that was filled in by hand may leave out options, and may hold
-numbers.
+A namespace has the same contents as in torchrun: options that torchrun keeps as text (``nnodes``, ``tee``, …)
+are checked when the namespace is used. A namespace that was filled in by hand may leave out options, and may
+contain numbers.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _HOMES = {
     "elasticrs.utils.api": ("macros",),
     "elasticrs.multiprocessing.errors": ("record",),
 }
-"""What programs import from torchrun's module, though it is at home elsewhere."""
+"""Names that programs import from torchrun's module although they are defined in other modules."""
 
 _ANY_PORT = "localhost:0"
 
 
 def __getattr__(name: str) -> object:
     if name == "metadata":
-        # Programs patch its `entry_points`, by which classes of log specs are found.
+        # Programs patch `metadata.entry_points`, which finds classes of log specs.
         return importlib.import_module("importlib.metadata")
     return lazy(__name__, name, _HOMES)
 
@@ -72,7 +72,7 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     """Parse a command line. A mistake raises ``SystemExit`` with exit code 2, as in argparse.
 
     Args:
-        args: without the program; the interpreter's own when ``None``.
+        args: arguments without the program; ``sys.argv[1:]`` if ``None``.
     """
     return get_args_parser().parse_args(args)
 
@@ -96,13 +96,13 @@ def _check_parts(nnodes: str) -> None:
 
 
 def determine_local_world_size(nproc_per_node: str | int) -> int:
-    """How many workers ``--nproc-per-node`` is on this machine.
+    """Return the number of workers that ``--nproc-per-node`` means on this machine.
 
     Args:
-        nproc_per_node: a number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or a device of an extension of torch.
+        nproc_per_node: number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or a device from an extension of torch.
 
     Raises:
-        ValueError: no such device is here, or it is none of these.
+        ValueError: the device is missing on this machine, or the word is unknown.
     """
     from elasticrs import devices
 
@@ -115,7 +115,9 @@ def determine_local_world_size(nproc_per_node: str | int) -> int:
 
 
 def get_rdzv_endpoint(args: Any) -> str:
-    """Where nodes meet: with ``static`` and no endpoint, at the address and port of rank 0."""
+    """Return the endpoint of the rendezvous. With ``static`` and no endpoint, it is the address and port of
+    rank 0.
+    """
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
         port = defaults.DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
         return f"{args.master_addr}:{port}"
@@ -130,19 +132,20 @@ def get_use_env(args: Any) -> bool:
 
 
 def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
-    """What :class:`~elasticrs.launcher.api.elastic_launch` takes, from a namespace.
+    """Convert a namespace into the arguments of :class:`~elasticrs.launcher.api.elastic_launch`.
 
-    As in torch, ``OMP_NUM_THREADS`` is set in this process when there are several workers and it is not set.
+    As in torch, ``OMP_NUM_THREADS`` is set in this process if there are several workers and the variable is
+    not set.
 
     Args:
-        args: from :func:`parse_args`, or a namespace like that.
+        args: namespace from :func:`parse_args`, or a similar one.
 
     Returns:
         The configuration, the function or program, and its arguments.
 
     Raises:
         RuntimeError: ``nnodes`` has more than two parts.
-        ValueError: a value makes no sense; the text names the option.
+        ValueError: a value is invalid. The text names the option.
     """
     from elasticrs.launcher.api import LaunchConfig
 
@@ -152,7 +155,7 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
         _say(values, "OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
         os.environ["OMP_NUM_THREADS"] = "1"
-    # Most options are fields of the same name.
+    # Most options have the same name as a field of the configuration.
     names = {field.name for field in fields(LaunchConfig)} & {option.dest for option in OPTIONS}
     configuration = LaunchConfig(**{
         **values_of(values, names),
@@ -176,14 +179,14 @@ def run(args: Any) -> None:
     """Run a job to its end.
 
     Args:
-        args: as for :func:`config_from_args`. As in torch, ``standalone`` and a plain launch change the
-            rendezvous in it, and a missing ``master_port`` becomes 29500.
+        args: namespace as for :func:`config_from_args`. As in torch, ``standalone`` and a default launch
+            change its rendezvous options, and a missing ``master_port`` becomes 29500.
 
     Raises:
         ChildFailedError: workers failed.
         RuntimeError: ``nnodes`` has more than two parts.
         SignalException: a signal asked the job to stop.
-        ValueError: a value makes no sense.
+        ValueError: a value is invalid.
     """
     from elasticrs.launcher.api import elastic_launch
 
@@ -215,7 +218,7 @@ def main(args: Sequence[str] | None = None) -> None:
         RuntimeError: ``--nnodes`` has more than two parts.
         SignalException: a signal asked the job to stop.
         SystemExit: the command line has a mistake, or the launcher failed.
-        ValueError: a value makes no sense, or options cannot be combined.
+        ValueError: a value is invalid, or options cannot be combined.
     """
     if args is not None:
         from elasticrs.multiprocessing.errors import record
@@ -226,7 +229,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _values(args: Any) -> Namespace:
-    """The values of all options, converted; those that the namespace leaves out have their defaults."""
+    """Return the converted values of all options. Options that the namespace leaves out get their
+    defaults.
+    """
     found: dict[str, object] = {}
     for option in OPTIONS:
         value = getattr(args, option.dest, None)
@@ -266,7 +271,7 @@ def _rdzv_configs(values: Namespace) -> dict[str, Any]:
     if values.rdzv_backend == "static":
         configs["rank"] = values.node_rank
     elif values.node_rank != 0:
-        # Orders the nodes, where torch ignores it.
+        # Use the node rank to order the nodes. Torch ignores it here.
         configs.setdefault("order_hint", values.node_rank)
     if values.drain is not None:
         configs["drain"] = values.drain

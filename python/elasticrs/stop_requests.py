@@ -1,19 +1,20 @@
-"""Which stop signals ask for something new, and which are echoes of the first."""
+"""Distinction between new stop requests and signals that repeat an earlier request."""
 
 from __future__ import annotations
 
 import signal
 
 ECHO = 0.1
-"""Seconds from the first stop signal within which any other is the same request: wrappers pass on what the
-whole group was sent, and systemd, schedulers and closing terminals send several kinds at once."""
+"""Seconds after the first stop signal in which any further stop signal belongs to the same request. Wrappers
+pass on signals that the whole process group has received, and systemd, schedulers and closing terminals send
+several kinds at once."""
 
 KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
 """Stop signals that a person sends from a terminal."""
 
 
 class StopRequests:
-    """Tells whether a stop signal asks for something that was not asked for before."""
+    """Decides whether a stop signal is a new request."""
 
     __slots__ = ("_came", "_first")
 
@@ -22,10 +23,11 @@ class StopRequests:
         self._came: set[int] = set()
 
     def is_new(self, signum: int, now: float) -> bool:
-        """Take in a stop signal, seen at ``now`` on a clock that never goes back.
+        """Record a stop signal and return true if it is a new request. ``now`` comes from a monotonic clock.
 
-        True for the first one, and for each later than :data:`ECHO` after it with which a person asks again:
-        one of :data:`KEYBOARD`, or a SIGTERM that is not the first.
+        The first signal is a new request. A later one is new if it comes at least :data:`ECHO` seconds after
+        the first and shows that a person repeats the request: it is one of :data:`KEYBOARD`, or it is not the
+        first SIGTERM.
         """
         first, came = self._first, signum in self._came
         self._came.add(signum)

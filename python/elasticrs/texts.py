@@ -1,4 +1,4 @@
-"""What the agent tells the user, line by line; pure."""
+"""Messages of the agent to the user. Pure functions that return one line each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AGAIN = " (send it again to kill them at once)"
 """Hint that a second stop signal kills the workers at once."""
 
 NOT_STARTED = "the workers could not be started"
-"""Comes before the reason."""
+"""Text before the reason of a failed start."""
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -25,16 +25,16 @@ _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range
 
 
 def visible(text: str) -> str:
-    """Return a text whose control characters, but for newlines and tabs, are shown instead of obeyed.
+    """Return a text with its control characters escaped, except newlines and tabs.
 
-    Names of nodes and roles, and what workers wrote, may hold what clears a screen, sets the title of a
-    terminal, or turns the direction of letters.
+    Names of nodes and roles, and output of workers, may contain sequences that clear the screen, set the
+    terminal's title, or change the direction of text.
     """
     return text.translate(_CONTROLS)
 
 
 def signal_name(signum: int) -> str:
-    """``"SIGTERM"`` for 15; ``"SIG40"`` where the signal has no name of its own."""
+    """Return the name of a signal: ``"SIGTERM"`` for 15, ``"SIG40"`` for a signal without a name."""
     import signal
 
     try:
@@ -44,11 +44,13 @@ def signal_name(signum: int) -> str:
 
 
 SILENT = "exited with code 0 before the function returned"
-"""Of a process whose function has not returned: its exit code says nothing."""
+"""Text for a process that exited with 0 although its function has not returned."""
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Say how a process ended, to follow its name; by its exit code or the negative number of a signal."""
+    """Describe the end of a process by its exit code, as a phrase that follows its name. A negative code is a
+    signal.
+    """
     if exitcode is None:
         return "was lost"
     if exitcode < 0:
@@ -57,9 +59,7 @@ def how_it_ended(exitcode: int | None) -> str:
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Say how a process ended, by its exit code, the negative number of a signal, or ``None`` when nobody
-    knows.
-    """
+    """Describe an exit code. A negative code is a signal, and ``None`` means that the status is unknown."""
     if exitcode is None:
         return "unknown exit status"
     if exitcode < 0:
@@ -70,13 +70,15 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
-    """Say how the nursery was lost, to follow its name; ``hung``: it kept silent, and the agent killed it."""
+    """Describe the end of the nursery, as a phrase that follows its name. ``hung`` means that the agent
+    killed it because it did not respond.
+    """
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
 def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int, when: str) -> str:
-    """Say why the workers start again (``cause``, ``when`` it happened, how many others were ``stopped`` for
-    it), and how often they still may.
+    """Return the line that announces a restart: its ``cause``, the time of the cause (``when``), the number
+    of other workers ``stopped`` for it, and the restarts left.
     """
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
     return f"{cause}{others}; restarting, {restarts_left} of {max_restarts} left ({when})"
@@ -86,12 +88,12 @@ def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left:
     """Say that a worker was replaced.
 
     Args:
-        cause: why, and which one.
-        others: how many run that were left alone.
-        pid: of the process in its place.
-        span_ns: from the failure to its start.
-        restarts_left: as in "2 of 3 left".
-        when: it happened.
+        cause: the failed worker and the reason.
+        others: number of other workers, which keep running.
+        pid: pid of the replacement.
+        span_ns: nanoseconds from the failure to the start of the replacement.
+        restarts_left: number of restarts left, as in "2 of 3 left".
+        when: time of the failure.
     """
     left_alone = f"; {others} other{'s go' if others != 1 else ' goes'} on" if others else ""
     return (
@@ -100,17 +102,19 @@ def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left:
 
 
 def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:
-    """Say that a worker is slower than the others of its node, by what their steps tell of themselves."""
+    """Return the line that reports a worker whose rate is lower than that of the other workers on its
+    node.
+    """
     who = f"rank {rank} (pid {pid})"
     return f"{who} has been slow for {seconds:g} s: its rate is {rate:.4g}, the median here {median:.4g}"
 
 
 def checkpoint_line(result: str, ns: int) -> str:
-    """Say what has come of a checkpoint that was asked for.
+    """Return the line that reports the result of a requested checkpoint.
 
     Args:
-        result: as in :mod:`elasticrs.node_page`.
-        ns: since it was asked for.
+        result: result as in :mod:`elasticrs.node_page`.
+        ns: nanoseconds since the request.
     """
     if result == "saved":
         return f"checkpoint saved {ns / 1e6:.1f} ms after it was asked for"
@@ -120,7 +124,7 @@ def checkpoint_line(result: str, ns: int) -> str:
 
 
 def checkpoint_requested(signum: int) -> str:
-    """Return the message that a signal to the agent is a request for a checkpoint."""
+    """Return the line that confirms a received signal as a request for a checkpoint."""
     return f"{signal_name(signum)} received: asking the workers for a checkpoint at the end of a step"
 
 
@@ -135,7 +139,9 @@ NOBODY_TRAINED = (
 
 
 def checkpoint_is_late(seconds: float, workers: int) -> str:
-    """Say that nothing has come of a request yet; ``workers``: how many of this node take part."""
+    """Return the line that reports that a requested checkpoint is late. ``workers`` is the number of workers
+    on this node that use ``elasticrs.train``.
+    """
     who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
     return f"the checkpoint that was asked for {seconds:g} s ago is not there yet ({who} in elasticrs.train)"
 
@@ -166,8 +172,8 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
     """Say that the job is being stopped.
 
     Args:
-        asked: the first signal that the agent got.
-        signum: what the workers get now.
+        asked: first signal that the agent received.
+        signum: signal that is sent to the workers now.
         grace: seconds until SIGKILL.
     """
     if asked != signum:
@@ -176,34 +182,36 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
 
 
 def killed(who: str, event: WorkersKilled) -> str:
-    """Return the message that workers were killed because they did not exit in time, and what may be lost.
+    """Return a line that names workers that were killed because they did not exit in time, and warns of
+    incomplete files.
 
     ``who`` names the workers.
     """
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
-    if event.signal is None:
+    if event.reason == "stalled exit":
         return f"{who} had raised, made no progress with the exit for {event.limit:g} s, and {was} killed"
-    return (
-        f"{who} had not exited {event.limit:g} s after {signal_name(event.signal)} and {was} killed; "
-        f"what {it} {was} saving may be incomplete (--shutdown-timeout)"
-    )
+    if event.signal is None:
+        overdue = f"had raised, {was} still exiting {event.limit:g} s after --exit-timeout had passed,"
+    else:
+        overdue = f"had not exited {event.limit:g} s after {signal_name(event.signal)}"
+    return f"{who} {overdue} and {was} killed; what {it} {was} saving may be incomplete (--shutdown-timeout)"
 
 
 def stuck(local_ranks: Iterable[int]) -> str:
-    """Say what makes a node unfit where SIGKILL had no effect on these workers."""
+    """Return why a node is unfit after SIGKILL did not end these workers."""
     return f"SIGKILL did not end local rank(s) {', '.join(map(str, local_ranks))}"
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:
-    """Say what makes a node unfit whose workers hang in the kernel: for how many seconds, by local rank, and
-    how long they may.
+    """Return why a node is unfit whose workers are in uninterruptible sleep: their time asleep in seconds, by
+    local rank, and the limit.
     """
     who = ", ".join(f"{rank} ({span:.1f} s)" for rank, span in seconds.items())
     return f"local rank(s) {who} in uninterruptible sleep (state D), longer than the {limit:g} s allowed"
 
 
 def not_restarted(why: str) -> str:
-    """Say that nothing is started any more on this node, and why."""
+    """Return the line that says why this node starts no further workers."""
     return f"{why}; this node cannot be used for a restart"
 
 
@@ -213,13 +221,13 @@ def milliseconds(span_ns: int) -> str:
 
 
 def phases(phases_ms: Mapping[str, float]) -> str:
-    """Write how long each phase of a restart took, to follow the time of all; empty if nothing is known."""
+    """Return the durations of a restart's phases, to append to the total duration; empty if none is known."""
     shown = [f"{name} {span:.1f}" for name, span in phases_ms.items() if span >= 0.05]
     return f" ({', '.join(shown)})" if shown else ""
 
 
 def duration(seconds: float) -> str:
-    """Write a long span for people: ``12.3 s``, ``5 min 20 s``, ``27 h 12 min``."""
+    """Format a long duration: ``12.3 s``, ``5 min 20 s``, ``27 h 12 min``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -237,7 +245,9 @@ def goodput(productive_ns: int, total_ns: int) -> str:
 
 
 def timer_expired(timer: TimerExpired) -> str:
-    """Say which timer was not released. Its texts are the worker's, and may hold anything."""
+    """Return the line that reports an expired timer. Texts from the worker are escaped, because they may hold
+    any characters.
+    """
     at = f" at {printable(timer.at)}" if timer.at else ""
     others = f", {timer.others} other timer{'s' if timer.others != 1 else ''} live" if timer.others else ""
     return f"timer expired: scope '{printable(timer.scope)}'{at}, deadline {_clock(timer.deadline)}{others}"

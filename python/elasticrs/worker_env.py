@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from elasticrs.ranks import WorkerRanks
 
 NCCL_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Whether NCCL's watchdog ends the process when a collective fails."""
+"""Variable that decides whether NCCL's watchdog kills the process when a collective fails."""
 
 
 def worker_env(
@@ -29,17 +29,18 @@ def worker_env(
     layout.
 
     Args:
-        ranks: of the worker.
-        run_id: the name of the job.
-        master_addr: where the workers' store listens.
-        master_port: its port.
-        round: number of the attempt from 1, counting also those that cost no restart.
-        restarts: charged restarts so far.
-        max_restarts: how many may be charged.
-        inherited: the agent's own environment.
-        use_agent_store: an agent serves the store; otherwise rank 0 does.
-        timer_file: the FIFO of the agent's timers. Our variable beside torch's tells our client that we read
-            it: it may keep the FIFO open then, which would stop torch's server.
+        ranks: ranks of the worker.
+        run_id: name of the job.
+        master_addr: address of the workers' store.
+        master_port: port of the workers' store.
+        round: number of the attempt, from 1. Attempts that cost no restart count as well.
+        restarts: number of restarts charged so far.
+        max_restarts: maximum number of charged restarts.
+        inherited: environment of the agent.
+        use_agent_store: true if an agent serves the store; otherwise rank 0 does.
+        timer_file: path of the FIFO of the agent's timers. It is also set in a variable of ours, which tells
+            our client that our agent reads the FIFO. The client then keeps the FIFO open, which would prevent
+            torch's server from expiring timers.
     """
     timers = {"TORCHELASTIC_TIMER_FILE": timer_file, "ELASTICRS_TIMER_FILE": timer_file} if timer_file else {}
     return {
@@ -67,7 +68,7 @@ def worker_env(
 def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a worker that sees one GPU and has local rank 0.
 
-    As in torch a ``HIP_VISIBLE_DEVICES`` that is not empty goes first, and is then set as well.
+    As in torch, a ``HIP_VISIBLE_DEVICES`` that is not empty takes precedence, and is then set as well.
 
     Raises:
         ValueError: the agent sees fewer GPUs.

@@ -1,4 +1,4 @@
-"""The workers of an attempt as the core takes them: which processes, and where their output goes."""
+"""Workers of an attempt, as given to the core: their processes, and where their output goes."""
 
 from __future__ import annotations
 
@@ -42,21 +42,22 @@ SupervisorError = _core.SupervisorError
 def check_limits(
     nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str], followed: int = 0
 ) -> None:
-    """Compare with the machine's limits before anything is started; ``followed``: how many log files are
-    read.
+    """Check the machine's limits before anything is started. ``followed`` is the number of log files that the
+    agent reads.
 
     Raises:
-        ValueError: one of them does not allow that many processes or descriptors.
+        ValueError: a limit does not allow that many processes or descriptors.
     """
-    # A page of memory for each worker, and while they are started a second one to pass on.
+    # One heartbeat page for each worker, and a second descriptor of it while workers are being started.
     pages = 2 * nproc if hang_timeout is not None else 0
-    # The FIFO, read and written, and a pidfd for each process that has a timer: one in each worker.
+    # Two descriptors for the FIFO (reading and writing), and a pidfd for each process with a timer, assuming
+    # one per worker.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
     _core.check_limits(nproc, followed, pages + timers)
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of descriptors; processes that Python itself starts inherit it."""
+    """Raise the soft limit of file descriptors. Processes that Python itself starts inherit the new limit."""
     _core.raise_descriptor_limit()
 
 
@@ -74,22 +75,23 @@ def _bad_timer_file(path: str, error: OSError) -> str:
 
 
 def _enough(limit: float | None) -> float | None:
-    """The agent looks once a millisecond at most."""
+    """Use at least a millisecond, because the agent does not check more often."""
     return None if limit is None else max(0.001, limit)
 
 
 class WorkerSetup(Value):
-    """What all kinds of workers need.
+    """Data that all kinds of workers need.
 
     Args:
         job: the job.
-        logs: makes the files of an attempt from its name and the variables of its workers by local rank, to
-            which it adds what workers need to know (their error file).
-        prefix_template: of console lines.
-        environ: the environment that all workers inherit.
+        logs: creates the files of an attempt from its name and its workers' variables by local rank. It adds
+            the path of the error file to the variables.
+        prefix_template: template of the prefix of console lines.
+        environ: environment that all workers inherit.
         keep_ignored: signals that stay ignored in the workers.
-        filters: tee'd lines of standard output and of standard error that contain one of these are copied.
-        consoles: those of 1 and 2 on which the core shows tee'd lines.
+        filters: texts for standard output and for standard error. Tee'd lines that contain any of them are
+            copied.
+        consoles: descriptors (1, 2) on which the core shows tee'd lines.
     """
 
     job: JobConfig
@@ -102,21 +104,22 @@ class WorkerSetup(Value):
 
     @property
     def preload(self) -> Preload | None:
-        """What is imported before workers are forked, if anything is."""
+        """The modules to import before workers are forked; ``None`` if there are none."""
         preload = self.job.preload
         return preload if preload is not None and preload.modules else None
 
 
 class Leftovers(Value):
-    """What the core cannot tell of the end of workers.
+    """Facts about the end of workers that the core cannot report.
 
     Args:
-        ended: pid and name of each process that they left behind, that the core did not start, and that was
-            ended; the first few.
-        more_ended: how many more.
-        was_stopped: those were to go on for a while, and the group was stopped meanwhile.
-        silent: the local ranks that should have returned a value, and have not.
-        why_not_started: why workers that the core does not start could not be.
+        ended: pid and name of the first few leftover processes that had to be ended and that the core did not
+            start.
+        more_ended: number of further such processes.
+        was_stopped: true if these processes were allowed to continue for a while, but the group was stopped
+            in that time.
+        silent: local ranks of workers that should have returned a value but did not.
+        why_not_started: reason why workers that the core does not start could not be started.
     """
 
     ended: Sequence[tuple[int, str]] = ()
@@ -128,31 +131,41 @@ class Leftovers(Value):
 
 
 class Workers(ABC):
-    """The workers of a job's attempts, one attempt after another; a subclass says what they are.
+    """Base class of the workers of a job. The same object is used for all attempts.
 
     Args:
-        setup: what all kinds need.
+        setup: data that all kinds of workers need.
 
     Attributes:
-        are_started: True if all workers of the attempt run, also those that the core does not start.
-        leftovers: what else there is to say of the end of an attempt; ``None`` until nothing is left of it.
-        warm_command: the command line of all workers, as far as they have it in common; ``None`` if none of
-            them is to be forked from a warm nursery.
+        are_started: true if all workers of the attempt run, including those that the core does not start.
+        leftovers: further facts about the end of an attempt; ``None`` while any of its processes is left.
+        warm_command: common part of the workers' command lines; ``None`` if no worker is forked from a warm
+            nursery.
+        may_fork: false if the workers of the next attempt are executed although there is a warm nursery,
+            because it has imported files that have changed since.
     """
 
     are_started: bool = True
     leftovers: Leftovers | None = Leftovers()
     warm_command: Sequence[str] | None = None
+    may_fork: bool = True
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.setup = setup
 
+    @property
+    def are_warm(self) -> bool:
+        """True if workers that start now are forked from a warm nursery."""
+        return self.warm_command is not None and self.may_fork
+
     @abstractmethod
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
-        """Return the processes of an attempt by local rank, with these files and their whole environment."""
+        """Return the processes of an attempt by local rank. They use these files, and these complete
+        environments.
+        """
 
     def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> _core.ProcessSpec:
-        """Return the process that takes the place of a worker, with its whole environment."""
+        """Return the replacement process for a worker, with its complete environment."""
         (process,) = self.specs(paths, {local_rank: environ})
         return process
 
@@ -160,34 +173,37 @@ class Workers(ABC):
     def return_values(self, attempt: Attempt) -> dict[int, object]:
         """Return what the workers of the last attempt returned, by global rank."""
 
-    # What follows is heard by workers that have more than the processes of the core: a keeper, return values.
+    # The following methods are for subclasses with more than the core's processes, such as a keeper or return
+    # values.
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- see above
-        """All workers of the attempt that the core starts run."""
+        """Handle the start of all workers that the core starts."""
 
     def replaced(self, supervisor: _core.Supervisor, local_rank: int) -> None:  # noqa: B027 -- see above
-        """What :meth:`replacement` described runs."""
+        """Handle the start of the process that :meth:`replacement` has described."""
 
     def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- see above
-        """A descriptor that the workers' side watches is readable."""
+        """Handle a readable descriptor that belongs to this object."""
 
     def stop(self) -> None:  # noqa: B027 -- see above
-        """The group is to be stopped, and the core has been told."""
+        """Handle a stop of the group. The core already knows about the stop."""
 
     def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- see above
-        """Nothing of the attempt is left that the core started, or it could not be started."""
+        """Handle the end of the attempt, when no process that the core started is left or the start has
+        failed.
+        """
 
     def close(self) -> None:  # noqa: B027 -- see above
-        """No attempt follows: end what there is, whatever happened, and release it. Idempotent."""
+        """Kill what is left and release it, because no further attempt follows. Idempotent."""
 
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None:
-    """Watch expiration timers of all attempts, where ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` asks for it, and
-    signs of life, where ``--hang-timeout`` does. Return the FIFO of the timers.
+    """Watch expiration timers of all attempts if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and heartbeats
+    if ``--hang-timeout`` is given. Return the path of the timers' FIFO.
 
     Raises:
-        UsageError: what is at ``TORCHELASTIC_TIMER_FILE`` is not ours, or a FIFO cannot be made there.
-        OSError: no FIFO can be made at all.
+        UsageError: another file exists at ``TORCHELASTIC_TIMER_FILE``, or no FIFO can be created there.
+        OSError: no FIFO can be created at all.
     """
     timer_file = None
     environ = setup.environ
@@ -214,12 +230,12 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None
 def prepare_group(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, timer_file: str | None
 ) -> _core.GroupSpec:
-    """Make all ready for the start of an attempt, and fill in its paths; return what is to be started, all or
-    none.
+    """Create the log files of an attempt, store their paths in it, and return the processes to start. If one
+    of them cannot be started, the core starts none.
 
     Raises:
-        _core.SupervisorError: the supervisor cannot.
-        OSError: a log directory could not be made, or descriptors ran out.
+        _core.SupervisorError: the supervisor has failed.
+        OSError: a log directory could not be created, or file descriptors have run out.
     """
     setup = workers.setup
     job, environ = setup.job, setup.environ
@@ -256,12 +272,12 @@ def prepare_group(
 def prepare_replacement(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, local_rank: int, restarts: int
 ) -> _core.ProcessSpec:
-    """Return the process that takes the place of a worker of which nothing is left. It goes on in the files
-    of its predecessor, whose error file gets another name.
+    """Return the replacement for a worker whose processes are all gone. The replacement appends to the old
+    worker's log files, and the old error file is renamed.
 
     Raises:
-        _core.SupervisorError: the supervisor cannot.
-        OSError: that file cannot be renamed, or descriptors ran out.
+        _core.SupervisorError: the supervisor has failed.
+        OSError: the error file cannot be renamed, or file descriptors have run out.
     """
     setup, paths = workers.setup, attempt.paths
     if paths is None:
@@ -279,13 +295,13 @@ def prepare_replacement(
 
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:
-    """What tells a worker that is a member of the rendezvous which one it is, and in whose place: that of a
-    process of which nothing is left, so that nobody has to wait for the end of its lease.
+    """Return the variable with a worker's new member name in the rendezvous, and the name of the worker that
+    it replaces, if any. The old worker is gone, so the others need not wait for the end of its lease.
     """
     if plan.members is None:
         return {}
     before = plan.members.get(local_rank)
-    plan.members[local_rank] = name = os.urandom(8).hex()
+    plan.members[local_rank] = name = plan.member_prefix + os.urandom(8).hex()
     if plan.page is not None:
         plan.page.clear(local_rank)
     return {"ELASTICRS_TRAIN_MEMBER": name if before is None else f"{name} {before}"}
@@ -321,8 +337,9 @@ def variables_of(
     inherited: Mapping[str, str],
     timer_file: str | None = None,
 ) -> dict[int, dict[str, str]]:
-    """Return what is added to the environment of each worker of an attempt, by local rank. ``inherited`` is
-    what all workers have; ``round`` the number of the attempt, ``restarts`` those charged so far.
+    """Return the variables that are added to the environment of each worker, by local rank. ``inherited`` is
+    the environment that all workers share, ``round`` is the number of the attempt, and ``restarts`` is the
+    number of charged restarts.
     """
     variables = {
         ranks.local_rank: worker_env(
@@ -358,28 +375,28 @@ def process_spec(
     pass_fds: Sequence[int] = (),
     warm: bool = False,
 ) -> _core.ProcessSpec:
-    """Return one process, as the core takes it.
+    """Return the description of a process for the core.
 
     Args:
-        local_rank: its index in the group.
+        local_rank: index of the process in the group.
         argv: program and arguments.
-        env: the whole environment.
-        stdout: a file; this process's own stream if empty.
-        stderr: the same.
-        cpus: those that it may run on; ``None`` for those of this process.
-        pass_fds: descriptors that it gets under the same numbers.
-        warm: it is forked from a nursery that :func:`warm_nursery` describes.
+        env: complete environment.
+        stdout: path of a file for standard output; this process's own stream if empty.
+        stderr: the same for standard error.
+        cpus: CPUs that the process may use; ``None`` for those of this process.
+        pass_fds: descriptors that the process inherits under the same numbers.
+        warm: true to fork the process from a nursery that :func:`warm_nursery` describes.
     """
     files = {"stdout": stdout or None, "stderr": stderr or None}
     return _core.ProcessSpec(local_rank, argv, env=env, cpus=cpus, pass_fds=pass_fds, warm=warm, **files)
 
 
 def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
-    """The nursery that imports what its workers need, and forks them; ``None`` if they start cold.
+    """Return the nursery that imports modules for its workers and forks them; ``None`` if workers start cold.
 
     Args:
-        workers: of the job.
-        report: a file in memory for what it tells.
+        workers: workers of the job.
+        report: descriptor of a memory file for its report.
     """
     setup, command = workers.setup, workers.warm_command
     if setup.preload is None or command is None:
@@ -392,7 +409,9 @@ def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
 
 
 def console_stream(local_rank: int, path: str, to: int, prefix: str) -> _core.LogStream:
-    """Return a log file that the core copies to the console: 1 for standard output, 2 for standard error."""
+    """Return a log file that the core copies to the console. ``to`` is 1 for standard output and 2 for
+    standard error.
+    """
     return _core.LogStream(local_rank, path, 1 if to == 1 else 2, os.fsencode(prefix))
 
 
@@ -402,16 +421,17 @@ def adopt(
     statuses: Sequence[int],
     pages: Mapping[int, int] | None = None,
 ) -> bool:
-    """Have processes adopted that somebody else has started; False if the group has ended meanwhile.
+    """Let the core adopt processes that another process has started. Return false if the group has already
+    ended.
 
     Args:
-        supervisor: of a group that has begun.
-        pids: by local rank, from 0 on.
-        statuses: by local rank, the pipe into which their parent writes the exit status.
-        pages: by local rank, the memory for heartbeats.
+        supervisor: supervisor of a group that has started.
+        pids: pids by local rank, from 0 on.
+        statuses: pipes by local rank into which the parent writes the exit status.
+        pages: heartbeat pages by local rank.
 
     Raises:
-        ProcessLookupError: one of them has ended.
+        ProcessLookupError: one of the processes has ended.
     """
     try:
         for local_rank, pid in pids.items():
@@ -436,7 +456,9 @@ def last_lines(path: str, count: int) -> list[str]:
 
 
 def heartbeat_page() -> tuple[int, str]:
-    """Make a page for the heartbeats of one worker; return its descriptor, and how the worker finds it."""
+    """Create a heartbeat page for a worker. Return its descriptor, and the text by which the worker finds
+    it.
+    """
     return _core.heartbeat_page()
 
 
@@ -449,7 +471,8 @@ def _py_spy(environ: Mapping[str, str]) -> str | None:
 class CommandWorkers(Workers):
     """Workers that are programs.
 
-    In an argument, ``${local_rank}`` is the worker's and ``$$`` is a dollar, as in torch.
+    As in torch, ``${local_rank}`` in an argument stands for the worker's local rank, and ``$$`` for a dollar
+    sign.
     """
 
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
@@ -468,7 +491,7 @@ class CommandWorkers(Workers):
                 paths.stdouts.get(local_rank),
                 paths.stderrs.get(local_rank),
                 cpus=None if cpus is None else cpus[local_rank],
-                warm=self.warm_command is not None,
+                warm=self.are_warm,
             )
             for local_rank, env in environments.items()
         ]
@@ -481,13 +504,15 @@ class CommandWorkers(Workers):
 def _filled_in(argument: str, local_rank: int) -> str:
     if "$" not in argument:
         return argument
-    from elasticrs.utils.api import macros  # imports `re`: only where there is something to fill in
+    from elasticrs.utils.api import macros  # imports `re`, which is needed only for arguments with macros
 
     return str(macros.substitute([argument], str(local_rank))[0])
 
 
 def directory_logs(run: RunLogs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """Return the layout of the command line, in the directory of a run."""
+    """Return a function that creates the files of an attempt with the default layout, in the directory of a
+    run.
+    """
 
     def attempt_logs(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         paths = run.attempt(name)

@@ -54,7 +54,7 @@ def run(environment, tmp_path):
             env={**kept, **switch, **variables},
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=150,
             check=check,
             cwd=cwd,
         )

@@ -176,6 +176,9 @@ print(f"steps {state.steps} weights {weights}\\n", end="")
 NAMES = {
     "torchelastic": "Coordinator NonRetryableException SimpleWorkerStats State StopException WorkerStats"
     " __version__ metrics run_train train train_loop version",
+    "torchelastic.agent.server": "ElasticAgent SimpleElasticAgent Worker WorkerGroup WorkerSpec WorkerState",
+    "torchelastic.agent.server.api": "WorkerSpec",
+    "torchelastic.agent.server.local_elastic_agent": "LocalElasticAgent",
     "torchelastic.checkpoint": "Checkpoint CheckpointManager CheckpointUtil FileSystemCheckpointManager"
     " get_checkpoint_manager set_checkpoint_manager",
     "torchelastic.checkpoint.api": "Checkpoint CheckpointBarrier CheckpointManager CheckpointUtil"
@@ -186,13 +189,16 @@ NAMES = {
     "torchelastic.distributed.collectives": "all_gather_return_max_long broadcast_binary broadcast_bool"
     " broadcast_float_list broadcast_long broadcast_model convert_to_distributed_tensor"
     " convert_to_normal_tensor is_distributed_training_run",
+    "torchelastic.distributed.launch": "main parse_args",
     "torchelastic.distributed.utils": "get_rank",
     "torchelastic.event_logger.api": "ConsoleEventLogHandler EventLogHandler NullEventLogHandler configure"
     " get_event_logger",
+    "torchelastic.events": "Event record",
     "torchelastic.fault_injection": "start_fault_injection_thread",
     "torchelastic.metrics": "api configure getStream initialize_metrics profile publish_metric",
     "torchelastic.metrics.api": "ConsoleMetricHandler MetricData MetricHandler MetricStream NullMetricHandler"
     " configure getStream get_elapsed_time_ms prof profile publish_metric put_metric",
+    "torchelastic.multiprocessing.errors": "record",
     "torchelastic.p2p": "CoordinatorP2P coordinator_p2p",
     "torchelastic.p2p.coordinator_p2p": "CoordinatorP2P",
     "torchelastic.rendezvous.api": "RendezvousClosedException RendezvousHandler RendezvousNonRetryableError"
@@ -200,16 +206,17 @@ NAMES = {
     "torchelastic.rendezvous.etcd_rendezvous": "EtcdRendezvous EtcdRendezvousHandler EtcdStore",
     "torchelastic.rendezvous.parameters": "RendezvousParameters get_rendezvous",
     "torchelastic.state": "State",
-    "torchelastic.train_loop": "MAX_FAILURES run_train train",
+    "torchelastic.train_loop": "MAX_FAILURES run_train to_generator train",
     "torchelastic.utils.data": "CyclingIterator ElasticDistributedSampler",
     "torchelastic.version": "__version__",
     "torchelastic.worker_stats": "SimpleWorkerStats WorkerStats",
 }
-"""The modules of torchelastic 0.1, each with the names that programs import from it."""
+"""Names that programs import from the modules of torchelastic 0.1 and of its versions up to 0.2."""
 
 CALLS = {
     "torchelastic.train": "elastic_coordinator train_step state",
     "torchelastic.run_train": "coordinator train_step_gen state",
+    "torchelastic.train_loop.to_generator": "train_step_fn",
     "torchelastic.checkpoint.FileSystemCheckpointManager": "checkpoint_dir",
     "torchelastic.checkpoint.set_checkpoint_manager": "checkpoint_manager",
     "torchelastic.checkpoint.api.CheckpointBarrier": "rank",
@@ -250,6 +257,16 @@ print(json.dumps([missing, different]))
 def test_all_modules_names_and_parameters_are_there(installed):
     done = installed("-c", SHOWS_INTERFACE, json.dumps([NAMES, CALLS]), check=False)
     assert json.loads(done.stdout or "null") == [[], {}], done.stderr
+
+
+def test_launcher_of_torchelastic_passes_the_script_only_its_own_arguments(installed, tmp_path):
+    script = tmp_path / "script.py"
+    # Write each line in one call, because the two workers share the console.
+    script.write_text("import os, sys; os.write(1, f'ran {os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode())")
+    launcher = ("-m", "torchelastic.distributed.launch", "--nnodes=1", "--nproc_per_node=2")
+    done = installed(*launcher, str(script), "--lr=3", check=False)
+    ran = sorted(line for line in done.stdout.splitlines() if line.startswith("ran"))
+    assert ran == ["ran 0 ['--lr=3']", "ran 1 ['--lr=3']"], done.stderr
 
 
 def by_hand(installed, program, *arguments):

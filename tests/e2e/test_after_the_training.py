@@ -2,9 +2,12 @@
 
 import os
 import re
+import signal
 
 import pytest
 from helpers import procs
+from helpers.procs import HANG
+from helpers.trainers import store
 
 pytestmark = [pytest.mark.torch, pytest.mark.beyond_torchrun]
 
@@ -132,3 +135,25 @@ def test_without_the_final_state_the_job_fails(job, order, reason):
     running.exits(1)
     assert reason in running.stderr
     assert len(re.findall(RETURNED, running.stdout)) == 3, "nobody returned an untrained state"
+
+
+def test_the_job_fails_if_the_node_of_rank_0_is_lost_while_it_saves(launch, worker_script, tmp_path):
+    gate = tmp_path / "never_opened"
+    os.mkfifo(gate)
+    with store() as port:
+        options = (
+            *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--on-failure=replace"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"),
+            *(f"--rdzv-conf=last_call_timeout={2 * HANG}", worker_script(SCRIPT), "", "saved", "yes", "0"),
+        )
+        agents = [launch(*options, env={"ALL_HAVE_RETURNED": str(gate)}) for _ in range(2)]
+        places = [agent.wait_for_line(RETURNED, "stdout").group(1, 2) for agent in agents]
+        assert sorted(places) == [("0", "2"), ("1", "2")]
+        saving, other = sorted(agents, key=lambda agent: places[agents.index(agent)])
+        procs.wait_gone(int(other.wait_for_line(RETURNED, "stdout")[3]))
+        children = {child.pid for child in procs.children()}
+        saving.signal(signal.SIGKILL)
+        assert saving.wait() == -signal.SIGKILL
+        procs.reap_adopted(keep=children)
+        other.exits(1)
+        assert "was lost after the training had ended" in other.stderr

@@ -1,5 +1,6 @@
 """The time in the prefix of the launcher's own lines."""
 
+import errno
 import os
 import re
 import subprocess
@@ -81,16 +82,30 @@ def test_every_line_in_a_pipe_carries_the_time(environment, worker_script):
     assert "failed after" in lines[-1]
 
 
+def read_terminal(descriptor):
+    """Return what is left to read from a terminal whose other side is closed, which may come in pieces."""
+    pieces = []
+    while True:
+        try:
+            pieces.append(os.read(descriptor, 1 << 16))
+        except OSError as error:  # that is how Linux tells the end of a terminal's output
+            if error.errno != errno.EIO:
+                raise
+            return b"".join(pieces)
+
+
 def test_lines_on_a_terminal_carry_no_time_unless_asked(run):
     for args, has_time in (((), False), (("--log-prefix=time",), True)):
         ours, theirs = os.openpty()
         try:
-            run(*JOB, *args, stderr=theirs)
-            # The launcher has exited, and all its output fits into the terminal's buffer.
-            lines = own_lines(os.read(ours, 1 << 16).decode())
+            # All output of the job fits into the terminal's buffer, so it is read after the job has ended.
+            try:
+                run(*JOB, *args, stderr=theirs)
+            finally:
+                os.close(theirs)
+            lines = own_lines(read_terminal(ours).decode())
         finally:
             os.close(ours)
-            os.close(theirs)
         assert [line.startswith("elasticrs: ") for line in lines] == [not has_time] * len(lines)
         if has_time:
             assert_times(lines)

@@ -98,6 +98,28 @@ def test_a_restart_does_not_wait_for_a_stopped_rank_that_raised_and_stalls(launc
     assert not (tmp_path / "saved.0").exists()
 
 
+@pytest.mark.parametrize("on_failure", ["restart", "replace"])
+def test_a_slow_exit_that_outlasts_the_grace_is_not_reported_as_stalled(
+    launch, worker_script, tmp_path, on_failure
+):
+    save = """
+        while True:
+            select.select([], [], [], 0.05)
+            with open("partial", "a") as file:
+                file.write("x")
+    """
+    script = worker_script(program(RAISES, 1, save))
+    events = tmp_path / "events"
+    options = ("--exit-timeout=1", "--shutdown-timeout=2", f"--event-log-handler=file:{events}")
+    launched = launch("--nproc-per-node=2", f"--on-failure={on_failure}", *options, script).exits(1)
+    assert "rank 1 had raised, was still exiting 2 s after --exit-timeout had passed" in launched.stderr
+    assert "made no progress" not in launched.stderr
+    assert "after SIGTERM and" not in launched.stderr
+    recorded = [json.loads(text) for text in events.read_text().splitlines()]
+    killed = [event for event in recorded if event["name"] == "kill worker process"]
+    assert ["still exiting" in event["metadata"]["metadata"] for event in killed] == [True]
+
+
 def test_a_save_that_is_cut_off_is_reported(launch, worker_script, tmp_path):
     script = worker_script("""
         import os, signal

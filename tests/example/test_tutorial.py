@@ -1,11 +1,17 @@
-"""Run the script and the commands of the tutorial and of the quick start."""
+"""Run the programs and the commands of the tutorial, the quick start, and the pages for users."""
 
+import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from helpers import procs
+from helpers.launcher import clean_environment
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "tutorial.md"
 EPOCHS = 6
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -47,9 +53,41 @@ def test_the_tutorial_has_a_run_a_failure_and_a_restart(launch, script):
 
 
 def test_the_quick_start_of_the_readme(launch, tmp_path):
-    text = (PAGE.parents[1] / "README.md").read_text()
+    text = (DOCS.parent / "README.md").read_text()
     script = tmp_path / "hello.py"
     script.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
     (command,) = re.findall(r"^\$ elasticrun (.*) hello\.py$", text, re.MULTILINE)
     job = launch(*command.split(), script).exits(0, timeout=120)
-    assert sorted(job.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    # Python writes a line and its end separately under `-u`, so the lines of two workers may run together.
+    assert sorted(re.findall(r"rank \d of \d", job.stdout)) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def first_program(page):
+    return re.search(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)[1]
+
+
+def test_the_program_that_trains_through_failures(launch, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(first_program("train.md"))
+    command, *_ = re.findall(
+        r"^elasticrun (--standalone .*) train\.py$", (DOCS / "train.md").read_text(), re.M
+    )
+    job = launch(*command.split(), script, env={"OMP_NUM_THREADS": "1"}).exits(0, timeout=150)
+    assert re.findall(r"^step (\d+): accuracy", job.stdout, re.MULTILINE) == ["200"]
+
+
+def test_the_program_that_launches_from_python(tmp_path):
+    script = tmp_path / "launches.py"
+    script.write_text(first_program("guide.md"))
+    done = subprocess.run(
+        [sys.executable, script],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    # Reap the resource tracker, which exits shortly after the program.
+    procs.reap_adopted()
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout) == {rank: rank * 0.1 for rank in range(4)}

@@ -87,7 +87,7 @@ class Patient(Client):
     def next(self, kind: type | tuple[type, ...] = object, timeout: float = HANG) -> Any:
         while isinstance(event := super().next(timeout=timeout), _core.StoreNotice):
             continue
-        assert isinstance(event, kind), event
+        assert isinstance(event, kind), f"{type(event).__name__}: {getattr(event, 'message', event)}"
         return event
 
 

@@ -316,9 +316,9 @@ from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Seat
 for name in sys.argv[1:]:
     try:
-        if Gateway().await_health(Seat(name, 2379, 2380), 2, name):
+        if Gateway().is_healthy(Seat(name, 2379, 2380), 2, name):
             print(name)
-    except (OSError, GatewayError, LookupError):
+    except (OSError, GatewayError):
         pass
 """
 

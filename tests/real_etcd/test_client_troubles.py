@@ -39,7 +39,7 @@ def lonely_etcd(tmp_path):
 
 
 def test_a_backup_that_was_restored_is_noticed_by_who_asks_for_nothing(lonely_etcd, tmp_path, connect_etcd):
-    idle = connect_etcd(lonely_etcd.endpoints, "/r/", ttl=60.0).connected()
+    idle = connect_etcd(lonely_etcd.endpoints, "/r/", ttl=20.0, read_timeout=3.0).connected()
     idle.watch("key", exact=True)
     lonely_etcd.kill(0)
     shutil.copytree(lonely_etcd.data_of(0), tmp_path / "backup")
@@ -54,7 +54,8 @@ def test_a_backup_that_was_restored_is_noticed_by_who_asks_for_nothing(lonely_et
     shutil.copytree(tmp_path / "backup", lonely_etcd.data_of(0))
     lonely_etcd.mend()
     lost = idle.lost()
-    assert (lost.kind, "restored from a backup" in lost.message) == ("protocol", True)
+    # Either the time limit of the request ends the session, or the lease if no keep-alive was answered first.
+    assert (lost.kind in ("timeout", "silent"), "restored from a backup" in lost.message) == (True, True)
 
 
 @contextmanager

@@ -227,7 +227,9 @@ def test_a_member_that_ends_is_started_again_and_no_worker_is(job):
     job.wait_until_up()
     assert job.names() == before
     finish(agents, workers)
-    assert "this node's member of etcd has ended: " in "".join(agent.stderr for agent in agents)
+    told = "".join(agent.stderr for agent in agents)
+    assert "this node's member of etcd exited: " in told
+    assert "(exit code -9); 2 of 3 members are left" in told
     assert job.left() == ([], [], [])
 
 
@@ -267,7 +269,7 @@ def test_a_program_that_is_killed_again_and_again_is_given_up(job):
     job.wait_until_up()
     for _ in range(3):
         kill_program(agents[0])
-    agents[0].wait_for_lines("this node has none any more", 1)
+    agents[0].wait_for_lines("this node has no member any more", 1)
     finish(agents, workers)
     reap_adopted()
     # The data of the abandoned member are kept until the next job.

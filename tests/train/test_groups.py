@@ -13,8 +13,32 @@ from elasticrs.train.groups import Connections, connect
 from elasticrs.train.membership import STUCK_TIMEOUT
 
 
+def gloo_socket():
+    """Return a socket with the options that gloo sets."""
+    made = socket.socket()
+    made.set_inheritable(True)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return made
+
+
+def gloo_listener():
+    listener = gloo_socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return listener
+
+
 def pair():
-    """A connection over TCP, and the listener that it came through."""
+    """Return a connection over TCP with gloo's options, and the listener that accepted it."""
+    listener, one = gloo_listener(), gloo_socket()
+    one.connect(listener.getsockname())
+    other, _ = listener.accept()
+    other.set_inheritable(True)
+    return listener, one, other
+
+
+def plain_pair():
+    """Return a connection over TCP as Python makes it, and the listener that accepted it."""
     listener = socket.create_server(("127.0.0.1", 0))
     one = socket.create_connection(listener.getsockname())
     other, _ = listener.accept()
@@ -39,6 +63,46 @@ def test_recorded_connections_end_and_others_do_not():
         assert other.recv(1) == b"x"
     assert connections.shut() == 0, "what is shut is not shut again"
     close(*before, *inside, *after)
+
+
+def test_connections_of_other_threads_are_shut_only_as_a_last_resort():
+    connections = Connections()
+    before = plain_pair()
+    with connections.recorded():
+        inside, group = plain_pair(), pair()
+        assert connections.shut() == 2
+        assert connections.knock(1) == 1, "the listener of another thread is not visited"
+    assert connections.shut() == 0
+    inside[1].sendall(b"x")
+    assert inside[2].recv(1) == b"x"
+    ports = sorted(f"127.0.0.1 port {each.getpeername()[1]}" for each in inside[1:])
+    peers = connections.shut_others()
+    assert sorted(peers) == ports
+    assert inside[1].recv(1) == b""
+    assert connections.shut_others() == []
+    before[1].sendall(b"x")
+    assert before[2].recv(1) == b"x"
+    close(*before, *inside, *group)
+
+
+def test_the_client_of_the_store_is_shut_whatever_its_options_are():
+    listener = socket.create_server(("127.0.0.1", 0))
+    connections = Connections(listener.getsockname()[1])
+    with connections.recorded():
+        client = socket.create_connection(listener.getsockname())
+    assert connections.shut() == 1
+    assert client.recv(1) == b""
+    close(listener, client)
+
+
+def test_other_connections_are_intact_when_the_group_is():
+    connections = Connections()
+    with connections.recorded():
+        inside, group = plain_pair(), pair()
+    close(*inside)
+    assert connections.are_intact()
+    close(*group)
+    assert not connections.are_intact()
 
 
 def test_the_listener_goes_on():
@@ -85,7 +149,7 @@ def test_who_waits_for_peers_is_visited_once_in_their_place():
     connections = Connections()
     before = socket.create_server(("127.0.0.1", 0))
     with connections.recorded():
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = gloo_listener()
         assert connections.knock(3) == 1
         assert connections.knock(3) == 0
     after = socket.create_server(("127.0.0.1", 0))
@@ -106,7 +170,7 @@ def test_who_waits_for_peers_is_visited_once_in_their_place():
 
 def test_nobody_is_visited_where_descriptors_are_few_or_the_transport_is_another_one(monkeypatch):
     connections = Connections()
-    with connections.recorded(), socket.create_server(("127.0.0.1", 0)):
+    with connections.recorded(), gloo_listener():
         assert connections.knock(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) == 0
         monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
         assert connections.knock(2) == 0

@@ -115,6 +115,9 @@ member = Membership(place.rendezvous, place.backend)
 listener, connections = socket.create_server(("127.0.0.1", 0)), Connections()
 with connections.recorded():
     one = socket.create_connection(listener.getsockname())
+    # Options that gloo sets.
+    one.set_inheritable(True)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 other, _ = listener.accept()
 member._round = Round(1, 0, 2, "127.0.0.1", 1, None, connections)
 member._thread = threading.Thread(target=member._watch)
@@ -145,3 +148,39 @@ def test_the_watching_thread_survives_a_lack_of_descriptors():
     told, *rest = done.stdout.splitlines()
     assert "could not be broken off yet" in told
     assert rest == ["ended True", "threads 1"]
+
+
+HANGING_CREATION = """
+import logging, socket, sys, threading
+from elasticrs.rendezvous.elastic.messages import Stop
+from elasticrs.train.groups import Connections
+from elasticrs.train.meeting_url import parse
+from elasticrs.train.membership import Membership, Round
+
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+place = parse("elasticrs://localhost:1/job?min_workers=2&max_workers=4", {})
+member = Membership(place.rendezvous, place.backend)
+listener, connections = socket.create_server(("127.0.0.1", 0)), Connections()
+member._round = Round(1, 0, 2, "127.0.0.1", 1, None, connections)
+member._thread = threading.Thread(target=member._watch)
+member._thread.start()
+with connections.recorded():
+    one = socket.create_connection(listener.getsockname())
+    other, _ = listener.accept()
+    member._told(Stop(1, "a member is lost", fenced=True))
+    is_ended = one.recv(1) == b""
+member._round = None
+member._end_thread()
+print("ended", is_ended)
+print("port", listener.getsockname()[1])
+"""
+
+
+def test_the_creation_of_a_group_over_unknown_connections_is_aborted_with_a_warning():
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING_CREATION], capture_output=True, text=True, timeout=120, check=True
+    )
+    warning, ended, port = done.stdout.splitlines()
+    assert warning.startswith("WARNING rank 0: ")
+    assert f"127.0.0.1 port {port.split()[1]}" in warning
+    assert ended == "ended True"

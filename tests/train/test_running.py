@@ -20,6 +20,7 @@ from elasticrs.train import (
 )
 from elasticrs.train import votes as votes_of_workers
 from elasticrs.train.coordinator import FinalState
+from elasticrs.train.running import to_generator
 
 from .threads import Job, Sum, add, train_sum
 
@@ -42,6 +43,17 @@ def once(error, when):
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_job_runs_to_its_end(size):
     assert Job(size).run(lambda _, coordinator: train_sum(coordinator)) == [DONE] * size
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_train_step_becomes_a_generator(size):
+    steps = to_generator(once(RuntimeError("a step that fails"), 4))
+
+    def work(name, coordinator):
+        done = run_train(coordinator, steps, Sum(coordinator, 10))
+        return done.steps, done.total
+
+    assert Job(size).run(work) == [DONE] * size
 
 
 def test_generators_step_too():
@@ -392,21 +404,36 @@ def test_torchelastic_programs_return_without_a_sync_if_their_data_end_together(
     assert Job(3).run(lambda _, coordinator: train_sum(coordinator, state=MakesLoaders)) == [DONE] * 3
 
 
+def test_torchelastic_programs_return_without_a_sync_if_only_one_has_noticed_the_end(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchelastic", elasticrs.train)
+
+    def step(state):
+        result = add(state)
+        # Rank 0 tries to take another step. The others leave the round without trying.
+        state.coordinator.wants_to_meet = state.steps == 10 and state.coordinator.rank != 0
+        return result
+
+    found = Job(3).run(lambda _, coordinator: train_sum(coordinator, step=step, state=MakesLoaders))
+    assert found == [DONE] * 3
+
+
 @pytest.mark.parametrize(
     ("ends", "is_together"),
     [
-        ([(7, 5)], True),
-        ([(7, 5), (7, 5)], True),
-        ([(7, 5), (7, 6)], False),
-        ([(7, 5), (8, 5)], False),
-        ([(7, 5), (7, 0)], False),
-        ([(7, 0), (7, 0)], False),
+        ([(7, 5, True)], True),
+        ([(7, 5, True), (7, 5, True)], True),
+        ([(7, 5, False), (7, 5, True)], True),
+        ([(7, 5, False), (7, 5, False)], False),
+        ([(7, 5, True), (7, 6, True)], False),
+        ([(7, 5, True), (8, 5, True)], False),
+        ([(7, 5, True), (7, 0, True)], False),
+        ([(7, 0, True), (7, 0, True)], False),
     ],
 )
 def test_only_equal_ends_of_one_round_need_no_sync(ends, is_together):
     votes = [
-        votes_of_workers.Vote(False, True, True, 1, last_round=last, ended_after=after)
-        for last, after in ends
+        votes_of_workers.Vote(False, True, at_the_end, 1, last_round=last, next_step=step)
+        for last, step, at_the_end in ends
     ]
     assert votes_of_workers.have_ended_together(votes) is is_together
 

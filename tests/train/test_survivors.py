@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 
 import pytest
 from helpers.procs import HANG
@@ -125,6 +126,31 @@ def test_collectives_of_further_groups_are_broken_off_too(trainers):
     job.kill("c", signal.SIGSTOP)
     job.start("e", subgroup=True)
     met_in_one_round(job, "abde", timeout=30)
+
+
+@pytest.mark.parametrize("dies_in_creation", [True, False])
+def test_a_connection_that_another_thread_opens_while_a_group_is_created_stays_open(
+    trainers, dies_in_creation
+):
+    job = trainers(FIXED)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(HANG)
+        job.start("a", holds=server.getsockname()[1])
+        job.start("b", "c")
+        job.start("d", do="wait in creation" if dies_in_creation else None)
+        connection, _ = server.accept()
+        if dies_in_creation:
+            job.wait("creates", name="d")
+        with connection:
+            if not dies_in_creation:
+                job.wait("stepped", 4)
+            job.kill("d")
+            assert job.code("d") == -signal.SIGKILL
+            job.start("e")
+            met_in_one_round(job, "abce")
+            connection.settimeout(HANG)
+            connection.sendall(b"x")
+            assert connection.recv(1) == b"x"
 
 
 def test_one_that_spins_ends_itself_when_the_others_have_gone_on(trainers):

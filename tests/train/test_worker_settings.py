@@ -7,7 +7,9 @@ import pytest
 
 from elasticrs.agent.member_workers import among_workers, for_workers, variables_of_members
 from elasticrs.rendezvous.elastic import etcd_site, settings
+from elasticrs.rendezvous.elastic.dead_workers import forget_worker, forget_workers, workers_keys, workers_of
 from elasticrs.rendezvous.elastic.describe import describe
+from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.train.meeting_url import parse
 
 OF_THE_STORE = {"connect_timeout", "store_lost_timeout", "store_grace", "lease_ttl", "read_timeout"}
@@ -40,6 +42,25 @@ def test_each_setting_is_either_for_workers_or_for_nodes():
     assert keys == OF_THE_STORE | OF_THE_MEETING | OF_NODES
     assert for_workers(dict.fromkeys(keys, "1")).keys() == OF_THE_STORE | OF_THE_MEETING
     assert for_workers(dict.fromkeys(keys)) == {}
+
+
+@pytest.mark.parametrize(
+    ("backend", "token", "conf"),
+    [("c10d", "secret", {}), ("c10d", None, {}), ("etcd", None, {}), ("etcd", "secret", {"host": 1})],
+)
+def test_agents_remove_the_registration_that_a_worker_made(backend, token, conf):
+    environ = {} if token is None else {"ELASTICRS_TOKEN": token}
+    nodes, _ = describe(backend, "10.0.0.1:29400", "a/job", (2, 3), conf, environ)
+    worker = place_of(backend, token, **conf)
+    prefixes = [found.etcd.prefix if found.etcd else "" for found in (nodes, worker)]
+    name = f"{workers_of('agent')}1234.5678/1"
+    for key in (Keys(worker.job).node(name), Keys(worker.job).slot(name)):
+        keys = workers_keys(nodes, POINT.job, 17)
+        for removal in (forget_worker(keys, f"{workers_of('agent')}1234"), forget_workers(keys, "agent")):
+            removed = [prefixes[0] + deletion.prefix for deletion in removal]
+            assert sum((prefixes[1] + key).startswith(each) for each in removed) == 1
+        other = forget_worker(keys, f"{workers_of('agent')}123") + forget_workers(keys, "agen")
+        assert not any((prefixes[1] + key).startswith(prefixes[0] + each.prefix) for each in other)
 
 
 def test_workers_have_none_of_the_limits_of_nodes():

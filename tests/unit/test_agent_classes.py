@@ -464,7 +464,12 @@ def test_who_replaces_the_health_check_has_the_whole_of_it(handler, tmp_path, mo
     [
         (entrypoint, None, "worker"),
         (sys.executable, None, "worker"),
+        ("python3", None, "worker"),
+        ("/usr/bin/python3.13t", None, "worker"),
         ("/bin/sh", None, "group"),
+        ("python3-config", None, "group"),
+        ("numactl", None, "group"),
+        ("python3", "group", "group"),
         ("/bin/sh", "worker", "worker"),
         (entrypoint, "group", "group"),
     ],

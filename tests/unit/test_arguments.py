@@ -24,13 +24,6 @@ def launch(*argv, **environ):
     return resolve(parse(argv, environ), {**ENV, **environ})
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text("print('hello')\n")
-    return str(path)
-
-
 @pytest.mark.parametrize(
     "argv",
     [

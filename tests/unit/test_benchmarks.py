@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from benchmarks import etcd
 from benchmarks.harness import Launcher, Options, Report, Reports, Row, Samples, percentile, time_box
 from benchmarks.nodes import Connections, Job, Shape, connections
 from benchmarks.procs import children, nothing_left, tree
@@ -167,3 +168,20 @@ def test_a_percentile_is_one_of_the_values():
 def test_a_time_box_gives_one_sample_at_least():
     assert list(time_box(0.0, 5)) == [0]
     assert list(time_box(60.0, 3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("measure", [etcd.measure, etcd.measure_hosted])
+def test_a_benchmark_without_etcd_says_that_it_is_skipped(measure, monkeypatch, capsys):
+    monkeypatch.setenv(etcd.PROGRAM, "/no/etcd")
+    assert measure(BOTH) == []
+    assert "is skipped: no etcd" in capsys.readouterr().err
+
+
+def test_agents_run_the_etcd_beside_python_without_a_path_to_it(monkeypatch, tmp_path):
+    monkeypatch.setenv(etcd.PROGRAM, "")
+    monkeypatch.setenv("PATH", "")
+    beside = tmp_path / "etcd"
+    beside.touch(mode=0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert etcd._choose_program("nodes-hosted")
+    assert os.environ[etcd.PROGRAM] == str(beside)

@@ -6,13 +6,9 @@ import threading
 import pytest
 
 from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
-from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat
+from elasticrs.rendezvous.elastic.etcd_membership import Seat
 
 OK = b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n%s"
-LISTED = (
-    b'[{"id":7,"peerURLs":["http://a:2380"],"name":"x","clientURLs":["http://a:2379"]},'
-    b'{"id":8,"peerURLs":["http://b:2380"],"name":"y"}]'
-)
 
 
 @pytest.fixture
@@ -37,35 +33,12 @@ def answering():
             each.close()
 
 
-def test_the_members_that_one_lists(answering):
-    seat, asked = answering(OK % (len(LISTED), LISTED))
-    assert Gateway().members_at(seat, 5) == (
-        Entry("x", ("http://a:2380",), has_joined=True),
-        Entry("y", ("http://b:2380",), has_joined=False),
-    )
-    assert asked[0].startswith(b"GET /members HTTP/1.0\r\n")
-
-
-def test_a_question_to_the_gateway(answering):
-    seat, asked = answering(OK % (2, b"{}"))
-    assert Gateway().ask(seat, "kv/range", {"key": "YQ=="}, 5) == {}
-    assert asked[0].startswith(b"POST /v3/kv/range HTTP/1.0\r\n")
-    assert asked[0].endswith(b'\r\n\r\n{"key": "YQ=="}')
-
-
 @pytest.mark.parametrize(("label", "is_foreign"), [("job", False), ("jo", True), ("other", True)])
 def test_the_etcd_of_another_job_is_found(answering, label, is_foreign):
     listed = b'{"members":[{"ID":"7","name":"job-a-0"},{"ID":"8","name":"job-a-1"}]}'
     seat, asked = answering(OK % (len(listed), listed))
     assert Gateway().find_foreign([seat], label, 5) == (seat if is_foreign else None)
     assert asked[0].startswith(b"POST /v3/cluster/member/list HTTP/1.0\r\n")
-
-
-def test_what_does_not_answer_is_no_etcd_of_another_job():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-        assert Gateway().find_foreign([Seat("127.0.0.1", port, port)], "job", 5) is None
 
 
 def test_a_refusal_has_etcds_own_words(answering):
@@ -102,11 +75,3 @@ def test_what_is_not_etcd(answering, answer):
     # One that says no length, and stays connected, is silent.
     with pytest.raises((GatewayError, TimeoutError)):
         Gateway().members_at(seat, 1)
-
-
-def test_nobody(answering):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-        with pytest.raises(ConnectionRefusedError):
-            Gateway().members_at(Seat("127.0.0.1", port, port), 5)

@@ -40,6 +40,17 @@ def test_what_workers_say_of_themselves_is_known_by_their_place(page):
     assert page.standings()[0].rank == 0
 
 
+def test_the_final_world_size_is_known_when_all_workers_have_finished(page):
+    first, last = worker(page, 0), worker(page, 2)
+    assert page.final_world_size() is None
+    for each in (first, last):
+        each.place(0, 8, 3)
+    first.finish()
+    assert page.final_world_size() is None
+    last.finish()
+    assert page.final_world_size() == 8
+
+
 def test_another_worker_in_the_place_begins_anew(page):
     worker(page, 1).tell_rate(9.0)
     worker(page, 1)

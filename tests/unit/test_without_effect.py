@@ -15,13 +15,6 @@ def notices(*argv, **environ):
     return resolve(parse(argv, environ), {**ENV, **environ}).notices
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text("print('hello')\n")
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "environ", "named"),
     [

@@ -12,13 +12,14 @@ from elasticrs.agent.warming import Warming
 from elasticrs.warm import sources
 
 SAID = "warm: the files of imported modules cannot be looked at within 0.5 s: an edited one goes unnoticed"
+NOTHING_BESIDE = SimpleNamespace(take_over=lambda: False)
 
 
 @pytest.fixture
 def nursery(tmp_path):
     """What the agent knows of a nursery that has imported a file, and what it has said."""
     said = []
-    warming = Warming(said.append)
+    warming = Warming(said.append, 120.0)
     own = tmp_path / "own.py"
     own.write_text("VALUE = 1")
     seen = own.stat()
@@ -31,7 +32,7 @@ def nursery(tmp_path):
 
     def is_ready():
         os.write(warming.report, json.dumps({"ready": ready}).encode() + b"\n")
-        warming.ended(SimpleNamespace(is_ready=True, hung=False, exitcode=None), 120.0)
+        warming.ended(SimpleNamespace(is_ready=True, hung=False, exitcode=None, is_beside=False))
 
     yield warming, is_ready, own, said
     warming.close()
@@ -54,18 +55,21 @@ def dead_disk(monkeypatch):
 def test_an_edited_file_is_noticed(nursery):
     warming, is_ready, own, said = nursery
     is_ready()
-    assert not warming.is_outdated()
+    assert warming.may_fork(NOTHING_BESIDE)
     own.write_text("VALUE = 'edited'")
-    assert warming.is_outdated()
-    assert said == [f"warm: {own} has changed: importing again"]
+    assert not warming.may_fork(NOTHING_BESIDE)
+    assert len(said) == 1
+    assert f"{own} has changed" in said[0]
+    assert not warming.is_warm
+    assert str(own) in warming.why_cold
 
 
 def test_a_nursery_that_has_imported_nothing_is_never_outdated(nursery):
     warming, is_ready, own, said = nursery
     is_ready()
-    warming.ended(SimpleNamespace(is_ready=False, hung=True, exitcode=-9), 120.0)
+    warming.ended(SimpleNamespace(is_ready=False, hung=True, exitcode=-9, is_beside=False))
     own.write_text("VALUE = 'edited'")
-    assert not warming.is_outdated()
+    assert warming.may_fork(NOTHING_BESIDE)
     assert len(said) == 1
 
 
@@ -75,12 +79,12 @@ def test_a_look_that_hangs_keeps_the_nursery(nursery, dead_disk):
     answers = dead_disk()
     own.write_text("VALUE = 'edited'")
     # The second time it hangs still: that is not waited for, nor said again.
-    assert not warming.is_outdated()
-    assert not warming.is_outdated()
+    assert warming.may_fork(NOTHING_BESIDE)
+    assert warming.may_fork(NOTHING_BESIDE)
     assert said == [SAID]
     answers.set()
     # Until that look has ended, no other is made.
-    procs.wait_until(warming.is_outdated)
+    procs.wait_until(lambda: not warming.may_fork(NOTHING_BESIDE))
 
 
 def test_a_first_look_that_hangs(nursery, dead_disk):
@@ -88,5 +92,5 @@ def test_a_first_look_that_hangs(nursery, dead_disk):
     dead_disk()
     is_ready()
     assert warming.is_warm
-    assert not warming.is_outdated()
+    assert warming.may_fork(NOTHING_BESIDE)
     assert said == [SAID]

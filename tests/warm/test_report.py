@@ -74,15 +74,18 @@ RECORDS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
 def test_nothing_in_the_file_is_trusted(records, junk):
     found = report.read(lines(records) + junk)
     if found.ready is not None:
-        remember(found.ready.stamps, found.ready.prefixes, found.imported).changed()
+        remember(found.ready.stamps, found.ready.prefixes, found.imported).changes()
     shown = [line for one in found.left_out for line in (one.name, one.why, *one.traceback)]
     assert all(line.isprintable() for line in (*shown, found.importing or "", *found.imported))
+
+
+NOTHING_BESIDE = SimpleNamespace(take_over=lambda: False)
 
 
 @pytest.fixture
 def warming():
     said = []
-    made = Warming(said.append)
+    made = Warming(said.append, 120.0)
     yield made, said
     made.close()
 
@@ -94,8 +97,8 @@ def test_what_a_worker_edits_before_the_agent_looks_is_noticed(warming, tmp_path
     stamps = {str(own): [own.stat().st_mtime_ns, own.stat().st_size]}
     own.write_text("VALUE = 'edited'")
     os.write(reader.report, lines([{"ready": {**READY, "prefixes": [], "stamps": stamps}}]))
-    reader.ended(SimpleNamespace(is_ready=True, hung=False, exitcode=None), 120.0)
-    assert reader.is_outdated()
+    reader.ended(SimpleNamespace(is_ready=True, hung=False, exitcode=None, is_beside=False))
+    assert not reader.may_fork(NOTHING_BESIDE)
 
 
 def test_what_the_user_is_told(warming):
@@ -104,7 +107,8 @@ def test_what_the_user_is_told(warming):
     def told(records, **event):
         os.write(reader.report, lines(records))
         said.clear()
-        reader.ended(SimpleNamespace(**{"is_ready": False, "hung": False, "exitcode": None, **event}), 120.0)
+        usual = {"is_ready": False, "hung": False, "exitcode": None, "is_beside": False}
+        reader.ended(SimpleNamespace(**{**usual, **event}))
         return said
 
     assert told(TOLD, is_ready=True) == [

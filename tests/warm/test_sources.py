@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.warm.sources import remember, stamp
+from elasticrs.warm.sources import CHECKS_IF_MISSING, TOUCHED, Settling, remember, stamp
 
 SITE = "lib/python3/site-packages"
 
@@ -62,19 +62,19 @@ def test_nothing_changed(tree):
     sources = look_at(tree)
     (tree / "src/other.py").write_text("pass\n")
     (tree / SITE / "torch/__init__.py").write_text("edited in place\n")
-    assert sources.changed() is None
+    assert sources.changes() == {}
 
 
 def test_code_of_the_user_changes(tree):
     sources, path = look_at(tree), tree / "src/own/model.py"
     before = path.stat()
     path.write_text("edited\n")
-    assert sources.changed() == str(path)
+    assert [*sources.changes()] == [str(path)]
     path.write_text("pass\n")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert sources.changed() is None
+    assert sources.changes() == {}
     path.unlink()
-    assert sources.changed() == str(path)
+    assert [*sources.changes()] == [str(path)]
 
 
 @pytest.mark.parametrize("restores_time", [False, True])
@@ -88,7 +88,7 @@ def test_a_distribution_changes(tree, restores_time):
         os.utime(site, ns=(before.st_atime_ns, before.st_mtime_ns))
     else:
         later(site)
-    assert sources.changed() == str(path)
+    assert [*sources.changes()] == [str(path)]
 
 
 def test_another_distribution_is_added(tree):
@@ -102,13 +102,13 @@ def test_another_distribution_is_added(tree):
     for number, name in enumerate(("third-1.0.dist-info", "fourth-1.0.dist-info", "__pycache__"), 1):
         (site / name).mkdir()
         later(site)
-        assert sources.changed(look) is None
+        assert sources.changes(look) == {}
         # Without a further change of the folder, the files are not compared again.
-        assert sources.changed(look) is None
+        assert sources.changes(look) == {}
         assert looked.count(torch) == number
     (site / "torch/__init__.py").unlink()
     later(site)
-    assert sources.changed() == torch
+    assert sources.changes() == {torch: None}
 
 
 STAMPS = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))
@@ -116,11 +116,37 @@ PATHS = ("/a", "/b", "/lib/c", "/lib/d", "/lib")
 
 
 @given(st.fixed_dictionaries(dict.fromkeys(PATHS, STAMPS)), st.dictionaries(st.sampled_from(PATHS), STAMPS))
-def test_the_first_that_differs_is_told(before, changes):
+def test_all_files_that_differ_are_reported(before, changes):
     now = {**before, **changes}
-    found = remember(before, ["/lib"], [], before.__getitem__).changed(now.get)
+    found = remember(before, ["/lib"], [], before.__getitem__).changes(now.get)
     # Files are compared in the order in which they were recorded; those of the user come first.
     own = [path for path in before if path in PATHS[:2]]
     installed = [path for path in before if path in PATHS[2:4]]
     compared = [*own, *installed] if now["/lib"] != before["/lib"] else own
-    assert found == next((path for path in compared if now[path] != before[path]), None)
+    assert [*found.items()] == [(path, now[path]) for path in compared if now[path] != before[path]]
+
+
+def test_an_installed_file_that_changed_during_the_import_is_changed(tree):
+    path = tree / SITE / "torch/__init__.py"
+    stamps = {str(path): (TOUCHED, path.stat().st_size), str(tree / SITE): stamp(str(tree / SITE))}
+    found = remember(stamps, [str(tree / SITE)], ["torch"])
+    assert found.changes() == {str(path): stamp(str(path))}
+
+
+CHANGES = st.dictionaries(st.sampled_from(PATHS[:2]), STAMPS, max_size=2)
+
+
+@given(st.lists(CHANGES, max_size=30))
+def test_changes_have_settled_when_enough_checks_agree(checks):
+    settling = Settling()
+    for count, changes in enumerate(checks, 1):
+        needed = CHECKS_IF_MISSING if None in changes.values() else 2
+        last = checks[max(0, count - needed) : count]
+        agree = len(last) == needed and all(each == changes for each in last)
+        assert settling.have_settled(changes) == (bool(changes) and agree)
+
+
+def test_an_unfinished_installation_gets_more_time():
+    settling = Settling()
+    settled = [settling.have_settled({"/lib/c": None}) for _ in range(CHECKS_IF_MISSING)]
+    assert settled == [False] * (CHECKS_IF_MISSING - 1) + [True]

@@ -8,7 +8,9 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 
@@ -87,6 +89,26 @@ class Trainer:
             raise NameError("for good")
 
 
+def with_a_thread_in_creation(trainer, order):
+    """While the next group is created, wait forever or let another thread open a connection."""
+    create = dist.init_process_group
+
+    def echo(connection):
+        while data := connection.recv(100):
+            connection.sendall(data)
+
+    def creates(*arguments, **options):
+        dist.init_process_group = create
+        trainer.say("creates")
+        while order.get("do") == "wait in creation":
+            select.select([], [], [])
+        connection = socket.create_connection(("127.0.0.1", order.pop("holds")))
+        threading.Thread(target=echo, args=(connection,), daemon=True).start()
+        return create(*arguments, **options)
+
+    dist.init_process_group = creates
+
+
 def with_coordinator(order):
     trainer = Trainer(order)
     coordinator = p2p.CoordinatorP2P("gloo", order["url"], 64, order.get("timeout", 10000))
@@ -97,6 +119,8 @@ def with_coordinator(order):
         try:
             _, rank, world = coordinator.rendezvous_barrier()
             met = time.monotonic()
+            if "holds" in order or order.get("do") == "wait in creation":
+                with_a_thread_in_creation(trainer, order)
             coordinator.init_process_group()
             made = time.monotonic()
             coordinator.barrier()

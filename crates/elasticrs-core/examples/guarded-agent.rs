@@ -3,11 +3,14 @@
 //! Each COMMAND is one worker (arguments separated by blanks) with the agent's standard output. The agent connects to
 //! the port on 127.0.0.1, gives the connection to the nursery, starts the workers and says `nursery PID workers PID …`.
 //! Requests come as lines on standard input: `fence MILLISECONDS` answers `fence at NANOSECONDS` (`CLOCK_BOOTTIME`),
-//! `release` answers `released`; `beside` connects once more, has that connection held as well and answers `held`; `older` lets
-//! go of the first and answers `let go`. What happens is told as a line each. It goes on until it is killed, or its input ends.
+//! `release` answers `released`; `beside` connects once more, has the nursery hold that connection, too, and answers
+//! `held`; `beside-full` does the same while the agent may open no more descriptors, and answers `not held`; `older` and
+//! `newest` release the first or the last connection and answer `let go`. The agent prints one line for each event. It
+//! runs until it is killed or its input ends.
 
 use std::error::Error;
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -22,6 +25,7 @@ use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_runtime::clock::boot_now;
 use elasticrs_runtime::runtime::Spawn;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -68,26 +72,33 @@ fn tell(event: Event, supervisor: &Supervisor) -> Result<()> {
 }
 
 fn serve(request: &str, supervisor: &Supervisor, connections: &mut Vec<TcpStream>) -> Result<()> {
-    if request == "beside" {
+    if request == "beside" || request == "beside-full" {
         let second = TcpStream::connect(connections[0].peer_addr()?)?;
         let (keeper, copy) = (supervisor.keeper(), OwnedFd::from(second.try_clone()?));
         connections.push(second);
         let (held, is_held) = channel();
+        let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+        if request == "beside-full" {
+            // The lowest free number: no descriptor can be added, and `poll` still works.
+            let free = File::open("/dev/null")?.as_raw_fd();
+            setrlimit(Resource::RLIMIT_NOFILE, free.try_into()?, hard)?;
+        }
         Spawn::spawn(
             supervisor,
             Box::new(move || {
                 Box::pin(async move {
-                    keeper.hold_beside(copy).await;
-                    let _ = held.send(());
+                    let _ = held.send(keeper.hold_beside(copy).await);
                 })
             }),
         );
-        is_held.recv()?;
-        say("held")?;
-    } else if request == "older" {
-        supervisor.keeper().release(Release::Older);
+        let is_held = is_held.recv()?;
+        setrlimit(Resource::RLIMIT_NOFILE, soft, hard)?;
+        say(if is_held { "held" } else { "not held" })?;
+    } else if request == "older" || request == "newest" {
+        let is_older = request == "older";
+        supervisor.keeper().release(if is_older { Release::Older } else { Release::Newest });
         supervisor.drain(Duration::ZERO)?;
-        connections.remove(0);
+        connections.remove(if is_older { 0 } else { connections.len() - 1 });
         say("let go")?;
     } else if let Some(milliseconds) = request.strip_prefix("fence ") {
         let at = boot_now() + milliseconds.parse::<u64>()? * 1_000_000;

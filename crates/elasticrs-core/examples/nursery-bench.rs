@@ -187,7 +187,7 @@ fn fenced(image: &'static [u8], rounds: u32) -> Result<()> {
     const RENEWALS: u32 = 1_000_000;
     let fence = Fence::new()?;
     let (mut nursery, _) = start(image)?;
-    nursery.link.send(&Request::Fence, fence.descriptors()?)?;
+    nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors()?)?;
     fence.set(Some(boot_now() + 3_600_000_000_000));
     let begin = Instant::now();
     for number in 0..RENEWALS {

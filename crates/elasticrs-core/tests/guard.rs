@@ -7,7 +7,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 
-use common::{Agent, Client};
+use common::{Agent, Client, hold};
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::fence::Fence;
 use elasticrs_core::nursery::launch::NurseryImage;
@@ -55,15 +55,6 @@ impl Guarded {
     }
 }
 
-/// Stops a process with `ptrace`, so that no signal resumes it before [`ptrace::detach`].
-fn hold(pid: i32) -> Pid {
-    let held = Pid::from_raw(pid);
-    ptrace::seize(held, ptrace::Options::empty()).unwrap();
-    ptrace::interrupt(held).unwrap();
-    wait_for_state(pid, 't');
-    held
-}
-
 fn has_ended(peer: &mut TcpStream) -> bool {
     peer.set_nonblocking(true).unwrap();
     match peer.read(&mut [0]) {
@@ -83,17 +74,21 @@ fn sockets(pid: i32) -> usize {
     targets.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
 }
 
-#[test]
-fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
-    // A large process takes a while to die.
-    let mut guarded = Guarded::start(&["ignore-term", "daemonise", "alloc 256", "stop-self"]);
-    assert_eq!(guarded.agent.tree.below().count(), 5);
+fn kill_agent_and_assert_workers_end_before_connection(mut guarded: Guarded) {
     guarded.agent.process.kill().unwrap();
     wait_readable(&guarded.peer, "the end of the connection");
     let left: Vec<i32> = guarded.agent.tree.below().filter(|&pid| is_running(pid)).collect();
     assert_eq!(left, [0; 0], "the connection has ended before them");
     assert!(guarded.connection_has_ended());
     guarded.agent.kill();
+}
+
+#[test]
+fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
+    // A large process takes a while to die.
+    let guarded = Guarded::start(&["ignore-term", "daemonise", "alloc 256", "stop-self"]);
+    assert_eq!(guarded.agent.tree.below().count(), 5);
+    kill_agent_and_assert_workers_end_before_connection(guarded);
 }
 
 #[test]
@@ -142,6 +137,29 @@ fn when_a_session_has_moved_only_its_new_connection_is_held() {
 }
 
 #[test]
+fn the_agent_knows_that_a_second_connection_could_not_be_held() {
+    let mut guarded = Guarded::start(&["sleep"]);
+    let nursery = guarded.agent.tree.nursery;
+    assert_eq!(guarded.ask("beside-full"), "not held");
+    let (_second, _) = guarded.listener.accept().unwrap();
+    let said = guarded.agent.lines.next().unwrap();
+    assert!(said.starts_with("Degraded"), "{said}");
+    // The nursery must still hold the first connection after the next one came and went.
+    assert_eq!(guarded.ask("beside"), "held");
+    let (mut third, _) = guarded.listener.accept().unwrap();
+    assert_eq!(guarded.ask("newest"), "let go");
+    wait_readable(&third, "the end of the third connection");
+    assert!(has_ended(&mut third));
+    let held = hold(nursery);
+    guarded.agent.process.kill().unwrap();
+    guarded.agent.process.wait().unwrap();
+    assert!(!guarded.connection_has_ended());
+    ptrace::detach(held, None).unwrap();
+    wait_readable(&guarded.peer, "the end of the first connection");
+    guarded.agent.kill();
+}
+
+#[test]
 fn a_connection_is_open_as_long_as_its_nursery_and_no_longer_when_released() {
     for released in [false, true] {
         let mut guarded = Guarded::start(&["sleep"]);
@@ -163,16 +181,11 @@ fn a_connection_is_open_as_long_as_its_nursery_and_no_longer_when_released() {
 
 #[test]
 fn a_stopped_nursery_ends_its_workers_when_its_agent_is_killed() {
-    let mut guarded = Guarded::start(&["ignore-term", "daemonise"]);
+    let guarded = Guarded::start(&["ignore-term", "daemonise"]);
     let nursery = guarded.agent.tree.nursery;
     send(nursery, libc::SIGSTOP);
     wait_for_state(nursery, 'T');
-    guarded.agent.process.kill().unwrap();
-    wait_readable(&guarded.peer, "the end of the connection");
-    let left: Vec<i32> = guarded.agent.tree.below().filter(|&pid| is_running(pid)).collect();
-    assert_eq!(left, [0; 0], "the connection has ended before them");
-    assert!(guarded.connection_has_ended());
-    guarded.agent.kill();
+    kill_agent_and_assert_workers_end_before_connection(guarded);
 }
 
 #[test]
@@ -205,7 +218,7 @@ fn workers_of_a_stopped_agent_are_killed_at_the_deadline_and_it_hears_of_it() {
 fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
     let fence = Fence::new().unwrap();
     let mut client = Client::start();
-    client.nursery.link.send(&Request::Fence, fence.descriptors().unwrap()).unwrap();
+    client.nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
     for number in 1..=3 {
         fence.set(None);
         let (worker, lines) = client.spawn_ready(&["daemonise"]);
@@ -227,7 +240,7 @@ fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
 fn a_sweep_of_the_fence_that_still_runs_does_not_end_the_next_group() {
     let fence = Fence::new().unwrap();
     let mut client = Client::start();
-    client.nursery.link.send(&Request::Fence, fence.descriptors().unwrap()).unwrap();
+    client.nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
     let (_, lines) = client.spawn_ready(&["daemonise"]);
     let slow = Pid::from_raw(lines.said[0].parse().unwrap());
     // It stops on its way out until we let it go.
@@ -258,9 +271,10 @@ fn a_nursery_that_has_no_descriptor_left_says_that_it_cannot_guard() {
     let mut client = Client::start_from(NurseryImage::Program { path: "/bin/sh".into(), args });
     let fence = Fence::new().unwrap();
     let page = fence.descriptors().unwrap().remove(0);
-    for (request, fds) in
-        [(Request::Hold { beside: false, word: None }, vec![page]), (Request::Fence, fence.descriptors().unwrap())]
-    {
+    for (request, fds) in [
+        (Request::Hold { beside: false, word: None }, vec![page]),
+        (Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()),
+    ] {
         client.nursery.link.send(&request, fds).unwrap();
         assert_eq!(client.next().0, Reply::NotGuarded { errno: libc::EMFILE });
     }

@@ -40,9 +40,9 @@ impl Both {
         let mut guarded = vec![nursery.pidfd.try_clone().unwrap()];
         guarded.extend(activity.descriptors().unwrap());
         sentinel.link.send(&Request::Guard, guarded).unwrap();
-        sentinel.link.send(&Request::Fence, fence.descriptors().unwrap()).unwrap();
+        sentinel.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
         nursery.link.send(&Request::Activity, activity.descriptors().unwrap()).unwrap();
-        nursery.link.send(&Request::Fence, fence.descriptors().unwrap()).unwrap();
+        nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
         Self { nursery, sentinel, activity, fence }
     }
 

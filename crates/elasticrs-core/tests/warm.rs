@@ -182,7 +182,7 @@ fn output_goes_to_the_log_and_one_attempt_follows_another() {
 fn a_nursery_that_dies_before_it_is_ready_leaves_the_workers_cold() {
     let supervisor = supervisor("dies", HANG);
     supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
-    let Event::Warmed { failure: Some(end) } = event(&supervisor) else { panic!("it dies") };
+    let Event::Warmed { failure: Some(end), .. } = event(&supervisor) else { panic!("it dies") };
     assert_eq!(end, NurseryEnd { exit: WorkerExit::Exited { code: 3 }, hung: false });
     started(&supervisor);
     assert_eq!(outcome(&supervisor), Outcome::Succeeded);
@@ -193,7 +193,7 @@ fn a_nursery_that_dies_before_it_is_ready_leaves_the_workers_cold() {
 fn a_nursery_that_hangs_before_it_is_ready_is_given_up() {
     let supervisor = supervisor("hangs", Duration::from_millis(50));
     supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
-    let Event::Warmed { failure: Some(end) } = event(&supervisor) else { panic!("it hangs") };
+    let Event::Warmed { failure: Some(end), .. } = event(&supervisor) else { panic!("it hangs") };
     assert!(end.hung);
     started(&supervisor);
     assert_eq!(outcome(&supervisor), Outcome::Succeeded);
@@ -206,7 +206,7 @@ fn a_nursery_of_another_build_leaves_the_workers_cold() {
     for _ in 0..2 {
         supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
         let first = event(&supervisor);
-        if let Event::Warmed { failure } = first {
+        if let Event::Warmed { failure, .. } = first {
             assert_eq!(failure.unwrap().exit, WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false });
             started(&supervisor);
         } else {
@@ -240,25 +240,6 @@ fn a_lost_nursery_is_replaced_by_a_warm_one() {
     supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
     started(&supervisor);
     assert_eq!(outcome(&supervisor), Outcome::Succeeded);
-    close(supervisor);
-}
-
-#[test]
-fn a_nursery_is_renewed_between_groups_and_not_while_one_runs() {
-    let supervisor = supervisor("", HANG);
-    supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
-    started(&supervisor);
-    let first = supervisor.nursery_pid().unwrap();
-    supervisor.renew_nursery().unwrap();
-    supervisor.stop(TERM).unwrap();
-    assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    assert_eq!(supervisor.nursery_pid(), Some(first));
-    supervisor.renew_nursery().unwrap();
-    supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
-    started(&supervisor);
-    assert_eq!(outcome(&supervisor), Outcome::Succeeded);
-    assert_ne!(supervisor.nursery_pid(), Some(first));
-    wait_for_end(first);
     close(supervisor);
 }
 

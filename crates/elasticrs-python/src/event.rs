@@ -4,7 +4,7 @@ use std::ffi::OsString;
 
 use elasticrs_core::exit::{Usage, WorkerExit};
 use elasticrs_core::nursery::protocol;
-use elasticrs_core::supervisor::{self, Event, ExitStage, Outcome, StartFailure};
+use elasticrs_core::supervisor::{self, Event, ExitStage, KillReason, Outcome, StartFailure};
 use elasticrs_core::timer::hang::{Ground, Missed};
 use pyo3::prelude::*;
 
@@ -24,6 +24,7 @@ pub struct Warmed {
     is_ready: bool,
     exitcode: Option<i32>,
     hung: bool,
+    is_beside: bool,
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
@@ -145,6 +146,7 @@ pub struct WorkerRaised {
 pub struct WorkersKilled {
     local_ranks: Vec<u32>,
     pids: Vec<i32>,
+    reason: &'static str,
     signal: Option<i32>,
     limit: f64,
 }
@@ -229,9 +231,9 @@ fn start_failed(failure: &StartFailure) -> StartFailed {
 /// The Python object of an event; the end of the runtime is an exception.
 pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
     match event {
-        Event::Warmed { failure } => {
+        Event::Warmed { failure, is_beside } => {
             let (exitcode, hung) = failure.map_or((None, false), |end| (exitcode(end.exit), end.hung));
-            object(py, Warmed { is_ready: failure.is_none(), exitcode, hung })
+            object(py, Warmed { is_ready: failure.is_none(), exitcode, hung, is_beside })
         }
         Event::GroupStarted { pids, started } => object(py, GroupStarted { pids, started_ns: started.0 }),
         Event::StartFailed(failure) => object(py, start_failed(&failure)),
@@ -278,10 +280,14 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
             };
             object(py, WorkerRaised { local_rank, pid, text, seen_ns: seen.0, limit, exit })
         }
-        Event::WorkersKilled(supervisor::WorkersKilled { workers, signal, limit }) => {
+        Event::WorkersKilled(supervisor::WorkersKilled { workers, reason, limit }) => {
             let (local_ranks, pids) = workers.into_iter().unzip();
-            let signal = signal.map(elasticrs_core::signal::Signal::number);
-            object(py, WorkersKilled { local_ranks, pids, signal, limit: limit.as_secs_f64() })
+            let (reason, signal) = match reason {
+                KillReason::AfterSignal(signal) => ("signal", Some(signal.number())),
+                KillReason::SlowExit => ("slow exit", None),
+                KillReason::StalledExit => ("stalled exit", None),
+            };
+            object(py, WorkersKilled { local_ranks, pids, reason, signal, limit: limit.as_secs_f64() })
         }
         Event::WorkerPaused { local_rank, pid, signal } => object(py, WorkerPaused { local_rank, pid, signal }),
         Event::WorkerResumed { local_rank, pid } => object(py, WorkerResumed { local_rank, pid }),
@@ -366,7 +372,7 @@ fn outcome_name(outcome: Outcome) -> &'static str {
     }
 }
 
-/// An instance of one of the classes above, as any object.
+/// Creates an instance of one of the classes above as a Python object.
 pub fn object<T>(py: Python<'_>, value: T) -> PyResult<Py<PyAny>>
 where
     T: pyo3::PyClass + Into<PyClassInitializer<T>>,

@@ -1,8 +1,9 @@
 //! Lets the nursery guard the agent's lease, because the nursery outlives an agent that is killed.
 
-use std::cell::Cell;
 use std::os::fd::BorrowedFd;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use elasticrs_core::nursery::connections::Release;
 use elasticrs_core::supervisor::Keeper;
@@ -15,7 +16,7 @@ use crate::supervisor::Supervisor;
 struct Nursery {
     keeper: Keeper,
     /// True if the nursery holds a second connection, to which the session may move.
-    has_two: Cell<bool>,
+    has_two: Arc<AtomicBool>,
 }
 
 impl Guard for Nursery {
@@ -28,23 +29,23 @@ impl Guard for Nursery {
     }
 
     fn resuming(&self, socket: BorrowedFd<'_>) -> Pin<Box<dyn Future<Output = ()>>> {
-        let (keeper, duplicate) = (self.keeper.clone(), socket.try_clone_to_owned());
-        self.has_two.set(duplicate.is_ok());
+        let (keeper, has_two) = (self.keeper.clone(), Arc::clone(&self.has_two));
+        let duplicate = socket.try_clone_to_owned();
         Box::pin(async move {
             if let Ok(duplicate) = duplicate {
-                keeper.hold_beside(duplicate).await;
+                has_two.store(keeper.hold_beside(duplicate).await, Ordering::Relaxed);
             }
         })
     }
 
     fn resumed(&self) {
-        if self.has_two.take() {
+        if self.has_two.swap(false, Ordering::Relaxed) {
             self.keeper.release(Release::Older);
         }
     }
 
     fn not_resumed(&self) {
-        if self.has_two.take() {
+        if self.has_two.swap(false, Ordering::Relaxed) {
             self.keeper.release(Release::Newest);
         }
     }
@@ -75,7 +76,7 @@ impl Guard for Nursery {
 /// Returns the guard for a client: the nursery of its supervisor, or no guard if there is no supervisor.
 pub fn guard(supervisor: Option<&Py<Supervisor>>) -> Box<dyn Guard> {
     match supervisor {
-        Some(supervisor) => Box::new(Nursery { keeper: supervisor.get().inner.keeper(), has_two: Cell::new(false) }),
+        Some(supervisor) => Box::new(Nursery { keeper: supervisor.get().inner.keeper(), has_two: Arc::default() }),
         None => Box::new(NoGuard),
     }
 }

@@ -21,15 +21,15 @@ use crate::nursery::{self, WarmNursery};
 use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy, duration, signal};
 use crate::stores::Stores;
 
-/// How long a wait may last without a look at Python's signals. One that comes between the last look and the system call
-/// that waits, or that the kernel hands to another thread, interrupts nothing. As long as the agent's own safety tick, so
-/// that it costs the agent no wake-up.
+/// Maximum duration of a wait without a check for Python's signals. A signal does not interrupt the wait if it arrives
+/// between the last check and the system call, or if the kernel delivers it to another thread. The duration equals the
+/// agent's own safety interval, so that the check causes no extra wake-ups.
 pub(crate) const LOOK: Duration = Duration::from_secs(5);
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct Supervisor {
     pub(crate) inner: core::Supervisor,
-    /// The thread of its stores, once one was used.
+    /// Reference to the thread of the stores. Acquired when the first store is used.
     pub(crate) stores: Arc<Stores>,
 }
 
@@ -114,8 +114,12 @@ impl Supervisor {
         Ok(self.inner.resume().map_err(Error)?)
     }
 
-    fn renew_nursery(&self) -> PyResult<()> {
-        Ok(self.inner.renew_nursery().map_err(Error)?)
+    fn import_beside(&self, limit: f64) -> PyResult<()> {
+        Ok(self.inner.import_beside(duration(limit, "the limit")?).map_err(Error)?)
+    }
+
+    fn take_over(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(py.detach(|| self.inner.take_over()).map_err(Error)?)
     }
 
     fn guard_connection(&self, fd: i32) -> PyResult<()> {
@@ -170,7 +174,7 @@ impl Supervisor {
 
     fn fence_at(&self, from_now: Option<f64>) -> PyResult<bool> {
         let at = |from_now: f64| {
-            // Not `max`, which would make a number of NaN.
+            // Do not use `max`, because it would turn NaN into a number.
             let from_now = if from_now < 0.0 { 0.0 } else { from_now };
             let nanoseconds = duration(from_now, "the deadline")?.as_nanos();
             Ok::<_, PyErr>(boot_now().saturating_add(u64::try_from(nanoseconds).unwrap_or(u64::MAX)))

@@ -11,7 +11,10 @@ import time
 import traceback
 
 _NOTICE_PART = 2000
-"""Maximum number of characters of each of the two parts of a notice. The agent reads at most 4096 bytes."""
+"""Maximum number of bytes of each of the two parts of a notice. The agent reads at most 4096 bytes."""
+
+_CODEC = ("utf-8", "backslashreplace")
+"""Encoding, and what to do with lone surrogates, which UTF-8 cannot encode."""
 
 FROM_HOOK = '"written_by": "hook"'
 """Occurs in a file that the worker's hook wrote."""
@@ -102,15 +105,18 @@ def give_notice(name: str, error: BaseException) -> None:
         return
     from _socket import AF_UNIX, SOCK_DGRAM, socket
 
-    # Send only the innermost frames and the beginning of the message, so that both fit into one notice.
+    # Send only the innermost frames of the traceback and the beginning of the error message, because the
+    # agent reads a limited number of bytes for each notice.
     *frames, message = traceback.format_exception(type(error), error, error.__traceback__)
-    text = f"{time.monotonic_ns()}\n{''.join(frames)[-_NOTICE_PART:]}{message[:_NOTICE_PART]}"
+    parts = ("".join(frames).encode(*_CODEC)[-_NOTICE_PART:], message.encode(*_CODEC)[:_NOTICE_PART])
+    # Drop characters that the cuts have split.
+    text = "".join([part.decode("utf-8", "ignore") for part in parts])
     notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
-        # The agent normally reads at once. The timeout keeps a stopped agent from delaying this worker's
-        # exit.
+        # If the agent's receive queue is full, wait for at most one second, so that a stopped agent does not
+        # delay this worker's exit for longer.
         notices.settimeout(1)
-        notices.sendto(text.encode("utf-8", "backslashreplace"), "\0" + name)
+        notices.sendto(f"{time.monotonic_ns()}\n{text}".encode(), "\0" + name)
     except OSError:
         return  # The agent will read the error file when this process has exited.
     finally:

@@ -1,7 +1,7 @@
-"""Checkpoints that somebody asks the agent for: it passes that on to its workers, and tells what came of it.
+"""Checkpoint requests: the agent passes them on to its workers and reports the result to the user.
 
-The workers hear of it by the page that they share with the agent (:mod:`elasticrs.node_page`), at the end of
-a step; one of them is enough for all workers of the job to save.
+Workers see a request at the end of a step, in the memory page that they share with the agent
+(:mod:`elasticrs.node_page`). It is enough if one worker sees the request: all workers of the job then save.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TICK = 0.02
-"""Seconds between two looks for what has come of a request."""
+"""Seconds between two checks for the result of a request."""
 
 PATIENCE = 60.0
-"""Seconds after which the user is told that nothing has come of it yet."""
+"""Seconds after which the user is told that a request has no result yet."""
 
 
 class CheckpointRequests:
-    """Of the workers of one agent.
+    """Checkpoint requests to the workers of one agent.
 
     Args:
-        workers: how many they are.
-        say: tells the user a line.
+        workers: number of workers.
+        say: prints a line for the user.
 
     Attributes:
-        fd: readable when somebody has asked.
-        page: shared with the workers.
+        fd: descriptor that is readable after a request.
+        page: memory page that is shared with the workers.
 
     Raises:
-        OSError: no memory, no descriptor.
+        OSError: memory or file descriptors have run out.
     """
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
@@ -51,11 +51,11 @@ class CheckpointRequests:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What workers find in their environment."""
+        """The environment variable through which workers find the page."""
         return {VARIABLE: self.page.variable}
 
     def ask(self) -> None:
-        """Ask for a checkpoint; from any thread.
+        """Request a checkpoint. May be called from any thread.
 
         Raises:
             RuntimeError: the agent has ended.
@@ -68,18 +68,18 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Take note that somebody has asked."""
+        """Record a new request."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 
     @property
     def are_open(self) -> bool:
-        """True if something may come of a request."""
+        """True if a request has no reported result yet."""
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Tell the user what has come of the requests, once for those that are served together; return the
-        seconds until the next look.
+        """Report results of requests to the user, with one line for all requests that the same save served.
+        Return the seconds until the next call.
         """
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)

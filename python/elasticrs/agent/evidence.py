@@ -1,12 +1,13 @@
 """Evidence that the kernel's OOM killer ended a worker.
 
-It leaves no trace in a wait status, which says SIGKILL as for any other. But it counts its victims, for each
-memory cgroup (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine (``/proc/vmstat``). The
-agent takes :func:`oom_kills` when an attempt starts and again after a failure; a SIGKILL that nobody of ours
-sent, together with a rise, is its work as good as certainly.
+A kill by the OOM killer looks like any other SIGKILL in the wait status. But the kernel counts its victims,
+for each memory cgroup (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine
+(``/proc/vmstat``). The agent reads these counters with :func:`oom_kills` when an attempt starts and again
+after a failure. If a counter has risen and the agent did not send the SIGKILL, the OOM killer almost
+certainly did.
 
-Reading is the only effect here, the rest are pure functions. A counter that cannot be read is no evidence,
-never an error: most of this depends on how the container was set up.
+Apart from reading files, all functions are pure. A counter that cannot be read is ignored and is never an
+error, because access depends on how the container was set up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 VMSTAT = "/proc/vmstat"
-"""Counts all victims on the machine; decides only where no memory cgroup can be read."""
+"""Counter of all victims on the machine. It is used only if no memory cgroup can be read."""
 
 _SIGKILL = 9
 
@@ -24,18 +25,19 @@ _ADVICE = (
     "raise the memory limit of its control group, or use less: smaller batches, fewer data loader workers",
     "the machine had no memory left: use less, with smaller batches or fewer data loader workers",
 )
-"""What to do: about the limit of a control group, and about a machine that is full."""
+"""Advice for the user, for an exceeded cgroup limit and for a machine without free memory."""
 
 
 # --- memory cgroups ---
 
 
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
-    """Return the files, which need not exist, that may count the victims of a process's memory cgroup.
+    """Return the paths of the files that may count OOM kills in a process's memory cgroup. The files may not
+    exist.
 
     Args:
-        cgroups: its ``/proc/PID/cgroup``.
-        mountinfo: ``/proc/self/mountinfo`` of the reader.
+        cgroups: contents of the process's ``/proc/PID/cgroup``.
+        mountinfo: contents of the reader's ``/proc/self/mountinfo``.
     """
     counters = []
     for line in cgroups.splitlines():
@@ -56,7 +58,9 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
 
 
 def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
-    """Where the directory ``path`` of a cgroup hierarchy is visible; the innermost mount that shows it."""
+    """Return the path at which the directory ``path`` of a cgroup hierarchy is visible, in the innermost
+    mount that contains it.
+    """
     best = None
     best_root = ""
     for line in mountinfo.splitlines():
@@ -92,8 +96,8 @@ def parse_oom_kill(text: str) -> int | None:
 
 
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
-    """Read the counters of the OOM killer, by path of their file, of ourselves and of workers, whose cgroups
-    may differ. A file that cannot be read is left out.
+    """Read the OOM kill counters of this process and of the workers, whose cgroups may differ. The keys are
+    file paths. Files that cannot be read are left out.
     """
     mountinfo = _read("/proc/self/mountinfo")
     paths = {VMSTAT: None}
@@ -107,7 +111,9 @@ def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def read_counters(paths: Iterable[str]) -> dict[str, int]:
-    """The same counters once more, without looking for them: ``read_counters(before)``."""
+    """Read the counters in these files. ``read_counters(before)`` reads the same counters again without a new
+    search.
+    """
     counts = {}
     for path in paths:
         count = parse_oom_kill(_read(path))
@@ -125,7 +131,9 @@ def _read(path: str) -> str:
 
 
 def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, int] | None:
-    """The counter that rose most in between, and by how much; ``None`` when none did."""
+    """Return the path of the counter that rose most, and the size of the rise; ``None`` if no counter
+    rose.
+    """
     rises = {path: after[path] - count for path, count in before.items() if after.get(path, 0) > count}
     if any(path != VMSTAT for path in before):
         rises.pop(VMSTAT, None)
@@ -138,8 +146,9 @@ def probably_oom(
     """True if the kernel's OOM killer probably ended a worker.
 
     Args:
-        exitcode: of the worker; 137, too: a shell whose command was killed.
-        sent_signal: the last signal that we had sent to it.
+        exitcode: exit code of the worker. 137 counts as well, because a shell returns it if its command was
+            killed.
+        sent_signal: last signal that we sent to the worker.
         before: :func:`oom_kills` at the start of the attempt.
         after: the same counters after the failure.
     """

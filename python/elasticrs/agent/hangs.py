@@ -1,4 +1,4 @@
-"""What is said of a worker that gave no sign of life; pure, but for reading the evidence.
+"""Texts about a worker that missed its heartbeat deadline. Pure, except that it reads evidence files.
 
 Imported only when a worker hung, or to end a job in which heartbeats were given.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_FRAMES = 12
 MAX_FRAMES_OF_OTHERS = 4
 _MAX_READ = 1 << 20
-"""``py-spy`` comes after the threads in the kernel."""
+"""The ``py-spy`` output follows the kernel stacks of the threads."""
 _EARLIER = 0.01
 """Seconds; less says nothing."""
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
@@ -29,9 +29,9 @@ def hung(event: WorkerHung, ranks: Mapping[int, int], *, was_found_here: bool = 
     """Say which worker hung, since when, and what the others did meanwhile.
 
     Args:
-        event: that was told.
+        event: event that reports the hang.
         ranks: global rank by local rank.
-        was_found_here: a limit had passed on this node, not only on another one.
+        was_found_here: true if a limit was exceeded on this node, not only on another one.
     """
     own = next((seen for seen in event.ranks if seen.local_rank == event.local_rank), None)
     others = [seen for seen in event.ranks if seen.local_rank != event.local_rank]
@@ -54,7 +54,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     if not was_found_here:
         others = ", but a rank on another node is waiting"
     elif silent < event.limit:
-        # It is to blame though, by what the others do.
+        # The worker has not reached its own limit, but other ranks are waiting for it, so it is to blame.
         others = ", and that of another rank has passed"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
@@ -101,11 +101,12 @@ def place(frame: str) -> str:
 
 
 def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int]) -> list[str]:
-    """Tell of the last heartbeat of each rank, those of one step together, the slowest first.
+    """Describe the last heartbeat of each rank. Group ranks that are at the same step; the slowest group
+    comes first.
 
     Args:
-        beats: of the attempt.
-        end_ns: when it failed, monotonic.
+        beats: last heartbeats of the attempt.
+        end_ns: time of the failure, in monotonic nanoseconds.
         ranks: global rank by local rank.
     """
     groups: dict[tuple[int | None, str | None], list[Heartbeat]] = {}
@@ -128,16 +129,17 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
 
 
 def stack(path: str, *, others: int = 0) -> str | None:
-    """Return the first frames of the thread that answered, or of the main one as ``py-spy`` saw it.
+    """Return the first stack frames of the thread that handled the signal, or of the main thread in a
+    ``py-spy`` dump.
 
-    ``None`` when there are none in the file ``path``. The innermost frames of so many ``others`` are added:
-    they may hold up the exit.
+    ``None`` if the file ``path`` has no frames. The innermost frames of ``others`` further threads are added,
+    because those threads may delay the exit.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             lines = file.read(_MAX_READ).splitlines()
     except OSError:
-        return None  # It was told when it could not be written.
+        return None  # The file is missing. The user has already been told that it could not be written.
     frames, *rest = _answered(lines) or [_spied(lines)]
     if not frames:
         return None
@@ -153,14 +155,18 @@ def _first(frames: Sequence[str], limit: int) -> list[str]:
 
 
 def _answered(lines: Sequence[str]) -> list[list[str]]:
-    """The threads as ``faulthandler`` writes them, first the one that took the signal, or the last one."""
+    """Return the stacks of all threads in a ``faulthandler`` dump. The thread that took the signal comes
+    first, or else the last one in the file.
+    """
     starts = [number for number, line in enumerate(lines) if "(most recent call first):" in line]
     starts.sort(key=lambda number: (not lines[number].startswith("Current thread"), -number))
     return [_block(lines, start, "  ") for start in starts]
 
 
 def _spied(lines: Sequence[str]) -> list[str]:
-    """As ``py-spy`` writes them, of the main thread, or of the first one."""
+    """Return the stack of the main thread in a ``py-spy`` dump, or of the first thread if there is no main
+    thread.
+    """
     starts = [number for number, line in enumerate(lines) if line.startswith("Thread ")]
     main = [number for number in starts if lines[number].endswith('"MainThread"')]
     return [_frame(line) for line in _block(lines, (main or starts)[0], "    ")] if starts else []
@@ -171,12 +177,12 @@ def _block(lines: Sequence[str], start: int, indent: str) -> list[str]:
 
 
 def _frame(line: str) -> str:
-    """``read (/data/train.py:41)`` in the form of ``faulthandler``."""
+    """Convert a ``py-spy`` frame such as ``read (/data/train.py:41)`` to the format of ``faulthandler``."""
     function, _, rest = line.strip().partition(" (")
     file, _, number = rest.removesuffix(")").rpartition(":")
     return f'  File "{file}", line {number} in {function}' if file else line
 
 
 def seconds(span: float) -> str:
-    """A span for people."""
+    """Format a duration for people."""
     return f"{span:.2f} s" if span < 10 else f"{span:.1f} s" if span < 100 else f"{span:,.0f} s"

@@ -1,8 +1,9 @@
-"""A node among several whose workers stay when others fail (``--on-failure replace``).
+"""Decisions of the agent of one of several nodes whose workers keep running when others fail (``--on-failure
+replace``).
 
-The workers are members of one rendezvous, the agents of another in the same store: that one counts restarts,
-over all nodes, and says how the job ends. :mod:`elasticrs.agent.shared_budget` decides what its rounds mean
-for the workers of this node; :mod:`elasticrs.agent.several_nodes` has the rest.
+The workers and the agents are members of two different rendezvous in the same store. The agents' rendezvous
+counts restarts on all nodes and determines how the job ends. :mod:`elasticrs.agent.shared_budget` decides
+what its rounds mean for the workers of this node. :mod:`elasticrs.agent.several_nodes` contains the rest.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from elasticrs.plan import Plan
 from elasticrs.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.announcements import nodes
+from elasticrs.rendezvous.elastic.dead_workers import workers_of
 from elasticrs.rendezvous.elastic.settings import Settings
 
 TYPE_CHECKING = False
@@ -52,10 +54,11 @@ class MemberNodes(SeveralNodes):
         home: Home | None = None,
     ) -> None:
         super().__init__(job, console, planned, home)
-        # The agents wait for nobody: a node that comes, or comes back, changes nothing for the workers.
+        # Do not delay rounds of agents for a late node, because the arrival of a node does not affect running
+        # workers.
         waits = {"last_call_timeout": 0.0, "restart_call_timeout": 0.0}
         settings = Settings({**self._rendezvous.settings.fields(), **waits})
-        # A worker has a session and a connection for its round.
+        # Allow two store clients per worker: one for its session and one for its round.
         self._rendezvous = self._rendezvous.replaced(settings=settings, clients=2 * job.nproc + 2)
         self._node = shared.NodeState(job.shutdown_timeout)
         self._members: dict[int, str] = {}
@@ -63,6 +66,8 @@ class MemberNodes(SeveralNodes):
         self._is_own = False
         self._begun: messages.Start | None = None
         self._ended: messages.Outcome | None = None
+        self._final_world_size: int | None = None
+        self._unfinished: str | None = None
 
     # --- events of this node ---
 
@@ -73,13 +78,19 @@ class MemberNodes(SeveralNodes):
             if event.exitcode == 0:
                 return []
             return self._carry(shared.WorkerFailed(event.local_rank, event.met))
+        if isinstance(event, machine.WorkerSwept):
+            name = self._members.get(event.local_rank)
+            if name is not None and not event.is_stuck:
+                self._require_driver().worker_gone(name)
         if isinstance(event, machine.GroupEnded) and self._attempt is not None:
             self._attempt.oom_kills_after = read_counters(self._attempt.oom_kills)
+            self._final_world_size = self._known_final_world_size()
         return self._carry(event)
 
     def fenced(self) -> list[machine.Action]:
         found = super().fenced()
-        # The rendezvous may not know that there are workers: between two rounds.
+        # Stop the workers here as well, because between two rounds the rendezvous may not know that workers
+        # are running.
         return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
 
     # --- what the rendezvous says ---
@@ -93,6 +104,7 @@ class MemberNodes(SeveralNodes):
         for action in actions:
             if isinstance(action, messages.Start):
                 self._tell_round(action)
+                self._look_for_unfinished_ranks(action)
                 self._begun = action
                 found.append(shared.RoundBegan(action.round, action.restarts))
             elif isinstance(action, messages.Stop):
@@ -116,8 +128,30 @@ class MemberNodes(SeveralNodes):
         page = None if self._attempt is None else self._attempt.plan.page
         return (None,) * self._job.nproc if page is None else page.meetings()
 
+    def _known_final_world_size(self) -> int | None:
+        page = None if self._attempt is None else self._attempt.plan.page
+        return self._final_world_size if page is None else page.final_world_size()
+
+    def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
+        """Note if the lost node took part in the last meeting of the workers, and the training has ended.
+
+        The ranks of its workers are not given to other workers any more, so what they did after the training,
+        such as saving, is not repeated.
+        """
+        before, world_size = self._begun, self._known_final_world_size()
+        if not begun.after_loss or before is None or world_size is None:
+            return
+        if world_size >= before.ranks.world_size:
+            self._unfinished = (
+                f"{begun.earlier} after the training had ended and before its workers had exited; what they "
+                "were still doing, such as saving, may be incomplete: check the results, or start the job "
+                "again"
+            )
+
     def _tell_round(self, begun: messages.Start) -> None:
-        """Say what has happened elsewhere; of what fails here, the line of its replacement tells."""
+        """Tell the user why a new round has begun, if a worker on another node failed. If a worker on this
+        node failed, the line about its replacement says so.
+        """
         why, self._why, self._first_word = self._why, "", None
         is_own, self._is_own = self._is_own, False
         attempt = self._attempt
@@ -140,7 +174,7 @@ class MemberNodes(SeveralNodes):
     # --- what follows ---
 
     def _carry(self, *events: machine.Event) -> list[machine.Action]:
-        """Decide on events, and on what the rendezvous has to say to that."""
+        """Decide on events, and on the events with which the rendezvous reacts to those decisions."""
         pending, found = deque(events), list[machine.Action]()
         while pending:
             self._node, effects = shared.step(self._node, pending.popleft())
@@ -200,10 +234,13 @@ class MemberNodes(SeveralNodes):
         self.plan = plan = Plan(ranks, begun.master_addr, begun.master_port, use_agent_store=True)
         workers = among_workers(self._rendezvous, job)
         plan.variables = variables_of_members(workers, driver.meeting_point, driver.job_number)
-        plan.members = self._members
+        plan.members, plan.member_prefix = self._members, workers_of(driver.agent)
         if self._planned is not None:
             self._planned(plan, partial(driver.meeting_point.open_shared_store, begun.round))
 
     def _finish(self) -> list[machine.Action]:
-        assert self._ended is not None
-        return self._exit(self._ended)
+        ended = self._ended
+        assert ended is not None
+        if self._unfinished is not None and ended.kind == "succeeded":
+            ended = messages.Outcome("failed", self._unfinished)
+        return self._exit(ended)

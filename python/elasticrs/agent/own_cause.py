@@ -1,4 +1,4 @@
-"""What failed first on this node, as a :class:`~elasticrs.agent.cause.Cause` for the others.
+"""Description of this node's first failure, as a :class:`~elasticrs.agent.cause.Cause` for the other nodes.
 
 Imported only when something went wrong.
 """
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
     from elasticrs.multiprocessing.errors import ProcessFailure
 
 MAX_MESSAGE = 1400
-"""Characters of the message: the end of a traceback says most."""
+"""Maximum length of the message in characters. The end is kept, because it is the most informative part of a
+traceback."""
 
 BEFORE_ALL_STEPS = -1
-"""The step of a rank that gave no heartbeat in time after its start."""
+"""Step of a rank that missed the deadline of its first heartbeat."""
 
 MAX_LINES = 8
 MAX_LINE = 120
 
 
 class Place(Value):
-    """Which node this is in a round: its name in the rendezvous, its host name, its rank."""
+    """Place of this node in a round: its name in the rendezvous, its host name, and its group rank."""
 
     node: str
     host: str
@@ -89,8 +90,8 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
         return None
     rank = root_cause(failed)
     first = failed[rank]
-    # Workers that were killed because of a lost nursery are not victims of a stop, although the signal was
-    # ours.
+    # If the nursery was lost, the workers that were killed with it have failed. They are not victims of a
+    # stop, although this agent sent the signal.
     if rank in victims(failed) and not is_nursery_lost:
         return None
     at = failed_ns(first)
@@ -114,7 +115,9 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
-    """What tells apart those that are named by nodes which wait for each other."""
+    """Return the facts about a hang by which the other nodes find the culprit when several nodes wait for
+    each other.
+    """
     overdue = attempt.expired.get(local_rank)
     event = overdue.hung if overdue is not None else None
     if event is None:
@@ -134,7 +137,7 @@ def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
 
 
 def _message(attempt: Attempt, first: ProcessFailure) -> str:
-    """What is known of it, with what says most at the end."""
+    """Return the text of a failure, with the most informative line last."""
     text = traceback_text(first)
     why = attempt.why_expired(first.local_rank)
     return text if why is None else f"{text.removeprefix(why).strip()}\n{why}".strip()

@@ -1,11 +1,12 @@
-"""Which worker of ``elasticrs.train`` is slower than the others of its node. Pure, but for :class:`Pace`.
+"""Detection of the slowest worker of ``elasticrs.train`` on a node. Pure, except for :class:`Pace`.
 
-All workers of a data-parallel job make as many steps in a second: they wait for the slowest one. So steps
-tell nothing of who that is; the rates of ``WorkerStats`` do, where they count a worker's own work alone.
+All workers of a data-parallel job make the same number of steps per second, because they wait for the slowest
+one. So the number of steps does not identify the slowest worker. The rates of ``WorkerStats`` do, if they
+count only a worker's own work.
 
-- **PACE-1** nothing is said of a worker before it was slow at every look for :data:`SPAN`, and then once,
-  until it has been as fast as the others again.
-- **PACE-2** without two rates there is no slowest one.
+- **PACE-1** a worker is reported only after it was slow at every look for :data:`SPAN` seconds. It is
+  reported once, until it has been as fast as the others again.
+- **PACE-2** without at least two rates there is no slowest worker.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ if TYPE_CHECKING:
     from elasticrs.node_page import AgentPage, Standing
 
 THRESHOLD = 0.8
-"""A worker is slow if its rate is less than this part of the median of its node: as for
-``CoordinatorP2P.is_worker_straggler``. The median, since one fast worker makes nobody slow.
+"""A worker is slow if its rate is less than this fraction of the median of its node, as in
+``CoordinatorP2P.is_worker_straggler``. The median is used, so that one fast worker does not make all others
+slow.
 """
 
 SPAN = 60.0
-"""Seconds for which it has to be: rates of single steps go up and down."""
+"""Seconds for which a worker has to be slow before it is reported, because the rates of single steps
+fluctuate."""
 
 INTERVAL = 5.0
 """Seconds between two looks."""
 
 
 class Watch(Value):
-    """What is known of those that were slow at the last look.
+    """State between two looks: the workers that were slow at the last look.
 
     Args:
-        since: when each was first seen so, in seconds, by pid.
-        told: those that the user was told of.
+        since: time in seconds at which each worker was first seen slow, by pid.
+        told: pids of the workers that were reported to the user.
     """
 
     since: Mapping[int, float]
@@ -50,7 +53,9 @@ FIRST = Watch({}, frozenset())
 
 
 def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
-    """Return the worker with the lowest rate, and the median of all rates; ``None``: see PACE-2."""
+    """Return the worker with the lowest rate, and the median of all rates; ``None`` if fewer than two workers
+    report a rate (PACE-2).
+    """
     rated = [each for each in standings if each.rate is not None]
     if len(rated) < 2:
         return None
@@ -59,11 +64,11 @@ def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
 
 
 def step(watch: Watch, standings: Sequence[Standing], now: float) -> tuple[Watch, list[Standing]]:
-    """Return what is known after a look, and the workers that the user is told of now.
+    """Return the new state after a look, and the workers to report to the user now.
 
     Args:
-        watch: what was known before.
-        standings: of the workers of this node.
+        watch: state after the previous look.
+        standings: reports of this node's workers.
         now: seconds.
     """
     found = slowest(standings)
@@ -76,12 +81,12 @@ def step(watch: Watch, standings: Sequence[Standing], now: float) -> tuple[Watch
 
 
 class Pace:
-    """Looks at the page of a node now and then.
+    """Reads the memory page of a node periodically and reports slow workers.
 
     Args:
-        page: that the workers write into.
-        say: tells the user a line.
-        tell: is given what the workers say of themselves, at each look.
+        page: page into which the workers write.
+        say: prints a line for the user.
+        tell: receives the workers' reports at each look.
     """
 
     def __init__(

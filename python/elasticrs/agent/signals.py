@@ -1,18 +1,18 @@
 """Signals of the agent, as events of its loop.
 
-Python's handlers do nothing: the interpreter writes the number of each signal to a socket
+The Python signal handlers do nothing. The interpreter writes the number of each signal to a socket
 (:func:`signal.set_wakeup_fd`), whose other end the loop watches like any other descriptor. So a signal never
-interrupts a decision half-way, and none is lost, from the first moment on. What was installed before is put
-back by :meth:`SignalPipe.close`.
+interrupts a decision, and no signal is lost from the beginning on. :meth:`SignalPipe.close` restores the
+previous handlers.
 
 - **SIG-1** a signal that was ignored when the agent was started (``nohup``) stays ignored, here and in the
   workers;
-- **SIG-2** handlers are installed in the main thread only: elsewhere Python cannot;
-- **SIG-3** a wake-up descriptor of the host application goes on getting its bytes;
-- **SIG-4** a SIGTSTP does what it does to a program that does not catch it: a SIGCONT takes it back, however
-  soon it comes, and many at a time are one;
-- **SIG-5** a child that the host application makes by ``fork`` has what was there before: what it is sent
-  never comes here (:mod:`elasticrs.forks`).
+- **SIG-2** handlers are installed in the main thread only, because Python allows it nowhere else;
+- **SIG-3** the wake-up descriptor of a host application still receives its bytes;
+- **SIG-4** SIGTSTP has the same effect as in a program that does not catch it: a SIGCONT cancels it, however
+  soon it comes, and several SIGTSTPs count as one;
+- **SIG-5** a child that the host application forks has the previous handlers: signals to the child never
+  arrive here (:mod:`elasticrs.forks`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
-"""The interpreter itself ignores these, so nobody can tell whether they had been ignored; workers get the
-defaults."""
+"""Signals that the interpreter itself ignores. It is unknown whether they were ignored before, so workers get
+the default actions."""
 
 
 def ignored_signals() -> tuple[int, ...]:
@@ -49,10 +49,11 @@ def ignored_signals() -> tuple[int, ...]:
 
 
 def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
-    """Catch these signals; ``None`` outside of the main thread, where that cannot be done.
+    """Catch these signals. Return ``None`` outside of the main thread, because Python cannot install signal
+    handlers there.
 
     Raises:
-        OSError: no descriptors.
+        OSError: file descriptors have run out.
     """
     try:
         return SignalPipe(signums)
@@ -72,8 +73,8 @@ def without_what_was_taken_back(received: bytes) -> bytes:
 
 
 def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
-    """Control-Z, taken from ``signals``: the workers are not in the terminal's process group, so they are
-    stopped from here.
+    """Stop the workers and this process after Control-Z, which was taken from ``signals``. The terminal does
+    not stop the workers, because they are not in its process group.
     """
     if supervisor is not None:
         supervisor.suspend()
@@ -88,11 +89,11 @@ class SignalPipe:
     """Catches signals and hands them out in order.
 
     Args:
-        signums: what to catch; ignored ones are left alone.
+        signums: signals to catch. Ignored signals stay ignored.
 
     Raises:
         ValueError: this is not the main thread.
-        OSError: no descriptors.
+        OSError: file descriptors have run out.
     """
 
     def __init__(self, signums: Iterable[int]) -> None:
@@ -122,8 +123,8 @@ class SignalPipe:
         return frozenset(self._caught)
 
     def catch(self, signums: Iterable[int], *, pauses: bool = False) -> None:
-        """Catch these from now on, and no others; with ``pauses`` SIGTSTP as well, as a request for
-        :meth:`stop_this_process`, if it is not one of them.
+        """Catch exactly these signals from now on. With ``pauses``, SIGTSTP is also caught, as a request for
+        :meth:`stop_this_process`, unless it is already in ``signums``.
         """
         wanted = set(signums)
         self._has_pauses = pauses and signal.SIGTSTP not in wanted
@@ -142,7 +143,7 @@ class SignalPipe:
             self.order_pauses()
 
     def order_pauses(self) -> None:
-        """To be called again by whoever has given SIGTSTP another handler."""
+        """Restore the order of stop signals. Call this after installing another handler for SIGTSTP."""
         from elasticrs import _core
 
         _core.order_stop_signals()
@@ -164,19 +165,19 @@ class SignalPipe:
         return [signum for signum in received if signum in self._caught and signum in self._wanted]
 
     def stop_this_process(self) -> None:
-        """Stop, and return when this process goes on.
+        """Stop this process, and return when it is continued.
 
-        That is at once if a SIGCONT has come since the SIGTSTP that was taken last (SIG-4).
+        Return at once if a SIGCONT has come since the last SIGTSTP was taken (SIG-4).
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # The kernel discards it on the first SIGCONT from here on; those before are in the pipe.
+            # A SIGCONT from here on makes the kernel discard this SIGTSTP. Earlier SIGCONTs are in the pipe.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()
             held = signal.sigtimedwait((signal.SIGTSTP,), 0)
             if held is not None and held.si_pid != os.getpid():
-                # It came after the SIGCONT.
+                # This SIGTSTP came after the SIGCONT.
                 signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -188,7 +189,7 @@ class SignalPipe:
             return False
 
     def close(self, *, ignore: bool = False) -> None:
-        """Put everything back as it was. Idempotent.
+        """Restore the previous signal handlers and the wake-up descriptor. Idempotent.
 
         With ``ignore`` the caught signals are ignored from now on instead: for a process that is about to
         exit.
@@ -213,7 +214,7 @@ class SignalPipe:
         try:
             os.write(self._host_fd, received)
         except (BlockingIOError, BrokenPipeError):
-            # Full or closed: the interpreter drops the byte as well.
+            # The pipe is full or closed. The interpreter drops the byte in this case too.
             return
 
 
@@ -223,10 +224,10 @@ def _stop_unless_continued() -> None:
     try:
         _core.stop_unless_continued()
     except OSError:
-        # There are too many processes, and the workers stand still already. Sent to this thread: a signal to
-        # the process may stop it only after this call has returned.
+        # No process can be created, but the workers are already stopped. Send the signal to this thread,
+        # because a signal to the process may take effect only after this call has returned.
         signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
 
 
 def _wake_only(_signum: int, _frame: FrameType | None) -> None:
-    """The byte in the wake-up descriptor is all that is needed."""
+    """Do nothing, because the byte in the wake-up descriptor already reports the signal."""

@@ -1,8 +1,9 @@
 """Workers in uninterruptible sleep: state ``D`` in ``/proc``, in which a process cannot be signalled.
 
-A worker that stays there waits for a device or a file system that does not answer. What it holds is in the
-way of any successor on this node, so the job ends as failed and no restart follows; torch ends it as a
-success. Short visits are normal: only an unbroken stay counts, as far as looks at intervals can tell.
+A worker stays in this state while it waits for a device or a file system that does not answer. It holds
+resources that any replacement on this node would need, so the job fails and is not restarted. Torch treats
+this case as a success. Short stays are normal, so only an uninterrupted stay counts, as far as periodic
+checks can tell.
 
 :func:`since` and :func:`overdue` decide; :class:`Sleepers` reads the clock and ``/proc``.
 """
@@ -18,26 +19,26 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LOOKS = 4
-"""At least so many in the time that a worker may sleep."""
+"""Minimum number of checks in the time for which a worker may sleep."""
 
 _LONGEST = 1.0
-"""Seconds between two looks at most."""
+"""Maximum number of seconds between two checks."""
 
 
 def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -> dict[int, float]:
-    """Return when each process that sleeps now was first seen to.
+    """Return when each process that is sleeping now was first seen sleeping.
 
     Args:
-        earlier: the same, of the look before.
-        states: of the processes that are there, by pid: one letter as in ``/proc/PID/stat``.
-        now: on the clock of ``earlier``.
+        earlier: result of the previous check.
+        states: states of the existing processes by pid, as letters from ``/proc/PID/stat``.
+        now: current time, on the clock of ``earlier``.
     """
     return {pid: earlier.get(pid, now) for pid, state in states.items() if state == "D"}
 
 
 def overdue(first_seen: Mapping[int, float], now: float, limit: float) -> dict[int, float]:
-    """Return the processes that have slept for ``limit`` seconds (nothing is too long when it is not
-    positive), and for how many.
+    """Return the processes that have slept for at least ``limit`` seconds, and their sleeping time. Return
+    nothing if ``limit`` is not positive.
     """
     if limit <= 0:
         return {}
@@ -48,8 +49,8 @@ class Sleepers:
     """Looks for workers that sleep too long.
 
     Args:
-        limit: seconds; not looked at when 0 or negative.
-        proc: where ``/proc`` is mounted.
+        limit: maximum number of seconds asleep; not checked if 0 or negative.
+        proc: mount point of ``/proc``.
     """
 
     def __init__(self, limit: float, proc: str = "/proc") -> None:
@@ -61,8 +62,8 @@ class Sleepers:
         """Seconds between two looks."""
 
     def look(self, pids: Mapping[int, int]) -> dict[int, float]:
-        """Return those of these pids that have slept too long, by local rank, and for how many seconds. Looks
-        only when the last look is long enough ago.
+        """Return the local ranks of the workers that have slept too long, and their sleeping time in seconds.
+        Check only if the interval since the last check has passed.
         """
         now = time.monotonic()
         if self._limit <= 0 or now < self._next:

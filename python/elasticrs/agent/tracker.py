@@ -1,6 +1,8 @@
-"""The attempts of a job, one after another: starts their workers, and records what the core tells of them.
+"""Starts the workers of a job's attempts, one attempt at a time, and records the events that the core
+reports.
 
-Decides nothing. Its owner does: the loop of :mod:`elasticrs.agent.loop`, or an agent whose hooks decide.
+The tracker makes no decisions. Its owner does: the loop of :mod:`elasticrs.agent.loop`, or an agent whose
+hooks decide.
 """
 
 from __future__ import annotations
@@ -34,37 +36,38 @@ if TYPE_CHECKING:
     from elasticrs.workers import Leftovers, Workers
 
     class Owner(Protocol):
-        """Who decides. It hears of what concerns no attempt."""
+        """The decision maker, which also handles events that do not belong to an attempt."""
 
         def on_fd(self, fd: int, *, is_over: bool) -> bool:
-            """Read a descriptor that is readable, or return false if it is not the owner's."""
+            """Read a readable descriptor. Return false if it does not belong to this owner."""
 
         def on_fence(self) -> None:
-            """The lease of this node has ended."""
+            """Handle the expiry of this node's lease."""
 
 
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 
 DRAIN_TIMEOUT = 10.0
-"""Seconds that a slow console gets at the end; the files have everything in any case."""
+"""Seconds for which the end waits for a slow console. The log files are complete in any case."""
 
 
 class AttemptTracker:
     """Starts attempts and keeps the record of them.
 
     Args:
-        owner: who decides.
-        job: what to run.
+        owner: decision maker.
+        job: configuration of the job.
         workers: starts the processes.
-        console: for lines to the user.
-        observers: hear of everything.
-        owns_process: the process is ours alone (the command line).
+        console: console for lines to the user.
+        observers: observers that are notified of everything.
+        owns_process: true if the process belongs to the launcher alone (the command line).
 
     Attributes:
-        result: the job so far.
-        events: what has happened, oldest first; the owner takes them.
-        observers: all of them.
-        why_unfit: why no further attempt may run on this node; goes with the end of the group.
+        result: result of the job so far.
+        events: pending events, oldest first. The owner removes them.
+        observers: all observers of the job.
+        why_unfit: reason why no further attempt may run on this node. It is reported with the end of the
+            group.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class AttemptTracker:
 
     @property
     def supervisor(self) -> _core.Supervisor:
-        """Who runs the workers, between :meth:`open` and :meth:`close`."""
+        """The supervisor that runs the workers. Available between :meth:`open` and :meth:`close`."""
         if self._supervisor is None:
             raise RuntimeError("there is no supervisor")
         return self._supervisor
@@ -120,15 +123,15 @@ class AttemptTracker:
         """Make the supervisor, which also watches ``fd``.
 
         Raises:
-            _core.SupervisorError: there is none to be had.
-            OSError: descriptors ran out.
+            _core.SupervisorError: no supervisor can be created.
+            OSError: file descriptors have run out.
             UsageError: see :func:`elasticrs.workers.watch_timers`.
         """
         warm = None
         if self._workers.warm_command is not None:
             from elasticrs.agent.warming import Warming
 
-            self._warming = Warming(self._console.say)
+            self._warming = Warming(self._console.say, self._job.warm_timeout)
             warm = warm_nursery(self._workers, self._warming.report)
         self._supervisor = supervisor = _core.Supervisor(owns_process=self._owns_process, warm=warm)
         if fd is not None:
@@ -137,7 +140,7 @@ class AttemptTracker:
         self.observers.opened(supervisor)
 
     def close(self) -> None:
-        """End what is left, and release the supervisor. Idempotent."""
+        """Kill the remaining processes and release the supervisor. Idempotent."""
         try:
             if self._supervisor is not None:
                 may_go_on = self._job.linger is None and self.result.exit_code == 0
@@ -165,14 +168,14 @@ class AttemptTracker:
         return attempt
 
     def start(self, attempt: Attempt) -> None:
-        """Start the workers of an attempt, all or none; an event tells which.
+        """Start all workers of an attempt, or none. A later event reports the result.
 
         Raises:
-            Exception: of the user's: a function that cannot be pickled. No event follows.
+            Exception: a function of the user cannot be pickled. No event follows.
         """
         supervisor = self.supervisor
-        if self._warming is not None and self._warming.is_outdated():
-            supervisor.renew_nursery()
+        if self._warming is not None:
+            self._workers.may_fork = self._warming.may_fork(supervisor)
         try:
             group = prepare_group(self._workers, supervisor, attempt, self._timer_file)
             self.observers.prepared(attempt)
@@ -187,12 +190,12 @@ class AttemptTracker:
             self.observers.started()
 
     def not_started(self, why: str, is_transient: bool = False) -> None:
-        """Record why the workers could not be started, and whether that may pass."""
+        """Record why the workers could not be started, and whether the cause may be transient."""
         self.result.message = f"{texts.NOT_STARTED}: {why}"
         self.events.append(machine.StartFailed(self.result.message, is_transient))
 
     def replace(self, action: machine.Replace) -> None:
-        """Start the replacement for a worker. An event reports whether it runs."""
+        """Start the replacement for a worker. A later event reports whether the replacement runs."""
         attempt, rank, self._restarts = self.result.attempts[-1], action.local_rank, action.restarts
         try:
             process = prepare_replacement(self._workers, self.supervisor, attempt, rank, action.restarts)
@@ -233,14 +236,17 @@ class AttemptTracker:
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
 
     def drain(self) -> None:
-        """Let the console catch up, for a while, and hear the rest of what the supervisor has to say."""
+        """Wait for a limited time until the console has taken all output, and handle the last events of the
+        supervisor.
+        """
         left = self.supervisor.drain(DRAIN_TIMEOUT)
         if left:
             files = ", ".join(stream.path for stream in left)
             self._console.say(
                 f"the console did not accept all output within {DRAIN_TIMEOUT:g} s; see {files}"
             )
-        # What was wrong with the files is often found by the last look at them.
+        # Read events again, because problems with log files are often found when they are read for the last
+        # time.
         self._hear_out()
 
     def _hear_out(self) -> None:
@@ -248,11 +254,11 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # It stays readable, and has no reader any more.
+                # The descriptor stays readable and no longer has a reader.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
-        """Remove empty files of the attempts, and write the timeline where one is asked for."""
+        """Remove empty fault files of the attempts. Write the timeline if ``ELASTICRS_TIMELINE`` is set."""
         for attempt in self.result.attempts:
             for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
                 discard_empty_fault_file(path)
@@ -264,14 +270,14 @@ class AttemptTracker:
             except OSError as error:
                 self._console.say(f"the timeline could not be written: {error}")
 
-    # --- what the core tells ---
+    # --- events of the core ---
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for an event of the supervisor, and record it; return false if there was none."""
+        """Wait for an event of the supervisor and record it. Return false if there was none."""
         running = {} if self.attempt is None else self.attempt.running()
         left = self._passed.look(running)
-        if left is not None:
-            seconds = left if seconds is None else min(seconds, left)
+        pause = None if self._warming is None else self._warming.look_again(self.supervisor)
+        seconds = min((limit for limit in (seconds, left, pause) if limit is not None), default=None)
         event = self.supervisor.next_event(seconds)
         if event is None:
             return False
@@ -296,7 +302,9 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Go on when all workers run, or nothing is left: with other parents later than the core says."""
+        """Report that all workers run or that none is left. If a keeper is the parent of the workers, this
+        happens later than the event of the core.
+        """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
             self._run_begins(begun)
@@ -306,23 +314,24 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # A group that begins empty gets its workers later.
+        # A group that starts empty adopts its workers later.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         if "imported" in attempt.stamps:
-            # The agent may have heard of that when the core had started the workers.
+            # The nursery's report may arrive after the core has started the workers, so limit the time of the
+            # import.
             attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()
         earlier = [each for each in self.result.attempts[:-1] if "ended" in each.stamps]
         if earlier:
-            # What has failed since the last one that ran is part of its restart.
+            # The restart includes all failed starts since the last attempt that ran.
             failed = next((each for each in reversed(earlier) if "started" in each.stamps), earlier[0])
             attempt.phases = phases(failed, attempt)
         self.events.append(machine.Started())
         self.observers.running(self.result)
 
     def _warmth(self) -> tuple[bool | None, str | None]:
-        """Say if workers that start now are warm, and if not, why."""
+        """Return whether workers that start now are warm, and if not, why."""
         if self._warming is not None:
             return self._warming.is_warm, self._warming.why_cold
         preload = self._job.preload
@@ -376,7 +385,7 @@ class AttemptTracker:
         page, is_stopped = attempt.plan.page, "stopped" in attempt.stamps
         is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
         if self._replaces and (event.exitcode != 0 or is_early) and not is_stopped:
-            # Nobody is stopped for it, so nobody else tells of it.
+            # No other worker is stopped for this failure, so no other event sets the first failure.
             attempt.first_failure = (
                 event.local_rank if attempt.first_failure is None else attempt.first_failure
             )
@@ -385,7 +394,8 @@ class AttemptTracker:
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
         if is_early and not is_stopped:
-            # The others would wait for it. For the core it has succeeded, and such a place is not given away.
+            # The other workers would wait for this worker. It cannot be replaced, because the core counts it
+            # as succeeded.
             attempt.silent |= {event.local_rank}
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all")
@@ -453,7 +463,9 @@ class AttemptTracker:
             self.events.append(machine.GroupEnded(outcome, stuck, conflict, self.why_unfit))
 
     def _has_silent(self, attempt: Attempt, event: _core.GroupEnded, leftovers: Leftovers) -> bool:
-        """Workers that only seemed to succeed have failed: an end in the middle is no result."""
+        """Treat workers as failed that exited with 0 in the middle of their work. Return true if there are
+        any.
+        """
         attempt.silent = frozenset(leftovers.silent)
         if not attempt.silent:
             return False
@@ -477,9 +489,13 @@ class AttemptTracker:
 
     def _on_warmed(self, event: _core.Warmed) -> None:
         if self._warming is not None:
-            if (attempt := self.attempt) is not None and not {"started", "ended"} & attempt.stamps.keys():
+            if (
+                not event.is_beside
+                and (attempt := self.attempt) is not None
+                and not {"started", "ended"} & attempt.stamps.keys()
+            ):
                 attempt.stamps["imported"] = time.monotonic_ns()
-            self._warming.ended(event, self._job.warm_timeout)
+            self._warming.ended(event)
 
     def _on_degraded(self, event: _core.Degraded) -> None:
         self._console.say(event.message)
@@ -495,7 +511,9 @@ class AttemptTracker:
 
 
 def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
-    """As torch's server does: programs put a function of their own there."""
+    """Call the hook under torch's name, as torch's server does, because programs replace it with a function
+    of their own.
+    """
     from elasticrs.timer import file_based_local_timer as timers
 
     request = timers.FileTimerRequest(event.pid, event.scope, event.deadline, event.signal or 0)

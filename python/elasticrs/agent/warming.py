@@ -1,8 +1,18 @@
-"""What the agent says of a nursery that imports before it forks workers."""
+"""State of the nurseries that import modules before they fork workers.
+
+The workers of an attempt are forked only if no file of an imported module has changed. When files change
+during an attempt, a second nursery imports them again in the background, and takes over at the next restart.
+
+- **AGAIN-1** Workers are never forked from a nursery that imported a file before its last change, as far as
+  :mod:`elasticrs.warm.sources` can see the change. They start cold instead.
+- **AGAIN-2** No start waits for an import that a change has made necessary.
+- **AGAIN-3** A failed import is not repeated. Workers start cold for the rest of the job.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 
 from elasticrs import texts
 from elasticrs.asked import Asked
@@ -11,103 +21,211 @@ from elasticrs.warm.report import Report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeVar
 
-    from elasticrs._core import Warmed
-    from elasticrs.warm.sources import Sources
+    from elasticrs._core import Supervisor, Warmed
+    from elasticrs.warm.sources import Sources, Stamp
 
     _T = TypeVar("_T")
 
 _PATIENCE = 0.5
-"""Seconds that a look at the files of modules holds up a start: a network file system may be gone."""
+"""Time limit in seconds for a check of the files at a start, because a network file system may not answer."""
+
+_INTERVAL = 5.0
+"""Seconds between two checks of the files while an attempt runs."""
+
+_SHARE = 50
+"""After a check, the agent waits for at least this many times the duration of the check."""
+
+_SLOWER = 10
+"""Factor for the time limit of an import in the background, which gets little CPU time."""
+
+_MOST_TOUCHED = 3
+"""Number of imports in a row during which a file may change."""
 
 
 class Warming:
-    """Reads the nursery's report, and tells what the user has to know of it.
+    """Reads the nurseries' reports, prints messages for the user, and decides whether workers may be forked.
 
     Args:
-        say: shows a line.
+        say: prints a line for the user.
+        limit: time limit for the imports of the first nursery, in seconds.
 
     Attributes:
-        report: the descriptor into which nurseries write, one after another.
-        is_warm: workers that start now are forks of the nursery.
-        why_cold: why they are not; ``None`` if they are.
-        found: what the last nursery has told.
+        report: descriptor of the file into which the nurseries write their reports, one after another.
+        is_warm: true if workers that start now are forked from the nursery.
+        why_cold: reason why workers start cold; ``None`` if they start warm.
+        found: report of the last nursery.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], limit: float) -> None:
         self._say = say
+        self._limit = limit
         self._read = 0
         self.report = os.memfd_create("warm-report", os.MFD_CLOEXEC)
         self.is_warm = False
         self.why_cold: str | None = None
         self.found = Report()
         self._sources: Sources | None = None
+        self._beside: Sources | None = None
+        self._is_importing = self._is_over = self._is_stuck = False
+        self._touched = 0
+        self._settling = sources.Settling()
+        self._due = 0.0
         self._looking: Asked | None = None
+        self._checking: Asked | None = None
 
-    def ended(self, event: Warmed, limit: float) -> None:
-        """Handle the event that the nursery is ready or has exited before that.
+    def ended(self, event: Warmed) -> None:
+        """Handle the event that a nursery has finished its imports, or has exited.
 
         Args:
             event: result of the imports.
-            limit: time limit for the imports, in seconds.
         """
-        self.is_warm = event.is_ready
         told = os.pread(self.report, os.fstat(self.report).st_size - self._read, self._read)
         self._read += len(told)
         self.found = found = report.read(told)
         for one in found.left_out:
             self._say(f"warm: {one.name} was left out: {one.why}")
             self._say_all(one.traceback)
-        self._sources = None
+        known = None
         if event.is_ready and found.ready is not None:
             ready, imported = found.ready, found.imported
-            self._sources = self._look(lambda: sources.remember(ready.stamps, ready.prefixes, imported))
-        self.why_cold = None if event.is_ready else _why_cold(found, event, limit)
-        if self.why_cold is not None:
-            self._say(f"warm: workers start cold: {self.why_cold}")
-            if found.failed is not None:
-                self._say_all(found.failed[1])
+            known = self._look(lambda: sources.remember(ready.stamps, ready.prefixes, imported))
+        self._start_checks()
+        if event.is_beside:
+            was_importing, self._is_importing, self._beside = self._is_importing, False, known
+            if not was_importing:
+                how = texts.how_it_ended(event.exitcode)
+                self._go_cold(f"the process that had imported the changed modules {how}")
+            elif not event.is_ready:
+                why = _why_cold(found, event, _SLOWER * self._limit)
+                self._go_cold(f"the changed modules could not be imported again: {why}")
+            elif found.ready is not None:
+                self._say(f"warm: imported again in {found.ready.seconds:.1f} s: the next restart is warm")
+        else:
+            self._sources, self.is_warm = known, event.is_ready
+            self.why_cold = None if event.is_ready else _why_cold(found, event, self._limit)
+            if self.why_cold is not None:
+                self._say(f"warm: workers start cold: {self.why_cold}")
+        if not event.is_ready and found.failed is not None:
+            self._say_all(found.failed[1])
+        if event.is_ready and found.ready is not None:
+            self._limit_touched(sources.touched(found.ready.stamps))
 
-    def is_outdated(self) -> bool:
-        """True if a file has changed that the nursery has imported: there must be another nursery then.
-        False if that cannot be told in time.
+    def _limit_touched(self, touched: Sequence[str]) -> None:
+        self._touched = self._touched + 1 if touched else 0
+        if self._touched >= _MOST_TOUCHED:
+            self._go_cold(f"{touched[0]} has changed during each of the last {_MOST_TOUCHED} imports")
+
+    def _go_cold(self, why: str) -> None:
+        """Start workers cold for the rest of the job."""
+        self._is_over, self.is_warm, self.why_cold = True, False, why
+        self._say(f"warm: workers start cold from now on: {why}")
+
+    def may_fork(self, supervisor: Supervisor) -> bool:
+        """Return true if the workers of a new attempt may be forked. Let the second nursery take over if only
+        that one has imported the present files.
+
+        Args:
+            supervisor: supervisor of the nurseries, without a group.
         """
-        changed = None if self._sources is None else self._look(self._sources.changed)
-        if changed is not None:
-            self._sources = None
-            self._say(f"warm: {changed} has changed: importing again")
-        return changed is not None
+        if self._is_over:
+            return False
+        if self._sources is None:
+            return True  # The first import has not finished, or has failed, or the files cannot be compared.
+        changed = self._look(self._sources.changes)
+        beside = self._beside
+        if changed and beside is not None and self._look(beside.changes) == {} and supervisor.take_over():
+            self._sources, self._beside, changed = beside, None, None
+            self._start_checks()
+        path = next(iter(changed or ()), None)
+        self.is_warm = path is None
+        self.why_cold = path and f"{path} has changed since it was imported"
+        if path is not None:
+            self._say(
+                f"warm: {path} has changed since it was imported: workers start cold with the new files"
+            )
+        return self.is_warm
+
+    def look_again(self, supervisor: Supervisor) -> float | None:
+        """Check at intervals whether files have changed, and start another import when they have settled.
+
+        Args:
+            supervisor: supervisor of the nurseries.
+
+        Returns:
+            Seconds until this must be called again. ``None`` if nothing is left to check.
+        """
+        newest = self._sources if self._beside is None else self._beside
+        if newest is None or self._is_importing or self._is_over:
+            return None
+        left = self._due - time.monotonic()
+        if left > 0:
+            return left
+        pause = _INTERVAL
+        if self._checking is None:
+            self._checking = Asked(lambda: _check(newest))
+        elif self._checking.wait(0):
+            checked, changes, seconds = self._checking.take()
+            self._checking.close()
+            self._checking = None
+            pause = max(pause, _SHARE * seconds)
+            if checked is newest and self._settling.have_settled(changes):
+                self._import_again(supervisor, next(iter(changes)))
+                return None
+            self._checking = Asked(lambda: _check(newest))
+        self._due = time.monotonic() + pause
+        return pause
+
+    def _import_again(self, supervisor: Supervisor, path: str) -> None:
+        self._beside, self._is_importing = None, True
+        self._say(
+            f"warm: {path} has changed: importing again in the background; a restart before that is done "
+            "starts cold"
+        )
+        supervisor.import_beside(_SLOWER * self._limit)
+
+    def _start_checks(self) -> None:
+        self._settling = sources.Settling()
+        self._due = time.monotonic() + _INTERVAL
 
     def _look(self, look: Callable[[], _T]) -> _T | None:
-        """Return what a look at files finds, or ``None`` if it takes too long."""
-        if self._looking is not None and not self._looking.wait(0):
+        """Return the result of a check of files, or ``None`` if the check takes too long."""
+        if any(not self._has_ended(earlier) for earlier in (self._looking, self._checking)):
             return None
-        self._stop_looking()
+        if self._looking is not None:
+            self._looking.close()
         self._looking = asked = Asked(look)
-        if not asked.wait(_PATIENCE):
+        if not self._has_ended(asked):
+            return None
+        self._looking = None
+        asked.close()
+        found: _T = asked.take()
+        return found
+
+    def _has_ended(self, asked: Asked | None) -> bool:
+        """Wait until a file check has ended. Return false, and print a message once, if it takes too long."""
+        if asked is None:
+            return True
+        was_stuck, self._is_stuck = self._is_stuck, not asked.wait(0 if self._is_stuck else _PATIENCE)
+        if self._is_stuck and not was_stuck:
             self._say(
                 f"warm: the files of imported modules cannot be looked at within {_PATIENCE:g} s: "
                 "an edited one goes unnoticed"
             )
-            return None
-        self._stop_looking()
-        found: _T = asked.take()
-        return found
-
-    def _stop_looking(self) -> None:
-        if self._looking is not None:
-            self._looking.close()
-            self._looking = None
+        return not self._is_stuck
 
     def _say_all(self, lines: Sequence[str]) -> None:
         for line in lines:
             self._say(f"  {line}")
 
     def close(self) -> None:
-        """Release the file. Idempotent."""
-        self._stop_looking()
+        """Close the report file. Idempotent."""
+        for asked in (self._looking, self._checking):
+            if asked is not None:
+                asked.close()
+        self._looking = self._checking = None
         if self.report != -1:
             os.close(self.report)
             self.report = -1
@@ -120,3 +238,9 @@ def _why_cold(found: Report, event: Warmed, limit: float) -> str:
     if event.hung:
         return f"{what} did not end within {limit:g} s"
     return f"{what} {texts.how_it_ended(event.exitcode)}"
+
+
+def _check(known: Sources) -> tuple[Sources, Mapping[str, Stamp], float]:
+    """Return the changed files, and the duration of the check in seconds."""
+    begun = time.monotonic()
+    return known, known.changes(), time.monotonic() - begun

@@ -1,13 +1,15 @@
 """The names of ``torch.distributed.elastic`` lead to elasticrs, for code that cannot be edited.
 
-With ``ELASTICRS_ALIAS=1``, and the hook that ``python -m elasticrs.alias install`` puts in place,
-``torch.distributed.elastic`` and ``.launcher`` with all that is below them, ``torch.distributed.run`` and
-``.launch`` are the modules of elasticrs: the same objects, so that classes compare, and a patch of one name
-is seen under the other. Every interpreter with the variable does so, spawned workers too.
+The redirection needs ``ELASTICRS_ALIAS=1`` and the hook that ``python -m elasticrs.alias install`` installs.
+Then ``torch.distributed.elastic`` and ``.launcher`` with all their submodules, ``torch.distributed.run`` and
+``.launch`` are the modules of elasticrs. They are the same objects, so classes compare equal, and a patch
+under one name is visible under the other. This holds for every interpreter with the variable, including
+spawned workers.
 
-``torchelastic``, the package of 2019 and 2020, leads to :mod:`elasticrs.train` in the same way.
+The package ``torchelastic`` of 2019 and 2020 is redirected to :mod:`elasticrs.train` in the same way. Its
+launcher, agents, events, and multiprocessing modules lead to the modules that replace them in torch.
 
-This module runs at the start of an interpreter and imports nothing that is not there already.
+This module runs at the start of each interpreter, so it imports no module that is not already loaded.
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ _MOVED = {
 _OURS = {
     # The first match wins, so the most specific names come first.
     **_MOVED,
+    f"{_OF_2019}.agent": "elasticrs.agent",
+    f"{_OF_2019}.distributed.launch": "elasticrs.launch",
+    f"{_OF_2019}.events": "elasticrs.events",
+    f"{_OF_2019}.multiprocessing": "elasticrs.multiprocessing",
     f"{_OF_2019}.timer": "elasticrs.timer",
     f"{_OF_2019}.utils": "elasticrs.utils",
     _OF_2019: "elasticrs.train",
@@ -51,7 +57,9 @@ _OURS = {
 
 
 def our_name(name: str) -> str | None:
-    """Return our module for a full name in torch or torchelastic; ``None`` when it is not for us."""
+    """Return our module that replaces a torch or torchelastic module, by full name; ``None`` if elasticrs
+    does not replace it.
+    """
     for theirs, ours in _OURS.items():
         if name == theirs or name.startswith(theirs + "."):
             return ours + name[len(theirs) :]
@@ -64,16 +72,16 @@ def is_active() -> bool:
 
 
 def activate() -> None:
-    """Redirect imports from now on, in this interpreter. Twice is once.
+    """Redirect imports from now on in this interpreter. Idempotent.
 
     Raises:
-        RuntimeError: torch's own modules are loaded already, and would live on beside ours.
+        RuntimeError: torch's own modules are already loaded and would stay in use besides ours.
     """
     if is_active():
         return
     if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
         raise RuntimeError(f"{loaded[0]} is imported already: activate elasticrs.alias before it")
-    # Before all others: the one that finds torch's own files comes later in the list.
+    # Insert our finder first, because the finder of torch's own files comes later in the list.
     sys.meta_path.insert(0, _Finder())
 
 
@@ -89,7 +97,7 @@ class _Finder:
             return None
         parent = name.rpartition(".")[0]
         if parent and parent not in sys.modules:
-            # Its package is torch's own, whose path leads to it.
+            # Torch's own package contains this module, and its search path finds it.
             return None
         from importlib.machinery import ModuleSpec
         from importlib.util import find_spec
@@ -109,7 +117,9 @@ class _Finder:
 
 
 def _torchs_own(fullname: str) -> ModuleSpec | None:
-    """A module that only torch has, perhaps a later one: its package is ours, so nobody else looks there."""
+    """Find a module that exists only in torch. Search torch's folders explicitly, because the parent package
+    is ours and its search path does not contain the module.
+    """
     from importlib.machinery import PathFinder
 
     below = fullname.split(".")[2:-1]
@@ -118,7 +128,7 @@ def _torchs_own(fullname: str) -> ModuleSpec | None:
 
 
 class _Loader:
-    """Returns the existing module for another name, without changing it.
+    """Import loader that returns an existing module under a second name and does not change the module.
 
     Args:
         name: the full name of our module.
@@ -139,26 +149,27 @@ class _Loader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # It has run. Importlib has meanwhile given it the other name's.
+        # The module has already run. Restore its `__spec__`, because importlib has replaced it with the spec
+        # of the alias.
         module.__spec__ = self._spec
         for name in self._submodules:
             # Import the submodules now, because programs use them as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
-            # It is torchelastic, which does not need it.
+            # The alias was used for torchelastic, which does not need these modules.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
             # Torch's modules import these, and programs rely on finding them in `torch.distributed`.
             if name not in sys.modules:
                 __import__(name)
 
-    def get_code(self, fullname: str) -> CodeType | None:  # noqa: ARG002 -- the protocol's argument
-        """For ``python -m``, which runs the code of a module under the name ``__main__``."""
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code that ``python -m`` runs for a module."""
         from importlib.abc import InspectLoader
         from importlib.util import find_spec
 
-        # Old scripts read their local rank from the command line.
-        name = "elasticrs.alias.launch" if self._name == "elasticrs.launch" else self._name
+        # Torch's launcher adds the local rank to the script's arguments. That of torchelastic 0.2 does not.
+        name = "elasticrs.alias.launch" if fullname == f"{_TORCH}.launch" else self._name
         spec = find_spec(name)
         loader = spec.loader if spec else None
         return loader.get_code(name) if isinstance(loader, InspectLoader) else None

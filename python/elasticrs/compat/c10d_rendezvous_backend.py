@@ -1,4 +1,6 @@
-"""The state of a rendezvous in a store with ``compare_set``, torch's or ours; and such stores."""
+"""Rendezvous back end that keeps its state in a store with ``compare_set`` (torch's or ours), and the
+creation of such stores.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 _FAILED = "The connection to the C10d store has failed. See inner exception for details."
 _torch = sys.modules[__name__]
-"""Torch's stores are attributes of this module, as in torch, so that they can be replaced here."""
+"""Torch's stores are attributes of this module, as in torch, so that programs can replace them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -36,18 +38,19 @@ def __getattr__(name: str) -> Any:
 
 
 class C10dRendezvousBackend(RendezvousBackend):
-    """Keeps the state under ``torch.rendezvous.<run id>``, in base64, which is the token as well.
+    """Keeps the rendezvous state under the key ``torch.rendezvous.<run id>``. The base64 form of the state is
+    also its token.
 
     Args:
-        store: with ``get`` and ``compare_set``: torch's ``TCPStore``, ours, or another one.
-        run_id: the name of the job.
+        store: any store with ``get`` and ``compare_set``, such as torch's ``TCPStore`` or ours.
+        run_id: name of the job.
 
     Raises:
-        ValueError: no run id.
+        ValueError: the run id is empty.
         RendezvousConnectionError: the store cannot be reached.
     """
 
-    # What there is before there is a state: reading a key that is not there would wait for it.
+    # Placeholder value while there is no state, because reading a missing key would wait for it.
     _NULL_SENTINEL = "Y2FuaW1hZGFt"
 
     def __init__(self, store: Any, run_id: str) -> None:
@@ -65,14 +68,17 @@ class C10dRendezvousBackend(RendezvousBackend):
         return self._decoded(self._call_store("get", self._key))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """See :class:`RendezvousBackend`; a token that cannot be one of ours replaces nothing."""
+        """Replace the state; see :class:`RendezvousBackend`. A token that does not come from this back end
+        replaces nothing.
+        """
         if token and not isinstance(token, bytes):
             found = self.get_state()
             return None if found is None else (*found, False)
         expected = token.decode() if token else self._NULL_SENTINEL
         desired = b64encode(state).decode()
         found = self._decoded(self._call_store("compare_set", self._key, expected, desired))
-        # The store does not tell who has written what is there now; if it is the same, it does not matter.
+        # The store does not report who wrote the current value. If another node has written the same value,
+        # the result is the same.
         return None if found is None else (*found, found[0] == state)
 
     def _call_store(self, operation: str, *args: Any) -> Any:
@@ -93,27 +99,27 @@ class C10dRendezvousBackend(RendezvousBackend):
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:
-    """Make the back end and its store, which is torch's; imports torch.
+    """Create the back end with a store of torch. Imports torch.
 
     Args:
-        params: ``store_type`` is ``tcp`` (the default) or ``file``. Of ``tcp``: ``is_host``, whether this
-            process serves the store, guessed from the endpoint when it is not given; ``read_timeout``, for
-            waiting reads (60 s). Of ``file``, the endpoint is a path, a temporary file when empty; it may be
-            on a file system that the nodes share and that has working locks.
+        params: ``store_type`` is ``tcp`` (the default) or ``file``. For ``tcp``, ``is_host`` decides whether
+            this process serves the store (by default guessed from the endpoint), and ``read_timeout`` is the
+            time limit of waiting reads (60 s). For ``file``, the endpoint is a path, or empty for a temporary
+            file. The file may be on a file system with working locks that the nodes share.
 
     Returns:
         The back end, and the store, which this process keeps open.
 
     Raises:
-        ValueError: a setting that is none.
-        RendezvousConnectionError: the store cannot be reached, or not be served.
-        RendezvousError: no temporary file can be made.
+        ValueError: a setting is invalid.
+        RendezvousConnectionError: the store cannot be reached or served.
+        RendezvousError: no temporary file can be created.
     """
     return _create(params, _torch_store)
 
 
 def create_file_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:
-    """Make the back end over a file of ours, without torch; see :func:`create_backend`."""
+    """Create the back end with our own file store, without importing torch; see :func:`create_backend`."""
     return _create(params, _own_file_store)
 
 
@@ -169,7 +175,8 @@ def _torch_tcp_store(params: RendezvousParameters) -> Any:
     timeout = timedelta(seconds=read_timeout)
     asked = params.get_as_bool("is_host")
     is_host = _matches_machine_hostname(host) if asked is None else asked
-    # If it is a guess that this is the host, another process on this machine may have been the first one.
+    # If the role of host is only a guess, another process on this machine may already serve the store. Then
+    # connect as a client.
     for serves in (True, False) if is_host and asked is None else (is_host,):
         try:
             store = _torch.TCPStore(host, port, is_master=serves, multi_tenant=True, timeout=timeout)

@@ -1,14 +1,15 @@
 """The rendezvous over a back end of the user's own: torch's ``DynamicRendezvousHandler``.
 
-A back end keeps one value and replaces it only for who holds the token of the last one. What is in the value
-and when it changes is in :mod:`elasticrs.compat.dynamic`. Different from torch:
+A back end stores a single value, and replaces it only if the caller passes the token of the current value.
+The contents of the value, and the rules for changing it, are in :mod:`elasticrs.compat.dynamic`. Differences
+from torch:
 
-- the value is JSON; nothing is ever unpickled, and a handler of torch cannot take part;
-- no clocks of different hosts are compared;
-- every round has a fresh store for its workers, on the node of rank 0;
-- ``num_nodes_waiting`` is also above 0 when the round has lost a node or the job has failed elsewhere, and 0
-  once the rendezvous is closed otherwise;
-- times may be parts of seconds, and nodes look more often than once a second while something happens.
+- the value is JSON and nothing is unpickled, so a handler of torch cannot take part;
+- clocks of different hosts are never compared;
+- every round has a new store for its workers, on the node of rank 0;
+- ``num_nodes_waiting`` is also positive when the round has lost a node or the job has failed on another node,
+  and 0 if the rendezvous was closed for another reason;
+- times may be fractions of seconds, and nodes poll more often than once a second while the state is changing.
 """
 
 from __future__ import annotations
@@ -56,26 +57,26 @@ _log = logging.getLogger("elasticrs.rendezvous")
 _NEXT = "DynamicRendezvousHandler.next_rendezvous"
 
 Token = Any
-"""What a back end hands out with a state, and takes back with the next one."""
+"""Token that a back end returns with a state, and that it expects when the state is replaced."""
 
 
 def get_method_name(depth: int = 2) -> str:
-    """The name of a calling function; ``no_method_name`` when there are not that many.
+    """Return the name of a calling function, or ``no_method_name`` if the call stack is not that deep.
 
     Args:
-        depth: 1 for the caller, 2 for the caller's.
+        depth: 1 for the caller, 2 for the caller's caller.
     """
     stack = inspect.stack()
     return stack[depth].function if len(stack) > depth else "no_method_name"
 
 
 class RendezvousBackend(ABC):
-    """Keeps the state of a rendezvous; to be written by users."""
+    """Base class of back ends, which store the state of a rendezvous. Users implement it."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What it is registered as."""
+        """Name under which the back end is registered."""
 
     @abstractmethod
     def get_state(self) -> tuple[bytes, Token] | None:
@@ -88,14 +89,15 @@ class RendezvousBackend(ABC):
 
     @abstractmethod
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state, if the token is that of the present one.
+        """Replace the state if the token matches the current state.
 
         Args:
-            state: the new one.
-            token: of the one that it replaces; ``None``: only if there is none yet.
+            state: new state.
+            token: token of the state to replace; ``None`` if there may be no state yet.
 
         Returns:
-            The state that is there now, its token, and whether it is the new one. After ``None`` it is read.
+            The current state, its token, and whether it is the new one; ``None`` if the caller has to read
+            the state.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
@@ -112,19 +114,19 @@ class _NodeGenerator:
 
 
 class DynamicRendezvousHandler(RendezvousHandler):
-    """One node's part in a rendezvous over a back end. May be called from any thread.
+    """Rendezvous handler of one node over a back end. All methods may be called from any thread.
 
     Make it with :meth:`from_backend`.
 
     Args:
-        node: this one.
-        settings: of the rendezvous.
-        backend_name: what the back end is called.
-        store: shared by all nodes, as torch's; each round uses keys with a prefix of its own.
+        node: this node.
+        settings: settings of the rendezvous.
+        backend_name: name of the back end.
+        store: store that all nodes share, with torch's interface. Each round uses keys with its own prefix.
         state_holder: this node's access to the state.
 
     Raises:
-        ValueError: settings that make no sense.
+        ValueError: the settings are invalid.
     """
 
     _node_desc_generator = _NodeGenerator()
@@ -146,19 +148,20 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """Make a handler.
 
         Args:
-            run_id: the name of the job.
-            store: shared by all nodes, as torch's.
-            backend: keeps the state.
-            min_nodes: fewest nodes.
-            max_nodes: most nodes.
-            local_addr: address of this node; its fully qualified name when ``None``.
-            timeout: how long the parts of the rendezvous may take.
-            keep_alive_interval: seconds between two signs of life.
-            keep_alive_max_attempt: a node that misses so many is taken for dead.
-            cas_backoff_max_seconds: longest random pause after a write that another node has overtaken.
+            run_id: name of the job.
+            store: store that all nodes share, with torch's interface.
+            backend: back end that keeps the state.
+            min_nodes: minimum number of nodes.
+            max_nodes: maximum number of nodes.
+            local_addr: address of this node; its fully qualified name if ``None``.
+            timeout: time limits for the steps of the rendezvous.
+            keep_alive_interval: seconds between two heartbeats.
+            keep_alive_max_attempt: number of missed heartbeats after which a node is considered dead.
+            cas_backoff_max_seconds: longest random pause after a write that failed because another node wrote
+                first.
 
         Raises:
-            ValueError: settings that make no sense.
+            ValueError: the settings are invalid.
         """
         node = cls._node_desc_generator.generate(local_addr)
         settings = RendezvousSettings(
@@ -198,7 +201,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     @property
     def settings(self) -> RendezvousSettings:
-        """Of the rendezvous."""
+        """Settings of the rendezvous."""
         return self._settings
 
     def get_backend(self) -> str:
@@ -206,25 +209,27 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if agents serve the workers' store: unless ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``."""
+        """True if agents serve the workers' store. That is the default;
+        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` disables it.
+        """
         return agent_hosts_store(os.environ)
 
     def get_run_id(self) -> str:
         return self._settings.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round; leaves the present one, which ends it for all its nodes.
+        """Wait for the next round. Leaving the current round ends that round for all its nodes.
 
         Returns:
-            Rank and size; the store with a prefix for the round; and where the workers' store listens: served
-            by the handler of rank 0 until its next round, or a port that is reserved so long.
+            Rank and size, the store with a prefix for the round, and the address of the workers' store. The
+            handler of rank 0 serves that store until its next round, or reserves its port for that time.
 
         Raises:
-            RendezvousClosedError: the job has ended; says why.
+            RendezvousClosedError: the job has ended. The text contains the reason.
             RendezvousConnectionError: the back end cannot be reached.
             RendezvousGracefulExitError: the job has ended, and did not need this node.
-            RendezvousStateError: the state is none of ours.
-            RendezvousTimeoutError: too few nodes came in time.
+            RendezvousStateError: the state is not one of ours.
+            RendezvousTimeoutError: too few nodes joined in time.
         """
         with self._recorder.failures("next_rendezvous"):
             return self._next_rendezvous()
@@ -261,15 +266,16 @@ class DynamicRendezvousHandler(RendezvousHandler):
             self._stop_heartbeats()
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 when it is time to stop the workers and ask for the next round.
+        """Return a positive number if the agent should stop the workers and join the next round.
 
-        That is the number of nodes that wait and that there is room for. It is at least 1 when the round
-        has lost a node, which torch does not show. Once the rendezvous is closed it is 0, as there is no next
-        one; but 1 if that was because the job has failed: asking for the next round says why.
+        The result is the number of waiting nodes that there is room for. It is at least 1 if the round has
+        lost a node, which torch does not report. It is 0 once the rendezvous is closed, because no round
+        follows. But it is 1 if the rendezvous was closed because the job has failed: joining the next round
+        then raises the reason.
 
         Raises:
-            RendezvousConnectionError: the back end could not be reached for so long that the others take this
-                node for dead.
+            RendezvousConnectionError: the back end was unreachable for so long that the other nodes consider
+                this node dead.
         """
         with self._recorder.failures("num_nodes_waiting"), self._lock:
             self._look()
@@ -282,15 +288,15 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return waiting
 
     def set_succeeded(self) -> None:
-        """The workers here have finished: newcomers are no reason to run again, the end of the round is. Not
-        in torch.
+        """Record that the workers of this node have finished. From then on newly arrived nodes cause no
+        restart, but the end of the round still does. Not in torch.
         """
         with self._lock:
             self._has_succeeded = True
 
     def set_failed(self, reason: str) -> None:
-        """The job has failed here, for good, for this reason: closing then ends the workers of the other
-        nodes. A node that is in no round cannot say so. Not in torch.
+        """Record that the job has failed on this node for this reason. Closing the rendezvous then stops the
+        workers of the other nodes. Has no effect if this node is in no round. Not in torch.
         """
         with self._lock:
             self._failure = reason if self._round is not None else None
@@ -304,7 +310,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """See :class:`RendezvousHandler`.
 
         Raises:
-            RendezvousError: that did not work.
+            RendezvousError: the handler could not be created.
         """
         with self._recorder.failures("set_closed"):
             self._close()
@@ -338,7 +344,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
     # --- the workers' store ---
 
     def _bootstrap(self, rank: int, store: Any, deadline: float) -> RendezvousStoreInfo | None:
-        """Where the workers' store listens; ``None``: the round is over before anybody has said so."""
+        """Return the address of the workers' store. Return ``None`` if the round ends before the address is
+        published.
+        """
         keys = [RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]
         pause = SHORTEST_PAUSE
         if rank == 0:
@@ -380,7 +388,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 time.sleep(pause)
 
     def _look(self) -> None:
-        """Read the state, if that has not just been done."""
+        """Read the state, unless it was read a moment ago."""
         now, shared = time.monotonic(), self._shared
         if shared.synced is not None and now < self._look_again:
             return
@@ -390,12 +398,12 @@ class DynamicRendezvousHandler(RendezvousHandler):
             shared.read()
             self._recorder.lost(shared.take_lost())
         except RendezvousConnectionError as error:
-            # A pause of the back end is no reason to stop workers while the others count this node in.
+            # Tolerate an unreachable back end until the other nodes would consider this node dead.
             if shared.synced is None or now - shared.synced > decisions.patience(self._settings) - interval:
                 raise
             _log.warning("the rendezvous of job %s cannot be reached: %s", self.get_run_id(), error)
 
-    # --- signs of life ---
+    # --- heartbeats ---
 
     def _start_heartbeats(self) -> None:
         interval = self._settings.keep_alive_interval
@@ -422,7 +430,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             with self._recorder.failures("_keep_alive"):
                 self._run(decisions.keep_alive, self._settings.timeout.heartbeat.total_seconds())
         except Exception as error:
-            # Whatever a user's back end raises: the next sign of life may come through.
+            # Continue after any exception of a user's back end, because the next heartbeat may succeed.
             _log.warning("node %s could not give a sign of life: %s", self._this_node, error or repr(error))
 
 
@@ -439,15 +447,15 @@ def create_handler(
     """Make a handler from parameters.
 
     Args:
-        store: shared by all nodes, as torch's.
-        backend: keeps the state.
+        store: store that all nodes share, with torch's interface.
+        backend: back end that keeps the state.
         params: with ``join_timeout`` (600), ``last_call_timeout`` (30), ``close_timeout`` (30),
             ``heartbeat_timeout`` (5), ``keep_alive_interval`` (5), all in seconds or parts of them;
             ``keep_alive_max_attempt`` (3); ``cas_backoff_max_seconds`` (0).
 
     Raises:
-        ValueError: one of them is none.
-        TypeError: an interval or a number of attempts of ``None``.
+        ValueError: a parameter is invalid.
+        TypeError: the interval or the number of attempts is ``None``.
     """
     try:
         return _create_handler(store, backend, params)

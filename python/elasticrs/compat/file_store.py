@@ -1,8 +1,9 @@
 """A store in a file, for nodes that are on one machine or share a file system.
 
-Every operation holds a lock (``flock`` of ``<path>.lock``) and, where it changes something, replaces the file
-as a whole: a process that is killed half-way has changed nothing, and the kernel takes back its lock. The
-file is JSON with a version. Not the format of torch's ``FileStore``, with which it cannot be shared.
+Every operation holds a lock (``flock`` of ``<path>.lock``). An operation that changes data replaces the whole
+file, so a process that is killed in the middle has changed nothing, and the kernel releases its lock. The
+file is JSON with a version number. It cannot be shared with torch's ``FileStore``, which has a different
+format.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["FileStore", "TemporaryFileStore"]
 
 VERSION = 1
 MAX_BYTES = 64 << 20
-"""Of a file: every operation reads it."""
+"""Maximum size of the file, because every operation reads the whole file."""
 
 _FORMAT = "elasticrs.file_store"
 _SHORTEST_PAUSE = 0.005
@@ -36,17 +37,18 @@ _LONGEST_PAUSE = 0.2
 
 
 class FileStore(TimedStore):
-    """Keys and values, as :class:`elasticrs.store.Store`, but no queues, as in torch's.
+    """Key-value store in a file, with the interface of :class:`elasticrs.store.Store`. As in torch's
+    ``FileStore`` there are no queues.
 
     No descriptor stays open between two calls.
 
     Args:
-        path: of the file; made when it is missing.
-        timeout: for :meth:`get` and :meth:`wait`.
+        path: path of the file, which is created if it is missing.
+        timeout: time limit of :meth:`get` and :meth:`wait`.
 
     Raises:
-        OSError: from every method: the file cannot be locked, read or written.
-        ValueError: from every method: the file is none of ours, or too large.
+        OSError: the file cannot be locked, read or written. Every method may raise this.
+        ValueError: the file is not one of ours, or is too large. Every method may raise this.
     """
 
     def __init__(self, path: str, timeout: datetime.timedelta = datetime.timedelta(seconds=300)) -> None:
@@ -88,7 +90,8 @@ class FileStore(TimedStore):
         """Set a key if it has the expected value, or is missing and nothing is expected.
 
         Returns:
-            The value that the key has now; as torch, ``expected`` when the key is missing and not set.
+            The current value of the key. As in torch, it is ``expected`` if the key is missing and was not
+            set.
         """
         old, new = bytes_of(expected), bytes_of(desired)
         with self._locked():
@@ -137,7 +140,7 @@ class FileStore(TimedStore):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # Of a file of its own, as the other one is replaced.
+        # Lock a separate file, because writing replaces the data file.
         fd = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -174,7 +177,7 @@ class FileStore(TimedStore):
         data = json.dumps(document).encode()
         if len(data) > MAX_BYTES:
             raise ValueError(f"{self._path} would be larger than {MAX_BYTES} bytes")
-        # Only who has the lock writes it, so one name is enough.
+        # Only the lock holder writes this file, so a fixed name is enough.
         fresh = f"{self._path}.new"
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:
@@ -192,6 +195,6 @@ class TemporaryFileStore(FileStore):
 
 
 def _remove_in(pid: int, folder: str) -> None:
-    # A child by fork ends with the finalizers of its parent, which still uses the folder.
+    # Do nothing in a forked child. It also runs the finalizers of its parent, which still uses the folder.
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,9 @@
-"""Torch's agent for the functions or programs of this node: its arguments, its hooks, and who runs them.
+"""Torch's ``LocalElasticAgent``: the agent for the functions or programs of one node, with torch's arguments
+and hooks.
 
-Where no hook and no handler is the user's, the agent waits for events, as the command line does
-(:class:`~elasticrs.compat.event_runner.EventRunner`). Otherwise its hooks decide, over the same workers.
+If the user has replaced no hook and no rendezvous handler, the agent waits for events, as the command line
+does (:class:`~elasticrs.compat.event_runner.EventRunner`). Otherwise its hooks decide. The workers are the
+same in both cases.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
     class HealthCheckServer(Protocol):
-        """What torch calls a health check server."""
+        """Interface of a health check server, as in torch."""
 
         def start(self) -> None: ...
 
@@ -73,7 +75,7 @@ TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = defaults.UNINTERRUPTIBLE_STATE_VARI
 _log = logging.getLogger("elasticrs.agent")
 
 _OWN_START = start_processes
-"""What starts the workers in torch's loop where programs have put a function of theirs in its place."""
+"""The original function, to find out if a program has replaced it. If so, torch's polling loop is used."""
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -83,12 +85,12 @@ class LocalElasticAgent(SimpleElasticAgent):
     loop (:class:`SimpleElasticAgent`), which calls all hooks; see :func:`why_hooks_decide`.
 
     Args:
-        spec: the workers.
-        logs_specs: where their output goes.
+        spec: specification of the workers.
+        logs_specs: destination of the workers' output.
         start_method: for functions: ``spawn``, ``fork`` or ``forkserver``.
         exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment or 300 when
             ``None``.
-        log_line_prefix_template: before tee'd lines.
+        log_line_prefix_template: template of the prefix of tee'd lines.
         shutdown_timeout: seconds between the signal and SIGKILL; from the environment or 30 when ``None``.
         health_check_server: started before the workers and stopped after them: anything with ``start`` and
             ``stop``.
@@ -97,10 +99,10 @@ class LocalElasticAgent(SimpleElasticAgent):
             negative.
         signals_to_handle: names; from ``TORCHELASTIC_SIGNALS_TO_HANDLE``, or the usual four, when ``None``.
         signals_to_forward: see :class:`elasticrs.launcher.LaunchConfig`, as for the next one.
-        stop_scope: whom a stop signals first.
+        stop_scope: receiver of the first signal of a stop.
 
     Raises:
-        ValueError: what this release does not support, or names that are no signals.
+        ValueError: an argument is not supported by this release, or a name is not a signal.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Run until the workers have succeeded, or failed too often.
 
         Raises:
-            SignalException: a signal asked to stop; the workers are stopped.
+            SignalException: a signal asked the agent to stop. The workers have been stopped.
             RendezvousError: the rendezvous failed, or is closed.
             RuntimeError: the workers could not be started; for a program that is not there or may not be run
                 also a ``FileNotFoundError`` or ``PermissionError``.
@@ -176,15 +178,15 @@ class LocalElasticAgent(SimpleElasticAgent):
                 self._health_check_server.stop()
 
     def request_checkpoint(self) -> None:
-        """Ask the workers, which use :func:`elasticrs.train.train`, for a checkpoint; from any thread. Not in
-        torch.
+        """Request a checkpoint from the workers, which must use :func:`elasticrs.train.train`. May be called
+        from any thread. Not in torch.
 
-        All workers of the job, on all nodes, save at the end of one step: at the next but one, as a rule. A
-        line tells when it is there, or why there will be none. A worker that dies meanwhile takes no request
-        along, and requests that overlap share one checkpoint.
+        All workers of the job, on all nodes, save at the end of the same step, usually the second one from
+        now. The agent prints a line when the checkpoint is saved, or why there is none. A request survives
+        the death of a worker, and overlapping requests share a checkpoint.
 
         Raises:
-            RuntimeError: no workers run that could be asked: ``on_failure="replace"`` is needed.
+            RuntimeError: no running worker can receive the request. ``on_failure="replace"`` is needed.
         """
         agent = None if self._runner is None else self._runner.agent
         checkpoints = None if agent is None else agent.checkpoints
@@ -193,12 +195,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         checkpoints.ask()
 
     def _pass_on(self, signum: int) -> None:
-        # A context of the user's has no way to.
+        # A context that the user has supplied cannot pass on signals.
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.pass_on(signum)
 
     def _suspend(self, signals: SignalPipe) -> None:
-        """Stop the workers and this process, until it goes on."""
+        """Stop the workers and this process until the process is continued."""
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.suspend(signals)
         else:
@@ -210,7 +212,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
 
     def _rendezvous_settings(self) -> Rendezvous | None:
-        """Where it is ours, the agent takes its settings and reacts to events, instead of asking it."""
+        """Return the settings of our own rendezvous handler, so that the agent reacts to events instead of
+        polling the handler. Return ``None`` for other handlers.
+        """
         rendezvous: Rendezvous | None = getattr(self._worker_group.spec.rdzv_handler, "rendezvous", None)
         if rendezvous is None:
             return None
@@ -220,7 +224,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         return rendezvous.replaced(settings=settings)
 
     def _setup_healthcheck(self) -> None:
-        """Start the health check server of the caller, or what ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for.
+        """Start the caller's health check server, or the one that ``TORCHELASTIC_HEALTH_CHECK_PORT``
+        configures.
 
         Called once, before the first rendezvous; torch calls it before each start of workers.
         """
@@ -253,7 +258,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         is_ours = isinstance(server, OurServer) and type(server).start is OurServer.start
         return server if isinstance(server, OurServer) and is_ours else None
 
-    # --- torch's hooks, for the loop that looks ---
+    # --- torch's hooks, for the polling loop ---
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         self._check_limits()
@@ -262,12 +267,15 @@ class LocalElasticAgent(SimpleElasticAgent):
         if result.is_failed() and not result.failures and attempt is not None:
             from elasticrs.agent.failed_attempt import failures
 
-            # It was not a worker that failed first; what there is to know of them is told all the same.
+            # The failure did not start with a worker, for example because the nursery died. Report what is
+            # known of the failed workers.
             result.failures = failures(attempt)
         return result
 
     def _tell_restart(self, state: WorkerState) -> None:
-        """See the base class; which rank failed, and why, is told by those who saw it."""
+        """See the base class. If a worker caused the restart, the observers print the line instead, because
+        they know the rank and the reason.
+        """
         left, workers = self._remaining_restarts, self._pcontext
         if not (isinstance(workers, PolledWorkers) and workers.announce(left)):
             super()._tell_restart(state)
@@ -302,7 +310,8 @@ class LocalElasticAgent(SimpleElasticAgent):
                 "the worker ids %s are not those of the processes that were started: %s", ids, pcontext.pids()
             )
             return RunResult(WorkerState.UNKNOWN)
-        # After the first failure the others are being stopped: how they end belongs to the result.
+        # After the first failure the other workers are being stopped. Wait for them, because the result
+        # includes how they end.
         with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):
             found = pcontext.wait(-1 if pcontext.has_failed else 0)
         if found is None:
@@ -328,7 +337,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         overdue = self._sleepers.look(pcontext.pids())
         if not overdue:
             return RunResult(WorkerState.HEALTHY)
-        # What such a process holds in the kernel is in the way of its successor.
+        # Allow no restart, because such a process may hold kernel resources that its replacement would need.
         self._remaining_restarts = 0
         _log.error("%s; no restart follows", texts.asleep(overdue, self._local.uninterruptible_state_timeout))
         return RunResult(WorkerState.UNHEALTHY)
@@ -341,14 +350,14 @@ _HOOKS = (
     *("_restart_workers", "_shutdown", "_start_workers", "_stop_workers", "record_duration"),
 )
 _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
-"""As they are before anybody replaces one, in a subclass, in the class or in an object."""
+"""The original hooks, before a subclass, a patched class or an object replaces any of them."""
 
 
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
-    """Return why an agent's hooks are called, or ``None`` if it waits for events.
+    """Return why the agent runs its polling hooks, or ``None`` if it can use the event-driven loop.
 
-    A hook may be replaced in a subclass, in the class or in an object. The rendezvous handler has to be one
-    of ours that can tell of events: over a back end of the user's it cannot.
+    A hook may be replaced in a subclass, in the class or in an object. Events also require one of our
+    rendezvous handlers. A handler over a user's back end must be polled.
     """
     if agent._local.made is not None:
         return "the command line has chosen a handler that is polled"

@@ -1,8 +1,9 @@
-"""Where an agent whose hooks decide is, and how long it may be there without a sign of life.
+"""Current activity of an agent whose hooks decide, and how long the activity may take without a report of
+progress.
 
-Written by the agent's thread, read by its health check server. A hook cannot be asked: all that is known
-is when it was called, and for how long hooks of its kind may wait. What may wait for as long as it likes, as
-a rendezvous for other nodes, has no limit.
+The agent's thread writes this state, and its health check server reads it. A running hook cannot be asked for
+its progress. Only the time of its call is known, and how long such hooks may block. Activities that may wait
+without limit, such as a rendezvous, have no deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["START_ALLOWANCE", "UNLIMITED", "Place", "Progress"]
 UNLIMITED = inf
 
 START_ALLOWANCE = 600.0
-"""Seconds for starting workers: machines may be waited for, or images fetched."""
+"""Seconds for starting workers, which may include waiting for machines or downloading images."""
 
 
 class Progress:
@@ -32,28 +33,30 @@ class Progress:
         self._place: Place | None = None
 
     def within(self, name: str, allowance: float) -> Place:
-        """For ``with``: a hook is called there, of which nothing need be heard for ``allowance`` seconds.
+        """Return a context manager for a call of a hook, which may take ``allowance`` seconds without a
+        report of progress.
 
-        What it calls in turn may be a place of its own; when that is left, the allowance of this one begins
-        anew.
+        Activities can be nested. When an inner one ends, the allowance of the outer one starts again.
         """
         return Place(self, name, allowance)
 
     def tell(self, seconds: float = 0.0) -> None:
-        """Whatever is being done goes on, and nothing need be heard for so many seconds. From any thread."""
+        """Report progress of the current activity, which may now stay silent for ``seconds``. May be called
+        from any thread.
+        """
         place = self._place
         if place is not None:
             place.silent_until = self._clock() + seconds
 
     def renew(self) -> None:
-        """The process was stopped for a while: the allowance begins anew."""
+        """Restart the allowance, because the process was stopped for a while."""
         place = self._place
         if place is not None:
             self.tell(place.allowance)
 
     def overdue(self) -> tuple[float, str | None]:
-        """Say for how many seconds something should have been heard, and of what; 0 when all is well. From
-        any thread.
+        """Return how many seconds a report of progress is overdue, and the name of the activity; 0 if none is
+        overdue. May be called from any thread.
         """
         place = self._place
         if place is None:
@@ -62,7 +65,7 @@ class Progress:
 
 
 class Place(Record):
-    """What :meth:`Progress.within` returns."""
+    """Context manager that :meth:`Progress.within` returns."""
 
     _progress: Progress
     name: str
@@ -77,6 +80,6 @@ class Place(Record):
         progress._place = self
 
     def __exit__(self, *_error: object) -> None:
-        # Also out of a place that a signal has left without its `__exit__`.
+        # Set the outer place even if a signal left an inner place without calling its `__exit__`.
         self._progress._place = self._outer
         self._progress.renew()

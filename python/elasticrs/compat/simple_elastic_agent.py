@@ -1,8 +1,7 @@
-"""Torch's agent classes: agents that can be subclassed, and what they say of workers.
+"""Torch's agent base classes, which users can subclass, and the events and metrics of those agents.
 
-:class:`SimpleElasticAgent` runs the hooks of a subclass in torch's order, looking at the workers every
-``monitor_interval``. The agent that waits instead of looking is
-:class:`~elasticrs.agent.server.LocalElasticAgent`.
+:class:`SimpleElasticAgent` calls the hooks of a subclass in torch's order and polls the workers every
+``monitor_interval``. :class:`~elasticrs.agent.server.LocalElasticAgent` waits for events instead.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ DEFAULT_ROLE = "default"
 _TERMINAL_STATE_SYNC_ID = rank_exchange.TERMINAL_STATE_SYNC_ID
 
 _BARRIER_PERIOD = 0.1
-"""Seconds between two looks at the exit barrier, at most."""
+"""Maximum number of seconds between two polls of the exit barrier."""
 
 _log = logging.getLogger("elasticrs.agent")
 
@@ -71,20 +70,20 @@ class ElasticAgent(ABC):
 
     @abstractmethod
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
-        """The workers; not to be changed."""
+        """The worker group. Do not change it."""
 
 
 class SimpleElasticAgent(ElasticAgent):
     """An agent whose subclass says how workers are started, watched and stopped.
 
-    The hooks and their order are torch's. A subclass that was written for an older release is called as it
-    was there: ``_stop_workers`` and ``_shutdown`` get those arguments that they take.
+    The hooks and their order are those of torch. Hooks that were written for an older release work as well:
+    ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept.
 
-    A hook that hangs is known by ``_get_alive_time``, which a health check server can ask
-    (``docs/metrics.md``); one that takes long says by ``_tell_progress`` that it goes on.
+    ``_get_alive_time`` shows whether a hook hangs, and a health check server can call it
+    (``docs/metrics.md``). A hook that takes long reports progress with ``_tell_progress``.
 
     Args:
-        spec: the workers.
+        spec: specification of the workers.
         exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment or 300 when
             ``None``.
         shutdown_timeout: seconds between the signal and SIGKILL; from the environment or 30 when ``None``.
@@ -113,7 +112,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @property
     def _store(self) -> Any:
-        """Of the round, unless a subclass has put in another one."""
+        """The store of the current round, unless a subclass has set another one."""
         return self._worker_group.store if self._given_store is None else self._given_store
 
     @_store.setter
@@ -129,7 +128,9 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop them all. A method that has torch 2.5's second argument, ``is_restart``, gets it."""
+        """Stop all workers. Hooks with torch 2.5's second parameter, ``is_restart``, also get that
+        argument.
+        """
 
     @abstractmethod
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -137,8 +138,9 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        """Release everything; workers that are still there get the signal. A method gets those arguments that
-        it has: older releases of torch know no ``timeout``, and 2.5 and 2.6 an ``is_restart``.
+        """Release everything, and send the signal to workers that are still running. A hook gets only the
+        arguments that it accepts: older releases of torch have no ``timeout``, and 2.5 and 2.6 have
+        ``is_restart``.
         """
 
     @prof
@@ -170,8 +172,8 @@ class SimpleElasticAgent(ElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Agree on ranks over the store, in torch's terms; without it where all nodes are alike, which is to
-        say with one node, or with ``TORCH_ELASTIC_WORKER_IDENTICAL=1``.
+        """Assign ranks in agreement with the other nodes, over the store. The store is not needed with a
+        single node, or if ``TORCH_ELASTIC_WORKER_IDENTICAL=1`` says that all nodes are alike.
         """
         own = NodeShare(spec.role, spec.local_world_size)
         if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
@@ -205,16 +207,16 @@ class SimpleElasticAgent(ElasticAgent):
 
     @prof
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """See :class:`ElasticAgent`; whatever happens, ``_shutdown`` is called at the end.
+        """Run the workers; see :class:`ElasticAgent`. ``_shutdown`` is always called at the end.
 
         Raises:
-            SignalException: a signal asked to stop; ``_shutdown`` has passed it on.
+            SignalException: a signal asked the agent to stop. ``_shutdown`` has passed it on to the workers.
         """
         return self._run_and_shut_down(partial(self._invoke_run, role))
 
     def _run_and_shut_down(self, invoke: Callable[[], RunResult], *, is_observed: bool = False) -> RunResult:
-        """Run the workers, and shut down whatever happens. ``is_observed``: events and metrics are recorded
-        there already.
+        """Run the workers, and always shut down at the end. With ``is_observed``, observers record the events
+        and metrics.
         """
         started = time.monotonic()
         is_shut_down = False
@@ -237,7 +239,7 @@ class SimpleElasticAgent(ElasticAgent):
                 if not is_kind(error, RendezvousError):
                     self._tell_failure(error)
                 raise
-            # In torch this returns nothing, which its launcher does not expect.
+            # Torch returns nothing here, but its launcher does not expect that.
             _log.info("%s", error)
             self._worker_group.state = WorkerState.SUCCEEDED
             return RunResult(WorkerState.SUCCEEDED)
@@ -248,7 +250,9 @@ class SimpleElasticAgent(ElasticAgent):
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, found: RunResult | Exception) -> None:
-        """For the other nodes, when the launcher shuts the handler down; torch's handlers have no way to."""
+        """Pass the reason of the failure to the handler, which reports it to other nodes when the launcher
+        shuts it down. Torch's handlers have no such method.
+        """
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
         if set_failed is not None:
             set_failed(_first_failure(found))
@@ -274,25 +278,26 @@ class SimpleElasticAgent(ElasticAgent):
             put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
             put_metric(f"workers.{group.spec.role}.{result.state.name.lower()}", 1)
             if result.state == WorkerState.SUCCEEDED:
-                # Torch's hook returns nothing, and so may a user's.
+                # Treat ``None`` as success, because torch's hook returns nothing and a user's hook may do the
+                # same.
                 with self._progress.within("_exit_barrier", self._exit_barrier_timeout):
                     is_over = self._exit_barrier() is not False
                 if is_over:
                     return result
-                # Another node has failed, and all run again.
+                # Another node has failed, so all workers restart.
                 self._restart_workers(group)
             elif result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
                 if self._remaining_restarts <= 0:
                     with self._progress.within("_stop_workers", self._shutdown_timeout):
                         _call(self._stop_workers, group)
                     group.state = WorkerState.FAILED
-                    # In torch UNHEALTHY stands, which is no failure to its launcher.
+                    # Return FAILED, because torch's launcher does not treat UNHEALTHY as a failure.
                     return RunResult(WorkerState.FAILED, result.return_values, result.failures)
                 self._remaining_restarts -= 1
                 self._tell_restart(result.state)
                 self._restart_workers(group)
             elif result.state == WorkerState.HEALTHY:
-                # A node that waits is let in; that costs no restart.
+                # Restart the workers to admit a waiting node. This costs no restart.
                 with self._progress.within("num_nodes_waiting", 0):
                     are_waiting = group.spec.rdzv_handler.num_nodes_waiting() > 0
                 if are_waiting:
@@ -301,29 +306,31 @@ class SimpleElasticAgent(ElasticAgent):
                 raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
 
     def _tell_restart(self, state: WorkerState) -> None:
-        """A restart has been charged, as the workers are in this state. Not in torch."""
+        """Report that a restart was charged because of this state of the workers. Not in torch."""
         left, most = self._remaining_restarts, self._worker_group.spec.max_restarts
         _log.warning("the workers are %s; restarting, %d of %d left", state.name, left, most)
 
     def _get_alive_time(self) -> float:
-        """When there was progress last, in seconds since 1970; from any thread.
+        """Return the time of the last progress, in seconds since 1970. May be called from any thread.
 
-        As long as hooks do not take longer than is allowed for them, that is now.
+        That is the current time, unless a hook has exceeded its allowed time.
         """
         return time.time() - self._progress.overdue()[0]
 
     def _tell_progress(self, seconds: float = 0.0) -> None:
-        """For hooks that take long: what is being done goes on, and nothing more need be heard for so many
-        seconds. Not in torch; from any thread.
+        """Say that a hook that takes long still makes progress. The next call, or the end of the hook, may
+        take up to ``seconds``. Can be called from any thread. Torch has no such method.
         """
         self._progress.tell(seconds)
 
     def _pause(self, seconds: float) -> None:
-        """Wait between two looks; not in torch. A subclass that is told of events may return earlier."""
+        """Wait before the next check of the workers. A subclass that receives events may return earlier. Not
+        in torch.
+        """
         time.sleep(seconds)
 
     def _exit_barrier(self) -> bool | None:
-        """Wait until all nodes have finished, at most ``exit_barrier_timeout``.
+        """Wait until all nodes have finished, for at most ``exit_barrier_timeout``.
 
         Returns:
             ``False``: the round has ended for another reason. Not in torch, whose hook returns nothing.
@@ -337,10 +344,12 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # Another handler, as torch's, shows newcomers here: no reason to run again.
+            # Watch only handlers with `set_succeeded`. Other handlers, such as torch's, also report new nodes
+            # here, which are no reason to restart.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
-            # As in torch: the work is done, and the node that served the store may have left first.
+            # As in torch, ignore the error: the work is done, and the node that served the store may have
+            # left already.
             _log.warning("the store was lost in the exit barrier: %s", error)
             return True
         finally:
@@ -363,11 +372,11 @@ class SimpleElasticAgent(ElasticAgent):
     # --- events and metrics ---
 
     def get_event_failed(self) -> Event:
-        """That this agent has failed, with the error that is being handled."""
+        """Return the event for the failure of this agent, with the exception that is being handled."""
         return self._construct_event("FAILED", EventSource.AGENT, raw_error=traceback.format_exc())
 
     def get_event_succeeded(self) -> Event:
-        """That this agent has come to its end."""
+        """Return the event for the successful end of this agent."""
         return self._construct_event("SUCCEEDED", EventSource.AGENT)
 
     @contextmanager
@@ -397,9 +406,9 @@ class SimpleElasticAgent(ElasticAgent):
     def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
         has_failed = worker.global_rank in result.failures
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
-            # It was stopped because of others.
+            # The worker was stopped because other workers failed.
             return "TERMINATED"
-        # Values mean nothing where workers are programs, and a subclass may give none.
+        # Programs return no values, and a subclass may return none either, so a missing value proves nothing.
         if has_failed or worker.global_rank in result.return_values or not result.return_values:
             return result.state.value
         raise ValueError(f"Unknown worker: {worker.global_rank}")
@@ -426,7 +435,7 @@ class SimpleElasticAgent(ElasticAgent):
         metadata = status_metadata(
             state,
             inner,
-            # Where nobody hears of it the resolver, which may take long, is not asked.
+            # Do not resolve the host name if no handler records the event, because the resolver may be slow.
             hostname=os.uname().nodename if spec.event_log_handler == "null" else None,
             run_id=spec.rdzv_handler.get_run_id(),
             group_rank=group.group_rank,
@@ -467,8 +476,8 @@ def _first_failure(found: RunResult | Exception) -> str:
 
 
 def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Call a hook that may have been written for another release: ``named`` is what only some have,
-    ``timeout`` the newer ones, ``is_restart`` those that named it.
+    """Call a hook that may have been written for another release of torch. Arguments in ``named`` are passed
+    only if the hook accepts them.
     """
     taken = inspect.signature(method).parameters
     kinds = {each.kind for each in taken.values()}

@@ -1,4 +1,5 @@
-"""Events of a job: names, order and JSON of torch, with real times and destinations that last.
+"""Events of a job, with the names, the order and the JSON format of torch, but with real times and reliable
+destinations.
 
 >>> from elasticrs import events
 >>> events.record(events.Event("my.event", events.EventSource.WORKER), destination="console")
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 STATUS = "torchelastic.worker.status."
-"""In the name of an event, before the state that an agent or a worker has come to."""
+"""Prefix of an event's name, before the state of an agent or a worker."""
 
 _ORDER = (
     *("run_id", "global_rank", "group_rank", "worker_id", "role", "hostname", "state", "total_run_time"),
@@ -67,16 +68,16 @@ def record(event: Event, destination: str = "null") -> None:
     """Pass an event on.
 
     Args:
-        event: with a timestamp of 0, it happens now.
+        event: event to record. A timestamp of 0 means now.
         destination: see :func:`get_logging_handler`.
 
     Raises:
-        KeyError: no such destination.
+        KeyError: the destination does not exist.
         OSError: the file of the destination cannot be opened.
     """
     if event.timestamp == 0:
         event = replace(event, timestamp=time.time_ns() // 1_000_000)
-    # Of a watchdog's events the state says how the agent is.
+    # For events of a watchdog, the state describes the agent, so failures are found by the event's name.
     is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
 
@@ -88,22 +89,24 @@ def status_metadata(
     hostname: EventMetadataValue = None,
     **known: EventMetadataValue,
 ) -> dict[str, EventMetadataValue]:
-    """Return the metadata of an event of a job, in torch's order; what is not known is ``None``, but for the
-    name of this host, which the resolver is asked for.
+    """Return the metadata of an event of a job, in torch's order. Unknown values are ``None``. An unknown
+    host name is looked up with the resolver.
     """
     known |= {"state": state, "hostname": hostname or fq_hostname(), "metadata": json.dumps(inner)}
     return {**{name: known.get(name) for name in _ORDER}, **known}
 
 
 def details_of_worker(worker: WorkerRanks | Worker, exit_code: object, pid: object) -> dict[str, object]:
-    """Return what else an event of a worker tells: lists of one, as readers of torch's events know them."""
+    """Return the details of an event of a worker. Each value is a list with a single item, as in torch's
+    events.
+    """
     names = ("local_rank", "role_rank", "role_world_size")
     found = {name: getattr(worker, name) for name in names} | {"exit_code": exit_code, "worker_pid": pid}
     return {name: [value] for name, value in found.items()}
 
 
 def record_rdzv_event(event: RdzvEvent) -> None:
-    """Pass an event of a rendezvous on, to the destination ``dynamic_rendezvous``."""
+    """Record a rendezvous event at the destination ``dynamic_rendezvous``."""
     is_failure = event.node_state is NodeState.FAILED
     _get_or_create_logger("dynamic_rendezvous").info(event.serialize(), extra={"is_failure": is_failure})
 
@@ -119,18 +122,19 @@ def construct_and_record_rdzv_event(
     local_id: int | None = None,
     rank: int | None = None,
 ) -> None:
-    """Make an event of a rendezvous and record it; costs nothing while its destination is a ``NullHandler``.
+    """Create and record a rendezvous event. Does nothing if the handler of the destination is a
+    ``NullHandler``.
 
     Args:
-        run_id: the name of the job.
+        run_id: name of the job.
         message: what happened.
-        node_state: where the node stands; with FAILED, the exception that is being handled goes along.
-        name: what was going on; the calling function when empty.
-        hostname: of the node; this machine when empty.
-        pid: of the agent; this process when ``None``.
-        master_endpoint: of the rendezvous.
-        local_id: of the node in the rendezvous.
-        rank: of the node.
+        node_state: state of the node. With FAILED, the event includes the exception that is being handled.
+        name: name of the activity; the calling function if empty.
+        hostname: host name of the node; this machine if empty.
+        pid: pid of the agent; this process if ``None``.
+        master_endpoint: endpoint of the rendezvous.
+        local_id: local id of the node in the rendezvous.
+        rank: rank of the node.
     """
     if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
         return

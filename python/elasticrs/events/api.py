@@ -1,4 +1,4 @@
-"""What an event is, and its JSON, which is torch's."""
+"""Event classes, and their JSON format, which is the same as in torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import Enum
 __all__ = ["Event", "EventMetadataValue", "EventSource", "NodeState", "RdzvEvent"]
 
 EventMetadataValue = str | int | float | bool | None
-"""What a value of an event's metadata can be."""
+"""Type of a value in an event's metadata."""
 
 
 class EventSource(str, Enum):
-    """Who tells of an event."""
+    """Source of an event."""
 
     AGENT = "AGENT"
     WORKER = "WORKER"
@@ -30,14 +30,13 @@ class _Serialized:
 
 @dataclass
 class Event(_Serialized):
-    """Something that happened in a job, as in torch.
+    """An event of a job, as in torch.
 
     Args:
-        name: such as ``torchelastic.worker.status.FAILED``.
-        source: who tells of it.
-        timestamp: milliseconds since 1970; 0 stands for the moment in which it is recorded (torch leaves the
-            0).
-        metadata: whatever belongs to it.
+        name: name of the event, such as ``torchelastic.worker.status.FAILED``.
+        source: source of the event.
+        timestamp: milliseconds since 1970; 0 for the time at which the event is recorded (torch keeps the 0).
+        metadata: further data of the event.
     """
 
     name: str
@@ -47,12 +46,12 @@ class Event(_Serialized):
 
     @staticmethod
     def deserialize(data: str | Event) -> Event:
-        """The event of a JSON text; an event is returned as it is.
+        """Return the event that a JSON text describes. An event object is returned unchanged.
 
         Raises:
-            ValueError: the text is no JSON.
-            KeyError: it has no source, or an unknown one.
-            TypeError: it lacks a field, or has one too many.
+            ValueError: the text is not JSON.
+            KeyError: the source is missing or unknown.
+            TypeError: a field is missing or unknown.
         """
         if isinstance(data, Event):
             return data
@@ -61,7 +60,7 @@ class Event(_Serialized):
 
 
 class NodeState(str, Enum):
-    """Where a node stands in a rendezvous."""
+    """State of a node in a rendezvous."""
 
     INIT = "INIT"
     RUNNING = "RUNNING"
@@ -71,19 +70,19 @@ class NodeState(str, Enum):
 
 @dataclass
 class RdzvEvent(_Serialized):
-    """Something that happened in a rendezvous, as in torch.
+    """An event of a rendezvous, as in torch.
 
     Args:
-        name: ``file:function`` of what was going on.
-        run_id: the name of the job.
+        name: activity, as ``file:function``.
+        run_id: name of the job.
         message: what happened.
-        hostname: of the node.
-        pid: of the agent.
-        node_state: where the node stands.
-        master_endpoint: of the rendezvous, when it is known.
-        rank: of the node, when it is known.
-        local_id: of the node in the rendezvous, when it is known.
-        error_trace: of an error.
+        hostname: host name of the node.
+        pid: pid of the agent.
+        node_state: state of the node.
+        master_endpoint: endpoint of the rendezvous, if known.
+        rank: rank of the node, if known.
+        local_id: local id of the node in the rendezvous, if known.
+        error_trace: traceback of an error.
     """
 
     name: str
@@ -99,12 +98,12 @@ class RdzvEvent(_Serialized):
 
     @staticmethod
     def deserialize(data: str | RdzvEvent) -> RdzvEvent:
-        """The event of a JSON text; an event is returned as it is.
+        """Return the event that a JSON text describes. An event object is returned unchanged.
 
         Raises:
-            ValueError: the text is no JSON.
-            KeyError: it has no state, or an unknown one.
-            TypeError: it lacks a field, or has one too many.
+            ValueError: the text is not JSON.
+            KeyError: the state is missing or unknown.
+            TypeError: a field is missing or unknown.
         """
         if isinstance(data, RdzvEvent):
             return data

@@ -1,7 +1,7 @@
-"""Where events go: handlers of :mod:`logging`, by the name of their destination.
+"""Destinations of events: :mod:`logging` handlers, by name.
 
-``_log_handlers`` is torch's table, which users change. What is not in it is ``file:PATH``, or comes from a
-package that offers a factory of handlers in the group ``elasticrs.event_handlers`` of its entry points.
+``_log_handlers`` is torch's table, which users may change. Other destinations are ``file:PATH``, or come from
+a package that provides a handler factory in the entry point group ``elasticrs.event_handlers``.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _FILE = "file:"
 _SLOW = "slow"
 
 _PATIENCE = 2.0
-"""Seconds that a console which takes nothing holds up the end of the process."""
+"""Seconds for which the end of the process waits for a console that is not read."""
 
 _WAITING = 10_000
-"""So many lines wait for a console; the others are dropped."""
+"""Maximum number of lines that wait for a console. Further lines are dropped."""
 
 _log = logging.getLogger("elasticrs.events")
 
 
 class UnknownDestinationError(KeyError):
-    """No handler has this name. A ``KeyError``, as in torch."""
+    """No event handler has this name. As in torch, this is a ``KeyError``."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class ConsoleHandler(_StreamHandler):
-    """Bare lines on standard error, which never wait for a console that is not read."""
+    """Writes lines without a prefix to standard error, and never waits for a console that is not read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ class ConsoleHandler(_StreamHandler):
         self._owner = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line now, or keep it until the console takes it."""
+        """Write a line now, or queue it until the console accepts it."""
         try:
             descriptor = self.stream.fileno()
         except (OSError, ValueError):
-            # Not a file: whoever has put it in place of standard error takes the text.
+            # Standard error was replaced by an object without a descriptor. Write the text to that object.
             super().emit(record)
             return
         if self._console is None or self._owner != os.getpid():
@@ -68,7 +68,7 @@ class ConsoleHandler(_StreamHandler):
             self._console.write(self.format(record) + self.terminator, 0.0)
 
     def flush(self) -> None:
-        """Let the console catch up, for a while."""
+        """Wait for the console to take all lines, for a limited time."""
         if self._console is not None and self._owner == os.getpid():
             self._console.write("", _PATIENCE)
         elif self._console is None:
@@ -76,21 +76,23 @@ class ConsoleHandler(_StreamHandler):
 
 
 class LineFileHandler(logging.Handler):
-    """JSON Lines: each event is one ``write`` at the end of the file, and failures are written to the disk.
+    """Handler that appends events to a file in JSON Lines format. Each event is a single ``write``, and
+    failure events are flushed to disk.
 
-    Writing may block, as file systems hang. An agent has it done by a thread: see :meth:`write_behind`.
+    Writing may block, because file systems may hang. An agent therefore writes in a thread; see
+    :meth:`write_behind`.
 
     Args:
-        path: of the file; created with mode 0644 when it is not there, and appended to when it is.
+        path: path of the file. A new file gets mode 0644; an existing one is appended to.
 
     Raises:
-        OSError: it cannot be opened; a FIFO that nobody reads is ``ENXIO``.
+        OSError: the file cannot be opened. The error is ``ENXIO`` for a FIFO without a reader.
     """
 
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = path
-        # Without waiting: the other end of a FIFO may never come.
+        # Open without blocking, because a FIFO may have no reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
         self._fd = os.open(path, flags, 0o644)
         self._complaints: set[str] = set()
@@ -98,7 +100,9 @@ class LineFileHandler(logging.Handler):
         self._agents = 0
 
     def write_behind(self) -> None:
-        """Leave the writing to a thread until :meth:`write_through` has been called as often."""
+        """Write in a background thread until :meth:`write_through` has been called once for each call of this
+        method.
+        """
         self._agents += 1
         if self._behind is None or not self._behind.is_ours:
             from elasticrs.events.behind import Behind
@@ -106,7 +110,9 @@ class LineFileHandler(logging.Handler):
             self._behind = Behind(self._write)
 
     def write_through(self) -> None:
-        """Wait for what is not written yet, for a while; the thread ends, unless it hangs."""
+        """Wait for unwritten lines, for a limited time. When the last agent calls this, the thread also ends,
+        unless it hangs.
+        """
         self._agents -= 1
         behind = self._behind
         if behind is None or not behind.is_ours:
@@ -119,7 +125,7 @@ class LineFileHandler(logging.Handler):
             behind.end()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append a line; what is wrong is told once, and never ends the job."""
+        """Append a line. Each kind of error is reported once and never ends the job."""
         line, is_failure = (self.format(record) + "\n").encode(), getattr(record, "is_failure", False)
         if self._behind is None or not self._behind.is_ours:
             self._write(line, is_failure)
@@ -141,7 +147,7 @@ class LineFileHandler(logging.Handler):
             _log.warning("events cannot be written to %s: %s", self._path, what)
 
     def flush(self) -> None:
-        """Wait for what is not written yet, for a while."""
+        """Wait for unwritten lines, for a limited time."""
         if self._behind is not None and self._behind.is_ours:
             self._behind.wait(0.0 if _SLOW in self._complaints else _PATIENCE)
 
@@ -163,15 +169,15 @@ _log_handlers: dict[str, logging.Handler] = {
 
 
 def get_logging_handler(destination: str = "null") -> logging.Handler:
-    """The handler of a destination, made when it is first asked for.
+    """Return the handler of a destination, created on first use.
 
     Args:
         destination: a name of the table, ``file:PATH``, or the name of an entry point.
 
     Raises:
-        UnknownDestinationError: there is none of that name.
+        UnknownDestinationError: the destination does not exist.
         OSError: the file cannot be opened.
-        TypeError: an entry point gives something else than a handler.
+        TypeError: an entry point returns an object that is not a handler.
     """
     handler = _log_handlers.get(destination)
     if handler is None:

@@ -1,7 +1,7 @@
-"""The full name of this machine, asked for once and not for long.
+"""The fully qualified name of this machine, resolved once and with a short time limit.
 
-Torch asks the resolver for every event. Where the name server is gone, that takes seconds each time, in the
-loop that watches the workers.
+Torch calls the resolver for every event. If the name server is down, each call takes seconds, in the loop
+that monitors the workers.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import socket
 import threading
 
 PATIENCE = 1.0
-"""Seconds that the resolver gets."""
+"""Time limit for the resolver, in seconds."""
 
 _lock = threading.Lock()
 _known: dict[int, str] = {}
 
 
 def fq_hostname() -> str:
-    """The name that the resolver gives this machine, or the kernel's when that takes too long; always the
-    same one in a process.
+    """Return the name that the resolver gives this machine, or the kernel's name if the resolver is too slow.
+    The result stays the same within a process.
     """
     with _lock:
-        # A child made by fork may be in another network.
+        # Ask again in a forked child, because it may be in another network namespace.
         pid = os.getpid()
         if pid not in _known:
             _known.clear()
@@ -32,7 +32,7 @@ def fq_hostname() -> str:
 
 def _ask(patience: float) -> str:
     found: list[str] = []
-    # A daemon: a resolver that hangs does not keep the process.
+    # A daemon thread, so that a hanging resolver does not keep the process alive.
     asker = threading.Thread(target=lambda: found.append(socket.getfqdn()), name="fq-hostname", daemon=True)
     asker.start()
     asker.join(patience)

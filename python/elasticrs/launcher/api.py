@@ -1,6 +1,6 @@
 """Launching from Python: torch's names and signatures (``torch.distributed.launcher``).
 
-Works inside a host application: outside of the main thread no signal handlers are installed, and the
+Can be used inside a host application: outside of the main thread no signal handlers are installed, and the
 application's own children are never touched.
 """
 
@@ -161,15 +161,15 @@ class LaunchConfig:
 
 
 _OF_WORKERS = {each.name for each in fields(LaunchConfig)} & {each.name for each in fields(WorkerSpec)}
-"""Fields that concern the workers: both classes have them."""
+"""Fields for the workers, which both classes have."""
 
 
 class elastic_launch:  # noqa: N801 -- torch's name
     """Runs a function or a program as a distributed job: ``elastic_launch(config, function)(*arguments)``.
 
     Args:
-        config: what the job is to be.
-        entrypoint: a function that can be imported by name, or a program.
+        config: configuration of the job.
+        entrypoint: function that can be imported by name, or program.
         health_check_server: see :class:`~elasticrs.agent.server.LocalElasticAgent`.
     """
 
@@ -245,7 +245,7 @@ def launch_agent(
         signals_to_forward=config.signals_to_forward,
         stop_scope=config.stop_scope,
     )
-    # As in torch: agents and contexts that come later, in this program and in its children, go by it.
+    # Set the variable for agents and contexts that this program or its children create later, as in torch.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     alive_callback = getattr(health_check_server, "alive_callback", None)
     if isinstance(alive_callback, _AliveCallbackProxy):
@@ -265,7 +265,9 @@ def launch_agent(
 
 
 def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
-    """Run an agent, and record how that ended: as in torch the last event of a job, by the launcher."""
+    """Run an agent and record its outcome. As in torch, this is the last event of a job and the launcher
+    records it.
+    """
     try:
         result = agent.run()
     except Exception:
@@ -277,8 +279,9 @@ def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
 
 @contextmanager
 def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
-    """End a rendezvous after its job, but not when this node was asked to stop: that would end the job on all
-    nodes. An error of the handler is a warning, as the job's outcome stands.
+    """Close a rendezvous after its job. Leave it open if a signal stopped this node, because closing would
+    end the job on all nodes. An error of the handler is only a warning, because the outcome of the job is
+    already known.
     """
     is_signalled = False
     try:

@@ -1,8 +1,8 @@
-"""From the command line and ``PET_*`` variables to a :class:`Launch`.
+"""Parsing of the command line and of ``PET_*`` variables into a :class:`Launch`.
 
-The grammar is argparse's, as far as torchrun's users can tell: ``--name value``, ``--name=value``, ``-r3``,
-``-r 3``, unambiguous abbreviations, ``--`` before the script; everything after the script belongs to the
-script.
+The grammar is that of argparse, as far as users of torchrun can notice: ``--name value``, ``--name=value``,
+``-r3``, ``-r 3``, unambiguous abbreviations, and ``--`` before the script. Everything after the script
+belongs to the script.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help all lists the options"
 _MANY = 32
-"""Workers for each CPU; more are most likely a mistake."""
+"""Maximum number of workers per CPU. A larger number is most likely a mistake."""
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
@@ -38,9 +38,9 @@ JOB_OPTIONS = (
     *("hang_timeout", "hang_startup_timeout", "hang_exit_timeout", "exit_timeout", "warm_timeout"),
     "log_prefix",
 )
-"""Options that are settings of :class:`~elasticrs.config.JobConfig` as they are."""
+"""Options that are passed unchanged as settings of :class:`~elasticrs.config.JobConfig`."""
 LOG_OPTIONS = ("log_dir", "redirects", "tee", "local_ranks_filter", "capture_stderr")
-"""The same for :class:`~elasticrs.config.LogSettings`."""
+"""Options that are passed unchanged as settings of :class:`~elasticrs.config.LogSettings`."""
 
 
 class Namespace:
@@ -63,7 +63,7 @@ class Namespace:
 
 
 def values_of(args: Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of these options, by name."""
+    """Return the values of these options as a dict."""
     return {name: getattr(args, name) for name in names}
 
 
@@ -85,15 +85,15 @@ class Launch(Value):
     """A job that is ready to run, and the command of its workers.
 
     Args:
-        job: what the agent needs.
-        logs: where output goes.
-        command: program and arguments of a worker.
+        job: configuration for the agent.
+        logs: settings for the output.
+        command: program and arguments of each worker.
         notices: lines for the user, such as a default that was chosen.
-        variables: what is added to the environment of every worker.
-        observe: who is told about it.
-        runs_path: the command is a script and its arguments, for :func:`run_script_path`.
-        start_method: for such a command: ``spawn``, ``fork`` or ``forkserver``.
-        handler: the nodes meet through a handler that polls; ``None``: not so.
+        variables: variables that are added to the environment of each worker.
+        observe: settings for events, metrics and health checks.
+        runs_path: true if the command is a script and its arguments, for :func:`run_script_path`.
+        start_method: start method for such a command: ``spawn``, ``fork`` or ``forkserver``.
+        handler: settings of a polled rendezvous handler; ``None`` if there is none.
     """
 
     job: JobConfig
@@ -112,10 +112,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
     Args:
         argv: the arguments, without the program.
-        environ: for ``PET_*`` defaults; an argument wins over its variable.
+        environ: environment with ``PET_*`` defaults. An argument overrides its variable.
 
     Raises:
-        UsageError: one line for the user.
+        UsageError: the command line has a mistake. The text is one line for the user.
         HelpRequested: ``--help``, ``--version`` or ``--print-completion``.
     """
     values: dict[str, object] = {}
@@ -137,10 +137,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
-    """Turn the options into a job, and check everything that can be checked before something is started.
+    """Convert the options into a job, and check everything that can be checked before any process is started.
 
     Raises:
-        UsageError: one line for the user.
+        UsageError: the command line has a mistake. The text is one line for the user.
     """
     notices: list[str] = []
     command = _command(args, environ)
@@ -209,7 +209,7 @@ def _observe(
         args.event_log_handler,
         os.path.basename(command[0]),
         "c10d" if meeting.rendezvous is None else meeting.rendezvous.backend,
-        # The one way to take metrics of the command line; see `elasticrs.metrics`.
+        # This file is the only way in which a command-line job can receive metrics; see `elasticrs.metrics`.
         has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
         health_port=_health_port(args, environ, notices),
         health_host=args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK,
@@ -225,7 +225,7 @@ def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]
     try:
         return config.health_port(text)
     except ValueError as error:
-        # As in torch, no reason to refuse the job.
+        # As in torch, an invalid port does not prevent the job.
         notices.append(
             f"no health check server: TORCHELASTIC_HEALTH_CHECK_PORT: got {text!r}, expected {error}"
         )
@@ -255,7 +255,8 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     found = _BY_LETTER.get(letter)
     if found is None:
         near = _suggestion(argument[1:])
-        # Name only the first letter, unless the whole word resembles a long option.
+        # Name only the first letter in the error, because several letters may be written as one word. Name
+        # the whole word if it resembles a long option.
         raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
     if found.is_flag:
         more = _read("-" + tail, arguments) if tail else {}
@@ -288,7 +289,7 @@ def _find(typed: str) -> Option:
     if name in ("help", "version"):
         raise HelpRequested(name)
     candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
-    # What is clear to torchrun stays clear, however many options we add.
+    # An abbreviation that is unambiguous in torchrun stays unambiguous, although elasticrs has more options.
     torchs = [option for option in candidates if option.group != OURS]
     if not torchs and name and "help".startswith(name):
         raise HelpRequested("help")
@@ -310,8 +311,8 @@ def _suggestion(name: str) -> str:
 
 def _value(option: Option, arguments: Iterator[str]) -> str:
     text = next(arguments, None)
-    # As in argparse: what looks like an option is none's value, unless it is a negative number or has a
-    # space.
+    # As in argparse, text that looks like an option is not a value, unless it is a negative number or
+    # contains a space.
     if text is None or (text.startswith("-") and len(text) > 1 and " " not in text and not _is_number(text)):
         example = f"{option.flag} {option.kind.metavar if option.kind is not None else ''}"
         raise UsageError(f"{option.flag}: a value is missing, as in {example}")
@@ -334,7 +335,7 @@ def _convert(option: Option, name: str, text: str) -> object:
 
 
 def _defaults(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[str, object]:
-    """Of all options; the variables of those that were given are not looked at."""
+    """Return the default of each option. Do not read the environment variables of options that were given."""
     found: dict[str, object] = {}
     for option in OPTIONS:
         found[option.dest] = option.default

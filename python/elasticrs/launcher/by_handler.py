@@ -1,8 +1,8 @@
 """Jobs of the command line whose rendezvous handler is polled.
 
-That is one of a package (``--rdzv-backend`` with the name of an entry point, or one that a program has
-registered), and ``c10d`` with ``store_type=file``. The agent is torch's loop over our workers: see
-:class:`~elasticrs.agent.server.LocalElasticAgent`. Imported for such jobs only.
+These are handlers of packages (``--rdzv-backend`` with the name of an entry point, or of a handler that a
+program has registered), and ``c10d`` with ``store_type=file``. The agent runs torch's loop with our workers;
+see :class:`~elasticrs.agent.server.LocalElasticAgent`. Imported for such jobs only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MISTAKES = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 }
 _DEFAULT_TIMEOUT = 900
-"""Seconds; torch's launcher passes it to every handler."""
+"""Timeout in seconds that torch's launcher passes to every handler."""
 
 
 def run_by_handler(
@@ -59,15 +59,15 @@ def run_by_handler(
     """Run the job to its end; return the exit code.
 
     Args:
-        launch: the job.
-        handler: what to make the handler from.
+        launch: job to run.
+        handler: settings of the handler.
         workers: starts the processes.
-        console: for lines to the user.
-        signals: those that came before are heard; from here on they are raised.
-        write: takes the report of a failure.
+        console: console for lines to the user.
+        signals: caught signals. Earlier ones are handled here; from now on they raise exceptions.
+        write: prints the failure report.
 
     Raises:
-        UsageError: settings that the handler does not take.
+        UsageError: the handler rejects the settings.
     """
     if launch.observe.event_log_handler != "null":
         check_destination(launch.observe.event_log_handler)
@@ -76,7 +76,7 @@ def run_by_handler(
     logger.addHandler(lines)
 
     def stop_for_a_while(_signum: int, _frame: FrameType | None) -> None:
-        # The other signals are raised by their own handlers.
+        # Other signals raise exceptions in their own handlers.
         if signals is not None and signal.SIGTSTP in signals.take():
             if agent is None:
                 suspend(None, signals)
@@ -110,7 +110,7 @@ def run_by_handler(
 
 
 class _Lines(logging.Handler):
-    """What the agent warns of, as lines to the user."""
+    """Prints warnings of the agent as lines for the user."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -141,7 +141,7 @@ def _make_agent(
     )
     agent = LocalElasticAgent(
         spec,
-        # Not asked: the workers come with theirs.
+        # The agent does not use these specs, because the workers below come with their own log files.
         DefaultLogsSpecs(os.devnull),
         exit_barrier_timeout=settings.exit_barrier_timeout,
         shutdown_timeout=job.shutdown_timeout,
@@ -179,7 +179,9 @@ def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
 
 
 def _is_no_place_for_a_file(error: BaseException | None, settings: HandlerSettings) -> TypeGuard[OSError]:
-    """True if the user's path can never work, as opposed to a failure of the file system."""
+    """Return true if the error shows that the user's path can never work. Return false if the file system
+    failed.
+    """
     is_given = settings.backend == C10D and is_in_file(settings.config) and settings.endpoint.strip()
     return bool(is_given) and isinstance(error, OSError) and error.errno in _MISTAKES
 

@@ -1,8 +1,9 @@
-"""What the command line does: options in, exit code out; no logic. See :mod:`elasticrs.launch`.
+"""Implementation of the command line: parses options, runs the job, and returns an exit code. See
+:mod:`elasticrs.launch`.
 
-Exit codes: 0 when every worker exited 0; 1 when the job failed or was ended by a signal; 2 for a mistake in
-the command line or its environment: then nothing was started, and stderr has one line that says what is
-wrong.
+The exit code is 0 if every worker exited with 0, and 1 if the job failed or a signal ended it. It is 2 for a
+mistake in the command line or its environment: then nothing was started, and stderr has a line that describes
+the mistake.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     AttemptLogs = Callable[[str, dict[int, dict[str, str]]], LogPaths]
 
 _PATIENCE = 10.0
-"""Seconds that a stderr which takes nothing holds up the end."""
+"""Seconds for which the end waits for a stderr that is not read."""
 
 _FIRST_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
@@ -41,24 +42,27 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
     """Launch a job and wait for its end; return the exit code.
 
     Args:
-        args: the command line without the program; the interpreter's own when ``None``.
-        ends_by_sigint: SIGINT has its default action until there are handlers; see :mod:`elasticrs.launch`.
+        args: command line without the program; ``sys.argv[1:]`` if ``None``.
+        ends_by_sigint: true if SIGINT has its default action until handlers are installed; see
+            :mod:`elasticrs.launch`.
     """
     _open_standard_descriptors()
-    # Before all imports that take time: from here on no signal ends the process half-way.
+    # Catch signals before slow imports, so that from here on no signal kills the process half-way.
     signals = _catch_first_signals(ends_by_sigint)
     try:
         return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
     finally:
         if signals is not None:
-            # The exit code stands, and no signal shall take its place while the interpreter shuts down.
+            # Ignore signals from now on, because a signal during the interpreter's shutdown would replace the
+            # exit code.
             signals.close(ignore=args is None)
 
 
 def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
     if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
-    # Forked functions get back what Python had installed. Blocked meanwhile, or Ctrl-C would raise here.
+    # Install Python's default handler first, because forked functions get it back. Block the signal
+    # meanwhile, because otherwise Ctrl-C would raise here.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,8 +94,8 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
 
 def _look_here_last() -> None:
-    """``python -m`` has put the working directory first on the path. What this process itself still imports
-    is not to come from there: ``json.py`` beside the script is the workers'.
+    """Move the working directory to the end of the path. ``python -m`` has put it first, and this process
+    would import a ``json.py`` beside the user's script.
     """
     try:
         here = os.getcwd()
@@ -191,18 +195,20 @@ def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Ca
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
         if is_read:
-            # Wait until the line is written, because `say` does not wait. Do not wait if the report was not
-            # read either.
+            # Wait until the summary line is written, because `say` only queues it. Do not wait if the reader
+            # did not read the report either.
             write("")
 
 
 def _has_raised(result: JobResult) -> bool:
-    """True if the job was stopped while a rank that had raised did not end."""
+    """Return true if the job was stopped while a rank was still exiting after an exception."""
     return bool(result.attempts and result.attempts[-1].raised and result.attempts[-1].first_failure is None)
 
 
 def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
-    """What makes the files of an attempt, and what removes a temporary folder without files at the end."""
+    """Return a function that creates the files of an attempt, and a function that removes the temporary
+    folder at the end if it has no files.
+    """
     if launch.logs.specs is None:
         from elasticrs.logs import RunLogs
         from elasticrs.workers import directory_logs
@@ -212,7 +218,7 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
     from elasticrs.multiprocessing.plugins import attempt_logs, make_logs_specs
 
     specs = make_logs_specs(launch.logs, launch.job.nproc)
-    # A class of the user's own keeps what it makes.
+    # If the user's own log class has no `_remove_if_empty`, an empty log folder is not removed.
     return attempt_logs(specs), getattr(specs, "_remove_if_empty", lambda: None)
 
 
@@ -313,8 +319,10 @@ def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequ
 
 
 def _open_standard_descriptors() -> None:
-    """Closed ones would be taken by what is opened next, and the workers would inherit that."""
-    # What is opened gets the lowest free number.
+    """Open standard descriptors that are closed. Otherwise the next opened file would get such a number, and
+    workers would inherit the file.
+    """
+    # The kernel assigns the lowest free descriptor number.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

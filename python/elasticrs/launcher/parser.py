@@ -1,4 +1,4 @@
-"""The options as an argparse parser, for programs that build on torchrun's, and for completion."""
+"""Argparse parser with all options, for programs that build on torchrun's parser and for shell completion."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OLD_LAUNCHERS = "use_env"
-"""In torch only the launcher before torchrun has this option."""
+"""Option that, in torch, only the launcher before torchrun has."""
 
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return an argparse parser with all options in both spellings, and defaults from ``PET_*`` variables.
 
-    As in torch, options that torchrun keeps as text may hold any text: their values are checked when the
-    namespace is used, and a wrong one raises there.
+    As in torch, options that torchrun keeps as text may contain any text. Their values are checked when the
+    namespace is used, and wrong values raise there.
     """
     parser = argparse.ArgumentParser(prog="elasticrun")
     for option in OPTIONS:

@@ -1,9 +1,9 @@
 """Starting worker processes, and where their output goes, with torch's public names.
 
-Different from torch: a directory of an attempt is never deleted (torch removes the one of an earlier round
-with the same restart count), and local ranks of two digits can be named. Handlers of signals are put back
-at the end; a failure stops the others at once and without Python; all are stopped in parallel, with one
-deadline; whatever they have started ends with them.
+Differences from torch: the directory of an attempt is never deleted (torch removes that of an earlier round
+with the same restart count), and local ranks may have several digits. Signal handlers are restored at the
+end. A failure stops the other processes at once, in the core. They are stopped in parallel with a single
+deadline, and their descendants are ended as well.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _NO_HANDLERS = (
     "Failed to register signal handlers since torchelastic is running on a child thread. "
     "This could lead to orphaned worker processes if the torchrun is terminated."
 )
-"""Torch's text, because programs and tests compare it. It is true of subclasses that start processes in their
-own way; the core stops the workers of ours even if this process is killed."""
+"""The text is torch's, because programs and tests compare it. It is true for subclasses that start processes
+in their own way. The core stops the workers of our own classes even if this process is killed."""
 
 _HOMES = {
     "elasticrs.multiprocessing.contexts": ("MultiprocessContext", "SubprocessContext", "_wrap"),
@@ -68,7 +68,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # They need this module themselves.
+    # Import these classes late, because they import this module.
     return lazy(__name__, name, _HOMES)
 
 
@@ -76,8 +76,8 @@ class SignalException(Exception):  # noqa: N818 -- torch's name
     """A signal asked the agent to stop, and the workers are stopped.
 
     Args:
-        msg: for the user.
-        sigval: which signal.
+        msg: message for the user.
+        sigval: the signal.
     """
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
@@ -95,10 +95,10 @@ class Std(IntFlag):
 
     @classmethod
     def from_str(cls, vm: str) -> Std | dict[int, Std]:
-        """Read ``"3"`` or ``"0:3,1:0"`` (by local rank).
+        """Parse ``"3"`` or ``"0:3,1:0"`` (local rank and value).
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the value has another form.
         """
         try:
             found = logs.parse_streams(vm)
@@ -110,10 +110,10 @@ class Std(IntFlag):
 
 
 def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """The choice for each local rank; ranks that a mapping leaves out get none.
+    """Return the choice for each local rank. Ranks that the mapping leaves out get ``NONE``.
 
     Args:
-        val_or_map: one for all, or by local rank.
+        val_or_map: a single choice for all ranks, or choices by local rank.
         local_world_size: number of workers.
     """
     if isinstance(val_or_map, Std):
@@ -123,7 +123,7 @@ def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[i
 
 @dataclass
 class LogsDest:
-    """Files by local rank; ``""`` stands for the console."""
+    """Log files by local rank. ``""`` means the console."""
 
     stdouts: dict[int, str] = field(default_factory=dict)
     stderrs: dict[int, str] = field(default_factory=dict)
@@ -139,9 +139,9 @@ class LogsSpecs(ABC):
 
     Args:
         log_dir: base directory.
-        redirects: streams that go to files, for all or by local rank.
+        redirects: streams that go to files, for all ranks or by local rank.
         tee: streams that go to files and to the console.
-        local_ranks_filter: the ranks that may show on the console; ``None`` for all.
+        local_ranks_filter: local ranks whose output is shown on the console; ``None`` for all.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class LogsSpecs(ABC):
 
     @abstractmethod
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of an attempt; called once for each, before its workers are started.
+        """Return the files of an attempt. Called once for each attempt, before its workers are started.
 
         Args:
-            envs: what the agent adds to the environment, by local rank; ``TORCHELASTIC_ERROR_FILE`` is added
-                here.
+            envs: variables that the agent adds to the environment, by local rank. This method adds
+                ``TORCHELASTIC_ERROR_FILE``.
         """
 
     @property
@@ -223,7 +223,9 @@ class DefaultLogsSpecs(LogsSpecs):
         )
 
     def _remove_if_empty(self, attempt: str | None = None) -> None:
-        """Remove a temporary folder without files, or that of one attempt with those around it."""
+        """Remove the temporary folder if it has no files, or only the folder of one attempt and its empty
+        parents.
+        """
         if self._is_temporary:
             logs.remove_if_empty(attempt or self.root_log_dir, levels=2 if attempt else 0)
 
@@ -280,8 +282,8 @@ class RunProcsResult:
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- a signal handler
-    """Raise :class:`SignalException`, at once or as soon as nothing is lost by it. While a program cleans up
-    after one, a further request hurries that.
+    """Raise :class:`SignalException` as soon as raising it loses no event. If the program is already cleaning
+    up after such an exception, hurry the clean-up instead.
     """
     if _clean_ups:
         hurry, requests = _clean_ups[-1]
@@ -309,8 +311,8 @@ def get_std_cm(
     """Redirect a stream, or not.
 
     Args:
-        std_rd: the file; empty for no redirection.
-        redirect_fn: such as :func:`~elasticrs.multiprocessing.redirects.redirect_stdout`.
+        std_rd: path of the file; empty for no redirection.
+        redirect_fn: function such as :func:`~elasticrs.multiprocessing.redirects.redirect_stdout`.
     """
     return redirect_fn(std_rd) if std_rd else nullcontext()
 
@@ -320,13 +322,13 @@ caught_signals = interrupts.CaughtSignals()
 
 
 _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
-"""What hurries those that are going on, innermost last."""
+"""Functions that hurry the running clean-ups, innermost last."""
 
 
 @contextmanager
 def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
-    """Close a context in this block. If that is because of a :class:`SignalException`, no second stop signal
-    raises another one: ``hurry`` is called.
+    """Close a context in this block. If the block runs because of a :class:`SignalException`, a further stop
+    signal calls ``hurry`` instead of raising again.
     """
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, SignalException):
@@ -366,23 +368,25 @@ def _release(caught: list[int]) -> None:
 
 
 class PContext(ABC):
-    """Processes of one kind that are started, watched and ended together.
+    """Base class of contexts. A context is a group of processes that are started, monitored and stopped
+    together.
 
     Args:
-        name: in the header of their lines.
-        entrypoint: what runs.
-        args: its arguments, by local rank.
-        envs: added to the environment, by local rank; ``logs_specs`` adds the error file.
-        logs_specs: where output goes.
-        log_line_prefixes: by local rank, in place of ``[<name><local_rank>]:``.
-        duplicate_stdout_filters: tee'd lines with one of these are copied to ``filtered_stdout.log``.
+        name: name in the prefix of the processes' lines.
+        entrypoint: function or program to run.
+        args: arguments by local rank.
+        envs: variables added to the environment, by local rank. ``logs_specs`` adds the error file.
+        logs_specs: destination of the output.
+        log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
+        duplicate_stdout_filters: tee'd lines that contain any of these texts are copied to
+            ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error.
 
     Raises:
         RuntimeError: ``logs_specs`` gave no file for a local rank.
     """
 
-    # Here too, for mocks that are made from the class.
+    # Declared on the class too, for mocks that are created from it.
     _caught: list[int] = []  # noqa: RUF012 -- each object has its own
 
     def __init__(
@@ -415,13 +419,13 @@ class PContext(ABC):
         self._stdout_tail = TailLog(name, stdouts, sys.stdout, self._prefixes)
         self._stderr_tail = TailLog(name, stderrs, sys.stderr, self._prefixes)
         self._tail_logs = [self._stdout_tail, self._stderr_tail]
-        # Classes that were made for older releases know nothing of these files.
+        # Classes written for older releases do not have these fields.
         filtered = [getattr(logs_dest, name, "") for name in ("filtered_stdout", "filtered_stderr")]
         self.filtered_stdout = self._copy(stdouts, filtered[0], duplicate_stdout_filters)
         self.filtered_stderr = self._copy(stderrs, filtered[1], duplicate_stderr_filters)
 
     def _copy(self, files: dict[int, str], path: str, needles: list[str] | None) -> TextIO | None:
-        # Torch fails on a file below the null device.
+        # Skip the copy if its path is below the null device, where torch fails.
         if not needles or not path or path.startswith(os.devnull + os.sep):
             return None
         copy = open(path, "a", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115 -- see `close`
@@ -430,9 +434,9 @@ class PContext(ABC):
         return copy
 
     def start(self) -> None:
-        """Install the signal handlers, where this thread can, and start the processes.
+        """Start the processes. In the main thread, also install the signal handlers.
 
-        The signals are those of ``TORCHELASTIC_SIGNALS_TO_HANDLE``; they raise :class:`SignalException`.
+        The handlers raise :class:`SignalException` for the signals in ``TORCHELASTIC_SIGNALS_TO_HANDLE``.
         """
         with interrupts.held():
             if threading.current_thread() is threading.main_thread():
@@ -464,14 +468,14 @@ class PContext(ABC):
         """Wait until all have succeeded, or one has failed and the others are stopped.
 
         Args:
-            timeout: seconds; 0 looks once, a negative number waits for ever.
-            period: seconds between looks of a subclass that only has ``_poll``; ours need none.
+            timeout: seconds; 0 polls once, and a negative number waits without limit.
+            period: seconds between polls in a subclass that only has ``_poll``. Our own classes do not poll.
 
         Returns:
             ``None`` when they run still.
 
         Raises:
-            SignalException: a signal came; the processes run, and :meth:`close` ends them.
+            SignalException: a signal arrived. The processes are still running; :meth:`close` ends them.
         """
         deadline = time.monotonic() + timeout if timeout >= 0 else None
         while True:
@@ -486,11 +490,11 @@ class PContext(ABC):
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """End all processes and what they have started, and give everything back. Idempotent.
+        """Stop all processes and their descendants, and release everything. Idempotent.
 
         Args:
-            death_sig: the signal; SIGTERM when ``None``.
-            timeout: seconds until SIGKILL, one deadline for all.
+            death_sig: signal to send; SIGTERM if ``None``.
+            timeout: seconds until SIGKILL, as a single deadline for all processes.
         """
         with interrupts.held():
             try:

@@ -1,4 +1,6 @@
-"""The two kinds of :class:`~elasticrs.multiprocessing.api.PContext`: programs and functions."""
+"""The two concrete :class:`~elasticrs.multiprocessing.api.PContext` classes: for programs and for
+functions.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["MultiprocessContext", "SubprocessContext"]
 
 _LOOK = 0.1
-"""Seconds between looks at programs that others have started."""
+"""Seconds between polls of programs that a user's handlers have started."""
 
 
 class _SupervisedContext(PContext):
-    """What both kinds share: a group under the core's supervisor. Takes the base class's arguments in
-    ``how``.
+    """Base class of both contexts: a process group under the core's supervisor. ``how`` holds the arguments
+    of :class:`PContext`.
     """
 
     def __init__(self, *how: Any, numa_options: NumaOptions | None = None) -> None:
@@ -48,7 +50,7 @@ class _SupervisedContext(PContext):
         self._result: RunProcsResult | None = None
 
     def _show_by_core(self) -> None:
-        """Give the console's part to the core, where ``sys.stdout`` is the descriptor itself."""
+        """Let the core copy lines to the console for each stream that the program has not replaced."""
         self._streams: list[LogStream] = []
         replaced = replaced_streams()
         for to, tail_log in ((1, self._stdout_tail), (2, self._stderr_tail)):
@@ -60,7 +62,7 @@ class _SupervisedContext(PContext):
 
     @abstractmethod
     def _return_values(self) -> dict[int, Any]:
-        """What the processes returned, all of which exited with 0."""
+        """Return the return values of the processes, all of which exited with 0."""
 
     def _processes(self) -> SupervisedGroup:
         if self._group is None:
@@ -73,7 +75,8 @@ class _SupervisedContext(PContext):
         for line in processes.take_trouble():
             logger.warning("%s", line)
         if self._result is None and processes.end is not None:
-            # Values are loaded by code of the user's, which may raise: everything is given back before.
+            # Close everything first, because unpickling the return values runs the user's code, which may
+            # raise.
             self.close()
             self._result = self._make_result(processes)
         return self._result
@@ -108,7 +111,7 @@ class _SupervisedContext(PContext):
         return failure_of(ended, *files, cause=cause)
 
     def _unknown_end(self) -> str:
-        """What is known of a process whose exit status is lost."""
+        """Return text for a process whose exit status was lost."""
         return "its exit status is unknown"
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -121,8 +124,8 @@ class _SupervisedContext(PContext):
         return dict(self._processes().pids)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """See the base class. A second stop signal, while a :class:`SignalException` is handled, raises none:
-        it ends the wait for ``timeout``.
+        """Stop all processes; see the base class. While a :class:`SignalException` is handled, a second stop
+        signal does not raise but ends the wait of ``timeout`` seconds.
         """
         with clean_up(self._hurry):
             super().close(death_sig, timeout)
@@ -141,12 +144,13 @@ class _SupervisedContext(PContext):
 
 
 class SubprocessContext(_SupervisedContext):
-    """Programs. See :class:`PContext` for the arguments.
+    """Context whose processes are programs. See :class:`PContext` for the arguments.
 
-    Where ``api.get_subprocess_handler`` was replaced, what it returns runs them; see :mod:`.foreign`.
+    If ``api.get_subprocess_handler`` was replaced, the objects that it returns run the programs; see
+    :mod:`.foreign`.
 
     Attributes:
-        subprocess_handlers: by local rank.
+        subprocess_handlers: handlers by local rank.
     """
 
     def __init__(
@@ -201,7 +205,7 @@ class SubprocessContext(_SupervisedContext):
     def _return_values(self) -> dict[int, Any]:
         return dict.fromkeys(range(self.nprocs))
 
-    # --- what somebody else has started ---
+    # --- programs that a user's handlers have started ---
 
     def _poll(self) -> RunProcsResult | None:
         if self._foreign is None:
@@ -248,15 +252,15 @@ class SubprocessContext(_SupervisedContext):
 
 
 class MultiprocessContext(_SupervisedContext):
-    """Functions. See :class:`PContext` for the arguments.
+    """Context whose processes run a function. See :class:`PContext` for the arguments.
 
-    Those that ended because another one had failed are not among the failures, as in torch.
+    As in torch, processes that ended because another one had failed are not listed as failures.
 
     Args:
         start_method: ``spawn``, ``fork`` or ``forkserver``.
 
     Raises:
-        ValueError: another start method.
+        ValueError: the start method is unknown.
     """
 
     def __init__(
@@ -337,8 +341,8 @@ def _wrap(
     queue_finished_reading_event: Any,
     numa_options: NumaOptions | None = None,
 ) -> None:
-    """Call a function in this process as torch's workers call theirs. Only for programs that use torch's
-    name.
+    """Run a function as the worker with this local rank, in the calling process. elasticrs does not use it.
+    It exists for programs that call torch's function of this name.
     """
     from elasticrs.multiprocessing.errors import record
     from elasticrs.multiprocessing.redirects import redirect_stderr, redirect_stdout

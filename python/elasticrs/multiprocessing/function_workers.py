@@ -1,8 +1,8 @@
-"""Workers of an agent that are functions, or scripts that a function runs, by any start method.
+"""Workers that run a function, or a script through a function, with any start method.
 
-The loop of the agent never waits for a :mod:`keeper <elasticrs.multiprocessing.keeper>`: it may import for
-long before there are workers, and what they leave behind may go on for a while. Both are told by descriptors,
-as everything else is.
+The loop of the agent never blocks on a :mod:`keeper <elasticrs.multiprocessing.keeper>`: the keeper may
+import for long before it starts workers, and leftover processes may continue for a while. Descriptors
+announce both events, like all other events.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def function_workers(
     """Make workers that call a function.
 
     Args:
-        setup: what all kinds need.
-        function: importable by name, but for ``fork``.
-        arguments: the same for all workers, but for ``${local_rank}`` in text, as in torch.
+        setup: data that all kinds of workers need.
+        function: function to call. It must be importable by name, except with ``fork``.
+        arguments: arguments, the same for all workers, except that ``${local_rank}`` is replaced in text, as
+            in torch.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
         is_script: see :func:`script_workers`.
     """
@@ -56,14 +57,14 @@ def function_workers(
 
 
 def script_workers(setup: WorkerSetup, script: Sequence[str], start_method: str) -> FunctionWorkers:
-    """Make workers that run a script (its path, its arguments) by :func:`run_script_path`, in a process that
-    is ours alone.
+    """Create workers that run a script (its path and arguments) with :func:`run_script_path`. Only for a
+    process that belongs to the launcher.
     """
     return function_workers(setup, run_script_path, script, start_method, is_script=True)
 
 
 class FunctionWorkers(Workers):
-    """Those that the core starts; see :func:`function_workers`."""
+    """Workers that run functions and are started by the core; see :func:`function_workers`."""
 
     def __init__(
         self,
@@ -82,11 +83,11 @@ class FunctionWorkers(Workers):
         if setup.preload is not None and not BY_METHOD[start_method].has_keeper:
             self.warm_command = command_line(0, 0)
         self._start: FunctionStart | None = None
-        # Of those that took the place of others, by local rank.
+        # Starts of the replacement workers, by local rank.
         self._late: dict[int, FunctionStart] = {}
         # By local rank.
         self._values: dict[int, bytes] = {}
-        # For heartbeats of workers that the core does not start, by local rank.
+        # Heartbeat pages of workers that the core does not start, by local rank.
         self._pages: dict[int, int] = {}
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
@@ -98,7 +99,7 @@ class FunctionWorkers(Workers):
         environments: Mapping[int, dict[str, str]],
         keeps: Mapping[int, Sequence[int]],
     ) -> list[ProcessSpec]:
-        # Those of an earlier attempt may be of other ranks.
+        # Clear the return values of the previous attempt, which may be from other ranks.
         self._values = {}
         self._start = self._start_of(paths, environments, keeps)
         return self._start.prepare()
@@ -118,7 +119,7 @@ class FunctionWorkers(Workers):
             {rank: paths.stderrs.get(rank, "") for rank in environments},
             self.setup.job.cpus,
             keeps,
-            self.warm_command is not None,
+            self.are_warm,
         )
         return BY_METHOD[self._start_method](functions)
 
@@ -147,7 +148,7 @@ class FunctionWorkers(Workers):
             start.fd_ready(fd)
 
     def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: ARG002
-        """Read what is left, and close everything."""
+        """Read the remaining return values and close everything."""
         self._read_out()
         for start in self._starts():
             start.close()
@@ -161,11 +162,15 @@ class FunctionWorkers(Workers):
                 self._values.update((rank, bytes(data)) for rank, data in start.values.items())
 
     def _silent(self) -> list[int]:
-        """Those that ended by ``os._exit``, say; none of scripts, which return nothing."""
+        """Return the local ranks of functions that exited with 0 but returned nothing, for example through
+        ``os._exit``. Scripts return nothing anyway, so none is listed for them.
+        """
         return [] if self._is_script else [rank for rank, data in self._values.items() if not data]
 
     def close(self) -> None:
-        """See the base class. Also end multiprocessing's own helper, which would outlive a launcher."""
+        """Release everything; see the base class. For a script, also stop multiprocessing's resource tracker,
+        which would outlive the launcher.
+        """
         for start in self._starts():
             # The supervisor is closed.
             start.watcher = None
@@ -176,10 +181,11 @@ class FunctionWorkers(Workers):
             stop_tracker()
 
     def return_values(self, attempt: Attempt) -> dict[int, object]:
-        """What the functions returned; nothing for scripts.
+        """Return the functions' return values by global rank; ``None`` for scripts.
 
         Raises:
-            pickle.UnpicklingError: or whatever else the value's own class raises.
+            pickle.UnpicklingError: a value cannot be unpickled. Its class may raise any other exception as
+                well.
         """
         ranks = attempt.global_ranks()
         if self._is_script:
@@ -188,24 +194,24 @@ class FunctionWorkers(Workers):
 
 
 class _Phase(IntEnum):
-    """How far the workers of one attempt are."""
+    """Progress of the workers of one attempt."""
 
     PREPARED = auto()
-    """Their keeper is on its way."""
+    """The keeper has been started and has not forked the workers yet."""
     STARTING = auto()
-    """The group of the core has begun, without members yet."""
+    """The core's group has started, without members so far."""
     RUNNING = auto()
-    """It has adopted them."""
+    """The group has adopted the workers."""
     SUCCEEDED = auto()
-    """They have, and what they left behind ends, or has time for it."""
+    """The workers have succeeded. Their leftover processes are ending, or may continue for a while."""
     ENDING = auto()
-    """The group has ended otherwise, and the keeper ends what is left."""
+    """The group has ended without success, and the keeper is killing the leftover processes."""
     ABANDONED = auto()
-    """The group has ended before it had members, and the keeper may import for long yet."""
+    """The group has ended before it had members, and the keeper may continue to import for long."""
 
 
 class KeptWorkers(FunctionWorkers):
-    """Those whose parent is a keeper: the group of the core adopts them before they begin."""
+    """Workers whose parent is a keeper. The core's group adopts them before they begin to run."""
 
     _phase = _Phase.PREPARED
     _was_stopped = False
@@ -214,7 +220,9 @@ class KeptWorkers(FunctionWorkers):
     _why_not_started: str | None = None
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
-        """See the base class: the keeper starts them, to wait until they may begin."""
+        """Start the keeper, which forks the workers; see the base class. The workers wait until the core
+        watches them.
+        """
         self._phase, self._was_stopped = _Phase.PREPARED, False
         self.are_started, self._why_not_started, self.leftovers = False, None, None
         if self.setup.job.hang_timeout is not None:
@@ -228,14 +236,16 @@ class KeptWorkers(FunctionWorkers):
         return self._start if isinstance(self._start, Kept) else None
 
     def started(self, supervisor: Supervisor, attempt: Attempt) -> None:
-        """See the base class: their keeper is on its way."""
+        """Note that the keeper is starting its workers; see the base class."""
         self._supervisor, self._attempt = supervisor, attempt
         if self._kept is not None:
             self._phase = _Phase.STARTING
             supervisor.watch_fd(self._kept.control)
 
     def fd_ready(self, supervisor: Supervisor, fd: int) -> None:
-        """See the base class: the keeper tells of the workers, or has ended."""
+        """Handle news of the keeper; see the base class. The keeper has started the workers, or it has
+        ended.
+        """
         kept = self._kept
         if kept is None:
             return
@@ -248,10 +258,10 @@ class KeptWorkers(FunctionWorkers):
             kept.fd_ready(fd)
 
     def _take_in(self, supervisor: Supervisor, kept: Kept) -> None:
-        """Have them adopted, and let them begin."""
+        """Let the group adopt the workers, and let them begin."""
         attempt = self._attempt
         if attempt is None or self._was_stopped:
-            # The end of the group is told next.
+            # An event reports the end of the group next.
             supervisor.unwatch_fd(kept.control)
             return
         try:
@@ -260,7 +270,7 @@ class KeptWorkers(FunctionWorkers):
                 return
             supervisor.unwatch_fd(kept.control)
             if not adopt(supervisor, pids, kept.statuses, self._pages):
-                return  # The group has ended meanwhile, which is told next.
+                return  # The group has already ended. An event reports that next.
         except (OSError, RuntimeError) as error:
             supervisor.unwatch_fd(kept.control)
             self._why_not_started = f"the workers could not be started: {error}"
@@ -271,9 +281,9 @@ class KeptWorkers(FunctionWorkers):
         self._phase, self.are_started = _Phase.RUNNING, True
 
     def stop(self) -> None:
-        """See the base class: what is not there yet is not wanted, and what may go on for a while no more.
+        """Abandon workers that are not started yet, and end lingering processes at once; see the base class.
 
-        Asked again, it does not wait for a keeper without workers, whose imports may hang in the kernel.
+        A second call does not wait for a keeper without workers, because its imports may hang in the kernel.
         """
         kept, was_stopped, self._was_stopped = self._kept, self._was_stopped, True
         if kept is None or self._phase <= _Phase.RUNNING:
@@ -285,14 +295,14 @@ class KeptWorkers(FunctionWorkers):
             kept.begin_end(keeper.AT_ONCE)
 
     def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:
-        """Read what is left, and have ended what they have left behind."""
+        """Read the remaining return values, and tell the keeper to end the leftover processes."""
         self._read_out()
         self._close_pages()
         kept = self._kept
         if kept is None:
             self.leftovers = Leftovers()
         elif self._phase is _Phase.PREPARED:
-            # Nothing of it was told, so nothing more will be asked.
+            # The core never learned of these workers, so no further event will finish the keeper.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:
@@ -302,7 +312,7 @@ class KeptWorkers(FunctionWorkers):
                 self._phase = _Phase.ABANDONED
             elif has_succeeded:
                 self._phase = _Phase.SUCCEEDED
-                # The core may have told of the end before it was told to stop.
+                # The core may report the end of the group although a stop was already requested.
                 linger = keeper.AT_ONCE if self._was_stopped else self.setup.job.linger
             else:
                 self._phase = _Phase.ENDING
@@ -331,10 +341,12 @@ class KeptWorkers(FunctionWorkers):
 
 
 def stop_tracker() -> None:
-    """End multiprocessing's own helper, if there is one; in a process that is ours alone.
+    """Stop multiprocessing's resource tracker, if there is one. Only for a process that belongs to the
+    launcher.
 
-    It ends when nobody has its pipe any more. A descendant of a worker that was left alone may have it: the
-    helper ends with that one, then, and is not waited for.
+    The tracker ends when every copy of its pipe is closed. A descendant of a worker that was allowed to
+    continue may hold a copy. Then the tracker ends with that descendant, and this function does not wait for
+    it.
     """
     tracker: Any = resource_tracker._resource_tracker
     pid, fd = tracker._pid, tracker._fd

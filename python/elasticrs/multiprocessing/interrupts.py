@@ -1,9 +1,9 @@
-"""Signal handlers that do something at once, but not in the middle of something else.
+"""Signal handlers that act at once, except in the middle of critical operations.
 
-An exception of a handler would lose the event that is being taken in. So while the main thread waits for
-events (:func:`waiting`), what a handler wants done is kept until the event has been recorded; and while
-something is started or closed (:func:`held`), until that waits or is done. Children made by ``fork`` begin
-without all that.
+An exception in a handler would lose the event that is being handled. So while the main thread waits for
+events (:func:`waiting`), actions of handlers are deferred until the event has been recorded. While something
+is started or closed (:func:`held`), they are deferred until the block waits or ends. Forked children start
+with empty state.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _waits: list[Callable[[], None]] = []
-"""What ends the wait of the main thread at this moment; several when a signal handler waits as well."""
+"""Functions that end the current wait of the main thread. There are several if a signal handler waits as
+well."""
 
 _holds: list[bool] = []
 _kept: list[Callable[[], object]] = []
 
 
 def _begin_anew() -> None:
-    # Not emptied: a child may return through the very frames that have put something in.
+    # Create new lists instead of clearing the old ones, because the child may still leave `with` blocks that
+    # have appended to the old lists.
     global _waits, _holds, _kept
     _waits, _holds, _kept = [], [], []
 
@@ -42,7 +44,9 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call this now, or as soon as nothing is lost if it raises. For signal handlers."""
+    """Call a function now, or as soon as an exception of the function would not lose an event. For signal
+    handlers.
+    """
     _kept.append(call)
     if _waits:
         _waits[-1]()
@@ -51,7 +55,7 @@ def when_safe(call: Callable[[], object]) -> None:
 
 
 def raise_when_safe(error: BaseException) -> None:
-    """Raise an exception now, or as soon as nothing is lost by it."""
+    """Raise an exception now, or as soon as raising it would not lose an event."""
 
     def raise_it() -> None:
         raise error
@@ -60,7 +64,7 @@ def raise_when_safe(error: BaseException) -> None:
 
 
 def call_kept() -> None:
-    """Call what was kept. The first exception is raised; others say no more."""
+    """Call the deferred functions. Raise the first exception and drop later ones."""
     if not _kept or threading.current_thread() is not threading.main_thread():
         return
     raised: BaseException | None = None
@@ -75,18 +79,18 @@ def call_kept() -> None:
 
 @contextmanager
 def waiting(end: Callable[[], None]) -> Iterator[None]:
-    """Wait for an event and record it in this block; what handlers want is done at its end. A handler calls
-    ``end``.
+    """Mark a block that waits for an event and records it. Functions of signal handlers are deferred to the
+    end of the block, and a handler calls ``end`` to end the wait.
     """
     with _block(_waits, end, is_wait=True):
         if _kept and threading.current_thread() is threading.main_thread():
-            # Its handler ran before there was a wait that it could end.
+            # A handler ran before this wait began, so end the wait now.
             end()
         yield
 
 
 def held() -> AbstractContextManager[None]:
-    """Keep what handlers want until the block ends or this thread waits in it."""
+    """Defer functions of signal handlers until the block ends or this thread waits inside it."""
     return _block(_holds, True, is_wait=False)
 
 
@@ -105,8 +109,8 @@ def _block(blocks: list[_T], block: _T, *, is_wait: bool) -> Iterator[None]:
 
 
 class CaughtSignals:
-    """Handlers that several users have installed. What was there before returns with the last of them, and
-    in children made by ``fork``. Main thread only.
+    """Signal handlers that several users have installed. The previous handlers return when the last user
+    releases a signal, and in forked children. Main thread only.
     """
 
     def __init__(self) -> None:
@@ -118,8 +122,8 @@ class CaughtSignals:
         """Install a handler.
 
         Raises:
-            ValueError: no such signal.
-            OSError: it cannot be caught.
+            ValueError: the signal does not exist.
+            OSError: the signal cannot be caught.
         """
         if not self._before:
             is_undone(self._put_back_all)
@@ -130,10 +134,10 @@ class CaughtSignals:
         self._ours[signum] = handler
 
     def release(self, signums: Iterable[int]) -> None:
-        """Undo :meth:`catch`; a handler that was installed over ours since stays."""
+        """Undo :meth:`catch`. Keep a handler that other code has installed since then."""
         for signum in signums:
             if signum not in self._users:
-                # A user in the process of which this one was forked.
+                # The user belongs to the process from which this one was forked.
                 continue
             self._users[signum] -= 1
             if self._users[signum] == 0:

@@ -1,19 +1,19 @@
-"""The parent of functions that are started by ``fork`` or ``forkserver``.
+"""Keeper: the parent process of functions that are started by ``fork`` or ``forkserver``.
 
 ::
 
     program ── keeper ── worker 0, worker 1, …
 
-A forked function is no child of the nursery, whose program is another one. So a process of its own, the
-keeper, forks the workers, tells the core how each of them ended, and, as their subreaper, ends whatever they
-have left. For ``fork`` it is itself forked from the program. For ``forkserver`` it is a fresh interpreter
-that has imported what multiprocessing would preload.
+The nursery cannot fork such functions, because it runs a different program. So a separate process, the
+keeper, forks the workers, reports to the core how each of them ended, and, as their subreaper, ends their
+leftover processes. For ``fork``, the keeper is itself forked from the program. For ``forkserver``, it is a
+fresh interpreter that has imported the modules that multiprocessing would preload.
 
-- **KEEP-1** It has one thread, so the forks of workers copy no lock that another thread holds.
-- **KEEP-2** It imports nothing between its own fork and those of the workers. It asks the core
-  only what a process is that it may have to end, and that after those forks.
-- **KEEP-3** Workers die with it (PDEATHSIG, which follows its only thread and so cannot come early), and it
-  ends all of them when the program dies or says so.
+- **KEEP-1** The keeper has a single thread, so its forks copy no lock that another thread holds.
+- **KEEP-2** The keeper imports nothing between its own fork and those of the workers. It uses the core only
+  to classify processes that it may have to kill, and only after those forks.
+- **KEEP-3** Workers die with the keeper (PDEATHSIG, which depends on the keeper's only thread and so cannot
+  come early). The keeper kills all of them when the program dies or requests it.
 - **KEEP-4** A worker begins only when the core watches it.
 """
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LINGER = 5.0
-"""Seconds that descendants may go on after success, as under the nursery."""
+"""Seconds for which descendants may continue after success, as under the nursery."""
 
 WORD = struct.Struct("d")
-"""What the program says when the workers have ended, or shall end: for how many seconds their descendants may
-go on, :data:`AT_ONCE` or :data:`LEAVE`. A later word overrules."""
+"""Message of the program when the workers have ended or have to end: the seconds for which their descendants
+may continue, :data:`AT_ONCE`, or :data:`LEAVE`. A later message overrides an earlier one."""
 AT_ONCE, LEAVE = -1.0, -2.0
 
 GO = b"g"
@@ -60,7 +60,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 IMPORT_NO_MORE = int(signal.SIGRTMIN) + 13
-"""Ends a keeper that imports, with what its imports have started; any other reads what the program says."""
+"""Signal that ends a keeper during its imports, and the processes that these imports have started. After its
+imports, a keeper ignores the signal and reads the messages of the program."""
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, IMPORT_NO_MORE)
 
@@ -72,12 +73,12 @@ class WorkerPlan(Value):
     """One worker, as the keeper starts it.
 
     Args:
-        run: calls the function, and returns the exit code.
-        stdout: a file, or empty.
-        stderr: a file, or empty.
-        cpus: those that it may run on, or ``None``.
-        status: the descriptor for its exit status.
-        keeps: descriptors that it alone needs.
+        run: calls the function and returns the exit code.
+        stdout: path of a file, or empty.
+        stderr: path of a file, or empty.
+        cpus: CPUs that the worker may use, or ``None``.
+        status: descriptor for the exit status.
+        keeps: descriptors that only this worker needs.
     """
 
     run: Callable[[], int]
@@ -89,14 +90,15 @@ class WorkerPlan(Value):
 
 
 def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) -> None:
-    """Fork the workers, and serve until they may be ended; the body of the keeper, which exits after it.
+    """Fork the workers and serve requests until the workers may be ended. This is the body of the keeper,
+    which exits afterwards.
 
     Args:
-        workers: by local rank.
-        control: the socket to the program: pids out, or zeros when one ended before it began; how to end in;
-            names of what was ended out, see :func:`_tell_names`.
-        gate: a pipe from which each worker takes one byte before it begins.
-        parent: the pid of the program.
+        workers: workers by local rank.
+        control: socket to the program. The keeper sends the pids (zeros if a worker ended before it began),
+            receives how to end, and sends the names of processes that it ended, see :func:`_tell_names`.
+        gate: pipe from which each worker reads one byte before it begins.
+        parent: pid of the program.
     """
     lead_session()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -127,7 +129,7 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
         try:
             os.write(control, struct.pack(f"{len(pids)}i", *(pids if are_ready else [0] * len(pids))))
         except BrokenPipeError:
-            return  # The program has gone on without them.
+            return  # The program has continued without them.
         linger = _serve(
             dict(zip(pids, (worker.status for worker in workers), strict=True)), control, parent_pidfd
         )
@@ -139,7 +141,9 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
 
 
 def lead_session() -> None:
-    """A terminal's signals are for the program, which says when to end."""
+    """Create a new session, so that signals of the terminal do not reach the workers. The program decides
+    when they end.
+    """
     if os.getsid(0) != os.getpid():
         os.setsid()
 
@@ -183,7 +187,8 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
         poll.register(fd, select.POLLIN)
     ended: set[int] = set()
     while True:
-        # Of one that is traced the debugger takes the status first, and nothing tells that it has.
+        # Poll for the exit status of a worker that a debugger traces. The debugger receives the status first,
+        # and nothing announces when it is released.
         ready = {fd for fd, _ in poll.poll(1000 * _LOOK_AT_TRACED if ended else None)}
         for fd in ready & running.keys():
             ended.add(running.pop(fd))
@@ -196,14 +201,16 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
                 os.write(statuses[pid], struct.pack("i", status))
         if control in ready:
             said = os.read(control, WORD.size)
-            # Nothing more can come from a program that has closed it, as from one that has died.
+            # A short read means that the program has closed the socket or died, so no message can follow.
             return float(WORD.unpack(said)[0]) if len(said) == WORD.size else AT_ONCE
         if parent_pidfd in ready:
             return AT_ONCE
 
 
 def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
-    """Let what is left go on for a while, then ask it to end; returns at once when the program says so."""
+    """Let leftover processes continue for ``linger`` seconds, then send SIGTERM to them. Return early if the
+    program sends a message.
+    """
     if not _outlasted(linger, control, parent_pidfd):
         return
     left = [pid for pid in _core.children() if _core.patience_with(pid) is None]
@@ -214,14 +221,14 @@ def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
 
 
 def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
-    """Wait for the end of all descendants; True if it has not come in so many seconds."""
+    """Wait until all descendants have ended. Return true if some are still running after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not _reaped_all(0):
         left = deadline - time.monotonic()
         if left <= 0:
             return True
-        # Any one of them: all have to end, and whatever it leaves becomes our child. The kernel may miss one
-        # in its list while others end.
+        # Wait for any single child, because all of them have to end. Its own children then become children of
+        # this process. The list may be incomplete while processes end.
         pidfds = [os.pidfd_open(pid) for pid in _core.children()[:1]]
         try:
             poll = select.poll()
@@ -237,22 +244,26 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
 
 
 def _tell_names(pids: Sequence[int], control: int) -> None:
-    """Pid and name of what is ended, one in a line, then how many more."""
+    """Send the pid and name of each process that is ended, one per line, followed by the number of unnamed
+    ones.
+    """
     lines = [f"{pid} {_name_of(pid)}\n" for pid in pids[:_NAMED]]
     lines.append(f"{len(pids) - len(lines)}\n")
     try:
         os.write(control, "".join(lines).encode())
     except BrokenPipeError:
-        return  # Nobody wants to know.
+        return  # The program no longer reads.
 
 
 def _name_of(pid: int) -> str:
-    """Its name in one line, as those that read it expect."""
+    """Return the name of a process without characters that would break its line."""
     return "".join(character if character.isprintable() else " " for character in _core.name_of(pid))
 
 
 def _end_all() -> None:
-    """Kill all descendants, last those that clean up: an orphan becomes our child, until there is none."""
+    """Kill all descendants. Processes that clean up are killed last. Orphans become children of this process,
+    so repeat until there are none.
+    """
     give_up = time.monotonic() + _GIVE_UP
     alone_since = None
     while (now := time.monotonic()) < give_up + _LAST_MOMENT:
@@ -271,7 +282,7 @@ def _end_all() -> None:
 
 
 def _reaped_all(seconds: float) -> bool:
-    """Collect children that have ended, for so many seconds; True if none is left."""
+    """Reap ended children for at most ``seconds``. Return true if no child is left."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -288,11 +299,12 @@ def _kill(pid: int, signum: signal.Signals) -> None:
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
-        return  # Cannot be: only we reap it. A zombie takes a signal without complaint.
+        # This cannot happen, because only this process reaps its children, and signals to a zombie succeed.
+        return
 
 
 def _read_all(fd: int, count: int) -> bool:
-    """Read so many bytes, or to the end; True if there were so many."""
+    """Read ``count`` bytes, or up to the end of the pipe. Return true if all bytes came."""
     while count > 0:
         piece = os.read(fd, count)
         if not piece:
@@ -315,7 +327,7 @@ class RunPrepared(Value):
     """Loads and runs a function that was prepared as for multiprocessing's ``spawn``.
 
     Args:
-        environment: the whole of it.
+        environment: complete environment.
         tracker_fd: multiprocessing's resource tracker.
         pipe_handle: the pipe with multiprocessing's preparation data.
     """
@@ -338,18 +350,20 @@ def main(plan_fd: int) -> None:
     """The program of a fork server.
 
     Args:
-        plan_fd: a file with the pickled arguments of :func:`keep`, before them the modules to import, the
-            path of the main one, and the program's arguments.
+        plan_fd: descriptor of a file with pickled data: the modules to import, the path of the main module,
+            the program's arguments, and the arguments of :func:`keep`.
     """
-    # Before anything of the user's runs: whoever gives up waiting for it ends the whole session.
+    # Create the session before any code of the user runs, because a program that gives up waiting kills the
+    # whole session.
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)
-    # Imports may take for ever. It is ignored from then on: workers have to be ended first.
+    # Die with the program, because imports may take forever. After the imports the signal is ignored, because
+    # the keeper must end its workers first.
     _prctl(_PR_SET_PDEATHSIG, IMPORT_NO_MORE)
     if os.getppid() != arguments[-1]:
         return
-    # As in the workers, where the module may be imported again.
+    # Set the same arguments as in the workers, where the module may be imported again.
     sys.argv[:] = argv
     current: Any = multiprocessing_process.current_process()
     for name in preload:

@@ -1,6 +1,6 @@
-"""How functions get into processes of their own: ``spawn``, ``fork`` and ``forkserver``.
+"""Start methods for functions in their own processes: ``spawn``, ``fork`` and ``forkserver``.
 
-A program's :class:`MultiprocessContext` and the agent's workers start them alike.
+:class:`MultiprocessContext` in programs and the workers of the agent use the same code.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ if TYPE_CHECKING:
 _LOOK_FOR_SIGNALS = 0.1
 
 PATIENCE = 30.0
-"""Seconds that a keeper has to end in: more than it gives to all that it has to end."""
+"""Seconds in which a keeper has to end. The limit is longer than the time that the keeper gives to its own
+processes."""
 
 
 class Functions(Value):
-    """The functions that are started together. Mappings and sequences are by local rank.
+    """Functions that are started together. Mappings and sequences are indexed by local rank.
 
     Args:
-        name: of their processes.
-        function: what each calls.
-        arguments: for each.
-        envs: the whole environment.
-        stdouts: files, or empty.
-        stderrs: the same.
-        cpus: those that it may run on.
-        keeps: descriptors that it inherits besides; not with ``spawn``.
-        warm: they are forks of the nursery, where that is warm; with ``spawn`` only.
+        name: name of the processes.
+        function: function that each process calls.
+        arguments: arguments for each function.
+        envs: complete environment of each function.
+        stdouts: paths of files for standard output, or empty.
+        stderrs: the same for standard error.
+        cpus: CPUs that each function may use.
+        keeps: further descriptors that each process inherits; not with ``spawn``.
+        warm: true to fork the processes from the nursery if it is warm; with ``spawn`` only.
     """
 
     name: str
@@ -76,19 +77,19 @@ class Functions(Value):
 
 
 class Watcher(Protocol):
-    """Tells when a descriptor is readable: a supervisor, or a group that has one."""
+    """Interface that reports readable descriptors: a supervisor, or a group with a supervisor."""
 
     def watch_fd(self, fd: int) -> None: ...
     def unwatch_fd(self, fd: int) -> None: ...
 
 
 class FunctionStart(ABC):
-    """Starts functions once, and reads what they return.
+    """A single start of functions. Also reads their return values.
 
     Attributes:
-        watcher: tells when a return value can be read; ``None`` before they run and after.
-        statuses: by local rank, the pipe into which their keeper, if they have one, writes the exit status.
-        has_keeper: their parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`, not the core.
+        watcher: reports readable return values; ``None`` before the functions run and after their end.
+        statuses: pipes by local rank into which the keeper writes the exit status, if there is a keeper.
+        has_keeper: true if the parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>` and not the core.
     """
 
     has_keeper: ClassVar[bool] = False
@@ -103,11 +104,13 @@ class FunctionStart(ABC):
 
     @property
     def values(self) -> dict[int, bytearray]:
-        """What was returned, pickled, by local rank; empty for a function that has returned nothing."""
+        """The pickled return values by local rank; empty for a function that has returned nothing."""
         return {rank: pipe.data for rank, pipe in self._pipes.items()}
 
     def start(self, streams: Sequence[LogStream]) -> SupervisedGroup:
-        """Start all of them in a group of their own, or none; ``streams`` go to the console meanwhile."""
+        """Start all functions in a group of their own, or none. The group copies ``streams`` to the
+        console.
+        """
         try:
             specs = self.prepare()
             pids = self._wait_for_pids()
@@ -125,15 +128,15 @@ class FunctionStart(ABC):
 
     @abstractmethod
     def prepare(self) -> list[ProcessSpec]:
-        """Make all ready; return the processes that the core is to start."""
+        """Prepare the start. Return the processes that the core has to start."""
 
     def _wait_for_pids(self) -> dict[int, int]:
         """Return the processes that the core does not start, by local rank."""
         return {}
 
     def watch(self, watcher: Watcher) -> None:
-        """All run: leave their ends of the pipes to them. ``watcher`` calls :meth:`fd_ready` for what they
-        return.
+        """Close our copies of the child's ends of the pipes after all functions have started. ``watcher``
+        calls :meth:`fd_ready` when return values arrive.
         """
         for prepared in self._prepared:
             prepared.close_childs_ends()
@@ -143,13 +146,13 @@ class FunctionStart(ABC):
             watcher.watch_fd(pipe.reader)
 
     def fd_ready(self, fd: int) -> None:
-        """Read a piece of a return value, if it is one's descriptor."""
+        """Read a piece of a return value if the descriptor belongs to one of the pipes."""
         for pipe in self._pipes.values():
             if pipe.reader == fd and pipe.read():
                 self._close(pipe)
 
     def read_out(self) -> None:
-        """Read what is left of the return values. Idempotent."""
+        """Read the rest of the return values. Idempotent."""
         for pipe in self._pipes.values():
             if pipe.reader != -1:
                 while pipe.read() is None:
@@ -163,7 +166,7 @@ class FunctionStart(ABC):
         pipe.close()
 
     def close(self) -> None:
-        """Read what is left, and close everything. Idempotent."""
+        """Read the rest of the return values and close everything. Idempotent."""
         self.read_out()
         while self._prepared:
             self._prepared.pop().close()
@@ -184,7 +187,7 @@ class FunctionStart(ABC):
 
 
 class Spawn(FunctionStart):
-    """A fresh interpreter for each, started by the core like a program."""
+    """Starts a fresh interpreter for each function. The core starts it like any program."""
 
     def prepare(self) -> list[ProcessSpec]:
         self._open_pipes()
@@ -198,12 +201,13 @@ class Spawn(FunctionStart):
 
 
 class Kept(FunctionStart):
-    """Functions whose parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`.
+    """Start of functions whose parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`.
 
     Attributes:
-        keeper_pidfd: readable when everything has ended; -1 when there is no keeper.
-        ended: pid and name of what outstayed its time at the end, the first few; after :meth:`finish`.
-        more_ended: how many more.
+        keeper_pidfd: pidfd of the keeper, which is readable when all processes have ended; -1 if there is no
+            keeper.
+        ended: pid and name of the first few processes that the keeper had to end; set by :meth:`finish`.
+        more_ended: number of further such processes.
     """
 
     has_keeper = True
@@ -222,16 +226,18 @@ class Kept(FunctionStart):
 
     @abstractmethod
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        """Start it with its end of the socket, and return its pid.
+        """Start the keeper and return its pid.
 
         Args:
-            statuses: by local rank, the descriptor for the exit status.
-            control: its end of the socket.
-            gate: the pipe from which the workers take a byte each.
+            statuses: descriptors for the exit status, by local rank.
+            control: the keeper's end of the socket.
+            gate: pipe from which each worker reads one byte before it begins.
         """
 
     def prepare(self) -> list[ProcessSpec]:
-        """See the base class: the keeper starts all, each of which waits to begin; none is for the core."""
+        """Start the keeper, which starts all functions; see the base class. The functions wait until the core
+        watches them. The core itself starts no process.
+        """
         ends: list[int] = []
         try:
             self._open_pipes()
@@ -244,7 +250,8 @@ class Kept(FunctionStart):
                 reader, writer = self._pipe(ends, reads=False)
                 statuses.append(writer)
                 self.statuses.append(reader)
-            # Before the threads of the group begin: a fork copies none of their locks.
+            # Fork before the group starts threads, so that the keeper does not inherit locks that those
+            # threads hold.
             self._keeper = self._start_keeper(statuses, ends[0], gate_reader)
             self.keeper_pidfd = os.pidfd_open(self._keeper)
         finally:
@@ -253,14 +260,14 @@ class Kept(FunctionStart):
 
     @property
     def control(self) -> int:
-        """Readable when :meth:`take_pids` can go on."""
+        """Descriptor that is readable when :meth:`take_pids` can make progress."""
         return self._socket().fileno()
 
     def take_pids(self) -> dict[int, int] | None:
-        """The pids by local rank, when the keeper has told them; never waits.
+        """Return the pids by local rank if the keeper has sent them, or else ``None``. Never blocks.
 
         Raises:
-            RuntimeError: they could not be started.
+            RuntimeError: the processes could not be started.
         """
         count = len(self._ranks())
         size = struct.calcsize("i") * count
@@ -282,19 +289,19 @@ class Kept(FunctionStart):
         return dict(enumerate(pids))
 
     def watch(self, watcher: Watcher) -> None:
-        """See the base class. All are supervised, so they begin."""
+        """Let the functions begin, because all of them are now supervised; see the base class."""
         super().watch(watcher)
         os.write(self._gate, keeper.GO * len(self._pipes))
 
     def _pipe(self, ends: list[int], *, reads: bool = True) -> tuple[int, int]:
-        """A pipe, one end of which is the keeper's."""
+        """Create a pipe and pass one of its ends to the keeper."""
         reader, writer = os.pipe()
         ends.append(reader if reads else writer)
         return reader, writer
 
     def _wait_for_pids(self) -> dict[int, int]:
         while True:
-            # Modules that are imported first may take long.
+            # Wait without a time limit, because importing modules first may take long.
             while not select.select([self.control], [], [], _LOOK_FOR_SIGNALS)[0]:
                 call_kept()
             try:
@@ -310,44 +317,48 @@ class Kept(FunctionStart):
         return self._control
 
     def close(self) -> None:
-        """See the base class; returns when the keeper has ended everything."""
+        """Close everything; see the base class. Return when the keeper has ended all processes."""
         ended = None if self._group is None else self._group.end
         has_succeeded = ended is not None and ended.outcome == "succeeded"
         self.begin_end(keeper.LINGER if has_succeeded else keeper.AT_ONCE)
         self.finish()
 
     def begin_end(self, linger: float) -> None:
-        """Have everything ended; :attr:`keeper_pidfd` is readable then. A later call overrules.
+        """Tell the keeper to end all processes. :attr:`keeper_pidfd` becomes readable when they have ended. A
+        later call overrides an earlier one.
 
         Args:
             linger: see :data:`keeper.WORD`.
         """
         if self._control is not None:
-            # Refused by one that was killed, and the workers with it.
+            # Sending fails if the keeper was killed. Its workers died with it.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
-            # It may import for long yet. No SIGKILL: it has to collect the workers that it may have.
+            # The keeper may still be importing for a long time. Do not send SIGKILL, because the keeper has
+            # to reap workers that it may already have.
             with suppress(ProcessLookupError):
                 if self.keeper_pidfd != -1:
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
-                # What the imports have started; not there before it leads a session.
+                # Also end processes that the imports have started. The process group does not exist until the
+                # keeper leads its session.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
         if self.keeper_pidfd != -1:
-            # A stopped one neither reads nor ends.
+            # Continue the keeper, because a stopped process neither reads nor ends.
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.keeper_pidfd, signal.SIGCONT)
 
     def finish(self, patience: float = PATIENCE) -> None:
-        """Wait for the end of the keeper, and close everything. Idempotent.
+        """Wait for the end of the keeper and close everything. Idempotent.
 
-        What has not ended within ``patience`` seconds gets SIGKILL, and is not waited for: state D.
+        Processes that have not ended within ``patience`` seconds get SIGKILL. Their end is not awaited,
+        because they may be in state D.
         """
         if self._keeper is not None:
             if self.keeper_pidfd == -1 or _has_ended(self.keeper_pidfd, patience):
-                # Not there when the program waits for all of its children itself, and was faster.
+                # The program waits for all its children itself and may have reaped the keeper first.
                 with suppress(ChildProcessError):
                     os.waitpid(self._keeper, 0)
             else:
@@ -391,10 +402,10 @@ def _has_ended(pidfd: int, patience: float) -> bool:
 
 
 class Fork(Kept):
-    """Copies of this process: anything can be passed, and nothing is pickled but what is returned."""
+    """Starts copies of this process. Any arguments can be passed, and only return values are pickled."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        # For `multiprocessing.parent_process()`: ends with the program.
+        # This pipe closes when the program ends, for `multiprocessing.parent_process()`.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:
@@ -442,7 +453,7 @@ class Fork(Kept):
 
 
 class ForkServer(Kept):
-    """Copies of a fresh interpreter that has imported what multiprocessing preloads."""
+    """Starts copies of a fresh interpreter that has imported the modules that multiprocessing preloads."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
         workers: list[keeper.WorkerPlan] = []
@@ -480,8 +491,8 @@ class ForkServer(Kept):
 
 
 class _RunForked(Value):
-    """Runs multiprocessing's ``process`` in a copy of this process, with ``env`` added to the environment.
-    The pipe ``sentinel`` ends with the program.
+    """Runs multiprocessing's ``process`` in a forked copy of this process, with ``env`` added to the
+    environment. The pipe ``sentinel`` closes when the program ends.
     """
 
     process: BaseProcess
@@ -500,7 +511,8 @@ class _RunForked(Value):
 
 
 def _fork() -> int:
-    # Python 3.12 warns of threads; what KEEP-1 and KEEP-2 say holds for those of the program as well.
+    # Ignore the warning of Python 3.12 about threads. Because of KEEP-1 and KEEP-2, threads of the program do
+    # no harm.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

@@ -1,7 +1,7 @@
-"""A group of processes under a supervisor of its own: what stands behind every ``PContext``.
+"""Process group with a supervisor of its own, used by every ``PContext``.
 
-The core starts, watches and ends the processes; this module takes in what it tells. A group may be used from
-any thread, and from several: one of them waits for the core, the others for that one.
+The core starts, monitors and stops the processes, and this module handles the core's events. Several threads
+may use a group at the same time: one of them waits for the core, and the others wait for that thread.
 """
 
 from __future__ import annotations
@@ -21,35 +21,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 DRAIN_TIMEOUT = 10.0
-"""Seconds that a slow console gets at the end; the files have everything in any case."""
+"""Seconds for which the end waits for a slow console. The log files are complete in any case."""
 
 LATE = 1.0
-"""Seconds after the end of a wait within which what has happened already is taken in: where a descriptor is
-always ready, there is more of it for ever."""
+"""Seconds after the end of a wait in which pending events are still handled. The limit is needed because a
+descriptor that is always ready produces events forever."""
 
 _END_SLACK = 45.0
-"""Seconds beyond the grace after which the group is given up: the core itself gives up after 30."""
+"""Seconds after the grace period at which the wait for the group ends. The core gives up after 30 seconds."""
 
 
 class SupervisedGroup:
     """Starts processes, and records how they end.
 
     Args:
-        grace: seconds between SIGTERM and SIGKILL for the others when one fails.
-        stop_scope: whom signals reach before SIGKILL: ``"worker"``, and the rest of its process group when it
-            has ended, or ``"group"``.
+        grace: seconds between SIGTERM and SIGKILL for the other processes after a failure.
+        stop_scope: receiver of signals before SIGKILL: ``"worker"`` for the worker (the rest of its process
+            group is signalled once it has ended), or ``"group"`` for its whole process group.
 
     Attributes:
-        pids: by local rank.
-        exits: by local rank, in the order in which they were seen.
+        pids: pids by local rank.
+        exits: exits by local rank, in the order in which they were seen.
         first_failure: the local rank that failed first.
-        end: what was told when nothing was left.
-        on_fd: called, in whichever thread waits, with a descriptor that :meth:`watch_fd` watches and that is
-            readable.
+        end: event that reported the end of the group.
+        on_fd: called with a readable descriptor that :meth:`watch_fd` watches, in the thread that is waiting.
 
     Raises:
-        _core.SupervisorError: there is no supervisor to be had.
-        OSError: descriptors ran out.
+        _core.SupervisorError: no supervisor can be created.
+        OSError: file descriptors have run out.
     """
 
     def __init__(self, grace: float = 30.0, *, stop_scope: str = "group") -> None:
@@ -74,17 +73,18 @@ class SupervisedGroup:
         self._supervisor.watch_fd(self._bell)
 
     def __del__(self) -> None:
-        # Nobody has closed it: the core ends what is left of its own.
+        # The group was never closed, so the core kills its remaining processes.
         if getattr(self, "_supervisor", None) is not None:
             os.close(self._bell)
 
     # --- starting ---
 
     def start(self, specs: Sequence[_core.ProcessSpec], streams: Sequence[_core.LogStream] = ()) -> None:
-        """Start all, or none; returns when all run. ``streams`` are copied to the console meanwhile.
+        """Start all processes, or none. Return when all are running. The core copies ``streams`` to the
+        console.
 
         Raises:
-            OSError: a program or a file cannot be had.
+            OSError: a program or a file is not accessible.
             _core.SupervisorError: see the class.
         """
         supervisor = self._running()
@@ -98,14 +98,15 @@ class SupervisedGroup:
             raise not_started(text, self._failure.errno)
 
     def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
-        """Adopt processes that another process has started and that wait to begin; after :meth:`start`.
+        """Adopt processes that another process has started and that wait for permission to run. Call this
+        after :meth:`start`.
 
         Args:
-            pids: by local rank.
-            statuses: by local rank, the pipe into which their parent writes their exit status.
+            pids: pids by local rank.
+            statuses: pipes by local rank into which the parent writes the exit status.
 
         Raises:
-            RuntimeError: one has ended already.
+            RuntimeError: a process has already ended.
         """
         try:
             are_ours = adopt(self._running(), pids, statuses)
@@ -120,7 +121,7 @@ class SupervisedGroup:
         self._running().watch_fd(fd)
 
     def unwatch_fd(self, fd: int) -> None:
-        """End what :meth:`watch_fd` began."""
+        """Stop watching a descriptor of :meth:`watch_fd`."""
         if self._supervisor is not None:
             self._supervisor.unwatch_fd(fd)
 
@@ -131,8 +132,8 @@ class SupervisedGroup:
         self.wait_until(lambda: self.end is not None, 0.0)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait for a condition on what is recorded here, for ever when ``timeout`` is ``None``; True if it is
-        met.
+        """Wait for a condition on the recorded state; without a time limit if ``timeout`` is ``None``. Return
+        true if the condition is met.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not is_met():
@@ -145,12 +146,13 @@ class SupervisedGroup:
         return True
 
     def _advance(self, timeout: float | None) -> bool:
-        """Take in one event, or wait until another thread has; ``False`` when there was none."""
+        """Handle one event, or wait until another thread has handled one. Return false if there was none."""
         me = threading.get_ident()
         with self._turn:
             if self._waiter not in {None, me}:
                 return self._turn.wait(timeout)
-            # A handler of a signal that came while this thread waited may come here again.
+            # Remember the outer waiter, because a signal handler that interrupts this thread may call this
+            # method again.
             outer, self._waiter = self._waiter, me
         try:
             supervisor = self._supervisor
@@ -189,19 +191,21 @@ class SupervisedGroup:
             self._trouble.append(event.message)
 
     def take_trouble(self) -> list[str]:
-        """Return the lines for the user since the last call."""
+        """Return the lines for the user that were added since the last call."""
         taken, self._trouble = self._trouble, []
         return taken
 
     # --- ending ---
 
     def signal(self, signum: int, local_rank: int) -> None:
-        """Send a signal to one process, or to its process group; nothing when it has ended."""
+        """Send a signal to a process, or to its process group. Does nothing if the process has ended."""
         if self._supervisor is not None and self.end is None:
             self._supervisor.signal(signum, [local_rank])
 
     def stop(self, death_sig: int, timeout: float) -> None:
-        """Signal all, and SIGKILL what is there after ``timeout`` seconds; returns when nothing is left."""
+        """Send a signal to all processes, and SIGKILL to those that remain after ``timeout`` seconds. Return
+        when none is left.
+        """
         if self._supervisor is None or self.end is not None or self._failure is not None:
             return
         self._supervisor.stop(_core.StopPolicy(death_sig, max(0.0, timeout)))
@@ -209,12 +213,12 @@ class SupervisedGroup:
             self.wait_until(lambda: self.end is not None, max(0.0, timeout) + _END_SLACK)
 
     def hurry(self) -> None:
-        """Kill all now that :meth:`stop` waits for."""
+        """Kill at once all processes that :meth:`stop` is waiting for."""
         if self._supervisor is not None:
             end_at_once(self._supervisor)
 
     def close(self) -> None:
-        """Kill what is left, show what is not on the console yet, and give everything back. Idempotent."""
+        """Kill the remaining processes, show the remaining output, and release everything. Idempotent."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
@@ -234,13 +238,14 @@ class SupervisedGroup:
 
 
 class SupervisedProcess:
-    """One process of a group, as :class:`subprocess.Popen` shows one.
+    """A process of a group, with the interface of :class:`subprocess.Popen`.
 
     Args:
-        group: of which it is a member.
-        local_rank: its index there.
-        args: its command.
-        is_alone: it is the only one, and the group is closed by whoever sees here that nothing of it is left.
+        group: group of the process.
+        local_rank: index of the process in the group.
+        args: command line of the process.
+        is_alone: true if the process is the only one of its group. This object then closes the group when no
+            process is left.
     """
 
     def __init__(
@@ -254,11 +259,13 @@ class SupervisedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or the negative number of a signal; ``None`` while it runs, as far as was looked."""
+        """The exit code, or the negative number of a signal; ``None`` if the process is still running as far
+        as is known.
+        """
         ended = self._group.exits.get(self._local_rank)
         if ended is None:
             return None
-        # Popen has no word for "nobody can tell"; this is never a success.
+        # Return a failure code, because Popen has no value for an unknown exit status.
         return 255 if ended.exitcode is None else ended.exitcode
 
     def poll(self) -> int | None:
@@ -268,10 +275,10 @@ class SupervisedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended; return the code.
+        """Wait for the end of the process. Return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it runs still after ``timeout`` seconds.
+            subprocess.TimeoutExpired: the process is still running after ``timeout`` seconds.
         """
         self._group.wait_until(lambda: self.returncode is not None, timeout)
         self._let_go()
@@ -281,7 +288,7 @@ class SupervisedProcess:
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal to it, or to its process group; nothing when it has ended."""
+        """Send a signal to the process, or to its process group. Does nothing if the process has ended."""
         if self.poll() is None:
             self._group.signal(int(sig), self._local_rank)
 
@@ -294,6 +301,6 @@ class SupervisedProcess:
         self.send_signal(9)
 
     def _let_go(self) -> None:
-        # What it has left behind may go on for a while, and nobody waits for that here.
+        # Close the group only after its leftover processes have ended. This method does not wait for them.
         if self._is_alone and self._group.end is not None:
             self._group.close()

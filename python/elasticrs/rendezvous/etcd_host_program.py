@@ -1,15 +1,16 @@
 """Program that runs one member of an etcd cluster hosted by the agents of a job.
 
 :class:`elasticrs.rendezvous.elastic.etcd_host.EtcdHost` starts it and sends its orders on the first line of
-standard input. The program claims a seat, starts etcd on the data of that seat, and restarts etcd when it
-exits. Every line that it prints is a JSON array for the agent.
+standard input. The program claims a seat, and runs etcd on the data of that seat. Every line that it prints
+is a JSON array for the agent.
 
 - **MEMBER-1** etcd stops when the agent exits for any reason. Its data stay, so that an agent that is
   started again on this node continues as the same member.
 - **MEMBER-2** At the end of the job, the member stays until no agent has a session, or until a majority of
   the members are down. Then the folder is removed. If sessions are left after ``close_timeout``, the job may
   still be running elsewhere, so the data stay.
-- **MEMBER-3** An etcd that keeps exiting soon after its start is not restarted again.
+- **MEMBER-3** If etcd exits by itself, the program tells the agent why, and exits with code 1. The agent
+  starts a program that failed again, on the same data.
 - **MEMBER-4** One thread does everything that may block. Another thread watches the agent.
 """
 
@@ -19,11 +20,9 @@ import base64
 import json
 import os
 import select
-import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from elasticrs._value import Value
@@ -33,7 +32,7 @@ from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat, View
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, listening_address
 from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.rendezvous.etcd_folder import Folder
-from elasticrs.rendezvous.etcd_keeper import find_program
+from elasticrs.rendezvous.etcd_keeper import find_program, watch
 from elasticrs.rendezvous.etcd_process import EtcdProcess, options, trouble_with
 
 _TICK = 0.05
@@ -43,9 +42,9 @@ _DOUBT = 2.0
 _QUESTION = 1.5
 """Timeout for one answer of etcd, in seconds."""
 
-_LAST_QUESTION = 0.5
-"""Timeout for one answer of etcd at the end of the job, in seconds. Other members may already be down then.
-
+_SHORT_QUESTION = 0.5
+"""Timeout for an answer of this node's member, in seconds. etcd accepts connections some time before it
+answers, and at the end of the job it may not answer any more.
 """
 
 _FOREVER = 86400.0
@@ -57,11 +56,6 @@ _GRACE, _SHORT_GRACE = 2.0, 0.3
 _RETRY = 1.0
 _LONG = 10.0
 """Seconds after which a member without a quorum checks the other seats less often."""
-
-_SHORT = 10.0
-"""Minimum run time in seconds. An etcd that exits sooner after its start counts as failed."""
-
-_MOST_SHORT = 3
 
 
 class Orders(Value):
@@ -116,7 +110,6 @@ class Member:
         self._address = ""
         self._folder: Folder | None = None
         self._etcd = EtcdProcess()
-        self._starts = self._healthy = 0
         self._guard = threading.Lock()
         self._news = os.eventfd(0, os.EFD_CLOEXEC)
         self._order = ""
@@ -153,38 +146,33 @@ class Member:
 
     # --- the thread that works ---
 
-    def live(self) -> None:
-        """Run the member until the agent exits."""
+    def live(self) -> int:
+        """Run the member until the agent exits. Return 1 if etcd exited before, and 0 otherwise."""
         try:
             if self._take_seat():
                 self._host()
+                return 1
         except _AgentExits:
             if self._order == "over":
                 self._await_confirmation()
         finally:
             with self._guard:
                 self._finish()
+        return 0
 
     def _host(self) -> None:
+        """Run etcd until it exits."""
         try:
             program = find_program()
         except FileNotFoundError as error:
             self._refuse(f"this node cannot host a member of etcd: {error}")
-        shorts = 0
-        while True:
-            begun = time.monotonic()
-            try:
-                self._join(program)
-                self._stay()
-            except _EtcdExited as error:
-                why = f"this node's member of etcd has ended: {error}"
-            shorts = shorts + 1 if time.monotonic() - begun < _SHORT else 1
-            if shorts == _MOST_SHORT:
-                break
-            tell("say", f"{why}; it is started again")
-            self._pause(_RETRY)
-        left = sum(answer is not None for answer in self._look())
-        self._refuse(f"{why}; this node has no member any more: {self._left_of(left)}")
+        try:
+            self._join(program)
+            self._stay()
+        except _EtcdExited as error:
+            left = sum(answer is not None for answer in self._look())
+            tell("exited", f"this node's member of etcd exited: {error}; {self._left_of(left)}")
+        self._pause(_RETRY)
 
     def _left_of(self, left: int) -> str:
         seats, most = len(self._seats), membership.majority(self._seats)
@@ -199,7 +187,7 @@ class Member:
             self._pause(_FOREVER)
 
     def _pause(self, seconds: float) -> None:
-        """Wait for the agent, for etcd's exit, for etcd's health, or for so many seconds.
+        """Wait for an order of the agent, for etcd's exit, or until the timeout in seconds has passed.
 
         Raises:
             _AgentExits: the agent exits.
@@ -284,8 +272,9 @@ class Member:
         """
         assert self._folder is not None
         begun, refused_since = time.monotonic(), None
-        had_joined = self._folder.has_joined()
-        while self._etcd.fd is None or self._healthy != self._starts:
+        # A member that has joined takes part in the end of the job, even if it is not back yet.
+        had_joined = self._belongs = self._folder.has_joined()
+        while not self._is_healthy():
             view = self._view(self._look())
             step = membership.next_step(view)
             now = time.monotonic()
@@ -379,7 +368,9 @@ class Member:
         return list(answers)
 
     def _report_certificates(self, unfit: dict[int, str]) -> None:
-        """Report why a certificate is rejected, once for each seat, if that lasts for :data:`_DOUBT`."""
+        """Report why the certificate of another member is rejected, if the rejections last longer than
+        :data:`_DOUBT` seconds. Report each member only once.
+        """
         now = time.monotonic()
         self._unfit = {index: self._unfit.get(index, now) for index in unfit}
         for index in [index for index, since in self._unfit.items() if now - since > _DOUBT]:
@@ -418,21 +409,16 @@ class Member:
         os.makedirs(data, mode=0o700, exist_ok=True)
         with self._guard:
             self._etcd.start(command, self._folder.log, self._folder.lock)
-        self._starts += 1
-        threading.Thread(target=self._await_health, args=(self._starts,), daemon=True).start()
 
-    def _await_health(self, start: int) -> None:
-        """Wait until the etcd with this start number serves clients. Then notify the working thread."""
-        seat = self._seats[self._mine]
-        while start == self._starts:
-            # Ignore errors, because etcd may not listen yet, may have no leader at the moment, or may have
-            # exited.
-            with suppress(OSError, GatewayError, LookupError, TypeError):
-                if self._gateway.await_health(seat, _FOREVER, _reached(self._address)):
-                    self._healthy = start
-                    os.eventfd_write(self._news, 1)
-                    return
-            time.sleep(_TICK)
+    def _is_healthy(self) -> bool:
+        """Return true if etcd serves clients, which takes a quorum."""
+        if self._etcd.fd is None:
+            return False
+        try:
+            return self._gateway.is_healthy(self._seats[self._mine], _SHORT_QUESTION, _reached(self._address))
+        except (OSError, GatewayError):
+            # etcd may not listen yet, may have no leader at the moment, or may have exited.
+            return False
 
     # --- the end of the job ---
 
@@ -452,7 +438,7 @@ class Member:
         body = {"key": first, "range_end": last, "count_only": True}
         seat, address = self._seats[self._mine], _reached(self._address)
         try:
-            found = self._gateway.ask(seat, "kv/range", body, _LAST_QUESTION, address)
+            found = self._gateway.ask(seat, "kv/range", body, _SHORT_QUESTION, address)
             return int(found.get("count", 0)) == 0
         except (OSError, GatewayError):
             # Add one for this member.
@@ -467,17 +453,9 @@ def _reached(address: str) -> str:
 
 def main() -> int:
     """Run a member; return the exit code."""
-    parent = int(sys.argv[1])
-    try:
-        agent = os.pidfd_open(parent)
-    except ProcessLookupError:
+    watched = watch(int(sys.argv[1]))
+    if watched is None:
         return 1
-    if os.getppid() != parent:
-        return 1
-    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.set_wakeup_fd(writer)
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, lambda *_: None)
     with open(0, "rb", buffering=0, closefd=False) as orders:
         line = orders.readline()
     if not line.endswith(b"\n"):
@@ -488,6 +466,5 @@ def main() -> int:
     except OSError as error:
         tell("refused", f"this node cannot host a member of etcd: its certificates cannot be used: {error}")
         return 0
-    threading.Thread(target=member.listen, args=(agent, reader), daemon=True).start()
-    member.live()
-    return 0
+    threading.Thread(target=member.listen, args=watched, daemon=True).start()
+    return member.live()

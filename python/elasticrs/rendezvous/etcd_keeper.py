@@ -28,17 +28,10 @@ if os.getppid() == int(sys.argv[1]):
 
 def main(parent: int, folder: str, command: list[str]) -> int:
     """Run the command until it exits, the parent exits, or a signal asks for it; return the exit code."""
-    stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.set_wakeup_fd(writer)
-    for signum in stops:
-        signal.signal(signum, lambda *_: None)
-    try:
-        program = os.pidfd_open(parent)
-    except ProcessLookupError:
+    watched = watch(parent)
+    if watched is None:
         return 1
-    if os.getppid() != parent:
-        return 1
+    program, reader = watched
     process = spawn(command)
     poll = select.poll()
     etcd = os.pidfd_open(process.pid)
@@ -50,6 +43,24 @@ def main(parent: int, folder: str, command: list[str]) -> int:
     if any(fd == program for fd, _ in poll.poll(0)):
         shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code
+
+
+def watch(parent: int) -> tuple[int, int] | None:
+    """Watch the parent process, and handle signals that ask this process to stop.
+
+    Returns:
+        Two file descriptors: the first is readable when the parent has exited, and the second after a signal.
+        ``None`` if the parent has exited already.
+    """
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(writer)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda *_: None)
+    try:
+        watched = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return None
+    return (watched, reader) if os.getppid() == parent else None
 
 
 def spawn(
@@ -70,12 +81,13 @@ def spawn(
 
 
 def end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Stop a child: SIGTERM, and SIGKILL after the grace, in seconds."""
+    """Stop a child if it runs: SIGTERM, and SIGKILL after the grace, in seconds. Wait for its exit."""
     process.terminate()
     try:
         process.wait(grace)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()
 
 
 def find_program() -> str:

@@ -15,10 +15,10 @@ import sys
 import tempfile
 import time
 from http.client import HTTPConnection, HTTPException
-from subprocess import DEVNULL, Popen, TimeoutExpired
+from subprocess import DEVNULL, Popen
 from typing import TYPE_CHECKING
 
-from elasticrs.rendezvous.etcd_keeper import find_program
+from elasticrs.rendezvous.etcd_keeper import end, find_program
 
 if TYPE_CHECKING:
     from typing import IO
@@ -80,13 +80,8 @@ def _reserved_port() -> socket.socket:
 
 def stop_etcd(subprocess: Popen[bytes] | None, data_dir: str | None = None) -> None:
     """End a server, and remove its data. Idempotent."""
-    if subprocess is not None and subprocess.poll() is None:
-        subprocess.terminate()
-        try:
-            subprocess.wait(_LONGEST_STOP)
-        except TimeoutExpired:
-            subprocess.kill()
-            subprocess.wait()
+    if subprocess is not None:
+        end(subprocess, _LONGEST_STOP)
     if data_dir:
         shutil.rmtree(data_dir, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""What all timers have in common: requests, the interfaces of clients and servers, and :class:`expires`."""
+"""Common parts of all timers: requests, :class:`expires`, and the interfaces of clients and servers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class TimerRequest:
     """A worker acquires a timer, or releases it.
 
     Args:
-        worker_id: who; whatever client and server agree on.
-        scope_id: the name of the timer, unique for its worker.
-        expiration_time: when it is due, in seconds since 1970; negative: release.
+        worker_id: identity of the worker, in any form on which client and server agree.
+        scope_id: name of the timer, unique for its worker.
+        expiration_time: expiration in seconds since 1970; a negative number releases the timer.
     """
 
     __slots__ = ("expiration_time", "scope_id", "worker_id")
@@ -46,15 +46,15 @@ class TimerRequest:
 
 
 class TimerClient(ABC):
-    """The worker's side, which sends requests to a server."""
+    """The worker's side of a timer, which sends requests to a server."""
 
     @abstractmethod
     def acquire(self, scope_id: str, expiration_time: float) -> None:
         """Start a timer, replacing an earlier one of the same name.
 
         Args:
-            scope_id: its name.
-            expiration_time: when it is due, in seconds since 1970.
+            scope_id: name of the timer.
+            expiration_time: expiration in seconds since 1970.
         """
 
     @abstractmethod
@@ -62,34 +62,35 @@ class TimerClient(ABC):
         """End the timer of this name.
 
         Args:
-            scope_id: its name.
+            scope_id: name of the timer.
         """
 
 
 class RequestQueue(ABC):
-    """Where a server takes requests from."""
+    """Source from which a server takes requests."""
 
     @abstractmethod
     def size(self) -> int:
-        """Return the number of waiting requests; only :meth:`get` takes any."""
+        """Return the number of waiting requests. Only :meth:`get` removes requests."""
 
     @abstractmethod
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
         """Take requests.
 
         Args:
-            size: at most so many.
-            timeout: seconds to wait for them.
+            size: maximum number of requests to take.
+            timeout: seconds to wait for requests.
         """
 
 
 class TimerServer(ABC):
-    """Takes requests, and reaps workers whose timers have expired, in a thread of its own.
+    """Base class of servers, which read requests and reap workers with expired timers, in a thread of their
+    own.
 
     Args:
-        request_queue: where requests come from.
-        max_interval: longest wait for a request, in seconds; timers expire no later than this.
-        daemon: whether the thread lets the process end.
+        request_queue: source of requests.
+        max_interval: longest wait for a request, in seconds. Timers are reaped at most this late.
+        daemon: true if the process may exit while the thread runs.
     """
 
     def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
@@ -102,10 +103,10 @@ class TimerServer(ABC):
 
     @abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Carry out requests; a negative expiration time is a release.
+        """Register or release timers. A negative expiration time releases a timer.
 
         Args:
-            timer_requests: in their order.
+            timer_requests: requests in order.
         """
 
     @abstractmethod
@@ -113,7 +114,7 @@ class TimerServer(ABC):
         """Remove all timers of these workers.
 
         Args:
-            worker_ids: who.
+            worker_ids: ids of the workers.
         """
 
     @abstractmethod
@@ -121,7 +122,7 @@ class TimerServer(ABC):
         """The timers that are due, by worker.
 
         Args:
-            deadline: in seconds since 1970; what expires then or earlier is due.
+            deadline: time in seconds since 1970. Timers that expire then or earlier are due.
         """
 
     @abstractmethod
@@ -129,7 +130,7 @@ class TimerServer(ABC):
         """End a worker.
 
         Returns:
-            Whether that is done; otherwise it is tried again. An exception counts as done.
+            True if the worker was ended. After false, the server tries again. An exception counts as success.
         """
 
     def start(self) -> None:
@@ -143,7 +144,7 @@ class TimerServer(ABC):
         self._watchdog_thread.start()
 
     def stop(self) -> None:
-        """End the thread; waits for it for ``max_interval``. Idempotent."""
+        """Stop the thread, and wait for its end for at most ``max_interval``. Idempotent."""
         self._stop_signaled = True
         thread, self._watchdog_thread = self._watchdog_thread, None
         if thread is not None:
@@ -153,7 +154,7 @@ class TimerServer(ABC):
         return self._max_interval
 
     def _seconds_to_wait(self) -> float:
-        """For a request, in the next turn of the loop."""
+        """Return how long the next turn of the loop may wait for a request."""
         return self._max_interval
 
     def _now(self) -> float:
@@ -166,7 +167,7 @@ class TimerServer(ABC):
                 self._run_watchdog()
             except Exception:  # noqa: PERF203 -- one turn of many
                 _logger().exception("a turn of the timer server failed")
-                # What fails at once, and always, must not keep a core busy.
+                # Limit the rate of retries, because a permanent error would otherwise keep a core busy.
                 time.sleep(min(self._max_interval, 0.1))
 
     def _run_watchdog(self) -> None:
@@ -193,10 +194,10 @@ _timer_client: TimerClient | None = None
 
 
 def configure(timer_client: TimerClient) -> None:
-    """Choose the client of :class:`expires`, for this process.
+    """Set the client that :class:`expires` uses in this process.
 
     Args:
-        timer_client: what tells the server.
+        timer_client: client that sends requests to the server.
     """
     global _timer_client  # noqa: PLW0603 -- what torch's function is for
     _timer_client = timer_client
@@ -207,10 +208,11 @@ def configure(timer_client: TimerClient) -> None:
 
 _lock = RLock()
 _live: dict[tuple[int, str], list[float]] = {}
-"""By client and scope, when the blocks are due that are being executed, in all threads."""
+"""Deadlines of the blocks that are running in any thread, by client and scope."""
 
 places: dict[tuple[int, str], str] = {}
-"""By client and scope, file and line of the last of these blocks; not where they are the scope itself."""
+"""File and line of the last running block, by client and scope. Left out if the scope itself is the file and
+line."""
 
 
 def _forget(key: tuple[int, str]) -> None:
@@ -219,7 +221,7 @@ def _forget(key: tuple[int, str]) -> None:
 
 
 def _forget_live() -> None:
-    # The blocks are the parent's, and so may be the thread that holds the lock.
+    # The running blocks belong to the parent, and its thread may hold the lock.
     global _lock  # noqa: PLW0603 -- a lock cannot be forced open
     _lock = RLock()
     _live.clear()
@@ -230,19 +232,20 @@ os.register_at_fork(after_in_child=_forget_live)
 
 
 class expires:  # noqa: N801 -- torch's name
-    """A block or function that must end in time: ``with expires(after=60): …``, ``@expires(after=60)``.
+    """Context manager and decorator for code with a time limit: ``with expires(after=60): …``,
+    ``@expires(after=60)``.
 
-    When it does not, the server may end this worker. Blocks can be nested, may be entered again (a
-    recursive function, several threads), and let exceptions pass. Of several blocks with the same scope the
-    earliest deadline counts.
+    If the time limit expires, the server may end this worker. Blocks can be nested and entered again (by
+    recursive functions or several threads), and let exceptions pass. If several blocks have the same scope,
+    the earliest deadline counts.
 
-    Different from torch: without a scope, the caller's line is named. (There it is a line of
-    ``contextlib``, the same for all, so that an inner block ends the timer of the outer one.)
+    Unlike in torch, the default scope is the caller's line. In torch it is a line of ``contextlib``, which is
+    always the same, so that an inner block ends the timer of the outer one.
 
     Args:
-        after: seconds from the moment at which the block is entered.
-        scope: the timer's name; ``FILE#LINE`` of the caller when ``None``.
-        client: tells the server; that of :func:`configure` when ``None``.
+        after: time limit in seconds, from the start of the block.
+        scope: name of the timer; ``FILE#LINE`` of the caller if ``None``.
+        client: client that sends requests to the server; the one from :func:`configure` if ``None``.
 
     Raises:
         RuntimeError: there is no client.
@@ -298,7 +301,7 @@ class expires:  # noqa: N801 -- torch's name
             client.release(self._scope)
 
     def __call__(self, function: F) -> F:
-        """Let every call of a function be such a block."""
+        """Decorate a function, so that every call has this time limit."""
         from functools import wraps
 
         @wraps(function)
@@ -312,22 +315,26 @@ class expires:  # noqa: N801 -- torch's name
 
 
 class SteadyClock:
-    """Wall clock time that does not step: what it was at the start, and what has passed since."""
+    """Clock that is not affected by steps of the wall clock: its start in wall clock time, plus the monotonic
+    time since then.
+    """
 
     __slots__ = ("_monotonic", "_wall")
 
     TOLERANCE = 0.05
-    """Seconds of difference that are no step: reading two clocks takes a moment."""
+    """Maximum difference in seconds that does not count as a step. Reading two clocks takes a moment."""
 
     def __init__(self) -> None:
         self._wall, self._monotonic = time.time(), time.monotonic()
 
     def now(self) -> float:
-        """Seconds since 1970, as they would be without a step."""
+        """Return the seconds since 1970, unaffected by steps of the wall clock."""
         return self._wall + time.monotonic() - self._monotonic
 
     def steady(self, expiration_time: float) -> float:
-        """Give an expiration that was just read from the wall clock, in seconds since 1970, on this one."""
+        """Convert an expiration time that was just computed with the wall clock, in seconds since 1970, to
+        this clock.
+        """
         step = time.time() - self.now()
         return expiration_time if abs(step) < self.TOLERANCE else expiration_time - step
 

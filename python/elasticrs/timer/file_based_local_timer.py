@@ -1,9 +1,10 @@
-"""The client of timers over a FIFO: of the agent's own, of :class:`FileTimerServer`, and of torch's.
+"""Timer client that writes requests to a FIFO. It works with our agent, with :class:`FileTimerServer`, and
+with torch's server.
 
-**How it writes.** Under an agent of ours, which says so by ``ELASTICRS_TIMER_FILE``, the FIFO stays open,
-and a record is one ``write``. Anywhere else it is opened for each record, since torch's server never
-expires anything while a writer has it open. No write ever blocks. A record that the pipe has no room for is
-dropped and counted, but a *release* is kept and tried again: without it a healthy worker would be killed.
+**Writing.** Under our own agent, which sets ``ELASTICRS_TIMER_FILE``, the FIFO stays open, and each record is
+a single ``write``. Otherwise the FIFO is opened for each record, because torch's server expires no timer
+while a writer has the FIFO open. Writing never blocks. If the pipe is full, a request is dropped and counted.
+But a *release* is kept and retried, because without it a healthy worker would be killed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SIGKILL = 9
 _PIPE_BUF = 4096
 _ATTEMPTS, _PAUSE = 10, 0.1
 _FAR = 1e11
-"""Seconds since 1970: no timer is due later, however infinite."""
+"""Latest possible expiration, in seconds since 1970. An infinite time is reduced to it."""
 
 
 _HOMES = {
@@ -51,10 +52,10 @@ class FileTimerRequest(TimerRequest):
     """A request with a signal.
 
     Args:
-        worker_pid: who.
-        scope_id: the name of the timer.
-        expiration_time: when it is due, in seconds since 1970; negative: release.
-        signal: what ends the worker; 0 or less: nothing does, the timer only tells.
+        worker_pid: pid of the worker.
+        scope_id: name of the timer.
+        expiration_time: expiration in seconds since 1970; a negative number releases the timer.
+        signal: signal that ends the worker. If it is 0 or less, the expiration is only reported.
     """
 
     __slots__ = ("signal", "version")
@@ -67,7 +68,7 @@ class FileTimerRequest(TimerRequest):
 
     @property
     def worker_pid(self) -> int:
-        """Who."""
+        """Pid of the worker."""
         return int(self.worker_id)
 
     def __eq__(self, other: object) -> bool:
@@ -89,17 +90,18 @@ class FileTimerRequest(TimerRequest):
 
 
 class FileTimerClient(TimerClient):
-    """The worker's side. May be used by several threads, and after a fork.
+    """The worker's side of a timer over a FIFO. Several threads may use it, and forked children too.
 
-    As in torch, the first request fails when no server reads the FIFO, after trying for a second. A server
-    that was there once, and our own agent, may go away without harm: requests are counted as dropped then.
+    As in torch, the first request fails if no server reads the FIFO after a second of retries. If a server
+    disappears later, or if our own agent does, requests are only counted as dropped.
 
     Args:
-        file_path: the FIFO, in a worker ``os.environ["TORCHELASTIC_TIMER_FILE"]``.
-        signal: what ends the worker when a timer expires; 0 or less: nothing does, the timer only tells.
+        file_path: path of the FIFO; in a worker, ``os.environ["TORCHELASTIC_TIMER_FILE"]``.
+        signal: signal that ends the worker when a timer expires. If it is 0 or less, the expiration is only
+            reported.
 
     Attributes:
-        dropped: how many requests nobody got.
+        dropped: number of requests that were dropped.
     """
 
     def __init__(self, file_path: str, signal: int = _SIGKILL) -> None:
@@ -119,8 +121,8 @@ class FileTimerClient(TimerClient):
 
         Raises:
             ValueError: the time is not a number.
-            RuntimeError: the request is longer than a pipe takes in one piece.
-            BrokenPipeError: no server was there to begin with.
+            RuntimeError: the request is too long for a single write to a pipe.
+            BrokenPipeError: no server has read the FIFO so far.
         """
         if not abs(expiration_time) <= _FAR:
             if isnan(expiration_time):
@@ -148,12 +150,13 @@ class FileTimerClient(TimerClient):
             self._fd = -1
 
     def __del__(self) -> None:
-        # Without the lock: after a fork it may be held by a thread that this process does not have.
+        # Do not take the lock, because after a fork it may be held by a thread that does not exist in this
+        # process.
         if getattr(self, "_fd", -1) >= 0 and self._fd_is_ours():
             os.close(self._fd)
 
     def _send_request(self, request: FileTimerRequest) -> None:
-        """Send any request, as torch's method of this name."""
+        """Send any request. The name is that of torch's method."""
         self._check_process()
         self._write(request.to_json().encode() + b"\n", is_release=request.expiration_time < 0)
 
@@ -164,7 +167,9 @@ class FileTimerClient(TimerClient):
             self._forked()
 
     def _forked(self) -> None:
-        """What belongs to the parent is its own affair: its threads, hence the lock, and its releases."""
+        """Reset the state for this process. The parent's lock, thread and pending releases stay with the
+        parent.
+        """
         self._pid = os.getpid()
         self._lock = RLock()
         self._pending: list[bytes] = []
@@ -187,7 +192,7 @@ class FileTimerClient(TimerClient):
         if len(line) > _PIPE_BUF:
             raise RuntimeError(f"a timer request has at most {_PIPE_BUF} bytes, this one has {len(line)}")
         with self._lock:
-            # In their order: a release that waits must not end a later timer of its name.
+            # Keep the order of requests, because a delayed release could end a later timer of the same name.
             if self._flush() and self._put(line):
                 return
             if is_release:
@@ -197,7 +202,9 @@ class FileTimerClient(TimerClient):
                 self._drop("the pipe is full")
 
     def _put(self, line: bytes) -> bool:
-        """Whether nothing is left to do: written, or nobody to write to. False: the pipe is full."""
+        """Return true if the line needs no retry, because it was written or there is no reader. Return false
+        if the pipe is full.
+        """
         fd = self._open()
         if fd < 0:
             return True
@@ -215,10 +222,10 @@ class FileTimerClient(TimerClient):
         return True
 
     def _open(self) -> int:
-        """The descriptor; -1 when nobody reads the FIFO.
+        """The descriptor of the FIFO; -1 if it has no reader.
 
         Raises:
-            BrokenPipeError: nobody ever did.
+            BrokenPipeError: no server has read the FIFO so far.
         """
         if self._fd_is_ours():
             return self._fd
@@ -242,7 +249,9 @@ class FileTimerClient(TimerClient):
         return -1
 
     def _fd_is_ours(self) -> bool:
-        """Programs that become daemons close all descriptors, and the number may be another file's now."""
+        """Return true if the descriptor still refers to our FIFO. Programs that become daemons close all
+        descriptors, and another file may have the number now.
+        """
         if self._fd < 0:
             return False
         try:
@@ -274,7 +283,7 @@ class FileTimerClient(TimerClient):
             Thread(target=self._retry, name="FileTimerClient", daemon=True).start()
 
     def _retry(self) -> None:
-        """Waits for room in the pipe. Ends when nothing is left to send."""
+        """Retry until everything is sent. Waits for room in the pipe."""
         from select import POLLOUT, poll
 
         while True:
@@ -285,7 +294,7 @@ class FileTimerClient(TimerClient):
                 try:
                     fd = os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 except OSError:
-                    # Without a server there are no timers either.
+                    # Without a server no timer exists that the releases could end.
                     self._pending.clear()
                     continue
             try:

@@ -1,9 +1,10 @@
-"""Signs of life of a worker, for ``--hang-timeout``.
+"""Heartbeats of a worker, for ``--hang-timeout``.
 
-The agent passes each worker a page of shared memory, and says so in ``ELASTICRS_HEARTBEAT``. A heartbeat is
-two or three stores into it: no system call, nobody is woken, nothing can block. The agent reads the page when
-a limit has passed. Its layout is in ``crates/elasticrs-core/src/timer/pages.rs``. Elsewhere, and in children
-of the worker, heartbeats go nowhere.
+The agent passes a page of shared memory to each worker, in ``ELASTICRS_HEARTBEAT``. A heartbeat consists of
+two or three stores into the page: it makes no system call, wakes no process and cannot block. The agent reads
+the page when a time limit has expired. The layout of the page is in
+``crates/elasticrs-core/src/timer/pages.rs``. Without a page, and in children of the worker, heartbeats have
+no effect.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ if TYPE_CHECKING:
 __all__ = ["Section", "heartbeat"]
 
 _SIZE = 4096
-# By words of 8 bytes.
+# Offsets in words of 8 bytes.
 _PID, _COUNT, _STEP, _LIMIT, _EXIT, _TIMES = 0, 1, 2, 3, 4, 64
-_NAME = slice(64, 128)  # By bytes.
+_NAME = slice(64, 128)  # Offsets in bytes.
 _LAST = 127
 _UNLIMITED = 2**64 - 1
 
 _words: memoryview | None = None
 _automatic: memoryview | None = None
-"""What the steps of optimizers write into, until the program gives a heartbeat of its own."""
+"""Page for the automatic heartbeats of optimizer steps, until the program gives a heartbeat of its own."""
 _count = 0
 _mark = 1
-"""The lowest bit of a time: 1 when it ends a step, 0 when it ends a part of a section."""
+"""Lowest bit of a heartbeat's time: 1 if the heartbeat ends a step, 0 if it ends a part of a section."""
 
 
 def _heartbeat(step: int | None = None) -> None:
-    """Tell the agent that this worker makes progress; once for each training step, say.
+    """Report progress of this worker to the agent. Call this once in each training step, for example.
 
-    From the first call on, a worker that does not call again within ``--hang-timeout`` has failed, and the
-    group restarts within its budget. Costs well below a microsecond. For parts that take longer, see
-    :class:`Section` (``heartbeat.section``).
+    After its first heartbeat, a worker is considered failed if it gives no further heartbeat within
+    ``--hang-timeout``. The group then restarts if its budget allows. A call takes well below a microsecond.
+    For parts of the program that take longer, see :class:`Section` (``heartbeat.section``).
 
     Args:
-        step: the number of the step that begins, 0 or more, for the report; -1: before the first one.
+        step: number of the step that begins, 0 or more, for the report. -1 means that no step has begun yet.
 
     Raises:
-        ValueError: a negative or enormous step.
-        TypeError: a step that is not a whole number.
+        ValueError: the step is negative or too large.
+        TypeError: the step is not an integer.
     """
     global _count  # noqa: PLW0603 -- kept here, as reading it from the page costs more
     words = _words or _attach()
@@ -59,16 +60,16 @@ def _heartbeat(step: int | None = None) -> None:
 class Section:
     """A part of the program with a limit of its own: ``with heartbeat.section("checkpoint", limit=600): …``
 
-    The limit counts from entering it, or from the last heartbeat in it. It is for the whole process,
-    whichever thread enters. Sections can be nested; then the innermost one counts. One in a worker that has
-    not given a heartbeat yet is its first.
+    The limit starts when the section is entered, and again with each heartbeat inside the section. It applies
+    to the whole process, whichever thread enters the section. If sections are nested, the limit of the
+    innermost one applies. Entering a section counts as a heartbeat.
 
     Args:
-        name: for the report; 63 bytes of it are kept.
-        limit: seconds, more than 0; ``None``: it may take any time.
+        name: name of the section in reports, cut to 63 bytes.
+        limit: seconds, more than 0; ``None`` for no limit.
 
     Raises:
-        ValueError: a limit that is not above 0.
+        ValueError: the limit is not above 0.
     """
 
     __slots__ = ("_limit", "_name", "_outer")
@@ -84,7 +85,8 @@ class Section:
         global _mark  # noqa: PLW0603 -- as in `_heartbeat`
         words = _words or _attach()
         self._outer.append((words[_LIMIT], bytes(words.cast("B")[_NAME]), _mark))
-        # What comes before belongs to a step, or to the section around.
+        # Give a heartbeat first, because the code before this block belongs to a step or to the outer
+        # section.
         _heartbeat()
         _mark = 0
         words.cast("B")[_NAME] = self._name
@@ -114,8 +116,8 @@ else:
 
 
 def automatic_heartbeat(step: int | None) -> None:
-    """Give a heartbeat, as :func:`heartbeat`, unless the program has given one itself, or this is a child of
-    the worker.
+    """Give a heartbeat like :func:`heartbeat`, unless the program gives its own heartbeats or this process is
+    a forked child of the worker.
     """
     global _automatic, _count  # noqa: PLW0603 -- as in `_heartbeat`
     if _words is not None:
@@ -123,7 +125,7 @@ def automatic_heartbeat(step: int | None) -> None:
     words = _automatic
     if words is None:
         words = _automatic = _take_page()
-    # The stores of `_heartbeat`, which calls nothing for them.
+    # Repeat the stores of `_heartbeat` here, to avoid a function call.
     words[_TIMES + (_count & _LAST)] = monotonic_ns() | 1
     _count += 1
     words[_COUNT] = _count
@@ -132,7 +134,7 @@ def automatic_heartbeat(step: int | None) -> None:
 
 
 def heartbeat_unless_given(before: int) -> int:
-    """Give a heartbeat if there have been no more than ``before``; return how many there have been now."""
+    """Give a heartbeat if none was given since the count was ``before``. Return the new count."""
     if _count == before:
         _heartbeat()
     return _count
@@ -141,7 +143,8 @@ def heartbeat_unless_given(before: int) -> int:
 def _attach() -> memoryview:
     global _words  # noqa: PLW0603 -- the page of this process
     _words = words = _take_page()
-    # Steps that were counted by themselves are not the program's.
+    # Until now automatic heartbeats have used the step as their counter. Reset it before the program counts
+    # its own steps.
     words[_STEP] = 0
     return words
 
@@ -170,7 +173,9 @@ def _notice_exit() -> None:
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        return  # The main program has already returned, so the time limit for a step stays in force.
+        # The main program has already returned, so this callback is too late. The time limit for a step keeps
+        # applying.
+        return
 
 
 def _begin_exit() -> None:
@@ -182,7 +187,8 @@ def _begin_exit() -> None:
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:
-        # In a time, a set lowest bit marks the end of a step. Clear it, because no step ends here.
+        # Clear the lowest bit of the time, because this bit marks the end of a training step, and no step
+        # ends here.
         at = monotonic_ns() & -2
         words[_TIMES + (_count & _LAST)] = at
         _count += 1
@@ -191,19 +197,21 @@ def _begin_exit() -> None:
 
 
 def _detach() -> None:
-    """What a child does is no sign of life of its parent."""
+    """Detach a forked child from the page, because its activity is not a heartbeat of its parent."""
     global _words  # noqa: PLW0603 -- as above
     _words = memoryview(bytearray(_SIZE)).cast("Q")
 
 
 def start_afresh() -> None:
-    """Forget the page, and what was counted: for a forked worker, which has one of its own."""
+    """Reset all state in a forked worker, because it has a page of its own."""
     global _words, _automatic, _count, _mark
     _words, _automatic, _count, _mark = None, None, 0, 1
 
 
 def _page(variable: str) -> memoryview | None:
-    """The page that the agent has passed, unless somebody closed it, or it is another process's."""
+    """Return the page that the agent has passed. Return ``None`` if its descriptor was closed or now refers
+    to another file.
+    """
     from mmap import mmap
 
     try:

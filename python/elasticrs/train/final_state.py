@@ -8,7 +8,8 @@ the store.
 - **FINAL-1** all workers publish their copies before the job is closed, so a worker that finds the job closed
   also finds the copies.
 - **FINAL-2** a downloaded copy is used only if its digest equals the digest in the store.
-- **FINAL-3** no two living processes have the same rank: a replacement gets the rank of its predecessor in
+- **FINAL-3** the download succeeds if any worker that has a copy can send it, whatever the other workers do.
+- **FINAL-4** no two living processes have the same rank: a replacement gets the rank of its predecessor in
   the same place, and a process in a new place gets a rank that no process has had.
 """
 
@@ -17,13 +18,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import http.client
+import ipaddress
 import json
+import logging
 import os
 import random
 import secrets
 import socket
+import sys
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING
@@ -39,16 +44,20 @@ if TYPE_CHECKING:
 
     from elasticrs.store import Store
 
+_log = logging.getLogger("elasticrs.train")
+
 CONNECT_TIMEOUT = 3.0
 """Timeout for connecting to one worker, in seconds, because a node that is down does not refuse connections.
-
 """
+
+PROBED_TOGETHER = 32
+"""Number of workers that are probed at the same time, so that many dead workers cost little time."""
 
 TRANSFER_TIMEOUT = 30.0
 """Seconds without a byte after which a transfer has failed."""
 
-FETCH_TIMEOUT = 60.0
-"""Seconds after which the download is not tried from another worker."""
+MIN_RATE = 1 << 20
+"""Bytes per second below which a whole transfer has failed, after the first :data:`TRANSFER_TIMEOUT`."""
 
 _END, _SEAT, _LATE = "end", "seat/", "late"
 
@@ -68,7 +77,8 @@ class Late(Value):
 
 
 def place_of(environ: Mapping[str, str]) -> str | None:
-    """Return the place of this worker: a name that its replacement under the same agent will have as well.
+    """Return a name for this worker's place on its node. A replacement that the same agent starts gets the
+    same name.
 
     ``None`` without an agent.
     """
@@ -117,7 +127,7 @@ def join_late(store: Store, place: str | None) -> Late | None:
         return None
     end: dict[str, Any] = json.loads(store.get(_END))
     keys = [key for key in store.list_keys() if key.startswith(_SEAT)]
-    seats: dict[int, dict[str, str]] = {
+    seats: dict[int, dict[str, Any]] = {
         int(key.removeprefix(_SEAT)): json.loads(value)
         for key, value in zip(keys, store.multi_get(keys), strict=True)
     }
@@ -139,9 +149,11 @@ def _take_seat(
     store: Store, place: str | None, rank: int, content: memoryview | None, near: tuple[str, int] | None
 ) -> None:
     url = digest = ""
+    size = 0
     if content is not None and near is not None:
-        url, digest = _serve(content, near), hashlib.sha256(content).hexdigest()
-    store.set(f"{_SEAT}{rank}", json.dumps({"place": place or "", "url": url, "sha256": digest}))
+        url, digest, size = _serve(content, near), hashlib.sha256(content).hexdigest(), len(content)
+    seat = {"place": place or "", "url": url, "sha256": digest, "size": size}
+    store.set(f"{_SEAT}{rank}", json.dumps(seat))
 
 
 # --- copies ---
@@ -149,6 +161,13 @@ def _take_seat(
 
 class _Server(ThreadingTCPServer):
     daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- signature of the base
+        """Log one line, because the base class writes a traceback to the worker's stderr."""
+        error = sys.exc_info()[1]
+        _log.warning(
+            "the final state could not be sent to %s: %s: %s", client_address[0], type(error).__name__, error
+        )
 
 
 class _Server6(_Server):
@@ -179,11 +198,12 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
             """Write no access log, because it would go to the worker's stderr."""
 
     stop_serving()
-    family, host = _address_towards(near)
+    family, local = _address_towards(near)
+    host, shown = serving_address(near[0], local)
     server = (_Server6 if family == socket.AF_INET6 else _Server)((host, 0), Handler)
     _servers.append(server)
     threading.Thread(target=server.serve_forever, name="elasticrs-final-state", daemon=True).start()
-    shown = f"[{host}]" if ":" in host else host
+    shown = f"[{shown}]" if ":" in shown else shown
     return f"http://{shown}:{server.server_address[1]}{secret}"
 
 
@@ -195,6 +215,24 @@ def stop_serving() -> None:
         server.server_close()
 
 
+def serving_address(near: str, local: str) -> tuple[str, str]:
+    """Return the address to listen at, and the address to publish.
+
+    If the name of the other worker's machine leads to a loopback address, that machine is this one. The
+    loopback address would be of no use on other machines, so publish the name, which they can resolve.
+
+    Args:
+        near: host of another worker, as other machines know it.
+        local: local address that this machine uses to reach that host.
+    """
+    if ipaddress.ip_address(local).is_loopback and near != "localhost":
+        with suppress(ValueError):
+            ipaddress.ip_address(near)
+            return local, local
+        return "::" if ":" in local else "", near
+    return local, local
+
+
 def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
     """Return the address family and the local address that this machine uses to reach a host and port."""
     family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
@@ -203,33 +241,69 @@ def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
         return family, probe.getsockname()[0]
 
 
-def _fetch(seats: list[dict[str, str]]) -> tuple[bytes | None, tuple[str, int] | None]:
+def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] | None]:
     """Download a copy from a living worker. Return the copy, and host and port of that worker.
 
-    Both are ``None`` if no worker could be reached.
+    Both are ``None`` if no worker could send a copy.
     """
-    deadline = time.monotonic() + FETCH_TIMEOUT
+    found = [seat for seat in seats if seat["url"]]
     # Shuffle, so that replacements that start at the same time do not all download from the same worker.
-    random.shuffle(seats)
-    for seat in seats:
-        if not seat["url"] or time.monotonic() > deadline:
-            continue
-        parts = urlsplit(seat["url"])
-        near = parts.hostname or "", parts.port or 0
-        connection = http.client.HTTPConnection(*near, timeout=CONNECT_TIMEOUT)
-        try:
-            connection.connect()
-            connection.sock.settimeout(TRANSFER_TIMEOUT)
-            connection.request("GET", parts.path)
-            content = connection.getresponse().read()
-        except (OSError, http.client.HTTPException):
-            # This worker has probably exited, as most do soon after the training. Try the next one.
-            continue
-        finally:
-            connection.close()
-        if hashlib.sha256(content).hexdigest() == seat["sha256"]:
-            return content, near
+    random.shuffle(found)
+    for begin in range(0, len(found), PROBED_TOGETHER):
+        for seat in _living(found[begin : begin + PROBED_TOGETHER]):
+            content = _download(seat)
+            if content is not None and hashlib.sha256(content).hexdigest() == seat["sha256"]:
+                return content, _server_of(seat)
     return None, None
+
+
+def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the seats whose servers accept connections."""
+
+    def accepts(seat: dict[str, Any]) -> bool:
+        try:
+            socket.create_connection(_server_of(seat), CONNECT_TIMEOUT).close()
+        except OSError:
+            # The worker has probably exited, as most workers do soon after the training.
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(seats), "elasticrs-probe") as pool:
+        return [seat for seat, is_living in zip(seats, pool.map(accepts, seats), strict=True) if is_living]
+
+
+def _server_of(seat: dict[str, Any]) -> tuple[str, int]:
+    parts = urlsplit(seat["url"])
+    return parts.hostname or "", parts.port or 0
+
+
+def _download(seat: dict[str, Any]) -> bytes | None:
+    """Return what a worker serves, or ``None`` if it does not send all of it in time."""
+    connection = http.client.HTTPConnection(*_server_of(seat), timeout=CONNECT_TIMEOUT)
+    timer: threading.Timer | None = None
+    try:
+        connection.connect()
+        connection.sock.settimeout(TRANSFER_TIMEOUT)
+        # Limit the whole transfer, because a peer that sends a byte now and then never runs into the timeout
+        # of the socket.
+        limit = TRANSFER_TIMEOUT + seat["size"] / MIN_RATE
+        timer = threading.Timer(limit, _shut, (connection.sock,))
+        timer.start()
+        connection.request("GET", urlsplit(seat["url"]).path)
+        return connection.getresponse().read()
+    except (OSError, http.client.HTTPException) as error:
+        _log.info("no final state from %s: %s: %s", _server_of(seat)[0], type(error).__name__, error)
+        return None
+    finally:
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+        connection.close()
+
+
+def _shut(connected: socket.socket) -> None:
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _after_fork_in_child() -> None:

@@ -1,9 +1,9 @@
 """Process groups that a watching thread can abort.
 
 Gloo has no abort that works: its own calls leave a thread that waits in a collective where it is until the
-time-out. What works is to shut down the connections under it. So those that come into being while groups are
-made are remembered, by inode, and :meth:`Connections.shut` ends them from any thread; the collective raises
-at once, and so do those of the peers.
+timeout. Shutting down the connections under it works. So :class:`Connections` records the group's
+connections, by inode, while a group is created, and :meth:`Connections.shut` shuts them down from any
+thread; the collective raises at once, and so do those of the peers.
 
 A thread that makes a group may wait for a peer to connect to it. If that peer has died there is nothing to
 shut down: so :meth:`Connections.knock` connects in its place.
@@ -11,13 +11,16 @@ shut down: so :meth:`Connections.knock` connects in its place.
 - **GROUPS-1** a listening socket is never touched: gloo ends the process when ``accept`` fails.
 - **GROUPS-2** descriptors vanish and are used again at any moment: a duplicate is compared by inode before it
   is shut down, and it is the duplicate that is closed.
-- **GROUPS-3** the name counter of torch is put back before each group: after an attempt that failed, ranks
+- **GROUPS-3** connections that other threads open while a group is created are left alone. They are shut down
+  only as a last resort, by :meth:`Connections.shut_others`, whose caller reports it.
+- **GROUPS-4** the name counter of torch is put back before each group: after an attempt that failed, ranks
   would use different prefixes in the store and never meet.
 """
 
 from __future__ import annotations
 
 import datetime
+import fcntl
 import functools
 import os
 import resource
@@ -36,30 +39,68 @@ if TYPE_CHECKING:
     from typing import Any
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
+LAST_RESORT = 4.0
+"""Seconds until connections that may not belong to a process group are shut down because its creation does
+not stop. More than :data:`CONNECT_TIMEOUT`, because nothing aborts that wait.
+"""
+
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
 """States of TCP in which a shutdown ends something: not listening, nor on the way to that."""
 
 
 class Connections:
-    """The TCP connections of this process's groups. Its methods may be called from any thread."""
+    """The TCP connections of this process's groups. Its methods may be called from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        store_port: port of the store in which the groups are created. ``None`` if it is not known.
+    """
+
+    def __init__(self, store_port: int | None = None) -> None:
+        self._store_port = store_port
         self._recorded: set[int] = set()
+        self._others: set[int] = set()
         self._connected: set[int] = set()
         self._before: set[int] | None = None
         self._knocked: set[int] = set()
+        self._recording_since: float | None = None
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record all sockets that any thread of this process opens inside the block."""
+        """Record the sockets of the process group that is created inside the block.
+
+        Other threads may open sockets meanwhile. They are kept apart, see :meth:`_is_of_group`.
+        """
         self._before = before = set(_sockets())
+        self._recording_since = time.monotonic()
         try:
             yield
         finally:
             made = {inode: fd for inode, fd in _sockets().items() if inode not in before}
-            self._recorded |= made.keys()
-            self._connected |= {inode for inode, fd in made.items() if _is_connected(fd, inode)}
-            self._before = None
+            recorded = {inode for inode, fd in made.items() if self._is_of_group(fd, inode)}
+            self._recorded |= recorded
+            self._others |= made.keys() - recorded
+            self._connected |= {inode for inode in recorded if _is_connected(made[inode], inode)}
+            self._before = self._recording_since = None
+
+    def _is_of_group(self, fd: int, inode: int) -> bool:
+        """Return true if a socket was opened by gloo, or connects to the store of the round.
+
+        Gloo sets ``SO_REUSEADDR`` also on the sockets that it connects, before it connects them, and never
+        sets close-on-exec. Python and nearly every client library set close-on-exec, and no client has a
+        reason for ``SO_REUSEADDR``.
+        """
+        try:
+            is_kept_by_exec = not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        except OSError:
+            return False
+        with _duplicate(fd, inode) as found:
+            if found is None:
+                return False
+            if is_kept_by_exec and found[0].getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
+                return True
+            with suppress(OSError):
+                return self._store_port is not None and found[0].getpeername()[1] == self._store_port
+        return False
 
     def are_intact(self) -> bool:
         """Return true if all recorded connections of the process groups are still open, so no peer has
@@ -107,20 +148,50 @@ class Connections:
             if inode in before or inode in self._knocked:
                 continue
             address = _listens_at(fd, inode)
-            if address is not None:
+            if address is not None and self._is_of_group(fd, inode):
                 self._knocked.add(inode)
                 count += 1
                 _knock(address, world_size)
         return count
 
     def shut(self) -> int:
-        """Shut down what is connected; return how many that were."""
+        """Shut down the connections of the groups, and return their number."""
         before, recorded = self._before, self._recorded
         return sum(
             _shut(fd, inode)
             for inode, fd in _sockets().items()
-            if inode in recorded or (before is not None and inode not in before)
+            if inode in recorded
+            or (before is not None and inode not in before and self._is_of_group(fd, inode))
         )
+
+    def needs_last_resort(self, began: float, limit: float) -> bool:
+        """Return true if :meth:`shut` should have stopped the main thread by now, but has not.
+
+        Args:
+            began: time of the first call of :meth:`shut` for this round.
+            limit: seconds after which the caller ends this process.
+        """
+        now, since = time.monotonic(), self._recording_since
+        if since is not None:
+            return now - max(began, since) > LAST_RESORT
+        # The main thread may be in a computation, which may take as long as other steps did.
+        return now - began > limit / 2
+
+    def shut_others(self) -> list[str]:
+        """Shut down the other connections that were opened while a group was created: those of other threads,
+        or of a communication library that is not gloo.
+
+        Returns:
+            The addresses of their peers.
+        """
+        before, recorded, peers = self._before, self._recorded, []
+        for inode, fd in _sockets().items():
+            is_new = before is not None and inode not in before
+            if inode not in recorded and (is_new or inode in self._others):
+                peer = _peer(fd, inode)
+                if _shut(fd, inode):
+                    peers.append(peer)
+        return peers
 
 
 def _sockets() -> dict[int, int]:
@@ -159,6 +230,15 @@ def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None
         except OSError:
             state = -1
         yield (duplicate, state) if os.fstat(duplicate.fileno()).st_ino == inode else None
+
+
+def _peer(fd: int, inode: int) -> str:
+    """Return the address of a socket's peer, for messages."""
+    with _duplicate(fd, inode) as found, suppress(OSError):
+        if found is not None:
+            host, port, *_ = found[0].getpeername()
+            return f"{host} port {port}"
+    return "an unknown peer"
 
 
 def _is_connected(fd: int, inode: int) -> bool:

@@ -116,8 +116,8 @@ class Membership:
         self._on_change = on_change
         self._stuck_timeout = stuck_timeout
         self._is_alone = self._has_failed = False
-        # Keep the lock itself, because entering it directly in every step takes half as long as through the
-        # condition.
+        # Keep a reference to the lock, because every training step acquires it, and acquiring it through the
+        # condition takes twice as long.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._round: Round | None = None
@@ -175,7 +175,7 @@ class Membership:
         address = info.bootstrap_store_info
         assert address is not None
         place = (info.rank, info.world_size, address.master_addr, address.master_port)
-        current = Round(self._handler.round, *place, info.store)
+        current = Round(self._handler.round, *place, info.store, Connections(address.master_port))
         os.environ.update(
             RANK=str(current.rank),
             WORLD_SIZE=str(current.world_size),
@@ -500,7 +500,7 @@ class Membership:
         """Abort the collective that the main thread is in. Exit if that takes too long."""
         self._set_leave_step(current, AT_ONCE)
         connections, limit = current.connections, self._stuck_timeout + 2 * self._longest
-        deadline = time.monotonic() + limit
+        began = time.monotonic()
         if self.abort is not None and self._is_in(current):
             try:
                 self.abort()
@@ -511,16 +511,30 @@ class Membership:
             try:
                 connections.shut()
                 connections.knock(current.world_size)
+                if connections.needs_last_resort(began, limit):
+                    _shut_others(current)
             except Exception:
                 # The error may be temporary, such as a lack of file descriptors, so retry until the deadline.
                 if not is_told:
                     _log.exception("round %s: a collective could not be broken off yet", current.number)
                 is_told = True
             if self._is_alone:
-                deadline = time.monotonic() + limit
-            elif time.monotonic() > deadline:
+                began = time.monotonic()
+            elif time.monotonic() - began > limit:
                 _end_process(current, limit)
             time.sleep(_TICK)
+
+
+def _shut_others(current: Round) -> None:
+    if peers := current.connections.shut_others():
+        _log.warning(
+            "rank %d: the process groups of round %d do not stop: shut down %d connections that were opened"
+            " while a group was created and may belong to other threads; peers: %s",
+            current.rank,
+            current.number,
+            len(peers),
+            ", ".join(peers),
+        )
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:

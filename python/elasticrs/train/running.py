@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrs.metrics import api as metrics
 from elasticrs.train import forked, heartbeats, loop
 from elasticrs.train.checkpoint import get_checkpoint_manager
-from elasticrs.train.checkpoint.saving import CheckpointUtil, load_newest
+from elasticrs.train.checkpoint.saving import CheckpointSaver, load_newest
 from elasticrs.train.coordinator import Coordinator
 from elasticrs.train.errors import NonRetryableException, StopException
 from elasticrs.train.loop import Action, Event, Loop
@@ -26,7 +26,7 @@ from elasticrs.train.worker_stats import WorkerStats
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["run_train", "train"]
+__all__ = ["run_train", "to_generator", "train"]
 
 _log = logging.getLogger("elasticrs.train")
 
@@ -101,20 +101,21 @@ def run_train(
     retryable: tuple[type[Exception], ...] = (RuntimeError,),
     max_failures: int | None = None,
 ) -> Any:
-    """Like :func:`train`, with a generator function in place of the step.
+    """Run :func:`train` with a generator function in place of the train step.
 
     Args:
-        coordinator: who brings the workers together.
-        train_step_gen: takes the state, changes it in place, and yields ``(state, worker_stats)`` after each
-            step. A new generator is made each time that the workers have met.
-        state: of the job, as it begins.
-        retryable: what may be tried again.
-        max_failures: how many failures without a step in between are too many; 10 when ``None``.
+        coordinator: coordinator that runs the rendezvous of the workers.
+        train_step_gen: generator function that takes the state, changes it in place, and yields
+            ``(state, worker_stats)`` after each step. It is called again after each rendezvous.
+        state: initial state of the job.
+        retryable: types of exceptions that are retried.
+        max_failures: number of consecutive failures without a completed step after which this worker gives
+            up. ``None`` for 10.
 
     Raises:
-        NonRetryableException: this process cannot go on.
-        RuntimeError: too many failures without progress.
-        TypeError: an argument, or what the generator yields, has the wrong type.
+        NonRetryableException: This process cannot continue.
+        RuntimeError: There were too many failures without progress.
+        TypeError: An argument or a yielded value has the wrong type.
     """
 
     def steps(state: State) -> Iterator[Any]:
@@ -125,7 +126,7 @@ def run_train(
             for result in made:
                 if not isinstance(result, tuple) or len(result) != 2:
                     raise TypeError(f"train_step_gen yielded {result!r}, expected (state, worker_stats)")
-                # Who yields has changed it in place.
+                # The generator has changed the state in place, so ignore the state that it yields.
                 yield state, result[1]
         finally:
             if hasattr(made, "close"):
@@ -134,6 +135,28 @@ def run_train(
     if not callable(train_step_gen):
         raise TypeError(f"train_step_gen: got {train_step_gen!r}, expected a generator function")
     return _Run(coordinator, steps, state, retryable, max_failures).run()
+
+
+def to_generator(
+    train_step_fn: Callable[[Any], tuple[Any, WorkerStats | None]],
+) -> Callable[[Any], Iterator[tuple[Any, WorkerStats | None]]]:
+    """Return a generator function for :func:`run_train` that calls a train step until it raises
+    ``StopIteration``.
+
+    Args:
+        train_step_fn: function that changes the state in place and returns the state and the worker's
+            statistics (or ``None``).
+    """
+
+    def steps(state: Any) -> Iterator[tuple[Any, WorkerStats | None]]:
+        while True:
+            try:
+                result = train_step_fn(state)
+            except StopIteration:
+                return
+            yield result
+
+    return steps
 
 
 def _require_saving(state: State) -> None:
@@ -172,7 +195,7 @@ class _Run:
         self._snapshot: Any = _NOTHING
         self._error: Exception | None = None
         self._forks = forked.count()
-        self._checkpoints: CheckpointUtil | None = None
+        self._checkpoints: CheckpointSaver | None = None
         self._is_meeting = self._is_loaded = False
         self._votes: list[Vote] = []
         self._round = 0
@@ -182,7 +205,7 @@ class _Run:
         self._is_stored = False
         # True if the state is the final one, which all workers return.
         self._is_final = False
-        self._taken = self._ended_after = 0
+        self._next_step = 0
         self._rank, self._world_size = -1, 0
         self._signals = RequestSignals(coordinator)
         self._times: Times | None = None
@@ -263,7 +286,7 @@ class _Run:
 
     def _exchange_votes(self) -> None:
         manager = get_checkpoint_manager()
-        self._checkpoints = None if manager is None else CheckpointUtil(self._coordinator)
+        self._checkpoints = None if manager is None else CheckpointSaver(self._coordinator)
         vote = Vote(
             manager is not None,
             self._is_loaded,
@@ -273,7 +296,9 @@ class _Run:
             asked=self._asked,
             said_yes=self._said_yes,
             is_saving=self._is_saving,
-            ended_after=self._ended_after,
+            # Only programs for torchelastic 0.1 may skip the last sync. Other programs need it, because
+            # some values differ between ranks even after the same step, such as the buffers of BatchNorm.
+            next_step=self._next_step if is_torchelastic_program() else 0,
         )
         self._votes = [vote_of(numbers) for numbers in self._coordinator.exchange(numbers_of(vote))]
         if trouble := disagreement(self._votes):
@@ -285,15 +310,16 @@ class _Run:
         self._round = self._votes[0].next_round
         self._asked = self._said_yes = 0
         self._is_saving = False
-        self._taken = self._ended_after = 0
+        self._next_step = 0
 
     def _sync(self) -> Event:
         self._is_meeting = False
         try:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
-            # Skip the sync if all states are final already: at the end of the data it may fail, because
-            # programs often create a data loader for the remaining data in it.
+            # Skip `sync` if all workers ran out of data in the same step, because their states are final.
+            # Besides, `sync` may fail then, because programs often use it to create a data loader for the
+            # remaining data, and no data are left.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
@@ -307,6 +333,7 @@ class _Run:
                 self._keep_final_state()
             else:
                 self._steps = self._steps_of(self._state)
+                self._next_step = 1
                 if self._times is not None:
                     self._times.inner = time.perf_counter()
             return Event.SYNCED
@@ -405,14 +432,10 @@ class _Run:
             began = 0.0 if self._times is None else time.perf_counter()
             result: Any = next(self._steps, _END)
             if result is _END:
-                # Only programs for torchelastic 0.1 may skip the last sync. Other programs need it, because
-                # some values differ between ranks even after the same step, such as the buffers of BatchNorm.
-                if is_torchelastic_program():
-                    self._ended_after = self._taken + 1
                 coordinator.announce_end()
                 return Event.OUT_OF_DATA
             self._is_stored = False
-            self._taken += 1
+            self._next_step += 1
             self._state, stats = result[0], result[1]
             if self._times is not None:
                 self._times.put("train_step", began)
@@ -428,7 +451,7 @@ class _Run:
         except Exception as error:
             return self._judge(error)
 
-    def _save_if_due(self, checkpoints: CheckpointUtil) -> bool | None:
+    def _save_if_due(self, checkpoints: CheckpointSaver) -> bool | None:
         # Call both on every worker, even if the first one already decides, because they may keep counters.
         is_asked = self._coordinator.should_save_checkpoint()
         is_due = self._state.should_save_checkpoint(self._rank) or is_asked

@@ -25,8 +25,8 @@ class Vote(Value):
         asked: number of calls of ``should_save_checkpoint`` in the last round.
         said_yes: number of the last of these calls that returned true, counted from 1. 0 if none did.
         is_saving: true if the worker has not completed the save after that call.
-        ended_after: step of the last round in which the worker ran out of data, counted from 1. 0 if it has
-            not run out of data, or if the program was not written for torchelastic 0.1.
+        next_step: number of the step that comes next in the last round, counted from 1. 0 if the worker did
+            not complete the sync of that round, or if the program was not written for torchelastic 0.1.
     """
 
     has_manager: bool
@@ -37,7 +37,7 @@ class Vote(Value):
     asked: int = 0
     said_yes: int = 0
     is_saving: bool = False
-    ended_after: int = 0
+    next_step: int = 0
 
 
 def numbers_of(vote: Vote) -> list[int]:
@@ -47,7 +47,7 @@ def numbers_of(vote: Vote) -> list[int]:
 
 def vote_of(numbers: Sequence[int]) -> Vote:
     """Decode a vote from the numbers that :func:`numbers_of` returned."""
-    has_manager, is_loaded, at_the_end, next_round, last_round, asked, said_yes, is_saving, ended = numbers
+    has_manager, is_loaded, at_the_end, next_round, last_round, asked, said_yes, is_saving, step = numbers
     return Vote(
         bool(has_manager),
         bool(is_loaded),
@@ -57,19 +57,24 @@ def vote_of(numbers: Sequence[int]) -> Vote:
         asked,
         said_yes,
         bool(is_saving),
-        ended,
+        step,
     )
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
-    """Return true if all workers of a torchelastic 0.1 program ran out of data in the same step.
+    """Return true if a worker of a torchelastic 0.1 program ran out of data, and all are at the same step.
+
+    It is enough that one worker ran out of data, because the others may have left the round before they tried
+    to take the next step.
 
     Args:
         votes: votes of all workers, by rank.
     """
     first = votes[0]
-    return first.ended_after > 0 and all(
-        (vote.last_round, vote.ended_after) == (first.last_round, first.ended_after) for vote in votes
+    return (
+        first.next_step > 0
+        and any(vote.at_the_end for vote in votes)
+        and all((vote.last_round, vote.next_step) == (first.last_round, first.next_step) for vote in votes)
     )
 
 

@@ -34,23 +34,51 @@ class Sources:
     ) -> None:
         self.own, self.installed, self.signs = own, installed, signs
 
-    def changed(self, look: Callable[[str], Stamp] | None = None) -> str | None:
-        """Return the first file that differs now, or ``None``.
+    def changes(self, look: Callable[[str], Stamp] | None = None) -> dict[str, Stamp]:
+        """Return the files that differ now, with their present stamps. The user's own files come first.
 
         Args:
-            look: at a path; the file system's :func:`stamp` by default.
+            look: function that returns the stamp of a path; :func:`stamp` by default.
         """
         look = look or stamp
-        if (path := _first_changed(self.own, look)) is not None:
-            return path
+        changes = _changes(self.own, look)
         signs = {path: look(path) for path in self.signs}
-        if signs == self.signs:
-            return None
-        path = _first_changed(self.installed, look)
-        if path is None:
-            # An unrelated package was installed. Store the stamps to avoid another full check.
-            self.signs = signs
-        return path
+        if signs != self.signs:
+            installed = _changes(self.installed, look)
+            if not installed:
+                # Only an unrelated package was installed or removed. Store the new stamps, because otherwise
+                # all later calls would check every file again.
+                self.signs = signs
+            changes |= installed
+        return changes
+
+
+class Settling:
+    """Decide when changed files have settled, so that importing them again makes sense.
+
+    An installer or an editor may still be at work when the first change is seen. Files have settled when two
+    checks in a row find the same changes. A missing file is probably part of an unfinished installation,
+    which may take long to write its other files, so more checks are needed then.
+    """
+
+    def __init__(self) -> None:
+        self._last: Mapping[str, Stamp] = {}
+        self._times = 0
+
+    def have_settled(self, changes: Mapping[str, Stamp]) -> bool:
+        """Return true if files have changed and the changes have settled.
+
+        Args:
+            changes: result of the present check, from :meth:`Sources.changes`.
+        """
+        self._times = self._times + 1 if changes == self._last else 1
+        self._last = dict(changes)
+        needed = CHECKS_IF_MISSING if None in changes.values() else 2
+        return bool(changes) and self._times >= needed
+
+
+CHECKS_IF_MISSING = 12
+"""Number of equal checks after which files that are missing count as removed."""
 
 
 def remember(
@@ -59,27 +87,40 @@ def remember(
     names: Iterable[str],
     look: Callable[[str], Stamp] | None = None,
 ) -> Sources:
-    """Return the stamps that later comparisons use.
+    """Return the stamps of these files, so that later changes to the files can be detected.
 
     Args:
         stamps: known stamps of the files of preloaded modules and of ``prefixes``, by path.
         prefixes: folders of the interpreter's library and of installed packages.
         names: of preloaded modules.
-        look: see :meth:`Sources.changed`.
+        look: see :meth:`Sources.changes`.
     """
     look = look or stamp
     folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
     inside = tuple(folder + os.sep for folder in folders)
     files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
-    installed = {path: found for path, found in files.items() if path.startswith(inside)}
+    # A file that changed during the imports is always compared, because the signs may have been read later.
+    always = touched(files)
+    installed = {
+        path: found for path, found in files.items() if path.startswith(inside) and path not in always
+    }
     own = {path: found for path, found in files.items() if path not in installed}
     signs = {folder: stamps[folder] if folder in stamps else look(folder) for folder in folders}
     tops = {name.partition(".")[0].lower() for name in names}
     return Sources(own, installed, {**signs, **{path: look(path) for path in _records(folders, tops)}})
 
 
+def touched(stamps: Mapping[str, Stamp]) -> list[str]:
+    """Return the files that changed while the nursery imported. Their stamps equal no real stamp."""
+    return [path for path, found in stamps.items() if found is not None and found[0] == TOUCHED]
+
+
+TOUCHED = -1
+"""Modification time in the stamp of a file that changed while the nursery imported."""
+
+
 def stamp(path: str) -> Stamp:
-    """Look at a path."""
+    """Return the present stamp of a path."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -88,8 +129,9 @@ def stamp(path: str) -> Stamp:
     return found.st_mtime_ns, found.st_size
 
 
-def _first_changed(stamps: Mapping[str, Stamp], look: Callable[[str], Stamp]) -> str | None:
-    return next((path for path, before in stamps.items() if look(path) != before), None)
+def _changes(stamps: Mapping[str, Stamp], look: Callable[[str], Stamp]) -> dict[str, Stamp]:
+    found = {path: look(path) for path in stamps}
+    return {path: now for path, now in found.items() if now != stamps[path]}
 
 
 def _records(folders: Sequence[str], tops: set[str]) -> Iterator[str]:

@@ -5,8 +5,9 @@
 //! which another agent waits for the death of this agent. Each link has a last word: a secret that the nursery sends
 //! only when no process of a dead agent is left.
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
 use serde::{Deserialize, Serialize};
 
@@ -27,33 +28,52 @@ pub enum Release {
 /// Secret that the nursery sends on a link when no process of the agent is left.
 pub type LastWord = [u8; 32];
 
-/// Maximum number of links that the nursery holds. Two are needed, because an agent usually has links with two others.
-/// The rest is for broken links, which stay in the list because the nursery does not check them.
-const MAX_LINKS: usize = 8;
+/// Maximum number of links that the nursery holds. A session accepts the same number of links, so the limit is not
+/// reached unless links are lost in a way that neither end can see.
+const MAX_LINKS: usize = 64;
 
 /// A socket that the nursery holds.
 #[derive(Debug)]
 pub struct Held {
     pub socket: OwnedFd,
-    /// Sent on the socket when no process of the agent is left. `None` for the connection of a session.
+    /// Secret to send on the socket when no process of the agent is left. `None` if the socket is the connection of a
+    /// session.
     pub word: Option<LastWord>,
 }
+
+impl Held {
+    /// True if this is a link that its peer has closed, or that is broken. Nothing that is sent on such a link arrives.
+    fn is_dead_link(&self) -> bool {
+        let closed_by_peer = PollFlags::from_bits_retain(libc::POLLRDHUP);
+        let mut polled = [PollFd::new(self.socket.as_fd(), closed_by_peer)];
+        self.word.is_some() && poll(&mut polled, PollTimeout::ZERO) == Ok(1)
+    }
+}
+
+/// There are `MAX_LINKS` other links already, and none of them is dead.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("it holds {MAX_LINKS} links with other agents already")]
+pub struct TooManyLinks;
 
 /// The sockets that the nursery holds, in the order in which they were added.
 #[derive(Debug, Default)]
 pub struct Connections(Vec<Held>);
 
 impl Connections {
-    /// Adds a socket. Drops all other sockets first unless `beside` is set. Drops the oldest socket first if there are
-    /// already `MAX_LINKS` sockets and the new one is a link.
-    pub fn hold(&mut self, held: Held, beside: bool) {
+    /// Adds a socket. Drops all other sockets first unless `beside` is set. Adding a link drops the links that are
+    /// dead. Refuses the link, rather than drop one on which a peer waits, if there are still `MAX_LINKS` others.
+    pub fn hold(&mut self, held: Held, beside: bool) -> Result<(), TooManyLinks> {
         if !beside {
             self.0.clear();
         }
-        if held.word.is_some() && self.0.len() >= MAX_LINKS {
-            self.0.remove(0);
+        if held.word.is_some() {
+            self.0.retain(|held| !held.is_dead_link());
+            if self.0.iter().filter(|held| held.word.is_some()).count() >= MAX_LINKS {
+                return Err(TooManyLinks);
+            }
         }
         self.0.push(held);
+        Ok(())
     }
 
     /// Closes some or all of the sockets.
@@ -66,8 +86,9 @@ impl Connections {
                         // the link is down, so there is no peer to notify.
                         let _ = send(socket.as_raw_fd(), &word, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL);
                     }
-                    // Without `shutdown`, the kernel would reset a connection that has unread data, and a reset does
-                    // not tell the store that nothing runs here. An error means that the peer is already gone.
+                    // Call `shutdown` first, because the kernel resets a connection that is closed with unread data.
+                    // The store ends a session when its connection is closed in order, but not when it is reset. An
+                    // error of `shutdown` means that the peer is already gone.
                     let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
                 }
             }
@@ -92,13 +113,15 @@ mod tests {
 
     fn links(count: u8) -> (Connections, Vec<UnixStream>) {
         let mut connections = Connections::default();
-        let peers = (0..count).map(|number| {
-            let (own, peer) = UnixStream::pair().unwrap();
-            connections.hold(Held { socket: own.into(), word: Some([number; 32]) }, number > 0);
-            peer
-        });
-        let peers = peers.collect();
+        let peers = (0..count).map(|number| add(&mut connections, Some(number)).unwrap()).collect();
         (connections, peers)
+    }
+
+    /// Adds a socket beside the others. Without a number, it is the connection of a session.
+    fn add(connections: &mut Connections, number: Option<u8>) -> Result<UnixStream, TooManyLinks> {
+        let (own, peer) = UnixStream::pair().unwrap();
+        let word = number.map(|number| [number; 32]);
+        connections.hold(Held { socket: own.into(), word }, true).map(|()| peer)
     }
 
     fn said(mut peer: UnixStream) -> Vec<u8> {
@@ -126,10 +149,31 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_links_has_a_limit() {
-        let (mut connections, peers) = links(20);
-        assert_eq!(connections.all().len(), MAX_LINKS);
+    fn a_new_link_takes_the_place_of_a_dead_one_and_never_of_a_living_one() {
+        let mut connections = Connections::default();
+        let session = add(&mut connections, None).unwrap();
+        let count = u8::try_from(MAX_LINKS).unwrap();
+        let mut peers: Vec<_> = (0..count).map(|number| add(&mut connections, Some(number)).unwrap()).collect();
+        assert_eq!(add(&mut connections, Some(200)).unwrap_err(), TooManyLinks);
+
+        // The peer of the first link closes it, and the peer of the second one stops sending.
+        drop(peers.remove(0));
+        peers[0].shutdown(std::net::Shutdown::Write).unwrap();
+        peers.extend([201, 202].map(|number| add(&mut connections, Some(number)).unwrap()));
+        assert_eq!(add(&mut connections, Some(203)).unwrap_err(), TooManyLinks);
+
         connections.release(Release::All);
-        assert_eq!(peers.into_iter().filter(|peer| !said(peer.try_clone().unwrap()).is_empty()).count(), MAX_LINKS);
+        assert!(said(session).is_empty());
+        assert!(said(peers.remove(0)).is_empty(), "a link that its peer has closed is dropped");
+        let said: Vec<u8> = peers.into_iter().map(|peer| said(peer)[0]).collect();
+        assert_eq!(said, (2..count).chain([201, 202]).collect::<Vec<u8>>());
+    }
+
+    #[test]
+    fn the_connection_of_a_session_is_held_whatever_its_peer_does() {
+        let mut connections = Connections::default();
+        drop(add(&mut connections, None).unwrap());
+        let _peer = add(&mut connections, Some(1)).unwrap();
+        assert_eq!(connections.all().len(), 2);
     }
 }

@@ -1,16 +1,23 @@
-//! The deadline at which everything is killed, in a page that agent and nursery share.
+//! The fence deadline, at which the nursery kills all processes of the job on this node. Agent and nursery share it in
+//! a page of memory.
 //!
-//! A lease that is not renewed ends, and what it stood for must have ended before. The agent moves the deadline with
-//! every renewal, without a system call or a message. A timer, which both share as well, is set for an earlier deadline;
-//! when it expires, the nursery looks, and sets it for the present one. So the nursery wakes up about once in a lease, and
-//! needs nothing of an agent that is stopped.
+//! The other agents consider this agent dead when its lease expires, so its workers must be dead before that. The agent
+//! moves the deadline with every renewal of the lease, by a store to the page, without a system call or a message.
+//! Agent and nursery also share a timer, which may be set for an earlier deadline. When the timer expires, the nursery
+//! reads the page and sets the timer for the current deadline. So the nursery wakes up only about once per lease, and
+//! it also enforces the deadline while the agent is stopped.
 //!
-//! The page holds one number: 0 (no deadline), [`PASSED`], or nanoseconds on `CLOCK_BOOTTIME`.
+//! The page holds one number. Its low 60 bits are 0 (no deadline), `PASSED`, or the deadline in nanoseconds on
+//! `CLOCK_BOOTTIME`. Its high 4 bits are the number of the nursery that enforces the deadline, the holder.
 //!
-//! 1. Only who looks writes `PASSED` (the nursery; the agent while that waits for a start), by an exchange with the deadline that it found to have come. So a renewal either
-//!    comes before it, and counts, or after, and says that it was too late.
-//! 2. The timer is never set for later than the deadline. Whoever sets it has written or read the page before, and the
-//!    nursery reads the page again afterwards, since it may have overwritten what the agent has set meanwhile.
+//! 1. `PASSED` is written only by a process that checks the deadline: usually the nursery, or its sentinel or the agent
+//!    while the nursery cannot check it. `PASSED` is written by a compare-and-swap with the expired deadline. A renewal
+//!    therefore either comes first and counts, or comes later and learns that it was too late.
+//! 2. The timer is never set for a later time than the deadline. A process that sets the timer has written or read the
+//!    page before. The nursery reads the page again after it has set the timer, because the agent may have moved the
+//!    deadline and set the timer in between.
+//! 3. Only the holder and the agent write `PASSED`. A nursery that was replaced may still be running for a moment. If it
+//!    wrote `PASSED`, the holder would never learn that the deadline has passed, and its workers would run on.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -25,64 +32,94 @@ use crate::sys::page::Page;
 use crate::sys::timer;
 
 const NONE: u64 = 0;
-/// Also a deadline: the first nanosecond after boot.
+/// Value of the page after the deadline has passed. The value is itself a deadline that has passed, because it is the
+/// first nanosecond after boot.
 const PASSED: u64 = 1;
+const HOLDER_SHIFT: u32 = 60;
+/// Mask of the deadline in the number. The last deadline is 36 years after boot.
+const DEADLINE: u64 = (1 << HOLDER_SHIFT) - 1;
+
+/// The number of a nursery that enforces the deadline, between 0 and 15. A number is used again after 16 nurseries,
+/// long after the agent has killed the earlier nursery with this number.
+pub type Holder = u8;
 
 /// The deadline and its timer.
 #[derive(Debug)]
 pub struct Fence {
     deadline: Deadline,
     timer: TimerFd,
+    /// Number of this nursery. `None` in the agent.
+    holder: Option<Holder>,
 }
 
-/// What the nursery found.
+/// Result of checking the deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Look {
     /// There is no deadline.
     Unset,
-    /// It has not come yet.
+    /// The deadline has not passed yet. Contains the deadline.
     At(u64),
-    /// It has come.
+    /// The deadline has passed.
     Passed {
-        /// This look is the one that found it.
+        /// True if this call is the first that found the deadline passed.
         first: bool,
     },
+    /// Another nursery enforces the deadline now. Contains the deadline, if there is one that was not marked as passed.
+    HandedOver(Option<u64>),
 }
 
 impl Fence {
-    /// Without a deadline.
+    /// Creates a fence without a deadline.
     ///
     /// # Errors
-    /// No descriptor or no memory.
+    /// No file descriptor or memory is available.
     pub fn new() -> io::Result<Self> {
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         Ok(Self {
             deadline: Deadline { page: Page::of_our_own(c"elasticrs-fence")? },
             timer: TimerFd::new(ClockId::CLOCK_BOOTTIME, flags)?,
+            holder: None,
         })
     }
 
-    /// Descriptors of its own for another process: page and timer.
+    /// Returns duplicates of the descriptors of the page and the timer, to be sent to another process.
     ///
     /// # Errors
-    /// No descriptor.
+    /// No file descriptor is available.
     pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(vec![self.deadline.page.as_fd().try_clone_to_owned()?, self.timer.as_fd().try_clone_to_owned()?])
     }
 
-    /// The one whose descriptors these are.
+    /// Maps the page and takes over the timer from descriptors that were made by `descriptors` in another process.
+    /// `holder` is the number of this nursery.
     ///
     /// # Errors
-    /// They are not; there is no memory. `EMFILE` when they did not all arrive.
-    pub fn from_descriptors(fds: Vec<OwnedFd>) -> io::Result<Self> {
+    /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if the number of descriptors is
+    /// wrong, because some were lost on the way.
+    pub fn from_descriptors(fds: Vec<OwnedFd>, holder: Holder) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
-        Ok(Self { deadline: Deadline { page: Page::map(page)? }, timer: timer::from_descriptor(timer)? })
+        Ok(Self {
+            deadline: Deadline { page: Page::map(page)? },
+            timer: timer::from_descriptor(timer)?,
+            holder: Some(holder),
+        })
     }
 
-    /// Sets the deadline, or takes it back (the agent's side); `false` when the one before had passed.
+    /// Returns the number of the nursery that enforces the deadline.
+    pub fn holder(&self) -> Holder {
+        holder_of(self.deadline.page.number().load(Ordering::SeqCst))
+    }
+
+    /// Makes the next nursery enforce the deadline, instead of the current one. Called by the agent. Returns `false` and
+    /// changes nothing if the deadline was marked as passed, because the current nursery then has to report it.
+    pub fn hand_over(&self) -> bool {
+        self.deadline.hand_over()
+    }
+
+    /// Sets or removes the deadline. Called by the agent. Returns `false` if the previous deadline had already passed.
     ///
     /// # Panics
-    /// Never: any number of nanoseconds is a time that a timer takes.
+    /// Never, because every number of nanoseconds is a valid time for a timer.
     pub fn set(&self, boot_ns: Option<u64>) -> bool {
         let moved = self.deadline.set(boot_ns);
         if let Some(at) = moved.timer {
@@ -91,25 +128,27 @@ impl Fence {
         !moved.too_late
     }
 
-    /// Compares the deadline with the time, and sets the timer for it (the nursery's side, mostly). The timer's descriptor is
-    /// unreadable afterwards, and needs no reading, since setting or stopping it has that effect.
+    /// Checks whether the deadline has passed, and sets the timer for the current deadline. Usually called by the
+    /// nursery. The timer's descriptor needs no `read`, because setting or stopping the timer makes it unreadable.
     ///
     /// # Errors
-    /// None that is known.
+    /// None are known.
     pub fn look(&self) -> io::Result<Look> {
         settle(
-            || self.deadline.look(boot_now()),
+            || self.deadline.look(boot_now(), self.holder),
             |look| match look {
-                Look::At(at) => self.set_timer(at),
+                Look::At(at) | Look::HandedOver(Some(at)) => self.set_timer(at),
                 Look::Unset | Look::Passed { .. } => self.timer.unset(),
+                Look::HandedOver(None) => Ok(()),
             },
         )
         .map_err(io::Error::from)
     }
 
-    /// True if the deadline has come, for somebody who does not act before others that look.
+    /// True if the deadline has passed. Unlike [`Self::look`], this function does not mark the deadline as passed and
+    /// does not set the timer.
     pub fn has_passed(&self) -> bool {
-        let deadline = self.deadline.page.number().load(Ordering::SeqCst);
+        let deadline = self.deadline.page.number().load(Ordering::SeqCst) & DEADLINE;
         deadline != NONE && deadline <= boot_now()
     }
 
@@ -124,13 +163,13 @@ impl Fence {
     }
 }
 
-/// Looks, and sets the timer for what was found, until nobody has changed that meanwhile.
+/// Calls `look` and sets the timer for its result. Repeats this if the deadline has changed in the meantime.
 fn settle<E>(look: impl Fn() -> Look, set_timer: impl Fn(Look) -> Result<(), E>) -> Result<Look, E> {
     let mut found = look();
     loop {
         set_timer(found)?;
         match (found, look()) {
-            // The first look has written it.
+            // The first call of `look` marked the deadline as passed.
             (Look::Passed { .. }, Look::Passed { first: false }) => return Ok(found),
             (found, same) if same == found => return Ok(found),
             (_, other) => found = other,
@@ -144,32 +183,51 @@ struct Deadline {
     page: Page,
 }
 
-/// What follows from a change of the deadline.
+/// Result of changing the deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Moved {
-    /// The deadline before had passed already.
+    /// True if the previous deadline had already passed.
     too_late: bool,
-    /// The timer may be later than this, or not run at all.
+    /// Time for which the timer must be set, because it is stopped or may be set for a later time. `None` if the timer
+    /// needs no change.
     timer: Option<u64>,
+}
+
+fn holder_of(number: u64) -> Holder {
+    (number >> HOLDER_SHIFT) as Holder
 }
 
 impl Deadline {
     fn set(&self, boot_ns: Option<u64>) -> Moved {
-        let new = boot_ns.map_or(NONE, |ns| ns.max(PASSED + 1));
-        let before = self.page.number().swap(new, Ordering::SeqCst);
+        let new = boot_ns.map_or(NONE, |ns| ns.clamp(PASSED + 1, DEADLINE));
+        let update = |number| Some(number & !DEADLINE | new);
+        let (Ok(before) | Err(before)) = self.page.number().fetch_update(Ordering::SeqCst, Ordering::SeqCst, update);
+        let before = before & DEADLINE;
         let has_timer = before > PASSED && before <= new;
         Moved { too_late: before == PASSED, timer: (new != NONE && !has_timer).then_some(new) }
     }
 
-    fn look(&self, boot_now: u64) -> Look {
+    fn hand_over(&self) -> bool {
+        // The number of the last holder wraps to 0, because the addition overflows.
+        let update = |number: u64| (number & DEADLINE != PASSED).then_some(number.wrapping_add(1 << HOLDER_SHIFT));
+        self.page.number().fetch_update(Ordering::SeqCst, Ordering::SeqCst, update).is_ok()
+    }
+
+    fn look(&self, boot_now: u64, holder: Option<Holder>) -> Look {
         let number = self.page.number();
         loop {
-            match number.load(Ordering::SeqCst) {
+            let found = number.load(Ordering::SeqCst);
+            let deadline = found & DEADLINE;
+            if holder.is_some_and(|holder| holder != holder_of(found)) {
+                return Look::HandedOver((deadline > PASSED).then_some(deadline));
+            }
+            match deadline {
                 NONE => return Look::Unset,
                 PASSED => return Look::Passed { first: false },
                 deadline if deadline > boot_now => return Look::At(deadline),
-                come => {
-                    if number.compare_exchange(come, PASSED, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+                _ => {
+                    let passed = found & !DEADLINE | PASSED;
+                    if number.compare_exchange(found, passed, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
                         return Look::Passed { first: true };
                     }
                 }
@@ -193,6 +251,8 @@ mod tests {
         Set(Option<i64>),
         /// Time goes by.
         Wait(u64),
+        /// Another nursery takes over, and the earlier ones continue to run.
+        HandOver,
     }
 
     fn any_step() -> impl Strategy<Value = Step> {
@@ -200,12 +260,15 @@ mod tests {
             4 => (-5..40_i64).prop_map(|delta| Step::Set(Some(delta))),
             1 => Just(Step::Set(None)),
             4 => (0..30_u64).prop_map(Step::Wait),
+            1 => Just(Step::HandOver),
         ]
     }
 
     /// A timer, and what its expiry does.
     struct Timer {
         deadline: Deadline,
+        /// Numbers of the nurseries that check the deadline, the oldest first.
+        nurseries: Vec<Holder>,
         at: Option<u64>,
         looks: u32,
         passed: u32,
@@ -214,14 +277,22 @@ mod tests {
     impl Timer {
         fn look(&mut self, now: u64) {
             self.looks += 1;
-            self.at = match self.deadline.look(now) {
-                Look::At(at) => Some(at),
-                Look::Passed { first } => {
-                    self.passed += u32::from(first);
-                    None
-                }
-                Look::Unset => None,
-            };
+            for nursery in std::mem::take(&mut self.nurseries) {
+                self.look_by(nursery, now);
+            }
+        }
+
+        fn look_by(&mut self, nursery: Holder, now: u64) {
+            let look = self.deadline.look(now, Some(nursery));
+            match look {
+                Look::HandedOver(at) => self.at = at.or(self.at),
+                Look::At(at) => self.at = Some(at),
+                Look::Passed { .. } | Look::Unset => self.at = None,
+            }
+            self.passed += u32::from(look == Look::Passed { first: true });
+            if !matches!(look, Look::HandedOver(_)) {
+                self.nurseries.push(nursery);
+            }
         }
     }
 
@@ -229,7 +300,7 @@ mod tests {
         let agent = Deadline { page: Page::of_our_own(c"elasticrs-fence").unwrap() };
         let page = agent.page.as_fd().try_clone_to_owned().unwrap();
         let deadline = Deadline { page: Page::map(page).unwrap() };
-        (agent, Timer { deadline, at: None, looks: 0, passed: 0 })
+        (agent, Timer { deadline, nurseries: vec![0], at: None, looks: 0, passed: 0 })
     }
 
     proptest! {
@@ -243,13 +314,21 @@ mod tests {
                 match step {
                     Step::Set(delta) => {
                         let new = delta.map(|delta| now.checked_add_signed(delta).unwrap());
-                        let was_passed = agent.page.number().load(Ordering::Relaxed) == PASSED;
+                        let was_passed = agent.page.number().load(Ordering::Relaxed) & DEADLINE == PASSED;
                         let moved = agent.set(new);
                         prop_assert_eq!(moved.too_late, was_passed);
                         nursery.at = moved.timer.or(nursery.at);
                         expected = new;
                     }
                     Step::Wait(time) => now += time,
+                    Step::HandOver => {
+                        let is_passed = agent.page.number().load(Ordering::Relaxed) & DEADLINE == PASSED;
+                        prop_assert_eq!(agent.hand_over(), !is_passed);
+                        if !is_passed {
+                            let next = holder_of(agent.page.number().load(Ordering::Relaxed));
+                            nursery.look_by(next, now);
+                        }
+                    }
                 }
                 while nursery.at.is_some_and(|at| at <= now) {
                     nursery.look(now);
@@ -287,14 +366,14 @@ mod tests {
         let (deadline, _) = both();
         assert_eq!(deadline.set(Some(100)), Moved { too_late: false, timer: Some(100) });
         assert_eq!(deadline.set(Some(200)), Moved { too_late: false, timer: None });
-        assert_eq!(deadline.look(150), Look::At(200));
-        assert_eq!(deadline.look(200), Look::Passed { first: true });
-        assert_eq!(deadline.look(201), Look::Passed { first: false });
+        assert_eq!(deadline.look(150, Some(0)), Look::At(200));
+        assert_eq!(deadline.look(200, Some(0)), Look::Passed { first: true });
+        assert_eq!(deadline.look(201, Some(0)), Look::Passed { first: false });
         assert_eq!(deadline.set(Some(300)), Moved { too_late: true, timer: Some(300) });
-        assert_eq!(deadline.look(202), Look::At(300));
+        assert_eq!(deadline.look(202, Some(0)), Look::At(300));
         assert_eq!(deadline.set(Some(250)), Moved { too_late: false, timer: Some(250) }, "nearer than the timer");
         assert_eq!(deadline.set(None), Moved { too_late: false, timer: None });
-        assert_eq!(deadline.look(400), Look::Unset);
+        assert_eq!(deadline.look(400, Some(0)), Look::Unset);
     }
 
     fn is_readable(fence: &Fence) -> bool {
@@ -310,7 +389,7 @@ mod tests {
     #[test]
     fn a_look_quiets_the_timer_until_the_deadline() {
         let agent = Fence::new().unwrap();
-        let nursery = Fence::from_descriptors(agent.descriptors().unwrap()).unwrap();
+        let nursery = Fence::from_descriptors(agent.descriptors().unwrap(), agent.holder()).unwrap();
         assert_eq!(nursery.look().unwrap(), Look::Unset);
         let (near, far) = (boot_now() + 1_000_000, boot_now() + 3_600_000_000_000);
         assert!(agent.set(Some(near)) && agent.set(Some(far)));
@@ -342,13 +421,14 @@ mod tests {
         let nearer = Cell::new(Some(200));
         let set_timer = |look| {
             if let Some(nearer) = nearer.take() {
-                // The agent's call comes between the nursery's look and its own.
+                // The agent sets a new deadline after the nursery has read the page, but before the nursery sets the
+                // timer.
                 timer.set(agent.set(Some(nearer)).timer.map(Look::At));
             }
             timer.set(Some(look));
             Ok::<_, ()>(())
         };
-        assert_eq!(settle(|| nursery.deadline.look(100), set_timer), Ok(Look::At(200)));
+        assert_eq!(settle(|| nursery.deadline.look(100, Some(0)), set_timer), Ok(Look::At(200)));
         assert_eq!(timer.get(), Some(Look::At(200)));
     }
 }

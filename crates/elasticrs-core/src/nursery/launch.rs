@@ -27,84 +27,99 @@ use crate::sys::spawn::{self, Child, Command, Failure, Program, Stack, Standard}
 use crate::sys::stage::Stage;
 use crate::sys::{fds, pidfd, wait};
 
-/// Where the nursery's program is.
+/// Location of the nursery's program.
 #[derive(Debug, Clone)]
 pub enum NurseryImage {
-    /// The workers' own program, which imports what they need before it is ready, and forks them.
+    /// The program of the workers. It imports the modules that they need before it becomes ready, and forks them.
     Warm(Arc<Warm>),
     /// An executable file in memory: part of the extension.
     Embedded(&'static [u8]),
-    /// Another program that calls [`super::server::run`] with its last argument, which is appended to these.
-    /// It gets the agent's environment.
+    /// Another program, which calls [`super::server::run`] with its last argument. That argument is appended to `args`.
+    /// The program gets the agent's environment.
     Program {
         path: PathBuf,
-        /// Its arguments, the first (its own name) included.
+        /// Arguments of the program, including the program's own name.
         args: Vec<OsString>,
     },
 }
 
-/// The program of workers that have already imported. It finds the text of a [`Start`] in [`START_VARIABLE`], and calls
-/// [`super::server::run_warm`] when it has imported.
+/// Program of a warm nursery, which imports modules before it forks workers. It reads the text of a [`Start`] from
+/// `START_VARIABLE`, and calls [`super::server::run_warm`] when the imports are done.
 #[derive(Debug)]
 pub struct Warm {
-    /// Its workers' arguments, and what they have of the environment in common.
+    /// Arguments of the workers, and the part of the environment that all workers share.
     pub process: ProcessSpec,
-    /// Signals that its workers are to ignore.
+    /// Signals that the workers ignore.
     pub ignored: Vec<Signal>,
-    /// Where it reports, under [`REPORT_FD`].
+    /// File for the import report. The nursery gets it as [`REPORT_FD`].
     pub report: OwnedFd,
-    /// How long it may import.
+    /// Time limit for the imports.
     pub limit: Duration,
 }
 
-/// The variable of a warm nursery.
+/// Options for the imports of a warm nursery.
+#[derive(Debug, Default)]
+pub struct Import {
+    /// Offset in the report at which the import started, if this nursery replaces one that a module has ended. See
+    /// [`Warming::since`].
+    pub since: Option<u64>,
+    /// Import at the lowest priority. The nursery needs its old nice value back before it forks workers.
+    pub is_background: bool,
+}
+
+/// Name of the environment variable that gives a warm nursery its settings. See [`super::start::Start`].
 const START_VARIABLE: &str = "ELASTICRS_NURSERY_START";
-/// The variable of one that follows another, which has ended while it imported.
+/// Name of the environment variable with the report offset. Only set for a warm nursery that replaces another one,
+/// which died while it imported modules.
 const SINCE_VARIABLE: &str = "ELASTICRS_WARM_SINCE";
 
-/// The first one that is free.
+/// The first descriptor number after those of [`FIXED_FDS`].
 pub const REPORT_FD: i32 = 6;
 
 /// A nursery that executes its program; its first reply is `Ready`.
 #[derive(Debug)]
 pub struct Launched {
-    /// Its pid; a child of this process, to be reaped by the owner of this value once the pidfd is readable.
+    /// Pid of the nursery, which is a child of this process. The owner of this value must reap it once the pidfd is
+    /// readable.
     pub pid: i32,
     pub pidfd: OwnedFd,
-    /// The connection. Closing it ends the nursery and everything below it.
+    /// Connection to the nursery. If it is closed, the nursery kills everything below it and exits.
     pub link: AgentLink,
     /// The reading end of the stage pipe, non-blocking; see [`stage_reached`].
     pub stages: OwnedFd,
-    /// What its descendants carry.
+    /// Token that all descendants of the nursery carry.
     pub token: Token,
-    /// What goes on until it is ready, if it imports before.
+    /// Imports that the nursery performs before it becomes ready. `None` if it imports nothing.
     pub warming: Option<Warming>,
-    /// A small nursery without workers, which acts when the agent dies and this one cannot act: a process that imports dies with
-    /// the agent, and one that starts a worker may hang. To be ended by the owner of this value, as every nursery.
+    /// Sentinel: a small nursery without workers. It acts if the agent dies while this nursery cannot act, because a
+    /// nursery that imports modules dies with the agent, and one that starts a worker may hang. The owner of this value
+    /// must stop the sentinel like any nursery.
     pub sentinel: Option<Box<Launched>>,
 }
 
-/// An import.
+/// The imports of a warm nursery.
 #[derive(Debug)]
 pub struct Warming {
     pub warm: Arc<Warm>,
-    /// Where the report begins of this process, and of those before it that have ended by a module.
+    /// Offset in the report file of the first record about these imports. The records of earlier processes, which died
+    /// while they imported a module, are included.
     pub since: u64,
 }
 
-/// The stage that the start of the latest worker has reached since the last call, for a start that hangs: it is the
-/// worker behind the last one that was answered.
+/// Returns the latest stage of starting a worker that the nursery has announced since the last call. Used to describe a
+/// start that hangs: the worker in question is the one after the last worker that was answered.
 pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
     let mut reached = None;
     let mut bytes = [0; 4096];
-    // An empty pipe is EAGAIN, one whose nursery is gone has an end: both mean that this is all.
+    // Reading stops with EAGAIN if the pipe is empty, and with 0 if the nursery has exited. In both cases there is
+    // nothing more to read.
     while let Ok(count @ 1..) = nix::unistd::read(stages, &mut bytes) {
         reached = Stage::from_byte(bytes[count - 1]);
     }
     reached
 }
 
-/// No nursery could be started.
+/// Reason why no nursery could be started.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
     #[error(transparent)]
@@ -124,26 +139,27 @@ impl From<Errno> for LaunchError {
 
 /// Starts a nursery from the first of these images that can be executed.
 ///
-/// Safe in a process with threads. The nursery does not depend on the calling thread: it watches this process.
-/// It inherits descriptors 0 to 2, the working directory, the limits and the umask of this moment, and workers inherit
-/// them from it; but for a soft limit of descriptors that was raised for this process alone. Images are tried in order, since an embedded one cannot be executed everywhere (`vm.memfd_noexec`,
-/// security modules).
+/// Safe in a process with threads. The nursery does not depend on the calling thread, because it watches the whole
+/// process. It inherits descriptors 0 to 2, the working directory, the resource limits and the umask, and its workers
+/// inherit them from it. The exception is a soft limit of descriptors that was raised for this process alone. Several
+/// images are tried in order, because the embedded one cannot be executed on every system (`vm.memfd_noexec`, security
+/// modules).
 pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
-    launch_again(images, None)
+    launch_again(images, &Import::default())
 }
 
-/// The same as [`launch`], in place of a nursery that a module has ended while it imported: see [`Warming::since`].
-pub fn launch_again(images: &[NurseryImage], since: Option<u64>) -> Result<Launched, LaunchError> {
+/// Same as [`launch`], with these terms for the import.
+pub fn launch_again(images: &[NurseryImage], import: &Import) -> Result<Launched, LaunchError> {
     check_floor()?;
-    launch_as(images, since, Start { token: Token::random()?, descriptors: given_descriptors(), is_sentinel: false })
+    launch_as(images, import, Start { token: Token::random()?, descriptors: given_descriptors(), is_sentinel: false })
 }
 
-/// The sentinel of a nursery whose descendants carry this token.
+/// Starts the sentinel of a nursery whose descendants carry this token.
 pub fn launch_sentinel(images: &[NurseryImage], token: Token) -> Result<Launched, LaunchError> {
-    launch_as(images, None, Start { token, descriptors: None, is_sentinel: true })
+    launch_as(images, &Import::default(), Start { token, descriptors: None, is_sentinel: true })
 }
 
-fn launch_as(images: &[NurseryImage], since: Option<u64>, start: Start) -> Result<Launched, LaunchError> {
+fn launch_as(images: &[NurseryImage], import: &Import, start: Start) -> Result<Launched, LaunchError> {
     let token = start.token;
     let (ours, theirs) = UnixStream::pair()?;
     let (stages, stages_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
@@ -159,10 +175,13 @@ fn launch_as(images: &[NurseryImage], since: Option<u64>, start: Start) -> Resul
             NurseryImage::Warm(_) if start.is_sentinel => continue,
             NurseryImage::Warm(warm) => {
                 let sentinel = Box::new(launch_sentinel(images, token)?);
-                let variables =
-                    [Some((START_VARIABLE, text.clone())), since.map(|since| (SINCE_VARIABLE, since.to_string()))];
-                let since = since.unwrap_or_else(|| report::length(&warm.report));
+                let variables = [
+                    Some((START_VARIABLE, text.clone())),
+                    import.since.map(|since| (SINCE_VARIABLE, since.to_string())),
+                ];
+                let since = import.since.unwrap_or_else(|| report::length(&warm.report));
                 let command = warm_command(warm, variables.into_iter().flatten(), &passed);
+                let command = command.map(|command| Command { is_background: import.is_background, ..command });
                 match command.and_then(|command| spawn::spawn(&command, &mut stack)) {
                     Ok(child) => {
                         let mut launched = launched(child, ours, stages, token)?;
@@ -172,7 +191,7 @@ fn launch_as(images: &[NurseryImage], since: Option<u64>, start: Start) -> Resul
                     }
                     Err(error) => failure = error,
                 }
-                // The only error is ESRCH, of one that has ended.
+                // The only possible error is ESRCH, if the sentinel has already exited.
                 let _ = pidfd::send_signal(&sentinel.pidfd, libc::SIGKILL);
                 wait::reap(sentinel.pid);
                 continue;
@@ -203,6 +222,7 @@ fn launch_as(images: &[NurseryImage], since: Option<u64>, start: Start) -> Resul
             ignored: Vec::new(),
             dies_with_parent: false,
             keeps_orphans: false,
+            is_background: false,
             cpus: None,
             oom_score_adj: None,
             stages: None,

@@ -1,24 +1,25 @@
-//! What agent and nursery say to each other over a Unix stream socket.
+//! Messages between agent and nursery, which are connected by a Unix stream socket.
 //!
-//! Both ends are always of one build, so there is no versioning beyond [`PROTOCOL`], which guards against an image of
-//! another build being run by mistake. A frame is a little-endian `u32` length and that many bytes of postcard.
-//! Descriptors travel as `SCM_RIGHTS` with the first byte of the frame that announces them.
+//! Agent and nursery always come from the same build. [`PROTOCOL`] only detects an image of another build that is run
+//! by mistake. A frame is a little-endian `u32` length, followed by a message of that length in the postcard format.
+//! Descriptors are sent as `SCM_RIGHTS` with the first byte of the frame to which they belong.
 
 use elasticrs_runtime::clock::Stamp;
 use serde::{Deserialize, Serialize};
 
 use super::connections::{LastWord, Release};
+use super::fence::Holder;
 use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
 use crate::sys::stage::Stage;
 
 /// Version of this protocol. Increment it with every change of this file.
-pub const PROTOCOL: u32 = 11;
+pub const PROTOCOL: u32 = 12;
 
-/// The largest frame that is accepted; environments of 1024 workers stay far below it.
+/// Maximum length of a frame in bytes. The environments of 1024 workers need far less.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
 
-/// The descriptors that the nursery is started with: the socket, the agent's pidfd, the stage pipe.
+/// Numbers of the descriptors that the nursery is started with: the socket, the agent's pidfd, and the stage pipe.
 pub const FIXED_FDS: [i32; 3] = [3, 4, 5];
 
 /// A message that is sent as one frame.
@@ -31,14 +32,15 @@ pub trait Message {
 }
 
 impl Message for Request {
-    /// Large, because the agent sends all requests that start a group at once, each with the environment of its worker.
+    /// This limit is high, because the agent sends all requests that start a group at once, and each of them has the
+    /// environment of a worker.
     const MAX_UNSENT: usize = 4 * MAX_FRAME;
 
     fn descriptors(&self) -> usize {
         match self {
             Self::Spawn { process, .. } => process.pass_fds.len(),
             Self::Hold { .. } => 1,
-            Self::Fence | Self::Activity => 2,
+            Self::Fence { .. } | Self::Activity => 2,
             Self::Guard => 3,
             Self::SignalGroup { .. } | Self::Sweep { .. } | Self::SweepLeft { .. } | Self::Release(_) | Self::Leave => {
                 0
@@ -48,8 +50,8 @@ impl Message for Request {
 }
 
 impl Message for Reply {
-    /// Room for hundreds of thousands of replies, which can pile up while the agent is stopped and its workers are
-    /// stopped and resumed again and again.
+    /// This limit has room for hundreds of thousands of replies. So many replies can pile up if the agent is stopped
+    /// while another program repeatedly stops and resumes its workers.
     const MAX_UNSENT: usize = 16 * 1024 * 1024;
 
     fn descriptors(&self) -> usize {
@@ -57,38 +59,43 @@ impl Message for Reply {
     }
 }
 
-/// From the agent.
+/// A message from the agent to the nursery.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Start one worker. The descriptors of `pass_fds` come with the frame, in their order; `source` is then the
-    /// index among them.
+    /// Start one worker. The descriptors of `pass_fds` are sent with the frame, in the order of `pass_fds`, and each
+    /// `source` is an index into them.
     Spawn {
         process: ProcessSpec,
         /// See [`crate::spec::GroupSpec::keep_ignored`].
         keep_ignored: Vec<i32>,
     },
-    /// Signal the process group of a worker. Kernels before 6.9 need it, because there a pidfd cannot name a group; and
-    /// SIGKILL always takes this way, since it is not for [cleaners](super::cleaner). Unknown pids are passed over.
+    /// Send a signal to the process group of a worker. Used on kernels before 6.9, because they cannot signal a process
+    /// group through a pidfd. Also used for every SIGKILL, because the nursery spares [cleaners](super::cleaner).
+    /// Unknown pids are ignored.
     SignalGroup {
-        /// The worker, which leads its group.
+        /// Pid of the worker, which leads its process group.
         pid: i32,
         signal: i32,
     },
-    /// End all descendants, workers included, until none is left. Answered by [`Reply::Swept`]. A further request
-    /// while a sweep runs only brings its deadlines forward, and shares its answer.
+    /// Stop all descendants of the nursery, including workers, and wait until none is left. Answered by
+    /// [`Reply::Swept`]. A further request during a sweep only moves its deadlines forward, and both requests get the
+    /// same answer.
     Sweep {
-        /// Comes back with the answer: one that is lower than the last number sent answers an earlier request alone.
+        /// Number that the answer repeats. An answer with a lower number than the last request belongs to an earlier
+        /// request only.
         number: u32,
-        /// How long descendants may go on before the first signal, milliseconds.
+        /// Time in milliseconds for which descendants may continue before the first signal.
         linger_ms: u64,
-        /// Time from SIGTERM to SIGKILL, milliseconds; 0 sends SIGKILL at once.
+        /// Time in milliseconds from SIGTERM to SIGKILL. 0 sends SIGKILL at once.
         grace_ms: u64,
-        /// After this long, what cannot be killed is reported instead of waited for, milliseconds.
+        /// Time in milliseconds after which the nursery stops waiting for processes that cannot be killed, and reports
+        /// them.
         give_up_ms: u64,
     },
-    /// Kill what this worker, which has ended, has left: all that is below the nursery and not below a worker that
-    /// [keeps it](ProcessSpec::keeps_orphans). What other workers that have ended have in their sessions stays. Answered by
-    /// [`Reply::Swept`], unless a [`Request::Sweep`] takes its place. One is asked for after the other.
+    /// Kill the processes that this worker left behind when it exited: all descendants of the nursery, except those of
+    /// running workers that are [subreapers](ProcessSpec::keeps_orphans). Processes in the sessions of other exited
+    /// workers are spared, too. Answered by [`Reply::Swept`], unless a [`Request::Sweep`] replaces this request. The
+    /// agent sends the next request of this kind only after the answer.
     SweepLeft {
         /// As in [`Request::Sweep`].
         number: u32,
@@ -96,57 +103,61 @@ pub enum Request {
         /// As in [`Request::Sweep`].
         give_up_ms: u64,
     },
-    /// Keep the descriptor that is sent with this request open until the nursery exits. If it is a duplicate of the
-    /// agent's connection, the store sees that connection close only after the processes of a dead agent are gone.
+    /// Keep the descriptor that is sent with this request open until the nursery exits. For a duplicate of the agent's
+    /// connection to the store, this means that the connection stays open until all processes of a dead agent are gone.
     Hold {
         /// True to keep the descriptors that are already held, false to replace them.
         beside: bool,
         /// Secret to send on the descriptor when no process of a dead agent is left.
         word: Option<LastWord>,
     },
-    /// Close some or all of the descriptors that are held.
+    /// Close some or all of the descriptors that earlier [`Self::Hold`] requests keep open.
     Release(Release),
-    /// Look at the deadline in the page that comes with this whenever the timer expires that comes with it as well; see
-    /// [`super::fence`].
-    Fence,
-    /// Keep the page and the timer up to date that come with this; see [`super::activity`].
+    /// Check the fence deadline whenever the timer expires. The page with the deadline and the timer are sent with this
+    /// request. See [`super::fence`].
+    Fence {
+        /// Number of this nursery.
+        holder: Holder,
+    },
+    /// Record the nursery's activity in the page and the timer that are sent with this request. See
+    /// [`super::activity`].
     Activity,
-    /// To a sentinel: guard the nursery of this pidfd, and of the page and the timer that come with it.
+    /// Guard a nursery. Only sent to a sentinel, together with the nursery's pidfd and its activity page and timer.
     Guard,
-    /// Exit at once and leave every descendant alone (`--keep-descendants`).
+    /// Exit at once and leave all descendants running (`--keep-descendants`).
     Leave,
 }
 
-/// From the nursery.
+/// A message from the nursery to the agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// The first frame.
+    /// The nursery is ready. This is its first message.
     Ready {
         /// [`PROTOCOL`] of the nursery's build.
         protocol: u32,
         pid: i32,
     },
-    /// A worker runs its program. Its pidfd comes with the frame; when it does not, the agent's descriptor limit is
-    /// reached: [`Stage::Receive`].
+    /// A worker is running its program. The worker's pidfd is sent with the frame. If it is missing, the agent has
+    /// reached its limit of open files, see [`Stage::Receive`].
     Spawned {
         local_rank: u32,
-        /// Its pid, which is also its session and process group.
+        /// Pid of the worker, which is also the id of its session and process group.
         pid: i32,
     },
-    /// A worker could not be started; nothing of it is left.
+    /// A worker could not be started. No process of it is left.
     SpawnFailed {
         local_rank: u32,
         stage: Stage,
         errno: i32,
-        /// The path or program that the stage was about; empty when there is none.
+        /// Path or program that the failed stage used. Empty if the stage uses none.
         subject: String,
     },
-    /// A worker has ended and was reaped. Told once.
+    /// A worker has exited and was reaped. Sent once for each worker.
     Exited {
         pid: i32,
         exit: WorkerExit,
         usage: Usage,
-        /// When the nursery saw it. Exits that were seen in one wake-up share a stamp.
+        /// Time at which the nursery noticed the exit. Exits that were noticed in one wake-up have the same time.
         seen: Stamp,
     },
     /// A worker was stopped by a signal (SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU).
@@ -157,27 +168,28 @@ pub enum Reply {
     Continued {
         pid: i32,
     },
-    /// The deadline of the fence has passed: everything is being killed. Told before the exits that follow from it.
+    /// The fence deadline has passed, and the nursery is killing all workers and their descendants. Sent before the
+    /// exits that this causes.
     Fenced {
         seen: Stamp,
     },
-    /// A [`Request::Hold`] or [`Request::Fence`] could not be served.
+    /// A [`Request::Hold`] or [`Request::Fence`] failed.
     NotGuarded {
-        /// The kernel's error number; `EMFILE` when the descriptor did not arrive.
+        /// Error number of the kernel. `EMFILE` if the descriptor was lost.
         errno: i32,
     },
-    /// The sweep is over.
+    /// The sweep is complete.
     Swept {
-        /// The number of the last request that this answers.
+        /// Number of the last request that this message answers.
         number: u32,
-        /// Descendants, workers not counted, that had to be signalled; the first 64 of them.
+        /// The first 64 descendants that had to be signalled, not including workers.
         ended: Vec<Descendant>,
         more: u32,
-        /// Descendants, workers included, that could not be killed in time (state D).
+        /// Descendants, including workers, that could not be killed in time (state D).
         stuck: Vec<Descendant>,
-        /// Descendants that were spared: in a session of their own, with the token reset.
+        /// Descendants that were spared, because they are in a session of their own and have reset the token.
         spared: Vec<Descendant>,
-        /// Descendants, workers included, that have ended and that a tracer does not let go.
+        /// Descendants, including workers, that have exited but cannot be reaped yet, because a tracer holds them.
         held: Vec<i32>,
     },
 }
@@ -186,6 +198,6 @@ pub enum Reply {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Descendant {
     pub pid: i32,
-    /// The kernel's short name of its program, at most 15 bytes; empty when it was gone.
+    /// Name of the process in the kernel, at most 15 bytes long. Empty if the process was gone.
     pub command: String,
 }

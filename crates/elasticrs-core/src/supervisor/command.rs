@@ -82,15 +82,16 @@ pub(super) type Reply<T> = SyncSender<T>;
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
     Adopt(Adopted, Reply<Result<(), SupervisorError>>),
-    /// Start this process as a replacement for a failed worker. The descriptors are the ones that the `pass_fds` of the
-    /// process refer to.
+    /// Start this process as a replacement for a failed worker. The second field has the descriptors that the process
+    /// inherits. Its `pass_fds` refer to them by index.
     Replace(Box<ProcessSpec>, Vec<OwnedFd>, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
     Forward(Signal, Vec<u32>),
     Suspend(Reply<()>),
     Resume,
-    RenewNursery,
+    ImportBeside(Duration),
+    TakeOver(Reply<bool>),
     Drain(Duration, Reply<Vec<NotDrained>>),
     Spawn(Task),
     Guard(Guarded),
@@ -115,10 +116,11 @@ pub(super) enum Guarded {
         word: LastWord,
         is_first: bool,
     },
-    /// Hold this socket in addition to the others. The sender is notified once the request is in the kernel's socket
-    /// buffer, because the nursery then receives it even if this process dies. The sender is dropped if there is no
-    /// nursery or if the link to the nursery is closed.
-    Beside(OwnedFd, oneshot::Sender<()>),
+    /// Hold this socket in addition to the others. The supervisor sends true on the channel once this request is in the
+    /// kernel's socket buffer: from then on the nursery receives the request even if this process dies. It sends false
+    /// if no descriptor is left for a duplicate. The supervisor drops the channel if there is no nursery or if the link
+    /// to the nursery is closed.
+    Beside(OwnedFd, oneshot::Sender<bool>),
     Release(Release),
 }
 

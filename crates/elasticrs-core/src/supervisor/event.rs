@@ -15,9 +15,13 @@ use crate::timer::hang::{Ground, Missed};
 /// One thing that happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// A [warm](crate::nursery::launch::Warm) nursery has imported; or it has ended before, and another one starts workers
-    /// cold from now on.
-    Warmed { failure: Option<NurseryEnd> },
+    /// A [warm](crate::nursery::launch::Warm) nursery has finished its imports, or has exited. After a failure, workers
+    /// start cold from now on.
+    Warmed {
+        failure: Option<NurseryEnd>,
+        /// True for a nursery that [`super::Supervisor::import_beside`] has started and that has not taken over.
+        is_beside: bool,
+    },
     /// Every worker of the group runs its program.
     GroupStarted {
         /// Pids by local rank.
@@ -27,16 +31,17 @@ pub enum Event {
     },
     /// The group could not be started; nothing of it is left.
     StartFailed(StartFailure),
-    /// A worker has ended. Told once for each.
+    /// A worker has exited. Reported once for each worker.
     WorkerExited {
         local_rank: u32,
         pid: i32,
         exit: WorkerExit,
-        /// The last signal that we had sent to it.
+        /// The last signal that the supervisor sent to the worker.
         sent: Option<Signal>,
-        /// When it was seen; deaths seen in one wake-up share a stamp.
+        /// Time at which the exit was noticed. Exits that were noticed in one wake-up have the same time.
         seen: Stamp,
-        /// What it used; unknown for adopted pids and lost parents.
+        /// Resources that the worker used. `None` if the nursery did not reap the worker, for example because Python
+        /// started it.
         usage: Option<Usage>,
     },
     /// No process of a failed worker is left, except those listed in `swept`, and a replacement may be started.
@@ -50,9 +55,9 @@ pub enum Event {
     /// The first failure of the group. The siblings have already been signalled.
     FailureSeen {
         local_rank: u32,
-        /// When the supervisor noticed the failure.
+        /// Time at which the supervisor noticed the failure.
         seen: Stamp,
-        /// When the last sibling had been sent the stop signal.
+        /// Time at which the stop signal had been sent to the last sibling.
         signalled: Stamp,
         siblings: u32,
     },
@@ -63,14 +68,14 @@ pub enum Event {
     WorkerHung(Box<WorkerHung>),
     /// A worker has recorded an uncaught exception, or has not exited in time after recording one.
     WorkerRaised(WorkerRaised),
-    /// Workers were still running at the end of their grace, or their exit made no progress. They get SIGKILL now.
+    /// Workers did not exit within their grace period, or their exit made no progress. They get SIGKILL now.
     WorkersKilled(WorkersKilled),
     /// A worker has been stopped for one second by a signal that the supervisor did not send.
     WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
     /// A worker that was reported as paused is running again.
     WorkerResumed { local_rank: u32, pid: i32 },
-    /// The deadline of the fence has passed, and the nursery kills everything. Reported immediately, even if no group
-    /// is running. A running group ends with [`Outcome::Stopped`].
+    /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing all workers and their
+    /// descendants. Reported immediately, even if no group is running. A running group ends with [`Outcome::Stopped`].
     Fenced { at: Stamp },
     /// No process of the group is left, except those listed here.
     GroupEnded {
@@ -84,7 +89,7 @@ pub enum Event {
     },
     /// A log file cannot be read, or its file system is full. Reported once for each file.
     LogTrouble { local_rank: u32, path: PathBuf, errno: i32 },
-    /// Something works less well than it should. The job continues.
+    /// A feature of the supervisor is impaired or has failed, as described in the message. The job continues.
     Degraded { message: String },
     /// A task of the runtime panicked. The workers are being killed, and no further event follows.
     Panicked { message: String },
@@ -131,7 +136,7 @@ pub struct TimerExpired {
     pub deadline_ms: u64,
     /// Number of other active timers of the process.
     pub others: u32,
-    /// Signal that was sent to the process. `None` if the timer only reports.
+    /// Signal that was sent to the process. `None` if the timer has no signal, so that its expiry is only reported.
     pub signal: Option<Signal>,
     pub seen: Stamp,
 }
@@ -144,7 +149,8 @@ pub struct WorkerRaised {
     pub pid: i32,
     /// Last part of the traceback, as the process sent it. Empty if it sent none.
     pub text: String,
-    /// When the exception was recorded. If the process did not send that time, when its notice was received.
+    /// Time at which the exception was recorded. If the process did not send that time, the time at which its notice
+    /// was received.
     pub seen: Stamp,
     /// Time limit for the exit, measured from `seen`. `None` if there is no limit.
     pub limit: Option<Duration>,
@@ -156,24 +162,34 @@ pub struct WorkerRaised {
 pub enum ExitStage {
     /// The exception has just been recorded.
     Begun,
-    /// The limit has passed, but the exit is making progress. The worker counts as failed, and [`Event::FailureSeen`]
-    /// follows. The worker has the same grace as its siblings to finish its exit.
+    /// The time limit for the exit has passed, but the exit is making progress. The worker counts as failed, but gets
+    /// the same grace period as its siblings to finish its exit. [`Event::FailureSeen`] follows.
     Slow,
-    /// The limit has passed, and the exit makes no progress. The worker counts as failed and is killed at once, and
-    /// [`Event::FailureSeen`] follows.
+    /// The time limit for the exit has passed, and the exit makes no progress. The worker counts as failed and is
+    /// killed at once. [`Event::FailureSeen`] follows.
     Stalled,
 }
 
 /// Workers that get SIGKILL because they did not exit in time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkersKilled {
-    /// Local rank and pid of each.
+    /// Local rank and pid of each worker.
     pub workers: Vec<(u32, i32)>,
-    /// Stop signal after which the workers did not exit in time. `None` if a worker did not complete its exit after an
-    /// uncaught exception: either that exit made no progress, or a worker that was to be replaced exceeded its grace.
-    pub signal: Option<Signal>,
-    /// Time that the workers had to exit: their grace, or the time without progress.
+    pub reason: KillReason,
+    /// Time limit that the workers exceeded: their grace period, or the maximum time without progress.
     pub limit: Duration,
+}
+
+/// Reason for sending SIGKILL to workers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KillReason {
+    /// They did not exit within the grace after this signal.
+    AfterSignal(Signal),
+    /// Their exit after an uncaught exception made progress, but was not complete at the end of the grace. They were
+    /// sent no signal before.
+    SlowExit,
+    /// Their exit after an uncaught exception made no progress.
+    StalledExit,
 }
 
 /// The last heartbeat of a worker.
@@ -188,7 +204,7 @@ pub struct Heartbeat {
 /// Reports a worker that hangs, and what every worker was doing when the hang was detected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerHung {
-    /// The worker that keeps the others waiting, as far as can be told.
+    /// The worker for which the others are most likely waiting.
     pub local_rank: u32,
     pub pid: i32,
     pub missed: Missed,
@@ -196,7 +212,7 @@ pub struct WorkerHung {
     pub since: Stamp,
     pub limit: Duration,
     pub seen: Stamp,
-    /// Reason for blaming this worker rather than the other late ones.
+    /// Reason for blaming this worker and not another worker that is also late.
     pub ground: Ground,
     /// All running workers, ordered by local rank.
     pub ranks: Vec<RankSeen>,
@@ -207,33 +223,34 @@ pub struct WorkerHung {
 pub struct RankSeen {
     pub local_rank: u32,
     pub heartbeat: Option<Heartbeat>,
-    /// At least half of its limit has passed.
+    /// True if at least half of the worker's limit has passed.
     pub is_late: bool,
-    /// One letter, as in `/proc/PID/stat`; a blank when that is not known.
+    /// State of the process: a letter as in `/proc/PID/stat`, or a space if the state is unknown.
     pub state: char,
-    /// The kernel function that it waits in; empty when it runs, or that cannot be read.
+    /// Kernel function in which the worker waits. Empty if the worker is running or the function cannot be read.
     pub wait_channel: String,
-    /// The innermost frame of its Python program.
+    /// Innermost frame of the worker's Python program.
     pub frame: Option<String>,
 }
 
-/// What became of the processes that workers left behind.
+/// Outcome of cleaning up the processes that workers left behind.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Swept {
-    /// Those that had to be signalled, the first of them.
+    /// Processes that had to be signalled. Has only the first of them if there are many.
     pub ended: Vec<Descendant>,
-    /// How many more had to be.
+    /// Number of further processes that had to be signalled.
     pub more: u32,
-    /// Those that could not be killed.
+    /// Processes that could not be killed.
     pub stuck: Vec<Descendant>,
-    /// Those that were left alone.
+    /// Processes that were spared.
     pub spared: Vec<Descendant>,
-    /// Those that have ended and that a tracer does not let go; each is told as [`Event::Degraded`], too.
+    /// Processes that have exited but cannot be reaped yet, because a tracer holds them. Each of them is also reported
+    /// as [`Event::Degraded`].
     pub held: Vec<i32>,
 }
 
 impl Swept {
-    /// Takes in what a later look at the same processes has found.
+    /// Merges the outcome of a later sweep of the same processes into this one.
     pub(super) fn follow_up(&mut self, later: Self) {
         self.ended.extend(later.ended);
         self.more += later.more;
@@ -245,7 +262,7 @@ impl Swept {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NurseryEnd {
     pub exit: WorkerExit,
-    /// It had kept silent, and did not wake up: we killed it.
+    /// True if the supervisor killed the nursery, because it did not respond.
     pub hung: bool,
 }
 

@@ -50,12 +50,14 @@ impl Keeper {
 
     /// Gives the nursery a second connection to hold, because the session is about to move to it. Returns once the
     /// request is in the kernel's socket buffer, because the nursery then receives the connection even if this process
-    /// is killed. Returns immediately if there is no nursery.
-    pub async fn hold_beside(&self, connection: OwnedFd) {
+    /// is killed. Returns immediately if there is no nursery. Returns false if the connection is not held, because no
+    /// descriptor was left to duplicate it.
+    pub async fn hold_beside(&self, connection: OwnedFd) -> bool {
         let (held, is_held) = oneshot::channel();
         self.send(Guarded::Beside(connection, held));
-        // An error means that there is no nursery, or that the nursery is exiting together with its workers.
-        let _ = is_held.await;
+        // An error means that there is no nursery, or that the nursery is exiting together with its workers. The next
+        // nursery then gets the connection.
+        is_held.await.unwrap_or(true)
     }
 
     /// Makes the nursery close some or all of the connections that it holds.
@@ -177,12 +179,23 @@ impl Supervisor {
         self.ask(Command::Suspend)
     }
 
-    /// Replaces a warm nursery, since what it has imported is no longer what is there. Nothing, while a group runs.
+    /// Starts to import the modules again, in a second warm nursery at the lowest priority, because files of modules
+    /// that the current nursery has imported have changed. Replaces an earlier second nursery. The current nursery and
+    /// its workers continue. [`super::Event::Warmed`] reports the end of the import, which may take `limit`.
     ///
     /// # Errors
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
-    pub fn renew_nursery(&self) -> Result<(), SupervisorError> {
-        self.tell(Command::RenewNursery)
+    pub fn import_beside(&self, limit: Duration) -> Result<(), SupervisorError> {
+        self.tell(Command::ImportBeside(limit))
+    }
+
+    /// Lets the second nursery start the next groups, and ends the first one. Returns false, and changes nothing, if no
+    /// second nursery has finished its imports or if a group exists.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn take_over(&self) -> Result<bool, SupervisorError> {
+        self.ask(Command::TakeOver)
     }
 
     /// Undoes [`Self::suspend`].

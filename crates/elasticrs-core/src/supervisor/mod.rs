@@ -1,7 +1,7 @@
 //! Runs the workers of an attempt as one unit.
 //!
-//! [`Supervisor`] is a handle: its commands go to the one runtime thread ([`task`]), which owns the nursery's link, the
-//! pidfds, and the deadlines. [`state`] decides, as a pure function over inputs; [`task`] carries out the effects. The
+//! [`Supervisor`] is a handle: its commands go to the one runtime thread (`task`), which owns the nursery's link, the
+//! pidfds, and the deadlines. [`state`] decides, as a pure function over inputs; `task` carries out the effects. The
 //! results are reported as [`Event`]s through a [`queue::Queue`].
 //!
 //! Invariants, cited by the tests:
@@ -36,10 +36,11 @@ mod start;
 pub mod state;
 mod task;
 mod watch;
+mod zombies;
 
 pub use command::{Config, SupervisorError};
 pub use event::{
-    Event, ExitStage, Heartbeat, NurseryEnd, Outcome, RankSeen, StartFailure, Swept, TimerExpired, WorkerHung,
-    WorkerRaised, WorkersKilled,
+    Event, ExitStage, Heartbeat, KillReason, NurseryEnd, Outcome, RankSeen, StartFailure, Swept, TimerExpired,
+    WorkerHung, WorkerRaised, WorkersKilled,
 };
 pub use handle::{Keeper, Supervisor};

@@ -16,7 +16,8 @@ use crate::exit::WorkerExit;
 use crate::nursery::activity::Activity;
 use crate::nursery::connections::Release;
 use crate::nursery::launch::{
-    LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_again, launch_sentinel, stage_reached,
+    Import as Terms, LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_again,
+    launch_sentinel, stage_reached,
 };
 use crate::nursery::link::AgentLink;
 use crate::nursery::protocol::{FIXED_FDS, Reply, Request};
@@ -54,8 +55,8 @@ pub(super) struct Nursery {
     link: AsyncFd<AgentLink>,
     pidfd: AsyncFd<OwnedFd>,
     stages: OwnedFd,
-    /// Notified when everything that was sent is in the kernel.
-    waiting: Vec<oneshot::Sender<()>>,
+    /// Senders to notify once all queued requests are in the kernel's socket buffer.
+    waiting: Vec<oneshot::Sender<bool>>,
     link_is_open: bool,
     has_died: bool,
     /// When the supervisor started to wait for the exit. `None` if it is not waiting for it.
@@ -69,7 +70,8 @@ pub(super) struct Nursery {
 pub(super) struct Import {
     pub(super) warm: Arc<Warm>,
     pub(super) since: u64,
-    /// How the import ended, if the exit status does not show it.
+    /// Reason why the link was closed during the import: a module executed another program or closed the nursery's
+    /// descriptors. `None` if neither has been detected.
     pub(super) end: Option<End>,
     /// True if the sentinel was lost.
     pub(super) is_unguarded: bool,
@@ -98,8 +100,8 @@ impl Nursery {
     }
 
     /// See [`launch_again`].
-    pub(super) fn launch_again(images: &[NurseryImage], since: u64) -> Result<Self, LaunchError> {
-        Self::of(launch_again(images, Some(since))?)
+    pub(super) fn launch_again(images: &[NurseryImage], import: &Terms) -> Result<Self, LaunchError> {
+        Self::of(launch_again(images, import)?)
     }
 
     fn of(launched: Launched) -> Result<Self, LaunchError> {
@@ -159,9 +161,9 @@ impl Nursery {
         }
     }
 
-    /// Notifies `told` once everything that was sent before is in the kernel, where the nursery can read it even if
-    /// this process dies. Drops `told` if the link is closed.
-    pub(super) fn tell_sent(&mut self, told: oneshot::Sender<()>) {
+    /// Notifies `told` once all queued requests are in the kernel's socket buffer: from then on the nursery receives
+    /// them even if this process dies. Drops `told` if the link is closed.
+    pub(super) fn tell_sent(&mut self, told: oneshot::Sender<bool>) {
         self.waiting.push(told);
         self.check_sent();
     }
@@ -172,13 +174,13 @@ impl Nursery {
         } else if !self.link.get_ref().has_unsent() {
             for told in self.waiting.drain(..) {
                 // An error means that the receiver has stopped waiting.
-                let _ = told.send(());
+                let _ = told.send(true);
             }
         }
     }
 
-    /// Closes the link after an error and kills the nursery. Usually the nursery is exiting. Otherwise waiting for it
-    /// would take forever.
+    /// Stops using the link after an error and kills the nursery. The nursery is usually exiting already. If it is not,
+    /// it would never exit by itself.
     fn give_up(&mut self) {
         self.link_is_open = false;
         self.waiting.clear();
@@ -219,8 +221,9 @@ impl Nursery {
         if Stat::in_folder(&folder).is_none_or(|stat| stat.is_ending()) {
             return;
         }
-        // All fixed descriptors except the report are close-on-exec. Check that `stages` is a pipe, because a new
-        // program may have opened other files under the same numbers.
+        // If only the report is still open, the process has executed another program, because all other fixed
+        // descriptors are close-on-exec. Check that `stages` is a pipe, because that program may have opened another
+        // file under the same number.
         let [_, _, stages] = FIXED_FDS.map(|fd| fs::read_link(folder.join(format!("fd/{fd}"))).unwrap_or_default());
         let has_stages = stages.to_string_lossy().starts_with("pipe:");
         let has_report = folder.join(format!("fd/{REPORT_FD}")).exists();
@@ -312,11 +315,13 @@ impl Nursery {
         Some(exit)
     }
 
-    /// Lets a sentinel kill the processes that its nursery has left. If the sentinel was lost, this process kills them.
+    /// Makes this sentinel kill the processes that its nursery left behind. If the sentinel fails, the calling process
+    /// kills them.
     pub(super) async fn end_what_it_guards(self, limit: Duration) {
         let token = self.token;
         if self.end(false, limit).await != Some(WorkerExit::Exited { code: 0 }) {
-            // Ignore the result, because the task stops at its time limit.
+            // Ignore the result, because this process cannot do more about processes that are still alive after the
+            // limit.
             let _ = tokio::task::spawn_blocking(move || kill_by_token(token, limit)).await;
         }
     }

@@ -17,11 +17,11 @@ use crate::signal::Signal;
 use crate::spec::{Descendants, StopPolicy, StopScope};
 use crate::timer::hang::{Elsewhere, Limits, Watch};
 
-/// A worker that is stopped for this long is told of.
+/// Time after which a stopped worker is reported as paused.
 pub const PAUSE_IS_TOLD_AFTER: Duration = Duration::from_secs(1);
-/// From SIGTERM to SIGKILL for descendants that outstayed `--linger`.
+/// Time from SIGTERM to SIGKILL for descendants that are still running at the end of `--linger`.
 const LINGERER_GRACE: Duration = Duration::from_secs(1);
-/// The sweep's own limit when workers were given up already: their descendants will not end either.
+/// Time limit for the sweep if workers did not exit after SIGKILL, because their descendants will not exit either.
 pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 
 /// What happened to the group.
@@ -52,16 +52,16 @@ pub enum Input {
     Swept(Swept),
     /// The nursery has died. Its workers are killed by their parent-death signal.
     NurseryLost(NurseryEnd),
-    /// The deadline of the fence has passed, and the nursery kills its workers.
+    /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
     Fenced,
-    /// These members are dead, but their exits have not been reported yet. This input precedes any input that makes the
-    /// group send signals, because a worker that died by itself may not be listed as stopped by the supervisor.
+    /// Pids of dead members whose exits have not been reported yet. Precedes each input that may make the group send
+    /// signals. Otherwise a worker that had died by itself would be recorded as stopped by the supervisor.
     Dead(Vec<i32>),
     /// A timer of a member, or of a descendant of one, was not released in time.
     TimerExpired(TimerExpired),
     /// Start watching all current members for hangs.
     Watch(Limits),
-    /// The current heartbeats and other signs of life, for the next input. See [`Group::needs_sight`].
+    /// The workers' heartbeats and last output. Precedes each input for which [`Group::needs_sight`] returns true.
     Sight(Sight),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<Found>),
@@ -72,17 +72,17 @@ pub enum Input {
     ExitSampled { local_rank: u32, progressed: Option<bool> },
     /// The group has a new member, which Python started.
     Adopted { local_rank: u32, pid: i32 },
-    /// The answer to [`Effect::SweepLeft`].
+    /// Result of [`Effect::SweepLeft`].
     LeftSwept(Swept, Stamp),
-    /// A replacement for this worker is being started, and [`Group::refusal`] has no objection.
+    /// A replacement for this worker is being started. The executor has checked that [`Group::refusal`] returns `None`.
     Replace { local_rank: u32 },
-    /// It runs.
+    /// The replacement is running.
     Replaced { local_rank: u32, pid: i32, started: Stamp },
-    /// It could not be started.
+    /// The replacement could not be started.
     ReplaceFailed(StartFailure),
 }
 
-/// What is to be done, in this order.
+/// An action for the executor. The actions are carried out in the order in which they are returned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     /// Send a signal to a worker, or to its process group.
@@ -92,42 +92,42 @@ pub enum Effect {
         to: StopScope,
         signal: Signal,
     },
-    /// Send a signal to this process alone, which had a timer: a worker or a descendant of one.
+    /// Send a signal only to this process, whose timer has expired: a worker or a descendant of one.
     SignalProcess { pid: i32, signal: Signal },
     /// Set a deadline.
     Arm(Timer, Duration),
-    /// Bring a deadline nearer, if this is nearer.
+    /// Set a deadline, unless it is already set to an earlier time.
     Hasten(Timer, Duration),
-    /// Forget a deadline.
+    /// Cancel a deadline.
     Disarm(Timer),
-    /// Deadlines stand still.
+    /// Pause all deadlines.
     Freeze,
-    /// Deadlines go on.
+    /// Resume all deadlines.
     Thaw,
-    /// End all descendants; answered by [`Input::Swept`]. A later sweep takes the place of one that goes on.
+    /// Stop all descendants. Answered by [`Input::Swept`]. A later sweep replaces one that is still running.
     Sweep {
-        /// How long they may go on by themselves.
+        /// Time for which descendants may continue before the first signal.
         linger: Duration,
-        /// From SIGTERM to SIGKILL; zero: SIGKILL at once.
+        /// Time from SIGTERM to SIGKILL. Zero sends SIGKILL at once.
         grace: Duration,
-        /// What cannot be killed within this is reported.
+        /// Time after which processes that cannot be killed are reported.
         give_up: Duration,
     },
-    /// End what this worker, which has ended, has left; answered by [`Input::LeftSwept`], unless a sweep of all comes in
-    /// between. There is one at a time.
+    /// Kill the processes that this worker left behind when it exited. Answered by [`Input::LeftSwept`], unless
+    /// [`Self::Sweep`] replaces it. Only one such sweep runs at a time.
     SweepLeft { local_rank: u32, pid: i32, give_up: Duration },
-    /// Look at what all members are doing; answered by [`Input::Evidence`].
+    /// Record what all members are doing. Answered by [`Input::Evidence`].
     TakeEvidence { title: String },
-    /// Tell Python of a failure; the executor stamps it, after the signals before it in the list.
+    /// Report a failure to Python. The executor adds the time after it has sent the preceding signals.
     TellFailure {
         local_rank: u32,
         seen: Stamp,
-        /// How many siblings the effects before this one signal.
+        /// Number of siblings to which the preceding effects send signals.
         siblings: u32,
     },
-    /// Tell Python.
+    /// Report an event to Python.
     Tell(Event),
-    /// Tell Python that the group has ended; the executor adds the time and the wait channels of `stuck_workers`.
+    /// Report the end of the group to Python. The executor adds the time and the wait channels of `stuck_workers`.
     TellEnd(End),
 }
 
@@ -136,22 +136,23 @@ pub enum Effect {
 pub struct End {
     pub outcome: Outcome,
     pub nursery: Option<NurseryEnd>,
-    /// Local rank and pid of each worker that was given up.
+    /// Local rank and pid of each worker that did not exit after SIGKILL.
     pub stuck_workers: Vec<(u32, i32)>,
     pub swept: Swept,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// Nothing has failed, nobody has asked for an end.
+    /// No worker has failed, and no stop was requested.
     Running,
     /// The stop signal was sent; SIGKILL follows at [`Timer::Kill`].
     Stopping,
-    /// SIGKILL was sent; what does not end is given up at [`Timer::GiveUp`].
+    /// SIGKILL was sent. The supervisor stops waiting for the workers at [`Timer::GiveUp`].
     Killing,
-    /// All workers are gone or given up; descendants are being ended. `lingering`: they still may go on.
+    /// All workers have exited or hang after SIGKILL. Descendants are being stopped or, if `lingering`, may still
+    /// continue.
     Sweeping { lingering: bool },
-    /// Told.
+    /// The end of the group was reported.
     Ended,
 }
 
@@ -166,7 +167,7 @@ pub struct Group {
     stop_signal: Option<Signal>,
     /// Time between the first stop signal and SIGKILL.
     grace: Duration,
-    /// Success until the first event that stops the group decides otherwise.
+    /// Outcome of the group: success, until the first event that stops the group sets another value.
     outcome: Outcome,
     nursery: Option<NurseryEnd>,
     suspended: bool,
@@ -236,6 +237,7 @@ impl Group {
             Input::Stop(_)
             | Input::StopForHang(..)
             | Input::Signal(..)
+            | Input::Forward(..)
             | Input::Expired(Timer::Kill)
             | Input::ExitSampled { .. }
             | Input::Evidence(_) => true,
@@ -262,8 +264,8 @@ impl Group {
             Input::Signal(signal, ranks) => self.on_signal(signal, ranks.as_deref(), &mut effects),
             Input::Forward(signal, ranks) => {
                 let to = self.stop_scope;
-                let living = self.members.iter().filter(|m| !m.ended && ranks.contains(&m.local_rank));
-                effects.extend(living.map(|m| Effect::Signal { pid: m.pid, to, signal }));
+                let running = self.members.iter().filter(|m| m.runs() && ranks.contains(&m.local_rank));
+                effects.extend(running.map(|m| Effect::Signal { pid: m.pid, to, signal }));
             }
             Input::Suspend => self.on_suspend(&mut effects),
             Input::Resume if self.suspended => {
@@ -449,7 +451,7 @@ impl Group {
             }
             Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
             Timer::Check | Timer::Hang => self.look(effects),
-            // Deadlines that no longer apply in the current phase, and deadlines that the executor handles.
+            // Do nothing: these deadlines do not apply in this phase, or the executor handles them.
             Timer::Kill
             | Timer::GiveUp
             | Timer::Start
@@ -500,14 +502,6 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
-    fn on_adopted(&mut self, local_rank: u32, pid: i32, effects: &mut Vec<Effect>) {
-        self.members.push(Member::new(local_rank, pid, true));
-        // Otherwise it came too late to be a member of a running group.
-        if self.phase != Phase::Running {
-            effects.push(to_group(pid, Signal::KILL));
-        }
-    }
-
     /// Signals every worker, and the groups of those that have ended: what a dead worker started holds the device as well.
     /// `but`: it has got a signal of its own, and until the deadline that is all.
     fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>, effects: &mut Vec<Effect>) {
@@ -520,14 +514,13 @@ impl Group {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
             for member in members.filter(|m| Some(m.pid) != but) {
                 let to = if member.runs() { self.stop_scope } else { StopScope::Group };
-                effects.push(member.send(policy.signal, to));
+                effects.push(member.stop(policy.signal, to));
             }
         }
         for member in self.members.iter().filter(|m| !m.ended && (m.adopted || m.pause != Pause::Running)) {
             effects.push(to_group(member.pid, Signal::CONT));
         }
-        // Hasten the deadline instead of arming it, because a stop requested during the start may have armed it
-        // already.
+        // Use `Hasten`, because a stop that was requested during the start may already have set an earlier deadline.
         effects.push(Effect::Hasten(Timer::Kill, policy.grace));
         self.grace = if self.phase == Phase::Stopping { self.grace.min(policy.grace) } else { policy.grace };
         (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));

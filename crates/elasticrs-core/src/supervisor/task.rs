@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::clock::Stamp;
@@ -20,6 +20,7 @@ use super::nursery_io::{FromNursery, Guard, Import, Nursery};
 use super::start::{Starting, Terms};
 use super::state::{Effect, End, Group, Input};
 use super::watch::{self, Watched};
+use super::zombies;
 use crate::nursery::connections::Connections;
 use crate::nursery::protocol::{PROTOCOL, Reply as FromLink};
 use crate::nursery::token::Token;
@@ -29,6 +30,7 @@ use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::features::Features;
 use crate::timer::hang::Elsewhere;
 
+mod beside;
 mod check;
 mod ending;
 pub(super) mod exits;
@@ -40,6 +42,7 @@ mod replacing;
 mod warm;
 mod watchdog;
 
+use beside::Beside;
 use check::CHECK_INTERVAL;
 use exits::Exits;
 use hang::{Gathering, Hangs};
@@ -98,6 +101,7 @@ struct Task {
     features: Features,
     shared: Shared,
     nursery: Option<Nursery>,
+    beside: Option<Beside>,
     /// The token of the last nursery: what it left is found by it.
     token: Token,
     current: Current,
@@ -126,11 +130,13 @@ struct Task {
     sweep_limit: Duration,
     /// Who has ended and is held by a tracer: each is told once.
     held: BTreeSet<i32>,
+    zombies: Arc<Mutex<zombies::Scanner>>,
 }
 
 /// What woke the loop.
 enum Wake {
     Nursery(FromNursery),
+    Beside(FromNursery),
     Member(Watched),
     Swept(Swept),
     Task(Result<(), JoinError>),
@@ -155,6 +161,7 @@ impl Task {
             shared,
             token: nursery.token,
             nursery: None,
+            beside: None,
             current: Current::Idle,
             waits_for_import: None,
             deadlines: Deadlines::default(),
@@ -172,6 +179,7 @@ impl Task {
             exits: Exits::default(),
             sweep_limit: Duration::MAX,
             held: BTreeSet::new(),
+            zombies: Arc::default(),
         };
         task.use_nursery(nursery);
         if !procfs::is_own() {
@@ -198,6 +206,7 @@ impl Task {
                 Wake::Nursery(FromNursery::Reply(reply, fds)) => self.on_reply(reply, fds),
                 Wake::Nursery(FromNursery::Died(exit)) => self.on_nursery_death(exit),
                 Wake::Nursery(FromNursery::GivenUp) => self.give_up_nursery(),
+                Wake::Beside(from) => self.on_beside(&from),
                 Wake::Member(Watched { pid, exit, seen }) => {
                     self.on_notices();
                     self.input(Input::Exited { pid, exit, usage: None, seen });
@@ -249,6 +258,9 @@ impl Task {
             }
             // Poll notices after commands and deadlines, because any process may flood the socket with notices.
             woken = self.exits.next(), if self.exits.are_watched() && !is_starting => Wake::Exits(woken),
+            from = async { self.beside.as_mut().expect("guarded below").next().await }, if self.beside.is_some() => {
+                Wake::Beside(from)
+            }
             ring = async { self.watchdog.as_mut().expect("guarded below").next().await }, if reads_timers => {
                 Wake::Timers(ring)
             }
@@ -314,7 +326,8 @@ impl Task {
                 answer(&reply, ());
             }
             Command::Resume => self.input(Input::Resume),
-            Command::RenewNursery => self.renew_nursery(),
+            Command::ImportBeside(limit) => self.import_beside(limit),
+            Command::TakeOver(reply) => answer(&reply, self.take_over()),
             Command::Drain(limit, reply) => {
                 let logs = Arc::clone(&self.shared.logs);
                 // A panic in it drops the reply, which its asker sees.
@@ -351,7 +364,7 @@ impl Task {
             return Err(SupervisorError::Busy);
         }
         if self.nursery.is_none() {
-            let nursery = Nursery::launch(&self.config.nursery)?;
+            let nursery = Nursery::launch(&self.images_for(&spec))?;
             self.use_nursery(nursery);
         }
         self.hangs.give_pages(&mut spec).map_err(SupervisorError::Heartbeats)?;
@@ -549,30 +562,6 @@ impl Task {
         self.shared.logs.finish_all();
         let at = Stamp::now();
         self.shared.queue.push(Event::GroupEnded { outcome, nursery, stuck_workers, swept, at });
-    }
-
-    /// Ends the nursery, and with it whatever is left.
-    async fn close(mut self, keep_descendants: bool) {
-        self.give_up_evidence();
-        self.close_nursery(keep_descendants).await;
-        while self.retired.join_next().await.is_some() {}
-    }
-
-    async fn close_nursery(&mut self, keep_descendants: bool) {
-        let Some(nursery) = self.nursery.take() else {
-            // The nursery was lost, and what it left may still be being ended. What does not end in time has its
-            // SIGKILL pending.
-            if let Some(sweep) = self.own_sweep.take() {
-                let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
-            }
-            return;
-        };
-        self.shared.nursery_pid.store(0, Ordering::Relaxed);
-        let leave = keep_descendants && matches!(self.current, Current::Idle);
-        let message = loss::left_behind(nursery.pid);
-        if nursery.end(leave, CLOSE_LIMIT).await.is_none() {
-            self.shared.queue.push(Event::Degraded { message });
-        }
     }
 }
 

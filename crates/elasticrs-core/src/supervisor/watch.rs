@@ -72,13 +72,13 @@ pub(super) fn ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
     fds.iter().map(|fd| any && fd.any() == Some(true)).collect()
 }
 
-/// Reaps the zombies that came to this process because it is pid 1, apart from the nursery.
+/// Reaps the zombies that came to this process because it is pid 1, except nurseries.
 ///
 /// Children that Python started are reaped by Python; one that is a zombie at this moment ends the round.
-pub(super) fn reap_orphans(nursery: Option<i32>) {
+pub(super) fn reap_orphans(nurseries: &[i32]) {
     let started_by_us = |pid: Pid| {
         // An orphan came from below another process: it is in a session or group that is not ours.
-        Some(pid.as_raw()) == nursery || getsid(Some(pid)) == getsid(None)
+        nurseries.contains(&pid.as_raw()) || getsid(Some(pid)) == getsid(None)
     };
     let peek = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
     while let Ok(status) = waitid(Id::All, peek) {
@@ -98,7 +98,8 @@ pub(super) fn wait_channel(pid: i32) -> String {
     procfs::read(pid, "wchan").filter(|name| name != "0").unwrap_or_default()
 }
 
-/// Returns the last child of `pid` that is still executing its parent's program and is not one of `others`.
+/// Returns the child of the nursery `pid` that is still being started: the newest child that executes the same program
+/// as the nursery and is not one of `others`.
 #[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
 pub(super) fn child_that_starts(pid: i32, others: &[i32]) -> Option<i32> {
     let program = |pid: i32| fs::read_link(procfs::folder(pid)?.join("exe")).ok();

@@ -1,12 +1,13 @@
-//! Creating a process: `clone(CLONE_VM | CLONE_VFORK | CLONE_PIDFD)` and exec (Linux 5.2).
+//! Creates processes with `clone(CLONE_VM | CLONE_VFORK | CLONE_PIDFD)` and exec (Linux 5.2).
 //!
-//! The child shares the memory of its parent, whose calling thread stands still until the child has exec'd or ended.
-//! Nothing is copied, so the cost does not grow with the parent, and the child's errors come back in plain memory.
+//! The child shares the memory of its parent, whose calling thread is suspended until the child has executed its
+//! program or exited. Nothing is copied, so the cost does not depend on the size of the parent, and the child stores
+//! its errors in the parent's memory.
 //!
-//! 1. Everything that the child needs (strings, tables, candidates) is built before the clone.
-//! 2. The child makes raw system calls only: no allocation, no lock, no libc state other than `errno`, whose owner
-//!    stands still.
-//! 3. All signals are blocked around the clone, so that no handler of the parent can run in the child.
+//! 1. All data that the child needs (strings, tables, candidates) is built before the clone.
+//! 2. The child makes only raw system calls. It does not allocate, lock, or use libc state other than `errno` of the
+//!    suspended thread.
+//! 3. All signals are blocked around the clone, so that no signal handler of the parent can run in the child.
 //! 4. The child has a stack of its own.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_void};
@@ -18,26 +19,26 @@ use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
 use super::stage::Stage;
-use super::wait;
+use super::{priority, wait};
 
 const STACK: usize = 256 * 1024;
 const GUARD: usize = 64 * 1024;
 const SIGNALS: c_int = 64;
 
-/// What a standard descriptor of the child becomes.
+/// Destination of a standard descriptor of the child.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Standard {
     Inherit,
     /// A file, opened by the child; the flags are those of `open`.
     Open {
-        /// Its path, relative to the parent's directory.
+        /// Path of the file, relative to the parent's working directory.
         path: CString,
-        /// Without `O_CLOEXEC`, which is added.
+        /// Flags for `open`. `O_CLOEXEC` is added to them.
         flags: c_int,
     },
 }
 
-/// What the child executes.
+/// Program that the child executes.
 #[derive(Debug)]
 pub enum Program<'fd> {
     /// The first of these paths that can be executed; the rules are those of `execvpe`.
@@ -50,25 +51,27 @@ pub enum Program<'fd> {
 #[derive(Debug)]
 pub struct Command<'fd> {
     pub program: Program<'fd>,
-    /// Its arguments, the program's name included.
+    /// Arguments, including the program's name.
     pub argv: Vec<CString>,
     pub env: Vec<CString>,
-    /// Its working directory; the parent's when `None`. Paths of [`Program::Paths`] are relative to it.
+    /// Working directory of the child. `None` for the parent's. Paths of [`Program::Paths`] are relative to it.
     pub cwd: Option<CString>,
     pub stdio: [Standard; 3],
     /// Descriptors of the parent and their numbers in the child. No other descriptor above 2 survives.
     pub fds: Vec<(BorrowedFd<'fd>, RawFd)>,
-    /// Signals that are ignored in the child; all others get their default, and none is blocked.
+    /// Signals that the child ignores. All other signals get their default action, and no signal is blocked.
     pub ignored: Vec<i32>,
-    /// SIGKILL the child when the thread that makes it ends.
+    /// True to kill the child with SIGKILL when the thread that creates it ends.
     pub dies_with_parent: bool,
     /// The child becomes a child subreaper.
     pub keeps_orphans: bool,
+    /// The child gets the lowest share of the CPU: nice value 19, also for its autogroup.
+    pub is_background: bool,
     /// The mask of the CPUs that the child may run on; see [`crate::spec::CpuSet::mask`].
     pub cpus: Option<&'fd [u8]>,
-    /// Written to the child's `oom_score_adj`, as far as permitted.
+    /// Value for the child's `oom_score_adj`. Writing it is not required to succeed.
     pub oom_score_adj: Option<CString>,
-    /// Gets one byte, the [`Stage`], before each stage that can block for ever.
+    /// Pipe that gets one byte, the [`Stage`], before each stage that can block forever.
     pub stages: Option<BorrowedFd<'fd>>,
 }
 
@@ -76,7 +79,7 @@ pub struct Command<'fd> {
 #[derive(Debug)]
 pub struct Child {
     pub pid: i32,
-    /// Its descriptor, close-on-exec.
+    /// Close-on-exec pidfd of the child.
     pub pidfd: OwnedFd,
 }
 
@@ -85,11 +88,11 @@ pub struct Child {
 pub struct Failure {
     pub stage: Stage,
     pub errno: Errno,
-    /// With [`Stage::OpenLog`]: which standard descriptor.
+    /// Index of the standard descriptor that failed, for [`Stage::OpenLog`].
     pub descriptor: usize,
 }
 
-/// The stack that a child runs on until it execs; may be used for one child after the other.
+/// Stack for a child until it executes its program. It can be reused for the next child.
 #[derive(Debug)]
 pub struct Stack {
     base: NonNull<c_void>,
@@ -109,7 +112,8 @@ impl Stack {
     }
 
     pub(super) fn top(&self) -> *mut c_void {
-        // SAFETY: one past the end of the mapping; aligned, since both lengths are multiples of the page size.
+        // SAFETY: the address is one past the end of the mapping. It is aligned, because both lengths are multiples of
+        // the page size.
         unsafe { self.base.as_ptr().byte_add(GUARD + STACK) }
     }
 }
@@ -122,13 +126,13 @@ impl Drop for Stack {
     }
 }
 
-/// What parent and child share. All pointers are into memory that the parent keeps while it stands still.
+/// Data that parent and child share. All pointers point to memory of the parent, which is suspended meanwhile.
 struct Shared<'a> {
     command: &'a Command<'a>,
     argv: Vec<*const c_char>,
     env: Vec<*const c_char>,
     parent: c_int,
-    /// Where descriptors are moved to first, so that no target overwrites a source: above all targets.
+    /// Number above all targets. Descriptors are moved above it first, so that no target overwrites a source.
     floor: RawFd,
     moved: Vec<RawFd>,
     stages: RawFd,
@@ -152,10 +156,10 @@ impl<'a> Shared<'a> {
     }
 }
 
-/// Starts a child in a session of its own. Returns when it executes its program, or could not.
+/// Starts a child in a session of its own. Returns when the child has executed its program or has failed.
 ///
-/// Blocks as long as the child does: opening a log, changing the directory and executing can take for ever on a dead
-/// network file system. The calling thread can be killed meanwhile.
+/// Blocks for as long as the child needs: opening a log, changing the directory and executing a program can take
+/// forever on a dead network file system. The calling thread can be killed in the meantime.
 pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure> {
     let mut shared = Shared::new(command, nix::unistd::getpid().as_raw());
     let mut pidfd: c_int = -1;
@@ -169,7 +173,7 @@ pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure>
     };
     set_signal_mask(before);
     let pid = pid.map_err(|errno| Failure { stage: Stage::Clone, errno, descriptor: 0 })?;
-    // SAFETY: the kernel has made it for this call.
+    // SAFETY: the kernel has created the descriptor for this call.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
     match shared.failure {
         None => Ok(Child { pid, pidfd }),
@@ -184,7 +188,7 @@ fn pointers(strings: &[CString]) -> Vec<*const c_char> {
     strings.iter().map(|s| s.as_ptr()).chain([ptr::null()]).collect()
 }
 
-/// Sets the mask of this thread, those signals included that libc keeps for itself, and returns the one before.
+/// Sets the signal mask of this thread, including the signals that libc reserves for itself. Returns the previous mask.
 pub(super) fn set_signal_mask(mask: u64) -> u64 {
     let mut before = 0_u64;
     // SAFETY: the kernel reads and writes 8 bytes each, from and to live locals.
@@ -195,7 +199,8 @@ pub(super) fn set_signal_mask(mask: u64) -> u64 {
 }
 
 extern "C" fn child_main(argument: *mut c_void) -> c_int {
-    // SAFETY: `spawn` passes a pointer to its `Shared` and stands still, so this is the only reference.
+    // SAFETY: `spawn` passes a pointer to its `Shared` and is suspended until the child has finished with it, so this
+    // is the only reference.
     let shared = unsafe { &mut *argument.cast::<Shared<'_>>() };
     if let Err(failure) = run(shared) {
         shared.failure = Some(failure);
@@ -207,10 +212,11 @@ fn failed(stage: Stage) -> impl Fn(Errno) -> Failure {
     move |errno| Failure { stage, errno, descriptor: 0 }
 }
 
-/// The child's life. Returns only when it has failed.
+/// Runs the child. Returns only if a step has failed.
 fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     prepare(shared, |_| {
-        // CLOSE_RANGE_CLOEXEC is of Linux 5.11. Before, the parent's own care (everything is opened close-on-exec) holds.
+        // `CLOSE_RANGE_CLOEXEC` requires Linux 5.11. On older kernels, the descriptors are closed anyway, because the
+        // parent opens all of them with close-on-exec.
         raw::close_on_exec_from(3);
     })?;
     for signal in 1..=SIGNALS {
@@ -221,10 +227,11 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     Err(failed(Stage::Exec)(execute(shared)))
 }
 
-/// Makes a child that has its own memory, by `fork`, what an executed one is before its program begins. Handlers of
-/// signals stay, since they are the program's own.
+/// Gives a forked child the state that an executed child has before its program starts. The signal handlers are kept,
+/// because they belong to the program.
 ///
-/// `parent` is who has forked. The sources of [`Command::fds`] remain, where no target has taken their number.
+/// `parent` is the pid of the process that forked. The source descriptors in [`Command::fds`] stay open, unless a
+/// target has taken their number.
 pub fn settle(command: &Command<'_>, parent: i32) -> Result<(), Failure> {
     let mut shared = Shared::new(command, parent);
     prepare(&mut shared, |_| {})?;
@@ -243,6 +250,11 @@ fn prepare(shared: &mut Shared<'_>, close_others: impl FnOnce(&Shared<'_>)) -> R
     }
     if command.keeps_orphans {
         raw::keep_orphans().map_err(failed(Stage::NewSession))?;
+    }
+    if command.is_background {
+        // Raising the nice value is always permitted, so there is no error to handle.
+        raw::set_nice(priority::BACKGROUND);
+        raw::write_file(c"/proc/self/autogroup", priority::BACKGROUND_TEXT);
     }
     if let Some(mask) = command.cpus {
         raw::set_affinity(mask).map_err(failed(Stage::Affinity))?;
@@ -290,7 +302,7 @@ fn open_standard(shared: &Shared<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Executes the program. An error that one candidate cannot help (missing, no permission) moves on to the next.
+/// Executes the program. Tries the next candidate if the error concerns only this candidate (missing, no permission).
 fn execute(shared: &Shared<'_>) -> Errno {
     let paths = match &shared.command.program {
         Program::File(_) => return raw::exec_file(shared.file, &shared.argv, &shared.env),
@@ -313,7 +325,7 @@ fn execute(shared: &Shared<'_>) -> Errno {
 mod raw {
     use super::{CStr, Errno, RawFd, Stage, c_char, c_int, c_long};
 
-    /// `struct sigaction` of the kernel; only the handler, its first word, is ever other than zero here.
+    /// The kernel's `struct sigaction`. Only its first word, the handler, is ever different from zero here.
     #[repr(C)]
     struct Disposition {
         handler: usize,
@@ -345,12 +357,17 @@ mod raw {
         check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) }).map(drop)
     }
 
+    pub(super) fn set_nice(value: c_int) {
+        // SAFETY: integers only.
+        unsafe { libc::syscall(libc::SYS_setpriority, libc::PRIO_PROCESS, 0, value) };
+    }
+
     pub(super) fn set_affinity(mask: &[u8]) -> Result<(), Errno> {
         // SAFETY: the kernel reads the mask, of the length given.
         check(unsafe { libc::syscall(libc::SYS_sched_setaffinity, 0, mask.len(), mask.as_ptr()) }).map(drop)
     }
 
-    /// As far as permitted: for settings that are no reason to fail.
+    /// Writes the value and ignores errors. For settings that are not required.
     pub(super) fn write_file(path: &CStr, value: &CStr) {
         let value = value.to_bytes();
         // SAFETY: path and value are live strings, the value of the length given.
@@ -373,7 +390,8 @@ mod raw {
         unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
     }
 
-    /// `source` differs from `target`: it was moved above all targets. The copy survives the exec.
+    /// Duplicates `source` to `target`. They differ, because `source` was moved above all targets. The duplicate stays
+    /// open across the exec.
     pub(super) fn dup_to(source: RawFd, target: RawFd) -> Result<(), Errno> {
         // SAFETY: integers only.
         check(unsafe { libc::syscall(libc::SYS_dup3, source, target, 0) }).map(drop)
@@ -384,8 +402,8 @@ mod raw {
         // SAFETY: the path is a live string; the rest are integers.
         let fd = check(unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags, 0o644) })?;
         if fd == target {
-            // The parent had this number closed, and the file got it.
-            // SAFETY: integers only.
+            // The number was closed in the parent, and the opened file has received it, so only clear close-on-exec.
+            // SAFETY: the call takes integers only.
             return check(unsafe { libc::syscall(libc::SYS_fcntl, fd, libc::F_SETFD, 0) }).map(drop);
         }
         dup_to(fd, target)?;
@@ -394,15 +412,15 @@ mod raw {
     }
 
     pub(super) fn close(fd: RawFd) {
-        // SAFETY: integers only; the caller has made it, or owns it.
+        // SAFETY: the call takes integers only. The caller has created the descriptor, or owns it.
         unsafe { libc::syscall(libc::SYS_close, fd) };
     }
 
     pub(super) fn announce(pipe: RawFd, stage: Stage) {
         if pipe >= 0 {
             let byte = stage as u8;
-            // A full or closed pipe loses the byte, not the start.
-            // SAFETY: one byte from a live local.
+            // Ignore errors, because a full or closed pipe should not prevent the start.
+            // SAFETY: the call reads one byte of a live local variable.
             unsafe { libc::syscall(libc::SYS_write, pipe, &raw const byte, 1) };
         }
     }
@@ -421,13 +439,13 @@ mod raw {
     }
 
     pub(super) fn exec(path: &CStr, argv: &[*const c_char], env: &[*const c_char]) -> Errno {
-        // SAFETY: a live string and two null-terminated tables of live strings.
+        // SAFETY: `path` is a live string, and the two tables are null-terminated and contain live strings.
         unsafe { libc::syscall(libc::SYS_execve, path.as_ptr(), argv.as_ptr(), env.as_ptr()) };
         Errno::last()
     }
 
     pub(super) fn exec_file(file: RawFd, argv: &[*const c_char], env: &[*const c_char]) -> Errno {
-        // SAFETY: as for `exec`, with an empty path.
+        // SAFETY: as for `exec`, but with an empty path.
         unsafe {
             libc::syscall(libc::SYS_execveat, file, c"".as_ptr(), argv.as_ptr(), env.as_ptr(), libc::AT_EMPTY_PATH)
         };

@@ -88,7 +88,7 @@ pub fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
 pub fn event(supervisor: &Supervisor) -> Event {
     loop {
         match supervisor.next(Some(HANG)).unwrap() {
-            Next::Event(Event::Warmed { failure: None }) | Next::Interrupted => {}
+            Next::Event(Event::Warmed { failure: None, is_beside: false }) | Next::Interrupted => {}
             Next::Event(event) => return event,
             other => panic!("hangs: {other:?}"),
         }

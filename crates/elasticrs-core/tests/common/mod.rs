@@ -17,7 +17,9 @@ use elasticrs_core::nursery::protocol::{Descendant, PROTOCOL, Reply, Request};
 use elasticrs_core::spec::{PassedFd, ProcessSpec, Stdio};
 use elasticrs_core::sys::stage::Stage;
 use elasticrs_core::sys::wait;
-use elasticrs_testkit::{assert_no_children, is_running, wait_for_end, wait_readable, worker_program};
+use elasticrs_testkit::{assert_no_children, is_running, wait_for_end, wait_for_state, wait_readable, worker_program};
+use nix::sys::ptrace;
+use nix::unistd::Pid;
 
 /// A nursery, and an end of the test that leaves nothing.
 pub struct Client {
@@ -323,4 +325,13 @@ pub fn process(argv: Vec<OsString>) -> ProcessSpec {
 pub fn with_stdout(mut process: ProcessSpec) -> ProcessSpec {
     process.pass_fds = vec![PassedFd { source: 0, target: 1 }];
     process
+}
+
+/// Stops a process with `ptrace`, so that no signal resumes it before [`ptrace::detach`].
+pub fn hold(pid: i32) -> Pid {
+    let held = Pid::from_raw(pid);
+    ptrace::seize(held, ptrace::Options::empty()).unwrap();
+    ptrace::interrupt(held).unwrap();
+    wait_for_state(pid, 't');
+    held
 }

@@ -1,10 +1,10 @@
 //! A warm nursery that has nothing to import, and whose workers execute their programs after all. `WARM_NURSERY` in its
-//! environment says what it does before it is ready.
+//! environment says what it does before it is ready: directly, or as `reads PATH` in a file.
 
-use std::env;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
+use std::{env, fs};
 
 use elasticrs_core::nursery::link::NurseryLink;
 use elasticrs_core::nursery::protocol::{FIXED_FDS, PROTOCOL, Reply};
@@ -15,12 +15,17 @@ use nix::unistd::pause;
 
 fn main() -> ExitCode {
     let start = env::var("ELASTICRS_NURSERY_START").ok();
-    match env::var("WARM_NURSERY").as_deref() {
-        Ok("hangs") => loop {
+    let what = env::var("WARM_NURSERY").unwrap_or_default();
+    let what = match what.strip_prefix("reads ") {
+        Some(path) => fs::read_to_string(path).expect("the test has written it"),
+        None => what,
+    };
+    match what.as_str() {
+        "hangs" => loop {
             pause();
         },
-        Ok("dies") => return ExitCode::from(3),
-        Ok("is of another build") => {
+        "dies" => return ExitCode::from(3),
+        "is of another build" => {
             let [socket, ..] = take_inherited(FIXED_FDS).expect("the agent passes them");
             let mut link = NurseryLink::new(socket).expect("it is a socket");
             let ready = Reply::Ready { protocol: PROTOCOL + 1, pid: 0 };
@@ -31,7 +36,6 @@ fn main() -> ExitCode {
         }
         _ => {}
     }
-    let what = env::var("WARM_NURSERY").unwrap_or_default();
     // Close the descriptor of the report, because this program writes none.
     let _ = nix::unistd::close(6);
     let mut forks = 0;

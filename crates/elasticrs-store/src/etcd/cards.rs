@@ -27,18 +27,17 @@ pub(super) struct Card {
     pub(super) lease: i64,
     pub(super) nonce: Nonce,
     pub(super) port: u16,
-    /// Hash for recognizing the session's last word. `None` if the word is never sent, because the session has no
-    /// nursery.
-    pub(super) seal: Option<Seal>,
+    /// Hash of the session's [`LastWord`], by which other sessions recognize that secret.
+    pub(super) seal: Seal,
     /// Host names or addresses of the session's machine.
     pub(super) hosts: Vec<String>,
 }
 
 impl Card {
-    /// Encodes the card as `port nonce seal host …`. A missing seal is written as `-`.
+    /// Encodes the card as `port nonce seal host …`.
     pub(super) fn encode(&self) -> Vec<u8> {
-        let seal = self.seal.map_or_else(|| "-".into(), |seal| hex(&seal));
-        format!("{} {} {seal} {}", self.port, hex(&self.nonce), self.hosts.join(" ")).into_bytes()
+        let (nonce, seal) = (hex(&self.nonce), hex(&self.seal));
+        format!("{} {nonce} {seal} {}", self.port, self.hosts.join(" ")).into_bytes()
     }
 
     /// Decodes a card. Returns `None` if the bytes, which any program may have written, are not a card.
@@ -46,10 +45,7 @@ impl Card {
         let mut words = str::from_utf8(value).ok()?.split(' ');
         let port = words.next()?.parse().ok()?;
         let nonce = unhex(words.next()?)?;
-        let seal = match words.next()? {
-            "-" => None,
-            seal => Some(unhex(seal)?),
-        };
+        let seal = unhex(words.next()?)?;
         Some(Self {
             lease,
             nonce,
@@ -151,7 +147,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_card_is_read_as_it_was_written(
-            lease in 1..=i64::MAX, nonce: Nonce, port: u16, seal: Option<Seal>, hosts in prop::collection::vec("[a-z0-9.:-]{1,20}", 0..3),
+            lease in 1..=i64::MAX, nonce: Nonce, port: u16, seal: Seal, hosts in prop::collection::vec("[a-z0-9.:-]{1,20}", 0..3),
         ) {
             let card = Card { lease, nonce, port, seal, hosts };
             let put = keys().put_card("job", &card);

@@ -142,15 +142,16 @@ async fn run(
     ended.tell(events, guard.as_ref());
 }
 
-/// Opens the session's links. Returns `None` if that fails, because the session works without links: its lease still
-/// expires.
+/// Opens the session's links. Returns `None` for a session without a nursery, because no process could send its last
+/// word. Also returns `None` if links cannot be opened, because the session works without them: its lease still expires.
 fn open_links(
     options: &Options,
     opened: &Opened,
     channel: watch::Receiver<Option<Channel>>,
     guard: &Rc<dyn Guard>,
 ) -> Option<(Links, TcpListener)> {
-    let (site, keys) = (options.links.as_ref()?, Rc::new(opened.keys.clone()));
+    let site = options.links.as_ref().filter(|_| guard.says_words())?;
+    let keys = Rc::new(opened.keys.clone());
     Links::open(site, keys, &opened.link, channel, Rc::clone(guard)).ok()
 }
 

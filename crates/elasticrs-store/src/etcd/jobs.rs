@@ -59,6 +59,8 @@ pub(super) struct Desk {
 /// Why a call did not lead on.
 enum Stop {
     Call(CallError),
+    /// The member has older data than were read before.
+    Behind(Lost),
     Lost(Lost),
 }
 
@@ -86,28 +88,31 @@ impl Desk {
             Job::Watch { tag, watch } => self.watch(tag, watch).await.map(|done| (done, None)),
             Job::CatchUp { number, watch } => {
                 let asked = self.keys.region(&watch).range();
-                self.range(&asked)
+                self.newest(&asked)
                     .await
-                    .map_err(Stop::from)
                     .map(|(revision, kvs)| (Done::CaughtUp { number, revision, there: self.keys.entries(kvs) }, None))
             }
         };
         done.map_err(|stop| match stop {
             Stop::Call(error) => Trouble::of(error, &self.at),
+            // Retry on another member: a member that was paused may answer reads from its old data before it learns of
+            // the newer ones (etcd issue 20418, mended in the versions of 2026).
+            Stop::Behind(lost) => Trouble::Again(lost),
             Stop::Lost(lost) => Trouble::Fatal(lost),
         })
     }
 
     async fn look(&self) -> Result<(), Stop> {
-        match self.range(&self.keys.find_marker()).await? {
+        match self.newest(&self.keys.find_marker()).await? {
             (_, kvs) if kvs.is_empty() => Err(Stop::Lost(Lost::new(LostKind::Silent, GONE))),
-            (revision, _) => not_behind(self.known, revision).map_err(Stop::Lost),
+            _ => Ok(()),
         }
     }
 
     async fn read(&self, tag: u64, txn: &Txn) -> Result<Done, Stop> {
         let answer: pb::TxnResponse = self.channel.call(TXN, &self.keys.read(txn)).await?;
         let (ok, revision) = (answer.succeeded, revision_of(answer.header)?);
+        not_behind(self.known, revision).map_err(Stop::Behind)?;
         let ops = if ok { &txn.then } else { &txn.otherwise };
         let results = self.keys.results(ops, answer.responses)?;
         let results = self.with_predecessors(ops, results, revision).await?;
@@ -204,19 +209,27 @@ impl Desk {
         let range = pb::RangeRequest { revision, keys_only: !snapshot, ..self.keys.region(&watch).range() };
         let (newest, kvs) = match self.range(&range).await {
             Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
-                let (revision, _) = self.range(&pb::RangeRequest { revision: 0, count_only: true, ..range }).await?;
+                let (revision, _) = self.newest(&pb::RangeRequest { revision: 0, count_only: true, ..range }).await?;
                 // etcd does not say how far back its history goes; what is to come is sure to be known.
                 let results = vec![OpResult::Count(unsigned(revision) + 1)];
                 return Ok(Done::Replied { tag, ok: false, revision, results });
             }
             found => found?,
         };
+        not_behind(self.known, newest).map_err(Stop::Behind)?;
         let there = self.keys.entries(kvs);
         let known = if revision > 0 { revision } else { newest };
         let watched = Watched::new(watch, unsigned(known), &there);
         let results =
             if snapshot { there.into_iter().map(|entry| OpResult::Entry(Some(entry))).collect() } else { vec![] };
         Ok(Done::Watching { tag, watched, revision: newest, results })
+    }
+
+    /// Does the same as [`Self::range`], and refuses an answer that is older than the highest known revision.
+    async fn newest(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), Stop> {
+        let found = self.range(asked).await?;
+        not_behind(self.known, found.0).map_err(Stop::Behind)?;
+        Ok(found)
     }
 
     /// The revision of the store, and what was found.
@@ -240,6 +253,8 @@ pub(super) fn not_behind(known: u64, revision: i64) -> Result<(), Lost> {
     if unsigned(revision) >= known {
         return Ok(());
     }
-    let message = format!("etcd went back from revision {known} to {revision}: restored from a backup?");
+    let message = format!(
+        "etcd went back from revision {known} to {revision}: it was restored from a backup, or a member was paused"
+    );
     Err(Lost::new(LostKind::Protocol, message))
 }

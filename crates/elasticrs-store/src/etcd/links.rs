@@ -6,10 +6,11 @@
 //! sends the session's last word on these connections. The session's card has a hash of the word, so the caller
 //! recognizes it and revokes the lease.
 //!
-//! A session without a nursery (of a worker, or of a plain program) has no last word. It counts as ended when it
-//! refuses a connection at an address at which it has answered before.
+//! A session without a nursery (of a worker, or of a plain program) has no last word, so it has no links. It ends when
+//! its program closes it or when its lease expires.
 //!
-//! - **LINK-1** the lease of a session with a nursery is revoked only after the last word was received;
+//! - **LINK-1** a session revokes the lease of another session only after it received that session's last word. A
+//!   refused or broken connection proves nothing, because a firewall or the network may be the cause;
 //! - **LINK-2** a link that cannot be made, or that the network breaks, does no harm, because the lease still expires;
 //! - **LINK-3** a peer is trusted only if it sends the nonce from its card in etcd.
 
@@ -42,7 +43,7 @@ use crate::coordination::guard::Guard;
 
 /// Time limit for a connection attempt, and for the first message on a connection.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Shortest and longest pause between two connection attempts to a session.
+/// Shortest and longest pause between two connection attempts to a session, and between two attempts of a request.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(10));
 /// Interval at which a caller checks whether the session's card still exists.
 const LOOK: Duration = Duration::from_secs(60);
@@ -58,14 +59,15 @@ pub(super) struct Links {
     /// Leases of the sessions that this session connects to.
     called: RefCell<BTreeSet<i64>>,
     guard: Rc<dyn Guard>,
-    /// This session's last word. `None` if the guard would not send it.
-    word: Option<LastWord>,
+    /// Secret that the nursery sends on this session's links when no process of the session is running anymore.
+    word: LastWord,
     /// True if the guard has received a link of this session.
     is_guarded: Cell<bool>,
 }
 
 impl Links {
-    /// Starts to listen for links. `link` is a connection with etcd; `channel` always has the connection in use.
+    /// Starts to listen for links from other sessions. `link` is an etcd connection, whose local address is published
+    /// in the session's card. `channel` always has the etcd connection in use.
     pub(super) fn open(
         site: &Site,
         keys: Rc<Keys>,
@@ -79,10 +81,8 @@ impl Links {
         let mut nonce = Nonce::default();
         let mut word = LastWord::default();
         getrandom::fill(&mut nonce).and_then(|()| getrandom::fill(&mut word)).map_err(io::Error::other)?;
-        let word = guard.says_words().then_some(word);
         let hosts = [Some(link.local.ip().to_string()), site.host.clone()].into_iter().flatten().collect();
-        let seal = word.as_ref().map(seal_of);
-        let own = Card { lease: keys.lease, nonce, port: listener.local_addr()?.port(), seal, hosts };
+        let own = Card { lease: keys.lease, nonce, port: listener.local_addr()?.port(), seal: seal_of(&word), hosts };
         let (scope, called, is_guarded) = (site.scope.clone(), RefCell::default(), Cell::default());
         Ok((Self { keys, scope, own, channel, called, guard, word, is_guarded }, listener))
     }
@@ -90,20 +90,25 @@ impl Links {
     /// Maintains the links for as long as the future is polled.
     pub(super) async fn run(self, listener: TcpListener) -> Infallible {
         let links = Rc::new(self);
-        let mut tasks = JoinSet::new();
-        tasks.spawn_local(Rc::clone(&links).follow());
+        tokio::join!(Box::pin(Rc::clone(&links).follow()), links.accept(listener)).1
+    }
+
+    /// Answers up to [`CALLERS`] incoming links at the same time.
+    async fn accept(self: Rc<Self>, listener: TcpListener) -> Infallible {
+        let mut callers = JoinSet::new();
         loop {
             tokio::select! {
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) if tasks.len() < CALLERS => {
-                        tasks.spawn_local(Rc::clone(&links).answer(stream));
+                    Ok((stream, _)) if callers.len() < CALLERS => {
+                        callers.spawn_local(Rc::clone(&self).answer(stream));
                     }
+                    // Close the link. The caller retries later, and until then depends on the lease alone (LINK-2).
                     Ok(_) => {}
                     // Wait after an error, for example if there are no free file descriptors, because retrying at once
                     // would be a busy loop.
                     Err(_) => sleep(LIMIT).await,
                 },
-                Some(_) = tasks.join_next() => {}
+                Some(_) = callers.join_next() => {}
             }
         }
     }
@@ -128,9 +133,7 @@ impl Links {
         let Some(hello) = Hello::decode(&bytes) else { return };
         let Some(caller) = self.card(hello.lease).await.filter(|card| card.nonce == hello.nonce) else { return };
         if stream.write_all(&self.own.nonce).await.is_ok() {
-            if let Some(word) = self.word {
-                self.guard.linked(stream.as_fd(), word, !self.is_guarded.replace(true));
-            }
+            self.guard.linked(stream.as_fd(), self.word, !self.is_guarded.replace(true));
             tokio::join!(ended(&mut stream), self.stay_linked(&caller));
         }
     }
@@ -143,7 +146,7 @@ impl Links {
         }
         tokio::select! {
             () = self.until_over(peer) => {
-                // A session that was closed properly has revoked its lease itself.
+                // Ignore a refusal, because a session that was closed in order has already revoked its lease.
                 let revoke = pb::LeaseRevokeRequest { id: peer.lease };
                 let _: pb::LeaseRevokeResponse = self.ask("/etcdserverpb.Lease/LeaseRevoke", &revoke).await;
             }
@@ -152,27 +155,19 @@ impl Links {
         self.called.borrow_mut().remove(&peer.lease);
     }
 
-    /// Connects to a session again and again until it has ended: until its last word arrives or, if it has none, until
-    /// it refuses a connection at an address at which it has answered before.
+    /// Stays connected to the session `peer`, and reconnects if necessary, until its last word arrives.
     async fn until_over(&self, peer: &Card) {
         let mut met = None;
         let mut pause = PAUSES.0;
         loop {
             for address in addresses(peer, met).await {
-                match timeout(LIMIT, TcpStream::connect(address)).await {
-                    Ok(Ok(mut stream)) => {
-                        if self.meet(&mut stream, peer, met.is_some()).await {
-                            (met, pause) = (Some(address), PAUSES.0);
-                            if says_last_word(&mut stream, peer).await {
-                                return;
-                            }
-                        }
+                // If the connection fails, the peer is unreachable or has ended. If it has ended, its lease expires.
+                let Ok(Ok(mut stream)) = timeout(LIMIT, TcpStream::connect(address)).await else { continue };
+                if self.meet(&mut stream, peer, met.is_some()).await {
+                    (met, pause) = (Some(address), PAUSES.0);
+                    if says_last_word(&mut stream, peer).await {
+                        return;
                     }
-                    // Accept a refused connection as the end only of a session without a last word, because a firewall
-                    // refuses connections, too.
-                    Ok(Err(error)) if is_end(&error, peer, met) => return,
-                    // The peer is unreachable or does not exist. Its lease expires if it has ended.
-                    Ok(Err(_)) | Err(_) => {}
                 }
             }
             sleep(pause).await;
@@ -180,7 +175,8 @@ impl Links {
         }
     }
 
-    /// Waits until the session's card is gone. Needed for a session that cannot be reached.
+    /// Waits until the card of the session `peer` is gone from etcd. This is the only sign that a session that cannot
+    /// be reached has ended.
     async fn gone(&self, peer: &Card) {
         loop {
             sleep(LOOK).await;
@@ -190,8 +186,9 @@ impl Links {
         }
     }
 
-    /// Exchanges greetings on a new link. Returns true if the peer answered with the nonce from its card. After the death
-    /// of the peer's agent its port may still accept connections, until the nursery exits, but nothing answers.
+    /// Exchanges greetings on a new link. Returns true if the peer answered with the nonce from its card. Waits without
+    /// a time limit for a peer that has answered before (`is_known`). If the agent of that peer has died, its port
+    /// accepts connections until its nursery exits, but nothing answers on them.
     async fn meet(&self, stream: &mut TcpStream, peer: &Card, is_known: bool) -> bool {
         let hello = Hello { lease: self.own.lease, nonce: self.own.nonce };
         let mut nonce = Nonce::default();
@@ -208,10 +205,11 @@ impl Links {
         self.keys.card_of(&self.scope, &answer)
     }
 
-    /// Sends a request to etcd and returns the answer. After a connection error, retries, if possible on the session's
-    /// next connection. Returns the default value if etcd refuses the request.
+    /// Sends a request to etcd and returns the answer. Retries after a temporary error, for example if etcd has no
+    /// leader, or if the connection broke. Returns the default value if etcd refuses the request.
     async fn ask<A: Message + Default>(&self, path: &str, question: &impl Message) -> A {
         let mut channel = self.channel.clone();
+        let mut pause = PAUSES.0;
         loop {
             let current = channel.borrow_and_update().clone();
             if let Some(current) = current {
@@ -221,8 +219,11 @@ impl Links {
                     Err(Trouble::Fatal(_)) => return A::default(),
                 }
             }
-            // Retry on the session's next connection or, after `LIMIT`, on the same one.
-            let _ = timeout(LIMIT, channel.changed()).await;
+            // Retry on the session's next connection. If there is no new connection within `pause`, retry on the same
+            // one. The first pauses are short, because etcd usually has a new leader soon after the old one has exited,
+            // and the session's peers wait for this request if it revokes the lease of a killed agent.
+            let _ = timeout(pause, channel.changed()).await;
+            pause = (pause * 2).min(LIMIT);
         }
     }
 }
@@ -241,20 +242,105 @@ async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
     found
 }
 
-fn is_end(error: &io::Error, peer: &Card, met: Option<SocketAddr>) -> bool {
-    peer.seal.is_none() && met.is_some() && error.kind() == io::ErrorKind::ConnectionRefused
-}
-
 /// Reads from a link until the peer's nursery sends the secret [`LastWord`] or the link closes. Returns true if the
 /// secret was received.
 async fn says_last_word(stream: &mut TcpStream, peer: &Card) -> bool {
     let mut word = LastWord::default();
     let came = stream.read_exact(&mut word).await.is_ok();
-    came && peer.seal == Some(seal_of(&word))
+    came && peer.seal == seal_of(&word)
 }
 
 /// Waits until the other side closes the connection. Ignores any bytes that arrive.
 async fn ended(stream: &mut TcpStream) {
     let mut byte = [0];
     while let Ok(1..) = stream.read(&mut byte).await {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{ErrorKind, Read, Write};
+    use std::net::TcpStream as Caller;
+
+    use super::super::cards::Seal;
+    use super::*;
+    use crate::coordination::guard::NoGuard;
+
+    fn links(channel: watch::Receiver<Option<Channel>>) -> Links {
+        let keys = Rc::new(Keys { prefix: "/test/".to_owned(), lease: 7, job_lease: 0 });
+        let own = Card { lease: 7, nonce: Nonce::default(), port: 0, seal: Seal::default(), hosts: Vec::new() };
+        let (called, is_guarded) = (RefCell::default(), Cell::default());
+        let (scope, guard, word) = ("run".to_owned(), Rc::new(NoGuard), LastWord::default());
+        Links { keys, scope, own, channel, called, guard, word, is_guarded }
+    }
+
+    /// Serves one connection: answers the first call that there is no leader, and further calls with an empty message.
+    async fn serve_after_an_election(stream: tokio::io::DuplexStream) {
+        let mut connection = h2::server::handshake(stream).await.unwrap();
+        let mut has_leader = false;
+        while let Some(call) = connection.accept().await {
+            let (_, mut answer) = call.unwrap();
+            let head = http::Response::builder().header("content-type", "application/grpc");
+            if has_leader {
+                let mut body = answer.send_response(head.body(()).unwrap(), false).unwrap();
+                body.send_data(bytes::Bytes::from_static(&[0; 5]), false).unwrap();
+                let status = (http::HeaderName::from_static("grpc-status"), http::HeaderValue::from_static("0"));
+                body.send_trailers([status].into_iter().collect()).unwrap();
+            } else {
+                has_leader = true;
+                let head = head.header("grpc-status", "14").header("grpc-message", "etcdserver: no leader");
+                answer.send_response(head.body(()).unwrap(), true).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_request_is_retried_on_the_same_connection_soon_after_an_election() {
+        // The clock of this runtime only advances while all tasks wait, so `elapsed` is exactly the time spent waiting.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        tokio::task::LocalSet::new().block_on(&runtime, async {
+            let (own, other) = tokio::io::duplex(1 << 16);
+            let server = tokio::task::spawn_local(serve_after_an_election(other));
+            let (requests, connection) = h2::client::handshake(own).await.unwrap();
+            let driver = tokio::task::spawn_local(connection);
+            let (_connections, channel) = watch::channel(Some(Channel::new(requests, "http://etcd:2379".to_owned())));
+            let begun = tokio::time::Instant::now();
+            let revoke = pb::LeaseRevokeRequest { id: 7 };
+            let links = links(channel);
+            let asking = links.ask::<pb::LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", &revoke);
+            timeout(2 * LIMIT, asking).await.expect("the second attempt is answered");
+            assert_eq!(begun.elapsed(), PAUSES.0);
+            driver.abort();
+            server.abort();
+        });
+    }
+
+    #[test]
+    fn as_many_callers_are_answered_as_the_limit_says_and_further_ones_are_closed() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        tokio::task::LocalSet::new().block_on(&runtime, async {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap();
+            // Without a connection with etcd, no caller's card can be read, so every caller waits.
+            let (_connections, channel) = watch::channel(None);
+            let answering = tokio::task::spawn_local(links(channel).run(listener));
+            let calls = tokio::task::spawn_blocking(move || {
+                let call = || {
+                    let mut caller = Caller::connect(address).unwrap();
+                    caller.write_all(&Hello { lease: 8, nonce: Nonce::default() }.encode()).unwrap();
+                    caller
+                };
+                let mut callers: Vec<Caller> = (0..CALLERS).map(|_| call()).collect();
+                let mut further = Caller::connect(address).unwrap();
+                further.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+                assert!(further.read(&mut [0]).is_ok_and(|read| read == 0), "it is closed");
+                for caller in &mut callers {
+                    caller.set_nonblocking(true).unwrap();
+                    assert_eq!(caller.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock, "it is answered");
+                }
+            });
+            calls.await.unwrap();
+            answering.abort();
+            assert!(answering.await.unwrap_err().is_cancelled());
+        });
+    }
 }

@@ -1,6 +1,5 @@
 //! An open session: runs requests in order, sends keep-alives, and resumes watches after a reconnect.
 
-use std::collections::VecDeque;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::mpsc::SyncSender;
@@ -19,6 +18,7 @@ use super::messages as pb;
 use super::open::{Opened, again, compare, revoke};
 use super::options::Options;
 use super::retries::{Outage, Retries};
+use super::tasks::{Task, Tasks, What};
 use super::watching::{Heard, Watches};
 use crate::coordination::away::{Away, half_by_chance};
 use crate::coordination::connect::Lost;
@@ -71,24 +71,6 @@ enum Turn {
     Time,
 }
 
-/// A pending request, made by the user or by the session itself.
-struct Task {
-    what: What,
-    /// The failures so far. `None` before the first attempt.
-    retries: Option<Retries>,
-}
-
-enum What {
-    Job(Job),
-    Unwatch(Watch),
-}
-
-impl From<What> for Task {
-    fn from(what: What) -> Self {
-        Self { what, retries: None }
-    }
-}
-
 /// The user's request to close the session.
 struct Closing {
     reply: Option<SyncSender<()>>,
@@ -98,9 +80,6 @@ struct Closing {
 
 /// Time limit for `close`, in nanoseconds. In this time earlier requests are carried out, and the lease is revoked.
 const CLOSE_LIMIT: u64 = 2_000_000_000;
-/// Maximum number of tasks in progress at the same time. There are two on a new connection, which is checked before the
-/// current task continues.
-const MOST_BEGUN: usize = 2;
 /// Nanoseconds after which a broken connection is no longer counted as a repetition of the previous one.
 const CALM: u64 = 10_000_000_000;
 
@@ -112,7 +91,7 @@ pub(super) struct Session<'a> {
     is_compared: bool,
     keys: Rc<Keys>,
     lease: Lease<'a>,
-    tasks: VecDeque<Task>,
+    tasks: Tasks,
     /// Recent failures of the watches. `None` if there were none.
     watch_retries: Option<Retries>,
     write: Write,
@@ -129,7 +108,8 @@ pub(super) struct Session<'a> {
     breaks: (u32, u64),
     /// Highest revision of any answer.
     seen: i64,
-    /// Highest revision reported to a watch. Answers may have older revisions.
+    /// Highest revision reported to a watch. It may be higher than `seen`, because the answers may have older
+    /// revisions.
     told: u64,
     /// Shows others the connection in use.
     channels: watch::Sender<Option<Channel>>,
@@ -154,7 +134,7 @@ impl<'a> Session<'a> {
             is_compared: false,
             keys: Rc::new(keys),
             lease,
-            tasks: VecDeque::new(),
+            tasks: Tasks::default(),
             watch_retries: None,
             write: Write { number: 1, marker },
             watches: Watches::default(),
@@ -391,9 +371,7 @@ impl<'a> Session<'a> {
             Heard::Told(told) => self.tell(told),
             Heard::Forgotten(number) => {
                 if let Some(watch) = self.watches.watch(number).cloned() {
-                    // Insert the new task behind the first one if that has been attempted, otherwise in front.
-                    let at = usize::from(self.tasks.front().is_some_and(|task| task.retries.is_some()));
-                    self.tasks.insert(at, What::Job(Job::CatchUp { number, watch }).into());
+                    self.tasks.insert_behind_attempted(Job::CatchUp { number, watch });
                 }
             }
             // Reconnect after the first denial, because the connection's token may have expired. If a new token is
@@ -445,7 +423,7 @@ impl<'a> Session<'a> {
             Request::Watch { tag, watch } => What::Job(Job::Watch { tag, watch }),
             Request::Unwatch(watch) => What::Unwatch(watch),
         };
-        self.tasks.push_back(what.into());
+        self.tasks.push_back(what);
     }
 
     /// Returns an error if the session, its closing or one of the attempted tasks has exceeded its time limit.
@@ -455,7 +433,7 @@ impl<'a> Session<'a> {
         }
         self.check_closing(now)?;
         if now >= self.overdue() {
-            let given_up = self.begun().min_by_key(|retries| retries.deadline());
+            let given_up = self.tasks.attempted().min_by_key(|retries| retries.deadline());
             return Err(Lost::new(LostKind::Timeout, given_up.map(Retries::why).unwrap_or_default()).into());
         }
         Ok(())
@@ -466,8 +444,7 @@ impl<'a> Session<'a> {
         let Some(away) = self.away.take() else { return };
         self.told_away = away.told();
         let outage = Outage { begun: away.silent(), ended: now, pause: self.first_pause };
-        let tasks = self.tasks.iter_mut().take(MOST_BEGUN).filter_map(|task| task.retries.as_mut());
-        tasks.chain(&mut self.watch_retries).for_each(|retries| retries.skip(outage));
+        self.tasks.attempted_mut().chain(&mut self.watch_retries).for_each(|retries| retries.skip(outage));
         if let Some(message) = away.over(now) {
             self.events.push(Event::Notice { message }, 0);
         }
@@ -479,12 +456,7 @@ impl<'a> Session<'a> {
         if self.away.is_some() {
             return u64::MAX;
         }
-        self.begun().map(Retries::deadline).min().unwrap_or(u64::MAX)
-    }
-
-    /// Returns the failures of the tasks that have been attempted.
-    fn begun(&self) -> impl Iterator<Item = &Retries> {
-        self.tasks.iter().take(MOST_BEGUN).filter_map(|task| task.retries.as_ref())
+        self.tasks.attempted().map(Retries::deadline).min().unwrap_or(u64::MAX)
     }
 
     /// Records that an attempt at the first task failed because the connection broke. Records nothing during an outage,
@@ -532,9 +504,7 @@ impl<'a> Session<'a> {
             self.away = Some(self.lease.away(self.told_away));
             self.first_pause = nanoseconds(pause);
         }
-        if !matches!(self.tasks.front(), Some(Task { what: What::Job(Job::Look), .. })) {
-            self.tasks.push_front(What::Job(Job::Look).into());
-        }
+        self.tasks.check_connection();
         let (options, credentials, member) = (self.options, self.credentials, self.member);
         let patience = self.lease.dial_patience();
         let dialled = async move {

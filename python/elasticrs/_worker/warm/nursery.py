@@ -216,17 +216,20 @@ class _Surroundings:
         return changed
 
     def hidden(self) -> str | None:
-        """Return the name of a newly imported module that would be another module in the script; or ``None``.
+        """Return the name of a newly imported module that also exists as a file beside the script. ``None``
+        if there is none.
 
-        A file beside the script has that name, and the script would import the file instead.
+        The script would import that file instead of the module.
         """
         new = [name for name in sys.modules if name not in self._known]
         self._known.update(new)
         return self.beside_script(new)
 
     def hidden_by_us(self) -> str | None:
-        """Like :meth:`hidden`, but for all modules that this program itself imported. If such a module is
-        found, workers cannot be warm.
+        """Return the name of a module that this program itself imported and that also exists as a file beside
+        the script. ``None`` if there is none.
+
+        If such a module is found, workers cannot be warm, because the script has to import the file instead.
         """
         return self.beside_script([name for name in sys.modules if name not in _AT_FIRST])
 
@@ -259,8 +262,8 @@ def _kept(fd: int) -> str | None:
 
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
-    """Return which effect of an import does not survive a fork or must not be shared by forked workers.
-    ``None`` if there is no such effect.
+    """Return why a module cannot be preloaded, although its import succeeded: the import had an effect that
+    does not survive a fork, or that forked workers may not share. ``None`` if there is no such effect.
     """
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
@@ -316,7 +319,8 @@ def _import(
         if os.getpid() != pid:
             _exit(0)  # This is a child that the module forked. Exit, because there can be only one nursery.
         _end_if_cut_off(before)
-    # Check even if the module was not found, because its parent packages may have been imported.
+    # Check for side effects even if the module was not found, because its parent packages may have been
+    # imported.
     why = _why_unclean(before, surroundings)
     if why is not None:
         return why, None
@@ -402,7 +406,7 @@ def _import_all(environ: dict[str, str]) -> _Done:
     import json
     import time
 
-    begun = time.monotonic()
+    begun, since = time.monotonic(), time.time_ns()
     settings = json.loads(environ[_SETTINGS])
     gone = _left_out_before(environ)
     steps = [step for step in settings["steps"] if step.partition(":")[0] not in gone]
@@ -411,7 +415,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
     variables = _beside("variables").Variables(shielded, _RANK_ZERO)
     surroundings = _Surroundings(settings["folders"], variables, _beside("children"))
     generators = _beside("generators")
-    # Watch the seeds only if the script has no module with the same name as a module that `Watch` imports.
+    # Watch the seeds only if no file beside the script has the name of a module that `Watch` imports, because
+    # the script has to import that file instead.
     watch = generators.Watch() if surroundings.beside_script(generators.NEEDED) is None else None
     reserved, captured = _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)
@@ -431,7 +436,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # Leave out all later steps, because in the script these imports see the changed environment.
+                # Leave out all later steps as well. In the script, their imports run after this module has
+                # changed the environment, but the nursery cannot import this module.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]
@@ -447,12 +453,12 @@ def _import_all(environ: dict[str, str]) -> _Done:
     for fd in reserved:
         os.close(fd)
     both = {name: (untouched.get(name), os.environ.get(name)) for name in {*untouched, *os.environ}}
-    _tell_ready(begun, surroundings)
+    _tell_ready(begun, since, surroundings)
     done = {name: change for name, change in both.items() if change[0] != change[1]}
     return printed, done, surroundings.blas, None if watch is None else watch.end()
 
 
-def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
+def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
     import site
     import sysconfig
     import time
@@ -462,28 +468,22 @@ def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
         _report(failed=f"{hidden} lies beside the script and has the name of a module that --warm needs")
         _exit(1)
     paths = sysconfig.get_paths()
-    # Leave out the path `data`: it may be `/usr`, which also contains programs of the user, as in `/usr/src`.
+    # Leave out sysconfig's path `data`. It may be `/usr`, and a subfolder such as `/usr/src` may contain the
+    # user's own programs.
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     told = sorted(file for file in files if isinstance(file, str) and os.path.isabs(file))
+    stamp = _beside("stamps").stamp
     _report(
         ready={
             "seconds": time.monotonic() - begun,
             "prefixes": sorted(prefixes),
-            "stamps": {path: _stamp(path) for path in (*told, *prefixes)},
+            "stamps": {path: stamp(path, since) for path in told} | {path: stamp(path) for path in prefixes},
             "threads": 1,
         }
     )
-
-
-def _stamp(file: str) -> list[int]:
-    try:
-        found = os.stat(file)
-    except OSError:
-        return []
-    return [found.st_mtime_ns, found.st_size]
 
 
 def _open_standard_descriptors() -> None:
@@ -543,7 +543,8 @@ def _serve() -> None:
     start = environ[_START]
     for name in (_SETTINGS, _START, _SINCE):
         os.environ.pop(name, None)
-    # Close these descriptors on exec, so that the agent notices if an import executes another program here.
+    # Close the descriptors that lead to the agent when this process calls `exec`, so that the agent notices
+    # if an import replaces this process by another program.
     for fd in _AGENT:
         os.set_inheritable(fd, False)
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]

@@ -1,18 +1,20 @@
-"""What a node does next in a rendezvous over a back end. Pure: the state and the time come from outside.
+"""Decisions of a node in a rendezvous over a back end. The functions are pure: the state and the time are
+arguments.
 
-- **DYN-1** No two nodes compare clocks. A node is taken for dead when its count of signs of life has not
-  changed between two looks that are ``keep_alive_interval * keep_alive_max_attempt`` apart on the clock of
-  the one that looks. Nobody takes itself for dead.
-- **DYN-2** A last call begins with the node that makes up the minimum. A node that has seen it run for
-  its time completes the round; there is only one state, so one node succeeds.
-- **DYN-3** Ranks and size are those of the moment of completion. A round that a node has left, or in which
-  one has died, is over for all: its nodes leave, and the last one begins the next round. Who sees its own
-  round broken before it has taken part in it leaves it at once.
-- **DYN-4** Who comes to a complete round waits, and is counted, so that the round is formed again, if there
-  is room; without room it is redundant, not counted, and waits without a deadline. Torch counts nodes that
-  began to wait before the round was full: the group then restarts for ever.
-- **DYN-5** Closed is for ever, and says why. Closed because the job has failed, the round is over for all;
-  torch leaves the workers of the other nodes to their own time-outs. Otherwise they run to their end.
+- **DYN-1** Nodes do not compare clocks. A node considers another node dead if that node's heartbeat count has
+  not changed for ``keep_alive_interval * keep_alive_max_attempt`` on the observer's own clock. No node
+  considers itself dead.
+- **DYN-2** A last call begins when the minimum number of nodes has joined. A node that has seen it for its
+  full duration completes the round. There is a single state, so only one node succeeds.
+- **DYN-3** Ranks and size are fixed when the round is completed. A round that a node has left, or in which a
+  node has died, is over for all its nodes: they leave, and the last one begins the next round. A node that
+  sees its round broken before it has taken part leaves the round at once.
+- **DYN-4** A node that comes to a complete round waits. If there is room, it is counted, so that the round is
+  formed again. Without room it is redundant: it is not counted, and waits without a deadline. Torch also
+  counts nodes that began to wait before the round was full, so that the group restarts forever.
+- **DYN-5** A closed rendezvous stays closed, and stores the reason. If it was closed because the job has
+  failed, the round is over for all nodes; in torch, the workers of the other nodes run into their own
+  timeouts. Otherwise the workers run to their end.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ if TYPE_CHECKING:
     from elasticrs.compat.dynamic.settings import RendezvousSettings
 
 ROLLBACK = 5.0
-"""Seconds after the deadline in which a node may still take back that it wanted to join; as torch."""
+"""Seconds after the deadline in which a node may still withdraw from joining, as in torch."""
 
 
 class Action(Enum):
-    """What to do next: the first three change nothing, the last three end the operation."""
+    """Next action of a node. The first three leave the node's place unchanged, and the last three end the
+    operation with an error.
+    """
 
     SYNC = auto()
     FINISH = auto()
@@ -52,15 +56,15 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class View:
-    """What a node bases its decision on.
+    """Data on which a node bases its decision.
 
     Args:
-        node: itself.
-        state: as last read, without the dead.
-        now: on its monotonic clock, in seconds.
-        is_beat_due: it is time for a sign of life.
-        last_call_since: when it first saw the present last call; ``None`` without one.
-        settings: of the rendezvous.
+        node: the node that decides.
+        state: state as last read, without dead nodes.
+        now: current time in seconds, on the node's monotonic clock.
+        is_beat_due: true if a heartbeat is due.
+        last_call_since: time at which the node first saw the current last call; ``None`` if there is none.
+        settings: settings of the rendezvous.
     """
 
     node: Node
@@ -72,7 +76,7 @@ class View:
 
 
 class Sightings:
-    """When this node saw changes, on its own monotonic clock."""
+    """Times at which this node first saw changes of the state, on its own monotonic clock."""
 
     def __init__(self) -> None:
         self._beats: dict[Node, tuple[int, float]] = {}
@@ -80,17 +84,17 @@ class Sightings:
 
     @property
     def last_call_since(self) -> float | None:
-        """When the present last call was first seen."""
+        """Time at which this node first saw the current last call; ``None`` if there is none."""
         return None if self._last_call is None else self._last_call[1]
 
     def look(self, state: State, asked: float, answered: float, patience: float) -> list[Node]:
         """Record a state, and return the nodes in it that are dead.
 
         Args:
-            state: as read.
-            asked: when reading began: the state is not older.
-            answered: when it was read: what is new in it is not younger.
-            patience: seconds without a sign of life.
+            state: state that was read.
+            asked: time at the start of the read. The state is not older than that.
+            answered: time at the end of the read. Changes in the state are not newer than that.
+            patience: seconds without a heartbeat after which a node is considered dead.
         """
         seen, dead = self._beats, []
         self._beats = {}
@@ -151,7 +155,7 @@ def close(view: View, deadline: float) -> Action:
 
 
 def keep_alive(view: View, deadline: float) -> Action:
-    """Decide whether to give a sign of life now."""
+    """Decide whether to send a heartbeat now."""
     if not view.is_beat_due or view.node not in view.state.nodes:
         return Action.FINISH
     return Action.ERROR_TIMEOUT if view.now > deadline else Action.KEEP_ALIVE
@@ -168,22 +172,22 @@ def _is_last_call_over(view: View) -> bool:
 
 
 def seconds_of_last_call(settings: RendezvousSettings) -> float:
-    """Return how long a last call lasts, in seconds."""
+    """Return the duration of a last call, in seconds."""
     return float(settings.timeout.last_call.total_seconds())
 
 
 def patience(settings: RendezvousSettings) -> float:
-    """Seconds after which a silent node is taken for dead."""
+    """Return the number of seconds without a heartbeat after which a node is considered dead."""
     return settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
 
 
 def ended(state: State, node: Node, number: int) -> bool:
-    """True if a round is over for a node that was in it."""
+    """Return true if a round has ended for a node that took part in it."""
     return state.round != number or not state.is_intact or state.place_of(node) is not Place.PARTICIPANT
 
 
 def waiting(state: State, settings: RendezvousSettings) -> int:
-    """Return the number of waiting nodes that there is room for."""
+    """Return the number of waiting nodes that the round still has room for."""
     room = settings.max_nodes - len(state.at(Place.PARTICIPANT))
     return min(len(state.at(Place.WAITING)), max(room, 0))
 
@@ -192,7 +196,7 @@ def waiting(state: State, settings: RendezvousSettings) -> int:
 
 
 def apply(action: Action, state: State, node: Node, beat: int, settings: RendezvousSettings) -> State:
-    """Return the state after an action of a node that changes it; for :attr:`Action.CLOSE` see
+    """Return the state after an action of a node that changes the state, except :attr:`Action.CLOSE`; see
     :func:`closed`.
     """
     standing = state.nodes.get(node)
@@ -212,7 +216,9 @@ def apply(action: Action, state: State, node: Node, beat: int, settings: Rendezv
 
 
 def closed(state: State, reason: str, has_failed: bool = False) -> State:
-    """Return the state, closed for a reason; ``has_failed``: because the job has failed."""
+    """Return the state with the rendezvous closed for a reason. ``has_failed`` means that it is closed
+    because the job has failed.
+    """
     return replace(state, closed=reason[:256], has_failed=has_failed)
 
 

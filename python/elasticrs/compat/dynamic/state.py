@@ -1,8 +1,9 @@
 """The state that the nodes of a rendezvous share, and its encoding.
 
-JSON with a version, of bounded size: who can write to the back end can confuse the nodes, but run no
-code in them. It holds no time of day, as clocks of different hosts differ: a node counts its signs of life,
-and the last calls have numbers. How long ago something came is for each node to see on its own clock.
+The encoding is JSON with a version number and of bounded size, so a writer to the back end can confuse the
+nodes but cannot run code in them. The state contains no time of day, because the clocks of hosts differ.
+Instead, nodes count their heartbeats, and last calls are numbered. Each node measures elapsed times on its
+own clock.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from elasticrs.rendezvous.elastic.checked import ANY, COUNT, FLAG, INT, TEXT, fi
 
 VERSION = 1
 MAX_BYTES = 4 << 20
-"""Of a state; a node takes about 60."""
+"""Maximum size of an encoded state, in bytes. A node takes about 60 bytes."""
 
 _FORMAT = "elasticrs.rendezvous"
 
 
 class Node(NamedTuple):
-    """Who a node is: one handler in one process; ``local_id`` counts the handlers of the process."""
+    """Identity of a node: a handler in a process. ``local_id`` numbers the handlers of a process."""
 
     addr: str
     pid: int
@@ -44,12 +45,12 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of a node.
+    """State of one node in the rendezvous.
 
     Args:
-        place: where it stands.
-        beat: counts its signs of life; never the same again for the same node.
-        rank: of a participant of a complete round; else -1.
+        place: place of the node in the rendezvous.
+        beat: number of the node's last heartbeat, which is unique for the node.
+        rank: rank of a participant of a complete round; -1 for other nodes.
     """
 
     place: Place
@@ -59,16 +60,17 @@ class Standing:
 
 @dataclass(frozen=True)
 class State:
-    """The shared state; never changed, only replaced.
+    """Immutable state that the nodes of a rendezvous share.
 
     Args:
-        round: counts rounds.
-        size: participants of the round when it was completed; 0 while it forms.
-        last_call: the number of the last call that runs, once enough nodes have met.
-        last_calls: how many there have been.
-        closed: why the rendezvous is closed; ``None`` while it is open.
-        nodes: all that take part or wait.
-        has_failed: it was closed because the job has failed: workers that still run have nothing to run for.
+        round: number of the round.
+        size: number of participants of the complete round; 0 while the round is forming.
+        last_call: number of the current last call, once enough nodes have joined; otherwise ``None``.
+        last_calls: number of last calls so far.
+        closed: reason why the rendezvous is closed; ``None`` while it is open.
+        nodes: all nodes that take part or wait.
+        has_failed: true if the rendezvous was closed because the job has failed. Workers that are still
+            running should then stop.
     """
 
     round: int = 0
@@ -86,7 +88,7 @@ class State:
 
     @property
     def is_intact(self) -> bool:
-        """True if all of its nodes are still in it."""
+        """True if the round is complete and still has all of its participants."""
         return self.is_complete and len(self.at(Place.PARTICIPANT)) == self.size
 
     def at(self, place: Place) -> list[Node]:
@@ -94,12 +96,12 @@ class State:
         return [node for node, standing in self.nodes.items() if standing.place is place]
 
     def place_of(self, node: Node) -> Place | None:
-        """Return the part of a node; ``None`` if it has none."""
+        """Return the place of a node in the rendezvous; ``None`` if the node does not take part."""
         standing = self.nodes.get(node)
         return None if standing is None else standing.place
 
     def with_node(self, node: Node, standing: Standing) -> State:
-        """Return the state with another standing for a node."""
+        """Return the state with a new standing for a node."""
         return replace(self, nodes={**self.nodes, node: standing})
 
 
@@ -124,7 +126,7 @@ def encode(state: State) -> bytes:
     """Encode a state.
 
     Raises:
-        RendezvousStateError: it is too large.
+        RendezvousStateError: the state is too large.
     """
     nodes = [[*node, each.place.value, each.beat, each.rank] for node, each in state.nodes.items()]
     document = {"format": _FORMAT, "version": VERSION, **vars(state), "nodes": nodes}
@@ -138,7 +140,7 @@ def decode(data: bytes) -> State:
     """Decode a state.
 
     Raises:
-        RendezvousStateError: it is none of ours, of another version, or damaged.
+        RendezvousStateError: the state is not one of ours, has another version, or is damaged.
     """
     if len(data) > MAX_BYTES:
         raise RendezvousStateError(f"the state of the rendezvous has {len(data)} bytes, at most {MAX_BYTES}")

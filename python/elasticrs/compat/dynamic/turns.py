@@ -1,8 +1,8 @@
-"""One node's access to the shared state, a turn at a time.
+"""Access of one node to the shared state, in turns.
 
-A turn reads or writes once, decides, and says how long to wait before the next one. The writes of different
-nodes are put in order by the fencing tokens of the back end: one that was overtaken changes nothing, and the
-node decides again.
+A turn reads or writes once, decides, and returns how long to wait before the next turn. The back end's
+fencing tokens order the writes of different nodes: a write that came too late changes nothing, and the node
+decides again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 SHORTEST_PAUSE = 0.02
 LONGEST_PAUSE = 1.0
-"""Seconds between two looks while nothing changes: they double from the one to the other."""
+"""Minimum and maximum number of seconds between two reads of an unchanged state. The interval doubles each
+time."""
 
 
 class SharedState:
     """The state as this node last saw it, in a back end.
 
     Attributes:
-        state: as last read, without the dead.
-        synced: when that was; ``None``: never.
+        state: state as last read, without dead nodes.
+        synced: time of that read; ``None`` if there was none.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class SharedState:
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
-            RendezvousStateError: the state is none of ours.
+            RendezvousStateError: the state is not one of ours.
         """
         asked = self.clock()
         found = self._backend.get_state()
@@ -85,11 +86,12 @@ class SharedState:
         """Replace the state, unless another node has done so since it was read.
 
         Returns:
-            True if it was replaced; ``None``: the back end has not said, and has to be read.
+            True if the state was replaced; ``None`` if the back end did not report it, so that the state must
+            be read.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
-            RendezvousStateError: the state is too large, or what is there is none of ours.
+            RendezvousStateError: the state is too large, or the stored state is not one of ours.
         """
         data, asked = encode(state), self.clock()
         self._wrote_at = asked
@@ -106,18 +108,18 @@ class SharedState:
         return bool(is_set)
 
     def view(self) -> View:
-        """Return what this node bases its next decision on."""
+        """Return the data on which this node bases its next decision."""
         now, every = self.clock(), self.settings.keep_alive_interval.total_seconds()
         is_due = self._beat_at is None or now - self._beat_at >= every
         return View(self.node, self.state, now, is_due, self._sightings.last_call_since, self.settings)
 
     def next_beat(self) -> int:
-        """Return a number for the next sign of life that none before had."""
+        """Return the number of the next heartbeat, which is larger than all earlier ones."""
         self._beat += 1
         return self._beat
 
     def seconds_to_beat(self) -> float:
-        """Return the seconds until the next sign of life is due."""
+        """Return the seconds until the next heartbeat is due."""
         interval = self.settings.keep_alive_interval.total_seconds()
         return 0.0 if self._beat_at is None else self._beat_at + interval - self.clock()
 
@@ -137,15 +139,16 @@ class SharedState:
 
 
 class Operation:
-    """Repeats turns until this node has what it wants.
+    """An operation of a node, such as joining or closing. It reads and writes the shared state again and
+    again until the operation is done.
 
     Args:
-        shared: the state.
-        decide: what it wants: a function of :mod:`.decisions`.
-        seconds: until it gives up.
-        reason: for closing.
-        has_failed: closing because the job has failed.
-        acts: is told of each change that the node is about to make, and of the state before.
+        shared: this node's access to the shared state.
+        decide: the operation, as a function of :mod:`.decisions`.
+        seconds: time limit of the operation.
+        reason: reason for closing.
+        has_failed: true to close because the job has failed.
+        acts: called before each change that the node makes, with the action and the previous state.
     """
 
     def __init__(
@@ -168,13 +171,13 @@ class Operation:
         self._pause = SHORTEST_PAUSE
 
     def turn(self) -> float | None:
-        """Take a turn; return the seconds to wait before the next one, ``None`` when done.
+        """Take a turn. Return the seconds to wait before the next turn; ``None`` if the operation is done.
 
         Raises:
-            RendezvousClosedError: it is closed; says why.
-            RendezvousGracefulExitError: it is closed, and this node was a spare.
-            RendezvousTimeoutError: it took too long.
-            RendezvousError: as the back end says.
+            RendezvousClosedError: the rendezvous is closed. The text contains the reason.
+            RendezvousGracefulExitError: the rendezvous is closed, and this node was a spare.
+            RendezvousTimeoutError: the operation took too long.
+            RendezvousError: the back end raised it.
         """
         shared = self._shared
         if self._wanted is not None:
@@ -211,7 +214,8 @@ class Operation:
         due = [self._shared.seconds_to_beat(), self._deadline - view.now]
         if view.last_call_since is not None:
             due.append(view.last_call_since + decisions.seconds_of_last_call(view.settings) - view.now)
-        # A deadline that has passed is none to wait for, but must not make this a busy loop.
+        # Ignore deadlines that have passed. Wait for at least a millisecond, so that this does not become a
+        # busy loop.
         return min([pause, *(max(each, 0.001) for each in due if each > 0)])
 
     def _raise_for(self, action: Action) -> None:

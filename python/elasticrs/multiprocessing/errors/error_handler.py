@@ -1,7 +1,7 @@
 """Writes a worker's exception to the file that ``TORCHELASTIC_ERROR_FILE`` names.
 
-Torch's class with torch's hooks for subclasses. Different on purpose: files appear whole or not at all, and
-an error file that cannot be read never hides the failure that it belongs to.
+The class and its hooks for subclasses are those of torch. There are two deliberate differences: files are
+written completely or not at all, and an unreadable error file never hides its failure.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["ErrorHandler"]
 
 _SHOWN = 1 << 16
-"""Characters of a file in the way that are logged."""
+"""Maximum number of characters that are logged of a file that is replaced."""
 
 
 def __getattr__(name: str) -> Any:
-    # A worker that never fails need not pay for `logging`.
+    # Import `logging` lazily, because a worker that never fails does not need it.
     if name == "logger":
         import logging
 
@@ -37,7 +37,8 @@ def _logger() -> logging.Logger:
 
 
 def _debug(text: str, *args: object) -> None:
-    # Where nothing has imported `logging`, nobody has asked for this level.
+    # Do not import `logging` for a debug message. If nothing else has imported it, the level DEBUG is not
+    # enabled.
     if "logging" in sys.modules:
         _logger().debug(text, *args)
 
@@ -48,7 +49,7 @@ class ErrorHandler:
     _fn_name: str | None = None
 
     def _get_error_file_path(self) -> str | None:
-        """The file to write; ``None`` when nothing is to be written."""
+        """Return the path of the error file; ``None`` if no file should be written."""
         return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
     def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
@@ -61,9 +62,10 @@ class ErrorHandler:
 
         try:
             faulthandler.enable(all_threads=True)
-        except Exception as error:  # A missing stderr, or one without a descriptor.
+        except Exception as error:  # Standard error is missing or has no descriptor.
             _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
-        # `record_exception` needs the first: loading it then could be interrupted.
+        # Import the first module now, because `record_exception` needs it and a later import could be
+        # interrupted.
         from elasticrs._worker.hook import sitecustomize  # noqa: F401
         from elasticrs._worker.stacks import answer_with_stacks
 
@@ -89,18 +91,19 @@ class ErrorHandler:
             _debug("%s has returned", self._fn_name)
 
     def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:  # noqa: ARG002
-        """What the report shall say of a worker that a signal ended; here ``message`` itself.
+        """Return the message of the report for a worker that died from a signal. This class returns
+        ``message`` unchanged.
 
         Args:
-            message: what it would say.
-            error_file: the worker's error file, near which its logs are, or ``"<N/A>"``.
+            message: default message of the report.
+            error_file: path of the worker's error file, whose folder also has its logs, or ``"<N/A>"``.
         """
         return message
 
     def override_error_code_in_rootcause_data(
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
     ) -> None:
-        """Put the exit code, which a worker cannot know, into the contents of its error file."""
+        """Add the exit code to the contents of a worker's error file. The worker itself cannot know it."""
         message = rootcause_error.get("message")
         if isinstance(message, dict):
             message["errorCode"] = error_code
@@ -110,9 +113,9 @@ class ErrorHandler:
             )
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Make the error file of a worker our own, for whoever started us.
+        """Copy the error file of a worker to our own error file, for our parent process.
 
-        A file that cannot be read is logged; torch raises here, which would hide the failure.
+        If the file cannot be read, log that. Torch raises here, which would hide the failure.
         """
         import json
 
@@ -145,9 +148,10 @@ class ErrorHandler:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
     def _rm(self, my_error_file: str) -> None:
-        """Log what is in the way of a new error file, then remove it; what is no regular file stays.
+        """Log and remove an existing file at the path of a new error file. Keep it if it is not a regular
+        file.
 
-        Happens when a worker's child, which inherits the variable, has failed first.
+        Such a file exists if a child of the worker, which inherits the variable, has failed first.
         """
         from elasticrs._worker.error_file import may_be_replaced
 
@@ -161,7 +165,8 @@ class ErrorHandler:
         _logger().warning("%s exists and is replaced; it contained:\n%s", my_error_file, contents)
         try:
             os.remove(my_error_file)
-        except OSError as error:  # Bind-mounted, for one: then it is written in place.
+        # The file cannot be removed, for example because it is bind-mounted. It is overwritten in place.
+        except OSError as error:
             _logger().info("%s stays: %s", my_error_file, error)
 
 

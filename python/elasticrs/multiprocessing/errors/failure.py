@@ -1,4 +1,4 @@
-"""One failed worker, with everything that is known about its end."""
+"""A failed worker, with everything that is known about its end."""
 
 from __future__ import annotations
 
@@ -14,47 +14,49 @@ if TYPE_CHECKING:
     from typing import Any
 
 NOT_AVAILABLE = "<N/A>"
-"""What stands in place of an error file's path when there is no such file."""
+"""Placeholder for the path if there is no error file."""
 
 _NO_MESSAGE = "<NONE>"
 _TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 _FAULTS = frozenset({4, 6, 7, 8, 11})
-"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: those for which :mod:`faulthandler` writes the stack."""
+"""Signals for which :mod:`faulthandler` writes the stack: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
 _STACK_LIMIT = 16384
 _ERROR_FILE_LIMIT = 1 << 26
-"""Bytes; the agent must not run out of memory for what a program has left in place of an error file."""
+"""Maximum size in bytes, so that the agent does not run out of memory if a program has put a huge file in
+place of an error file."""
 
 
 class ProcessFailure:
-    """A worker that has failed. The first seven attributes are torch's, and decide equality.
+    """Failure of a worker. The first seven attributes are those of torch and determine equality.
 
-    Different from torch: an error file that cannot be read, or makes no sense, is reported in ``message``,
-    not raised.
+    Unlike in torch, an unreadable or invalid error file is reported in ``message`` and raises no exception.
 
     Args:
-        local_rank: its index on the node.
-        pid: its process id.
-        exitcode: its exit code, or the negative number of a signal; ``None`` when nobody can tell.
-        error_file: where its error file would be.
-        seen_ns: when its end was seen, monotonic.
-        sent_signal: the last signal that we had sent to it before that; ``None`` when it ended by itself.
-        cause: what ended it, when neither it nor its exit code can say so.
-        note: a line for the report, such as a word on the OOM killer.
-        log_paths: by name of the stream, where its output went.
-        stderr_tail: its last lines on stderr.
-        host: the name of its machine; ``None`` for this one.
+        local_rank: local rank of the worker.
+        pid: pid of the worker.
+        exitcode: exit code of the worker, or the negative number of a signal; ``None`` if unknown.
+        error_file: path at which the worker would write its error file.
+        seen_ns: time at which the end was seen, in monotonic nanoseconds.
+        sent_signal: last signal that we sent to the worker before its end; ``None`` if it ended by itself.
+        cause: cause of the end, if neither the worker nor its exit code shows it.
+        note: additional line for the report, for example about the OOM killer.
+        log_paths: log files by name of the stream.
+        stderr_tail: last lines of the worker's stderr.
+        host: host name of the worker's machine; ``None`` for this machine.
 
     Attributes:
-        error_file: the path, or ``"<N/A>"`` when the worker has written none.
-        error_file_data: its contents.
-        message: the ``message`` of the error file (text, or torch's nested form), otherwise made up from the
+        error_file: path of the error file, or ``"<N/A>"`` if the worker has not written one.
+        error_file_data: contents of the error file.
+        message: ``message`` of the error file (text, or torch's nested form), or else a text derived from the
             exit code.
-        timestamp: of the failure, in seconds since the epoch.
-        recorded_ns: when the worker itself recorded its error, monotonic; ``None`` when it has not.
-        recorded_pid: the process that did; not ``pid`` when the worker is a wrapper around it.
-        stack: of all threads when a fault such as SIGSEGV struck, or of one that hung.
+        timestamp: time of the failure, in seconds since the epoch.
+        recorded_ns: time at which the worker itself recorded its error, in monotonic nanoseconds; ``None`` if
+            it did not.
+        recorded_pid: pid of the process that recorded the error. It differs from ``pid`` if the worker is a
+            wrapper around that process.
+        stack: stacks of all threads after a fault such as SIGSEGV, or the stack of a hung thread.
         more_notes: further lines for the report.
-        is_first: all nodes have agreed that it is the root cause.
+        is_first: true if all nodes have agreed that this failure is the root cause.
     """
 
     __match_args__ = ("local_rank", "pid", "exitcode", "error_file")
@@ -122,23 +124,25 @@ class ProcessFailure:
     def _made_up_message(self, trouble: str) -> str:
         known = self.cause
         if known:
-            # There is no error file that could say more.
+            # Store the cause, because there is no error file with more information.
             self.error_file_data["message"] = known
         elif self.signal_number():
             known = f"Signal {self.signal_number()} ({self.signal_name()}) received by PID {self.pid}"
         if not known:
             traits = {"category": "system_terminated_error", "retryability": "False"}
             self.error_file_data["errorTraits"] = traits
-            # How to get an error file is no advice for somebody who has one.
+            # Torch's hint explains how to get an error file. Leave it out if there is an error file.
             known = describe_exit(self.exitcode) if trouble else _TORCH_HINT
         return f"{known}; {trouble}" if trouble else known
 
     def signal_number(self) -> int:
-        """The signal that ended it; 0 when none did."""
+        """Return the number of the signal that killed the worker; 0 if none did."""
         return -self.exitcode if self.exitcode is not None and self.exitcode < 0 else 0
 
     def signal_name(self) -> str:
-        """The name of the signal that ended it; ``"<N/A>"`` when none did, or it has no name."""
+        """Return the name of the signal that killed the worker; ``"<N/A>"`` if none did or if the signal has
+        no name.
+        """
         if not self.signal_number():
             return NOT_AVAILABLE
         import signal
@@ -167,19 +171,20 @@ class ProcessFailure:
 
 
 class EmptyFileError(ValueError):
-    """The worker opened its error file, and could write nothing."""
+    """Raised for an empty error file: the worker opened it but could not write to it."""
 
 
 def read_error_file(path: str) -> tuple[dict[str, Any], str | dict[str, Any], int]:
-    """An error file in either form: torch's nested one, or flat with ``message`` and ``timestamp``.
+    """Read an error file in torch's nested form, or in the flat form with ``message`` and ``timestamp``.
 
     Returns:
-        All of it, its message, its timestamp in seconds.
+        The whole contents, the message, and the timestamp in seconds.
 
     Raises:
-        EmptyFileError: nothing is in it.
-        ValueError: not JSON (perhaps half-written), neither of the two forms, or far too large.
-        OSError: it cannot be read.
+        EmptyFileError: the file is empty.
+        ValueError: the file is not JSON (perhaps incomplete), has neither of the two forms, or is far too
+            large.
+        OSError: the file cannot be read.
     """
     data = load_object(path)
     if "message" not in data:
@@ -194,12 +199,12 @@ def read_error_file(path: str) -> tuple[dict[str, Any], str | dict[str, Any], in
 
 
 def load_object(path: str) -> dict[str, Any]:
-    """A JSON object that another program has written.
+    """Read a JSON object that another program has written.
 
     Raises:
-        EmptyFileError: nothing is in it.
-        ValueError: it is something else, or far too large.
-        OSError: it cannot be read.
+        EmptyFileError: the file is empty.
+        ValueError: the file is not a JSON object, or is far too large.
+        OSError: the file cannot be read.
     """
     import json
 
@@ -219,9 +224,10 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _read_stack(error_file: str) -> str | None:
-    # Nothing is there of a program that is not Python, or runs without our hook.
+    # The file is missing or empty if the program is not Python or runs without our hook.
     text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
-    # A child that was forked from the worker writes to the same file; the worker's own end came last.
+    # Use the last entry. Forked children of the worker write to the same file, but the worker's own entry
+    # comes last.
     last = text[max(0, text.rfind("Fatal Python error")) :]
-    # Hundreds of names, none of which ended the worker.
+    # Cut off the list of extension modules, which holds hundreds of names and does not explain the crash.
     return last.partition("\nExtension modules:")[0].rstrip() or None

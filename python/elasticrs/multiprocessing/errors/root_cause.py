@@ -1,20 +1,20 @@
-"""Which of several failures came first, and which are only its consequences.
+"""Search for the root cause: the failure that came first, as opposed to its consequences.
 
-- **ROOT-0** What the nodes of a job have agreed upon is the root cause, whatever a single one saw first.
-- **ROOT-1** The kernel's order decides: the end that was seen first, in nanoseconds; of those seen in one
-  wake-up, the first in the mapping.
-- **ROOT-2** A worker that we had signalled before it ended is a victim, and never the root cause while there
-  is another.
-- **ROOT-3** A worker that recorded an uncaught error *before* the first end was seen is no victim, and failed
-  at that time. With torch a process often takes longer to go than its peers take to notice that its
-  connections are closed. Only in the last minute before: an error that a program survived longer than that
-  did not end it.
-- **ROOT-4** An exception that only says that a peer was lost is a consequence of the end of a worker that
-  ended by itself and left no exception (``os._exit``, a crash), if that end was seen within five seconds
-  after the record. A process closes its connections before the kernel tells of its end, so its peers may be
-  quicker.
-- **ROOT-5** Without such times (failures made by code that knows only torch's form) torch's rule stands: the
-  smallest timestamp in seconds, the first in the mapping of equal ones.
+- **ROOT-0** The root cause on which the nodes of a job have agreed takes precedence over what a single node
+  saw first.
+- **ROOT-1** The kernel's order decides: the root cause is the worker whose end was seen first, in
+  nanoseconds. Of several ends that were seen in the same wake-up, the first in the mapping counts.
+- **ROOT-2** A worker that we had signalled before it ended is a victim, and is the root cause only if there
+  is no other candidate.
+- **ROOT-3** A worker that recorded an uncaught error *before* the first end was seen is not a victim, and
+  failed at the time of the record. With torch, a process often takes longer to exit than its peers take to
+  notice its closed connections. This rule covers only the last minute before the worker's end, because an
+  error that a program survived for longer did not end it.
+- **ROOT-4** An exception that only reports a lost peer is a consequence of a worker that ended by itself
+  without an exception (``os._exit``, a crash), if the end of that worker was seen within five seconds after
+  the record. A process closes its connections before the kernel reports its end, so its peers may be faster.
+- **ROOT-5** If these times are missing (in failures from code that knows only torch's form), torch's rule
+  applies: the smallest timestamp in seconds, and of equal ones the first in the mapping.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ _LOST_PEER = (
     *("connection closed", "connection reset", "connection aborted", "connection was closed", "broken pipe"),
     *("socket closed", "failed to recv, got 0 bytes", "remote process exited", "connectionreseterror"),
 )
-"""Words of gloo, NCCL, torch's stores and Python for a connection whose other end is gone."""
+"""Phrases with which gloo, NCCL, torch's stores and Python report a connection that the peer has closed."""
 
 
 def failed_ns(failure: ProcessFailure) -> int | None:
-    """When the worker failed, monotonic: when it recorded its error, or else when its end was seen."""
+    """Return the monotonic time at which a worker failed: when it recorded its error, or else when its end
+    was seen.
+    """
     seen, recorded = failure.seen_ns, failure.recorded_ns
     if seen is None:
         return None
@@ -46,7 +48,9 @@ def failed_ns(failure: ProcessFailure) -> int | None:
 
 
 def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
-    """When each worker failed, by global rank: what puts them in order (ROOT-3, ROOT-4)."""
+    """Return the failure time of each worker by global rank, which determines their order (ROOT-3,
+    ROOT-4).
+    """
     found = {rank: failed_ns(failure) for rank, failure in failures.items()}
     silent = [failure.seen_ns for failure in failures.values() if _is_silent(failure)]
     for rank, failure in failures.items():
@@ -60,7 +64,7 @@ def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
 
 
 def _is_silent(failure: ProcessFailure) -> bool:
-    """True if the worker ended by itself and left no exception."""
+    """Return true if the worker ended by itself and left no exception."""
     return failure.sent_signal is None and failure.recorded_ns is None and failure.cause is None
 
 
@@ -78,7 +82,7 @@ def in_order(failures: Mapping[int, ProcessFailure]) -> list[int]:
 
 
 def victims(failures: Mapping[int, ProcessFailure]) -> list[int]:
-    """Return the global ranks of the workers that we stopped."""
+    """Return the global ranks of the victims: workers that ended because we stopped them."""
     unprompted = (f.seen_ns for f in failures.values() if f.sent_signal is None and f.seen_ns is not None)
     first, known = min(unprompted, default=0), _times(failures)
 
@@ -93,7 +97,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> int:
     """The global rank of the root cause.
 
     Raises:
-        ValueError: no failures.
+        ValueError: there are no failures.
     """
     for rank, failure in failures.items():
         if failure.is_first:

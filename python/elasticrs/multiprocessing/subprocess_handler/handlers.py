@@ -1,4 +1,4 @@
-"""Who makes a :class:`SubprocessHandler`, with torch's name."""
+"""Factory of :class:`SubprocessHandler`, under torch's name."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ def get_subprocess_handler(
 
 
 _OWN = get_subprocess_handler
-"""Tells whether the name was replaced."""
+"""The original function, to find out whether a program has replaced it."""

@@ -12,6 +12,7 @@ from collections import deque
 from elasticrs.coordination import Changes, ConnectionLost, Notice, Txn, Unwatch, Watch
 from elasticrs.ports import StorePort
 from elasticrs.rendezvous.elastic import messages
+from elasticrs.rendezvous.elastic.dead_workers import forget_worker, workers_keys
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
 from elasticrs.rendezvous.elastic.meeting_point import CannotHost, Home, MeetingPoint
@@ -155,6 +156,24 @@ class Driver:
             else:
                 left += self._farewell(name) or self.tell(messages.TimerFired(name))
         return left
+
+    def worker_gone(self, name: str) -> None:
+        """Remove the registration of a worker of this agent, so that the others notice its death at once.
+
+        Call this only when all processes of the worker are gone.
+
+        Args:
+            name: the name that this agent gave the worker.
+        """
+        keys = workers_keys(self._rendezvous, self.meeting_point.job, self.job_number)
+        # The tag is not one of the machine's, so the machine ignores the answer.
+        self.meeting_point.send(Txn(0, [], forget_worker(keys, name)))
+
+    @property
+    def agent(self) -> str:
+        """Name of this agent, with which the names of its registrations begin."""
+        assert self._member is not None
+        return self._member.agent.agent
 
     def seconds_left(self, limit: float) -> float:
         """Seconds until :meth:`poll` has something to do though the store says nothing, at most ``limit``."""

@@ -135,7 +135,8 @@ class Gateway:
             return []
         password, prefix = self._workers
         first = prefix.encode(errors="surrogateescape")
-        # UTF-8 has no byte 0xff, so adding one to the last byte gives the end of the prefix.
+        # Increase the last byte by one to get the end of the key range. The byte cannot overflow, because
+        # UTF-8 has no byte 0xff.
         last = first[:-1] + bytes([first[-1] + 1])
         keys = {"key": b64encode(first).decode(), "range_end": b64encode(last).decode()}
         return [
@@ -160,7 +161,7 @@ class Gateway:
         return found
 
     def find_foreign(self, seats: Iterable[Seat], label: str, seconds: float) -> Seat | None:
-        """Return the first seat that answers if its etcd belongs to another job.
+        """Return the first cluster address (seat) that answers, if the etcd there belongs to another job.
 
         Returns ``None`` if that etcd belongs to this job, or if no seat answers.
         """
@@ -173,17 +174,15 @@ class Gateway:
             return None if any(name.startswith(f"{label}-") for name in names) else seat
         return None
 
-    def await_health(self, seat: Seat, seconds: float, address: str) -> bool:
-        """Wait until a member serves clients, which it does when its cluster has a quorum.
-
-        Returns:
-            False if etcd answered that it is unhealthy.
+    def is_healthy(self, seat: Seat, seconds: float, address: str) -> bool:
+        """Return true if a member serves clients, which it does when its cluster has a quorum.
 
         Raises:
-            GatewayError: another program answers.
-            OSError: no answer within so many seconds, or etcd exited.
+            GatewayError: the member has no leader, or another program answers.
+            OSError: no answer in time, because the member has not started completely, or has exited.
         """
-        return bool(self._ask(seat, seat.port, "/health", None, seconds, address, "")["health"] == "true")
+        answer = self._ask(seat, seat.port, "/health", None, seconds, address, "")
+        return isinstance(answer, dict) and answer.get("health") == "true"
 
     def misfit(self, error: OSError) -> str | None:
         """Return why a certificate was rejected, or ``None`` if the error has another cause."""
@@ -221,7 +220,7 @@ class Gateway:
         token: str,
     ) -> Any:
         data = b"" if body is None else json.dumps(body).encode()
-        # HTTP 1.0, so that the answer is not sent in chunks.
+        # Use HTTP 1.0, because a server may answer an HTTP 1.1 request in chunks.
         method, host = "GET" if body is None else "POST", shown_endpoint(seat.host, port)
         head = (
             f"{method} {path} HTTP/1.0\r\nHost: {host}\r\n"

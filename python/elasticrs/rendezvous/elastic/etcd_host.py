@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import elasticrs
 from elasticrs.rendezvous.elastic.etcd_membership import label_of, workers_password, workers_prefix
+from elasticrs.rendezvous.etcd_keeper import end
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class EtcdHost:
             "close_timeout": settings.close_timeout,
         }
         self._shorts = 0
-        self._was_killed = self._is_leaving = False
+        self._has_failed = self._is_leaving = False
         self._start()
 
     def _start(self) -> None:
@@ -88,12 +89,13 @@ class EtcdHost:
         self.fd: int | None = self._program.stdout.fileno()
         os.set_blocking(self.fd, False)
         self._unread = b""
+        self._reason = ""
         self._begun = time.monotonic()
         self._say(json.dumps(self._orders))
 
     def start_again(self) -> bool:
-        """Restart the program with its old data if it was killed. Return false if it was not restarted."""
-        if not self._was_killed or self._is_leaving or self._shorts >= _MOST_SHORT:
+        """Restart the program with its old data if it failed. Return false if it was not restarted."""
+        if not self._has_failed or self._is_leaving or self._shorts >= _MOST_SHORT:
             return False
         self.close()
         self._start()
@@ -101,7 +103,7 @@ class EtcdHost:
 
     def _say(self, line: str) -> None:
         assert self._program.stdin is not None
-        # Ignore errors, because the program may have exited.
+        # Ignore errors, because the program that runs etcd may have exited.
         with suppress(OSError):
             os.write(self._program.stdin.fileno(), line.encode() + b"\n")
 
@@ -123,37 +125,36 @@ class EtcdHost:
             self.fd = self._exit
             return []
         *lines, self._unread = (self._unread + data).split(b"\n")
-        return [tuple(json.loads(line)) for line in lines]
+        told = [(str(kind), str(text)) for kind, text in map(json.loads, lines)]
+        self._reason = next((text for kind, text in told if kind == "exited"), self._reason)
+        return [each for each in told if each[0] != "exited"]
 
     def _exited(self) -> list[tuple[str, str]]:
         code = self._program.poll()
         if code is None:
             return []
         self.fd = None
-        self._was_killed = code != 0
-        if not self._was_killed or self._is_leaving:
+        self._has_failed = code != 0
+        if not self._has_failed or self._is_leaving:
             return []
         self._shorts = self._shorts + 1 if time.monotonic() - self._begun < _SHORT else 1
-        follows = "it is started again" if self._shorts < _MOST_SHORT else "this node has none any more"
-        return [("say", f"the program of this node's member of etcd ended with exit code {code}; {follows}")]
+        why = self._reason or f"the program of this node's member of etcd ended with exit code {code}"
+        if self._shorts < _MOST_SHORT:
+            return [("say", f"{why}; it is started again")]
+        return [("refused", f"{why}; this node has no member any more")]
 
     def leave(self, outcome: str) -> None:
-        """Announce that the agent exits with this outcome; :attr:`fd` becomes ``None`` when it may exit."""
+        """Notify the program that this agent exits with the given outcome. The agent may exit once :attr:`fd`
+        is ``None``.
+        """
         self._is_leaving = True
         self._say("over" if outcome in _OVER else "leave")
 
     def close(self) -> None:
         """Stop the program. Idempotent."""
-        program = self._program
-        if program.poll() is None:
-            program.terminate()
-            try:
-                program.wait(_LONGEST_END)
-            except subprocess.TimeoutExpired:
-                program.kill()
-                program.wait()
+        end(self._program, _LONGEST_END)
         self.fd = None
-        for pipe in (program.stdin, program.stdout):
+        for pipe in (self._program.stdin, self._program.stdout):
             if pipe is not None:
                 pipe.close()
         if self._exit >= 0:

@@ -36,13 +36,14 @@ class Keys:
 
     Args:
         run_id: the user's; what would end it early in a key is escaped, so that no job sees another's keys.
+        root: prefix of all keys, including those outside of the job.
     """
 
     __slots__ = ("dones", "farewells", "head", "job", "nodes", "prefix", "ranks", "slots", "tables")
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, root: str = "") -> None:
         escaped = run_id.replace("%", "%25").replace("/", "%2F")
-        self.prefix = f"/elasticrs/{escaped}/"
+        self.prefix = f"{root}/elasticrs/{escaped}/"
         self.job = self.prefix + "job"
         self.head = self.prefix + "head"
         self.nodes = self.prefix + "nodes/"
@@ -59,6 +60,10 @@ class Keys:
     def slot(self, member: str) -> str:
         """What the leader tells one member."""
         return self.slots + member
+
+    def forget_members(self, prefix: str) -> list[Operation]:
+        """Return deletions of the registrations of all members whose names begin with ``prefix``."""
+        return [DeletePrefix(self.node(prefix)), DeletePrefix(self.slot(prefix))]
 
     def table(self, form: str) -> str:
         """Prefix of the list of members of one proposed round."""

@@ -133,6 +133,7 @@ class Start(Value):
         serves_store: this node serves it: on the listener of the latest :class:`StorePort`, or, with a fixed
             port, on one that its workers bind (:class:`StartFailed` when it cannot be lent to them).
         earlier: reason for the end of the previous round. Empty for the first round.
+        after_loss: the previous round ended because a node was lost.
     """
 
     round: int
@@ -143,6 +144,7 @@ class Start(Value):
     master_port: int
     serves_store: bool
     earlier: str = ""
+    after_loss: bool = False
 
 
 class Stop(Value):

@@ -8,9 +8,12 @@ from __future__ import annotations
 from elasticrs.coordination import Missing
 from elasticrs.rendezvous.elastic import formation
 from elasticrs.rendezvous.elastic.connecting import fence
+from elasticrs.rendezvous.elastic.dead_workers import forget_workers, workers_keys
+from elasticrs.rendezvous.elastic.keys import agent_of
 from elasticrs.rendezvous.elastic.leader import close, forget, forget_timers, has_passed, write
 from elasticrs.rendezvous.elastic.messages import Announce
 from elasticrs.rendezvous.elastic.rounds import GONE
+from elasticrs.rendezvous.elastic.state import Purpose
 from elasticrs.rendezvous.elastic.view import View
 
 TYPE_CHECKING = False
@@ -104,6 +107,17 @@ def may_grow(member: Member, view: View, head: Head) -> bool:
     return member.settings.scale_up and is_wanted and not view.done
 
 
+def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
+    """Remove the registrations of lost agents' workers. These workers are dead: an agent's session ends when
+    its nursery reports that no process is left, or when its lease expires, and the nursery kills the workers
+    before that.
+    """
+    keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
+    for seat in (view.seats[rank] for rank in gone):
+        if seat.member not in view.farewells:
+            member.txn(Purpose.NOTHING, [], forget_workers(keys, agent_of(seat.member)))
+
+
 def _running(member: Member, leader: Leader, view: View, head: Head) -> None:
     gone = missing_ranks(view)
     if gone:
@@ -113,6 +127,8 @@ def _running(member: Member, leader: Leader, view: View, head: Head) -> None:
         end = {"kind": kind, "node": seat.name, "group_rank": rank, "member": seat.member}
         ended = head.replaced(state="ENDED", end=end, cause=None)
         not_done = Missing(member.keys.done(head.round, rank))
+        if member.agent.keeps_workers:
+            _forget_workers(member, view, gone)
         write(member, leader, view, [member.put_head(ended)], [not_done])
     elif len(view.done) == len(view.seats):
         close(member, leader, view, head.replaced(outcome="succeeded", reason=None, end=None, cause=None))

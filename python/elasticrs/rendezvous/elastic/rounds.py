@@ -238,7 +238,8 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
         *(slot.first_role_rank, slot.role_world_size),
     )
     earlier = end_of(head, names_pid=False) if head.round > 1 else ""
-    member.do(Start(head.round, head.used, slot.group_rank, ranks, *head.master, serves, earlier))
+    after_loss = (head.end or {}).get("kind") == "lost"
+    member.do(Start(head.round, head.used, slot.group_rank, ranks, *head.master, serves, earlier, after_loss))
 
 
 # --- what the workers do ---

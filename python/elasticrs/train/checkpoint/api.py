@@ -64,7 +64,7 @@ class CheckpointUtil:
         if self.checkpoint_manager is not None and not any(
             is_loaded for (is_loaded,) in self.coordinator.exchange([int(self.checkpoint_loaded)])
         ):
-            saving.CheckpointUtil(self.coordinator).load_checkpoint(state, rank)
+            saving.CheckpointSaver(self.coordinator).load_checkpoint(state, rank)
         return state
 
     def set_checkpoint_loaded(self) -> None:
@@ -80,10 +80,11 @@ class CheckpointUtil:
         """
         if self.checkpoint_manager is None:
             return
-        # Call both on every worker, even if the first one already decides, because they may keep counters.
+        # Call both `should_save_checkpoint` methods on every worker, even if the first one returns true,
+        # because they may keep counters.
         is_asked = self.coordinator.should_save_checkpoint()
         if state.should_save_checkpoint(rank) or is_asked:
-            saving.CheckpointUtil(self.coordinator).save_checkpoint(state, rank)
+            saving.CheckpointSaver(self.coordinator).save_checkpoint(state, rank)
 
 
 class CheckpointBarrier:

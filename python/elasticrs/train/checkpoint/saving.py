@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from elasticrs.train.coordinator import Coordinator
     from elasticrs.train.state import State
 
-__all__ = ["CheckpointUtil"]
+__all__ = ["CheckpointSaver"]
 
 _log = logging.getLogger("elasticrs.train")
 
@@ -28,7 +28,7 @@ _MAX_REASON = 500
 """Bytes of rank 0's error that the others tell."""
 
 
-class CheckpointUtil:
+class CheckpointSaver:
     """Saves and loads the states of a loop: rank 0 reads and writes, the others get the state by ``sync``.
 
     Args:

@@ -1,5 +1,5 @@
-//! What the nursery does for an agent that cannot any more: it keeps the connection open until nothing is left, and acts
-//! when the deadline of the fence has passed.
+//! Duties of the nursery when the agent cannot act anymore: the nursery keeps the agent's connections open until no
+//! process is left, and kills all processes when the fence deadline has passed.
 
 use std::os::fd::OwnedFd;
 
@@ -8,19 +8,22 @@ use elasticrs_runtime::clock::Stamp;
 use super::{Nursery, at_once};
 use crate::nursery::activity::Activity;
 use crate::nursery::connections::{Held, LastWord, Release};
-use crate::nursery::fence::{Fence, Look};
+use crate::nursery::fence::{Fence, Holder, Look};
 use crate::nursery::protocol::{Reply, Request};
 
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
-        match fds.into_iter().next() {
-            Some(socket) => self.held.hold(Held { socket, word }, beside),
-            // The descriptor was lost, because this process has reached its limit of open files.
-            None => self.tell(&Reply::NotGuarded { errno: libc::EMFILE }, Vec::new()),
+        // The agent applies the same limit of links before it sends one. Without a socket, the descriptor was lost,
+        // because this process has reached its limit of open files.
+        let is_held =
+            fds.into_iter().next().is_some_and(|socket| self.held.hold(Held { socket, word }, beside).is_ok());
+        if !is_held {
+            self.tell(&Reply::NotGuarded { errno: libc::EMFILE }, Vec::new());
         }
     }
 
-    /// Lets the session of a dead agent end, because none of its processes is left.
+    /// Releases the connections that are held for a dead agent, so that its session ends. Called when no process of the
+    /// agent is left, except cleaners.
     pub(super) fn end_session(&mut self) {
         // Read the agent's last requests first, because they may say that the session has moved to another connection,
         // or that the agent is alive.
@@ -35,15 +38,16 @@ impl Nursery {
     }
 
     pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
-        // Without the activity page, the sentinel does not wait for the nursery when the agent is gone.
+        // Ignore an error, because the page then still says that the nursery imports modules. In this state the
+        // sentinel does not wait for the nursery when the agent is gone, but kills all processes itself.
         self.activity = Activity::from_descriptors(fds).ok();
         if let Some(activity) = &mut self.activity {
             activity.wait();
         }
     }
 
-    pub(super) fn set_fence(&mut self, fds: Vec<OwnedFd>) {
-        match Fence::from_descriptors(fds) {
+    pub(super) fn set_fence(&mut self, fds: Vec<OwnedFd>, holder: Holder) {
+        match Fence::from_descriptors(fds, holder) {
             Ok(fence) => {
                 self.fence = Some(fence);
                 self.check_fence();
@@ -52,7 +56,8 @@ impl Nursery {
         }
     }
 
-    /// Kills everything if the deadline of the fence has passed. Returns true if it has.
+    /// Starts to kill all workers and their descendants if the fence deadline, until which the agent's lease is sure to
+    /// last, has passed. Returns true if the deadline has passed.
     pub(super) fn check_fence(&mut self) -> bool {
         match self.fence.as_ref().map(Fence::look) {
             None | Some(Ok(Look::Unset | Look::At(_))) => false,
@@ -61,6 +66,10 @@ impl Nursery {
                     self.end_lease();
                 }
                 true
+            }
+            Some(Ok(Look::HandedOver(_))) => {
+                self.fence = None;
+                false
             }
             Some(Err(error)) => {
                 self.cannot_guard(&error);
@@ -71,7 +80,7 @@ impl Nursery {
 
     fn end_lease(&mut self) {
         self.settle();
-        // Who has ended by itself so far is told as such.
+        // Reap the workers that have exited by themselves first, so that their exits are reported as such.
         self.reap();
         self.tell(&Reply::Fenced { seen: Stamp::now() }, Vec::new());
         if !self.orphaned {

@@ -45,26 +45,30 @@ use crate::sys::wait::{self, Waited};
 use crate::sys::{fds, priority, signals};
 use elasticrs_runtime::clock::Stamp;
 
-/// When the agent is gone, or its lease, this long is tried; then what does not die has its SIGKILL pending and needs nobody.
+/// Time limit for the last sweep, after the agent is gone or its lease has expired. A process that is still alive then
+/// has a pending SIGKILL, which takes effect without the nursery.
 const LAST_SWEEP: Duration = Duration::from_secs(10);
 
-/// Runs the nursery on the descriptors [`FIXED_FDS`], with the text of a [`Start`]; returns when it is over.
+/// Runs the nursery on the descriptors [`FIXED_FDS`], with the text of a [`Start`]. Returns when the nursery is done.
 ///
-/// The process must be single-threaded and made for this alone.
-/// The result is the exit code: 0, or an error number (255 where there is none). The agent sees it together with the
-/// closed socket; there is nobody else to tell.
+/// The process must be single-threaded and must have been started for this purpose only. Returns the exit code: 0, or
+/// an error number (255 if there is none). The agent sees the exit code and the closed socket. There is no other
+/// process to report an error to.
 pub fn run(start: Option<&str>) -> u8 {
     run_warm(start, None).err().unwrap_or_default()
 }
 
-/// Makes what a process starts, while it imports what its workers need, part of the job. Until [`run_warm`].
+/// Makes the processes that imported modules start part of the job. Called before the imports. [`run_warm`] takes over
+/// afterwards.
 pub fn begin_warm(start: &str) {
-    // They were permitted where the agent was; a nursery does without.
+    // Ignore errors, because the nursery also works without a child subreaper and without a token. Both calls were
+    // permitted for the agent.
     let _ = prctl::set_child_subreaper(true);
     let _ = Start::parse(start).map(|start| start.token.apply());
 }
 
-/// The same as [`run`] for a process that has imported what its workers need: those are forks of it, in which this returns.
+/// Does the same as [`run`], in a process that has imported the modules that its workers need. The workers are forks of
+/// this process, and the function returns only in them.
 pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u8> {
     let code = |error: io::Error| error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255);
     let start = start.and_then(Start::parse);
@@ -73,11 +77,11 @@ pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u
         Sentinel::new(nursery, start.token).serve().map_err(code)?;
         return Err(0);
     }
-    // What is the nursery's own is closed in the worker before it takes its descriptors.
+    // Close the nursery's own descriptors in the worker before the worker takes over its descriptors.
     nursery.serve().map_err(code)?.map(Begun::settle).ok_or(0)
 }
 
-/// Returns the current process name, which the workers get back after the nursery has renamed itself.
+/// Returns the name of this process before the nursery renames it. Forked workers get this name back.
 fn leave_program() -> CString {
     let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
     CString::new(name.trim_end()).unwrap_or_default()
@@ -92,39 +96,42 @@ struct Nursery {
     stack: Stack,
     forker: Option<Forker>,
     compaction: Compaction,
-    /// Of the program, before it was ours.
+    /// Name of this process before the nursery renamed it.
     name: CString,
-    /// This process carries a token, so that the lack of one means something.
+    /// True if this process carries a token. A descendant without a token has then reset it.
     marked: bool,
-    /// The value that workers get back, when ours was lowered.
+    /// Value of `oom_score_adj` to restore in workers. `None` if the nursery did not lower its own value.
     oom_score_adj: Option<CString>,
     /// Workers that have not been reaped.
     workers: BTreeSet<i32>,
-    /// The sessions of all workers since the last sweep, those that have ended included.
+    /// Sessions of all workers since the last sweep, including those of exited workers.
     sessions: BTreeSet<i32>,
-    /// The last fork, while requests are served: it settles while the next one is made.
+    /// The last fork, which has not settled yet. It settles while the nursery serves requests or makes the next fork.
     unsettled: Option<Unsettled>,
-    /// What is still to be sent to groups, to each process by itself.
+    /// Signals that are still to be sent to process groups, process by process.
     left_groups: BTreeMap<i32, i32>,
     sweep: Option<Sweep>,
-    /// A start that came while a sweep runs, which would end the worker. What comes after it is not read meanwhile.
+    /// A start request that arrived during a sweep, with its descriptors. It is postponed because the sweep would kill
+    /// the worker. Later requests are not read in the meantime.
     postponed: Option<(Request, Vec<OwnedFd>)>,
-    /// What workers have left and SIGKILL did not end: told once, and not waited for while other workers live.
+    /// Leftover processes of workers that SIGKILL did not kill in time. They are reported once, and no longer waited
+    /// for while other workers are alive.
     given_up: BTreeSet<i32>,
-    /// Children that have ended and that tracers did not let go: told once, and waited for no more.
+    /// Exited children that their tracers did not release. They are reported once and no longer waited for.
     held_by_tracers: BTreeSet<i32>,
-    /// What a sweep has ended that nobody had asked for: told with the next answer.
+    /// Processes that were killed by a sweep that no request asked for. They are reported with the next answer.
     untold: Ended,
-    /// What is kept open for the agent.
+    /// Connections that are kept open for the agent.
     held: Connections,
     fence: Option<Fence>,
     /// For a sentinel, if there is one.
     activity: Option<Activity>,
     /// Our nice value before the sweep, when it could be lowered.
     nice: Option<i32>,
-    /// Descriptors for the sweep, which opens what `/proc` tells: without them it would see nobody.
+    /// Descriptors that are closed at the start of a sweep, so that the sweep can open files in `/proc`. Without free
+    /// descriptors, the sweep would find no processes.
     reserve: Vec<OwnedFd>,
-    /// The agent is gone: nobody is to be told anything, and the sweep that runs is the last.
+    /// True if the agent is gone. Nothing is reported anymore, and the current sweep is the last one.
     orphaned: bool,
 }
 
@@ -192,7 +199,7 @@ impl Nursery {
 }
 
 impl Nursery {
-    /// Returns when it is over, or in a worker.
+    /// Serves requests until the nursery is done. Also returns in each forked worker, with `Some`.
     fn serve(mut self) -> io::Result<Option<Begun>> {
         loop {
             let ready = self.wait()?;
@@ -238,7 +245,7 @@ impl Nursery {
             PollFd::new(self.link.as_fd(), wanted),
             PollFd::new(timer, PollFlags::POLLIN),
         ];
-        // An orphan has no use for the others, which would be ready for ever.
+        // After the agent is gone, poll only the children, because the other descriptors would always be ready.
         let count = match &self.fence {
             _ if self.orphaned => 1,
             None => polled.len() - 1,
@@ -248,14 +255,15 @@ impl Nursery {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
-        // While nothing is read, nobody comes to the end of what was sent.
+        // Check for a hang-up of the socket here, because the nursery does not read from the socket while a start is
+        // postponed, and so would not reach the end of the stream.
         let has_hung_up =
             self.postponed.is_some() && polled[2].revents().is_some_and(|e| e.contains(PollFlags::POLLHUP));
         let [child, agent_gone, socket, fence] = polled.map(|fd| fd.any().unwrap_or(true));
         Ok(Ready { child, agent_gone: agent_gone || has_hung_up, socket, fence })
     }
 
-    /// Collects whatever has happened to children; says whether there are any left.
+    /// Handles all state changes of children and reaps those that have exited. Returns true if any children are left.
     fn reap(&mut self) -> bool {
         let seen = Stamp::now();
         loop {
@@ -340,7 +348,7 @@ impl Nursery {
             }
             Request::Hold { beside, word } => self.hold(fds, beside, word),
             Request::Release(which) => self.held.release(which),
-            Request::Fence => self.set_fence(fds),
+            Request::Fence { holder } => self.set_fence(fds, holder),
             Request::Activity => self.set_activity(fds),
             Request::Guard => {}
             Request::Leave => return Served::Leave,
@@ -348,14 +356,16 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Nobody waits for the answer to one without a `number`. `left_by`: only what this worker has left.
+    /// Starts a sweep. `number` is the request to answer, or `None` if no answer is expected. With `left_by`, only the
+    /// leftover processes of this worker are killed.
     fn begin_sweep(&mut self, deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if let Some(sweep) = &mut self.sweep {
             return sweep.bring_forward(deadlines, number, left_by);
         }
         self.reserve.clear();
         self.sweep = Some(Sweep::new(deadlines, number, left_by, std::mem::take(&mut self.untold)));
-        // Against hundreds of busy processes a fair share of the CPU is too little. Without permission it has to do.
+        // Raise the nursery's priority, because a normal share of the CPU is too little when hundreds of processes are
+        // busy. Continue without the permission.
         self.nice = priority::set_nice(-20).ok();
     }
 
@@ -365,7 +375,8 @@ impl Nursery {
         match sweep.step(self, has_children) {
             Verdict::GoOn => {
                 if self.orphaned && sweep.is_quiet() {
-                    // Cleaners are no workers: who waits for the end of this node's need not wait for them.
+                    // End the session before the cleaners have exited, because other nodes only wait for the workers of
+                    // this node.
                     self.end_session();
                 }
                 self.sweep = Some(sweep);
@@ -378,7 +389,8 @@ impl Nursery {
                     self.end_session();
                     return Served::Leave;
                 }
-                // The agent knows that these have ended, whenever their tracers let them go.
+                // Forget these workers, because the agent is told now that they have exited. Their tracers may release
+                // them later.
                 self.workers.retain(|pid| !held.contains(pid));
                 self.held_by_tracers.extend(&held);
                 let left_by = sweep.left_by();
@@ -401,15 +413,15 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Undoes what the sweep has raised, which workers would inherit.
+    /// Restores the normal priority after a sweep, because workers would inherit the raised one.
     fn lower_priority(&mut self) {
         if let Some(nice) = self.nice.take() {
-            // Going up again is always permitted.
+            // Raising the nice value is always permitted.
             let _ = priority::set_nice(nice);
         }
     }
 
-    /// The agent is dead or has closed its end: end everything, then ourselves.
+    /// The agent is dead or has closed its end of the connection. Kill all processes, then exit.
     fn lose_agent(&mut self) {
         if !self.orphaned {
             self.orphaned = true;
@@ -451,7 +463,7 @@ fn at_once() -> Deadlines {
     Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
 }
 
-/// As many as a sweep has open at once, or as there are.
+/// Opens as many descriptors as a sweep has open at once, or as many as are available.
 fn reserve_of(any: &OwnedFd) -> Vec<OwnedFd> {
     (0..4).map_while(|_| any.try_clone().ok()).collect()
 }

@@ -1,8 +1,10 @@
-//! The program of a sentinel: it acts where its nursery cannot, which imports, hangs in a start, or is dead.
+//! The sentinel: a small process that kills the job's processes when their nursery cannot do so, because the nursery is
+//! importing modules, hangs while it starts a worker, or is dead.
 //!
-//! When the agent is gone, it waits until the nursery has ended everything, however long that takes. It kills whatever carries the
-//! token if the nursery does not watch its agent yet, dies before it is done, or hangs in a start. The latter also when the
-//! deadline of the fence has passed.
+//! When the agent is gone, the sentinel waits until the nursery has killed everything. It kills all processes that
+//! carry the token itself in three cases: the nursery does not watch its agent yet, it dies before it is done, or it
+//! hangs while it starts a worker. The sentinel also kills them if the nursery hangs in a start when the fence deadline
+//! passes.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,24 +22,25 @@ use crate::nursery::sweep::kill_by_token;
 use crate::nursery::token::Token;
 use crate::sys::pidfd;
 
-/// No nursery takes so long to end everything. This one hangs in the kernel.
+/// Time after which a nursery that has not killed its processes is considered to hang in the kernel. It is three times
+/// the time that the nursery needs at most.
 const HOPELESS: Duration = LAST_SWEEP.saturating_mul(3);
 
 pub(super) struct Sentinel {
-    /// Of all that is to end.
+    /// Token of the processes to kill.
     token: Token,
     link: NurseryLink,
     agent: OwnedFd,
     nursery: Option<Guarded>,
     fence: Option<Fence>,
-    /// The same as the nursery's.
+    /// Duplicates of the connections that the nursery holds.
     held: Connections,
 }
 
 struct Guarded {
     pidfd: OwnedFd,
     activity: Activity,
-    /// What it did at the last look, if the deadline of the fence had passed.
+    /// Activity of the nursery at the last check. `None` if the fence deadline had not passed then.
     overdue: Option<Doing>,
 }
 
@@ -47,7 +50,7 @@ impl Sentinel {
         Self { token, link, agent, nursery: None, fence: None, held }
     }
 
-    /// Returns when it is over.
+    /// Serves requests until the agent is gone or the fence deadline was enforced.
     pub(super) fn serve(mut self) -> io::Result<()> {
         loop {
             let timer = self.nursery.as_ref().map_or(self.link.as_fd(), |nursery| nursery.activity.timer());
@@ -67,7 +70,7 @@ impl Sentinel {
         }
     }
 
-    /// Returns false if nothing comes any more.
+    /// Returns false if the link is closed.
     fn serve_requests(&mut self) -> bool {
         loop {
             let (request, fds) = match self.link.receive() {
@@ -75,14 +78,14 @@ impl Sentinel {
                 Ok(None) => return true,
                 Err(_) => return false,
             };
-            // Ignore a descriptor that cannot be used. The sentinel then does not guard the object behind it. This is
-            // no worse than having no sentinel.
+            // Ignore descriptors that are missing or unusable. The sentinel then guards less, which is still better
+            // than no sentinel.
             match request {
                 Request::Guard => self.nursery = Guarded::new(fds),
-                Request::Fence => self.fence = Fence::from_descriptors(fds).ok(),
+                Request::Fence { holder } => self.fence = Fence::from_descriptors(fds, holder).ok(),
                 Request::Hold { beside, word } => {
                     for socket in fds {
-                        self.held.hold(Held { socket, word }, beside);
+                        let _ = self.held.hold(Held { socket, word }, beside);
                     }
                 }
                 Request::Release(which) => self.held.release(which),
@@ -98,7 +101,8 @@ impl Sentinel {
         self.held.release(Release::All);
     }
 
-    /// Kills a nursery that hangs if the deadline has passed, and says whether it has done so.
+    /// Kills the nursery if it hangs while it starts a worker and the fence deadline has passed. Returns true if the
+    /// nursery was killed.
     fn fences(&mut self) -> bool {
         let (Some(nursery), Some(fence)) = (&mut self.nursery, &self.fence) else { return false };
         let doing = nursery.activity.look_again();
@@ -106,9 +110,10 @@ impl Sentinel {
         let hangs = is_overdue && nursery.overdue == Some(doing);
         nursery.overdue = is_overdue.then_some(doing);
         if hangs {
-            // It marks the deadline as passed, as the nursery would. There is no error.
+            // Mark the deadline as passed, as the nursery would do. This cannot fail.
             let _ = fence.look();
-            // Before what it waits for, whose end it would tell. The only error is ESRCH.
+            // Kill the nursery before the process for which it waits, because it would otherwise report the exit of
+            // that process. The only possible error is ESRCH.
             let _ = pidfd::send_signal(&nursery.pidfd, libc::SIGKILL);
         }
         hangs
@@ -121,10 +126,10 @@ impl Guarded {
         Some(Self { pidfd, activity: Activity::from_descriptors(vec![page, timer]).ok()?, overdue: None })
     }
 
-    /// Waits for the end of a nursery whose agent is gone. Returns false if that is not to be waited for, or if it has left
-    /// something.
+    /// Waits until the nursery has killed everything and exited. Returns false if the nursery died before it was done,
+    /// hangs, or does not watch its agent.
     fn ends_by_itself(self) -> bool {
-        // In case that it was stopped. The only error is ESRCH.
+        // Continue the nursery in case it was stopped. The only possible error is ESRCH.
         let _ = pidfd::send_signal(&self.pidfd, libc::SIGCONT);
         let give_up = Instant::now() + HOPELESS;
         let mut before = None;

@@ -1,4 +1,4 @@
-//! From a [`ProcessSpec`] to a running worker.
+//! Turns a [`ProcessSpec`] into a running worker.
 
 use std::ffi::{CString, OsString};
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
@@ -16,14 +16,14 @@ use crate::sys::shown;
 use crate::sys::spawn::{self, Child, Command, Failure, Program, Standard};
 use crate::sys::stage::Stage;
 
-/// Where programs are searched for without a `PATH`.
+/// Directories in which programs are searched for without a `PATH`.
 const DEFAULT_PATH: &[u8] = b"/bin:/usr/bin";
 
 impl Nursery {
     pub(super) fn spawn(&mut self, process: ProcessSpec, keep_ignored: &[i32], fds: Vec<OwnedFd>) -> Served {
         self.step();
         let local_rank = process.local_rank;
-        // What was told before must not wait for a start that hangs.
+        // Send the queued replies first, because starting the worker may hang.
         if self.link.flush().is_err() {
             self.lose_agent();
             return Served::GoOn;
@@ -64,7 +64,7 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Waits until the last fork has settled, and answers the request for it.
+    /// Waits until the last fork has settled, and answers its request.
     pub(super) fn settle(&mut self) {
         if let Some(Unsettled { process, settling }) = self.unsettled.take() {
             self.step();
@@ -75,7 +75,7 @@ impl Nursery {
         }
     }
 
-    /// What follows may hang.
+    /// Announces a step that may hang.
     fn step(&mut self) {
         if let Some(activity) = &mut self.activity {
             activity.step();
@@ -106,12 +106,13 @@ impl Nursery {
     }
 }
 
-/// The stages of a worker's start begin with [`Stage::Clone`] or [`Stage::Fork`]. A full pipe is nobody's harm.
+/// Writes a stage to the stage pipe. The first stage of each start is [`Stage::Clone`] or [`Stage::Fork`]. Ignores a
+/// full pipe, because the stages are only informational.
 fn announce(stages: &OwnedFd, stage: u8) {
     let _ = nix::unistd::write(stages, &[stage]);
 }
 
-/// A fork that is about to settle, for the request of this process.
+/// A fork that has not settled yet, with the process that was requested.
 pub(super) struct Unsettled {
     process: ProcessSpec,
     settling: Settling,
@@ -127,7 +128,7 @@ pub(super) struct Begun {
     parent: i32,
 }
 
-/// What a fork is to do, after it has settled.
+/// The program that a fork runs after it has settled.
 #[derive(Debug)]
 pub struct Worker {
     pub argv: Vec<OsString>,
@@ -136,7 +137,8 @@ pub struct Worker {
 }
 
 impl Begun {
-    /// Becomes what an executed worker is before its program begins. Does not return when that fails.
+    /// Completes the setup of a forked worker, so that it equals an executed worker before its program starts. Exits
+    /// the process if this fails.
     pub(super) fn settle(self) -> Worker {
         let Self { process, fds, mut outlet, name, oom_score_adj, parent } = self;
         let targets: Vec<i32> = process.pass_fds.iter().map(|passed| passed.target).collect();
@@ -151,7 +153,7 @@ impl Begun {
         });
         for fd in fds {
             if targets.contains(&fd.as_raw_fd()) {
-                // The number is that of a descriptor of the worker now.
+                // A descriptor of the worker was put at this number. Closing `fd` would close the worker's descriptor.
                 let _ = fd.into_raw_fd();
             }
         }
@@ -161,7 +163,7 @@ impl Begun {
         }
         // The only error is a bad address.
         let _ = prctl::set_name(&name);
-        // What only people look at is no reason to fail.
+        // Ignore an error, because the shown command line is only for people.
         let _ = shown::show(&process.argv, &process.env);
         Worker { argv: process.argv, env: process.env }
     }
@@ -178,7 +180,7 @@ pub(in crate::nursery) fn command<'fd>(
         *standard = self::standard(descriptor, spec).map_err(failed(Stage::OpenLog, descriptor))?;
     }
     let passed = process.pass_fds.iter().map(|passed| {
-        // Fewer came than were announced: our own limit of descriptors.
+        // Descriptors are missing if this process has reached its limit of open files.
         let index = usize::try_from(passed.source).map_err(|_| Errno::EBADF)?;
         let fd = fds.get(index).ok_or(Errno::EMFILE)?;
         if passed.target < 0 { Err(Errno::EBADF) } else { Ok((fd.as_fd(), passed.target)) }
@@ -196,6 +198,7 @@ pub(in crate::nursery) fn command<'fd>(
         ignored: keep_ignored.to_vec(),
         dies_with_parent: true,
         keeps_orphans: process.keeps_orphans,
+        is_background: false,
         cpus: process.cpus.as_ref().map(CpuSet::mask),
         oom_score_adj: None,
         stages: None,
@@ -244,7 +247,7 @@ fn c_string(bytes: &[u8]) -> Result<CString, Errno> {
     CString::new(bytes).map_err(|_| Errno::EINVAL)
 }
 
-/// What the failure is about, for people.
+/// Returns the path or program that failed, for messages.
 fn subject(process: &ProcessSpec, failure: Failure) -> String {
     let lossy = |path: &Path| path.to_string_lossy().into_owned();
     match failure.stage {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::hangs::Then;
 use super::{Effect, Event, Group, Phase, Signal, StopScope, Timer, WorkerRaised};
-use crate::supervisor::event::{ExitStage, WorkersKilled};
+use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
 
 /// Returns the pause before each sample of a worker that exits after an uncaught exception. Two pauses make up the
 /// limit, so the second sample is taken when the limit has passed.
@@ -62,24 +62,29 @@ impl Group {
         self.fail_at_once(local_rank, seen, stalled, effects);
     }
 
-    /// Kills a worker before the grace of the stop is over, because its program has failed and its exit makes no
-    /// progress, so it is not saving anything.
+    /// Kills a worker before its grace period is over. The worker needs no more time, because its program has failed
+    /// and its exit makes no progress, so it is not saving anything.
     fn kill_stalled(&mut self, local_rank: u32, limit: Duration, effects: &mut Vec<Effect>) {
         let is_open = matches!(self.phase, Phase::Running | Phase::Stopping);
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
         let Some(member) = member.filter(|m| is_open && !m.group_has_got(Signal::KILL)) else { return };
         effects.push(member.send(Signal::KILL, StopScope::Group));
         let workers = vec![(local_rank, member.pid)];
-        effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, signal: None, limit })));
+        let reason = KillReason::StalledExit;
+        effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
     }
 
-    /// Reports the workers whose grace is over, except those that were already sent SIGKILL.
+    /// Reports the workers whose grace is over, except those that were already sent SIGKILL. Workers with the same reason
+    /// share an event.
     pub(super) fn tell_grace_is_over(&self, effects: &mut Vec<Effect>) {
-        let runs = self.members.iter().filter(|m| m.runs() && m.sent != Some(Signal::KILL));
-        let workers: Vec<_> = runs.map(|m| (m.local_rank, m.pid)).collect();
-        if !workers.is_empty() {
-            let (signal, limit) = (self.stop_signal, self.grace);
-            effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, signal, limit })));
+        let mut killed: Vec<WorkersKilled> = Vec::new();
+        for member in self.members.iter().filter(|m| m.runs() && m.sent != Some(Signal::KILL)) {
+            let (reason, worker) = (member.why_overdue(), (member.local_rank, member.pid));
+            match killed.iter_mut().find(|killed| killed.reason == reason) {
+                Some(killed) => killed.workers.push(worker),
+                None => killed.push(WorkersKilled { workers: vec![worker], reason, limit: self.grace }),
+            }
         }
+        effects.extend(killed.into_iter().map(|killed| Effect::Tell(Event::WorkersKilled(killed))));
     }
 }

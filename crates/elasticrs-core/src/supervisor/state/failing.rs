@@ -10,15 +10,16 @@ use crate::supervisor::event::WorkersKilled;
 use elasticrs_runtime::clock::Stamp;
 
 impl Group {
-    /// Handles a timer that was not released in time. The worker counts as failed if the timer has a signal, unless a
-    /// stop has begun: then only the deadline of the stop counts.
+    /// Handles a timer that was not released in time. If the timer has a signal, sends that signal to the process, and
+    /// the worker counts as failed. Ignores the timer if the worker is already being stopped, because that stop has a
+    /// deadline of its own.
     pub(super) fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
         let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
         let Some(member) = self.working(local_rank) else { return };
         let Some(signal) = signal else { return effects.push(Effect::Tell(Event::TimerExpired(timer))) };
         let worker = member.pid;
         if worker == pid {
-            member.sent = Some(signal);
+            member.is_stopped_by(signal);
         }
         effects.push(Effect::SignalProcess { pid, signal });
         if let Some(index) = self.survivable(worker) {
@@ -27,7 +28,7 @@ impl Group {
             if is_killed {
                 effects.push(member.send(Signal::KILL, StopScope::Group));
             } else if worker != pid {
-                effects.push(member.send(policy.signal, self.stop_scope));
+                effects.push(member.stop(policy.signal, self.stop_scope));
             }
             if member.pause != Pause::Running && !is_killed {
                 effects.push(to_group(worker, Signal::CONT));
@@ -62,8 +63,8 @@ impl Group {
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
-    /// Marks a worker as failed, but gives it the grace to finish its exit. Also stops the other workers, unless the
-    /// group replaces failed workers.
+    /// Marks a worker as failed, but gives it a grace period to finish its exit. Also stops the other workers, unless
+    /// the group replaces failed workers.
     pub(super) fn fail_in_grace(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
         let Some(member) = self.working(local_rank) else { return };
         let worker = member.pid;
@@ -92,17 +93,17 @@ impl Group {
         effects.push(Effect::Arm(Timer::Condemned(member.local_rank), limit));
     }
 
-    /// Kills a failed member that has not exited in time. If it does not exit after SIGKILL either, it cannot be
-    /// replaced, so the group is stopped as a group without replacement would be.
+    /// Kills a failed member that has not exited in time. If the member does not exit after SIGKILL either, stops the
+    /// whole group, because a member that is still alive cannot be replaced.
     pub(super) fn on_condemned(&mut self, local_rank: u32, effects: &mut Vec<Effect>) {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
         let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
         let Some(seen) = member.condemned else { return };
         if !member.group_has_got(Signal::KILL) {
-            let (workers, signal) = (vec![(local_rank, member.pid)], member.sent);
+            let (workers, reason) = (vec![(local_rank, member.pid)], member.why_overdue());
             effects.push(member.send(Signal::KILL, StopScope::Group));
             let limit = self.on_failure.grace;
-            effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, signal, limit })));
+            effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
             return effects.push(Effect::Arm(Timer::Condemned(local_rank), GIVE_UP_AFTER));
         }
         let pid = member.pid;

@@ -3,7 +3,7 @@
 use super::Effect;
 use crate::signal::Signal;
 use crate::spec::StopScope;
-use crate::supervisor::event::WorkerRaised;
+use crate::supervisor::event::{KillReason, WorkerRaised};
 use elasticrs_runtime::clock::Stamp;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -34,6 +34,9 @@ pub(super) struct Member {
     /// Its exit is not told yet.
     pub(super) dead: bool,
     pub(super) sent: Option<Signal>,
+    /// Signal that asked the worker to exit, and after which it had its grace. `None` if there was none, because its
+    /// exit after an uncaught exception was slow and was left alone for the grace.
+    asked_by: Option<Signal>,
     /// The last signal that was sent to its whole group.
     group_sent: Option<Signal>,
     pub(super) pause: Pause,
@@ -57,6 +60,22 @@ impl Member {
             self.group_sent = Some(signal);
         }
         Effect::Signal { pid: self.pid, to, signal }
+    }
+
+    /// Sends a signal that asks the worker to exit within the grace.
+    pub(super) fn stop(&mut self, signal: Signal, to: StopScope) -> Effect {
+        self.asked_by = Some(signal);
+        self.send(signal, to)
+    }
+
+    /// Records that another task sends this signal to the worker, to ask it to exit within the grace.
+    pub(super) fn is_stopped_by(&mut self, signal: Signal) {
+        (self.asked_by, self.sent) = (Some(signal), Some(signal));
+    }
+
+    /// Reason for killing the worker at the end of its grace.
+    pub(super) fn why_overdue(&self) -> KillReason {
+        self.asked_by.map_or(KillReason::SlowExit, KillReason::AfterSignal)
     }
 
     /// True if its whole group was sent this signal, or SIGKILL, last.

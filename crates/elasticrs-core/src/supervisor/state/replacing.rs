@@ -82,6 +82,16 @@ impl Group {
         self.sweep_left(effects);
     }
 
+    /// Adds a member that Python started.
+    pub(super) fn on_adopted(&mut self, local_rank: u32, pid: i32, effects: &mut Vec<Effect>) {
+        let mut member = Member::new(local_rank, pid, true);
+        // Kill it if it came too late to be a member of a running group.
+        if self.phase != Phase::Running {
+            effects.push(member.send(Signal::KILL, StopScope::Group));
+        }
+        self.members.push(member);
+    }
+
     pub(super) fn on_replace(&mut self, local_rank: u32) {
         if let Some(member) = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.place == Place::Free) {
             member.place = Place::Promised;
@@ -107,7 +117,7 @@ impl Group {
         match (self.phase, self.stop_signal) {
             (Phase::Running, _) if self.suspended => effects.push(to_group(pid, Signal::STOP)),
             (Phase::Running, _) => {}
-            (Phase::Stopping, Some(signal)) => effects.push(member.send(signal, self.stop_scope)),
+            (Phase::Stopping, Some(signal)) => effects.push(member.stop(signal, self.stop_scope)),
             _ => effects.push(member.send(Signal::KILL, StopScope::Group)),
         }
     }

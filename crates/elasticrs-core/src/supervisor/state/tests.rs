@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use self::exits::{raised, sampled};
 use self::hangs::{FOUR_SECONDS, after_evidence, elsewhere, sight};
 use super::*;
-use crate::supervisor::event::{ExitStage, WorkersKilled};
+use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
 
 mod exits;
 mod hangs;
@@ -343,6 +343,16 @@ fn a_signal_that_is_passed_on_makes_nobody_a_victim() {
     assert!(effects.iter().any(|e| matches!(e, Effect::Tell(Event::WorkerExited { sent: None, .. }))), "{effects:?}");
 }
 
+#[test]
+fn a_signal_is_not_passed_on_to_what_a_dead_worker_has_left_in_its_group() {
+    let usr1 = Signal::new(10).expect("it exists");
+    let mut group = lingering();
+    let forward = Input::Forward(usr1, vec![0, 1]);
+    assert!(group.may_signal(&forward), "an exit that is not reported yet must be known");
+    let _ = group.on_input(Input::Dead(vec![101]));
+    assert_eq!(group.on_input(forward), [Effect::Signal { pid: 100, to: StopScope::Group, signal: usr1 }]);
+}
+
 fn expired(local_rank: u32, pid: i32, signal: Option<Signal>) -> Input {
     let (scope, at, seen) = ("epoch".to_owned(), None, Stamp(7));
     Input::TimerExpired(TimerExpired { local_rank, pid, scope, at, deadline_ms: 0, others: 0, signal, seen })
@@ -526,7 +536,15 @@ proptest! {
             if group.needs_sight(&input) {
                 seen.take(&group.on_input(sight(now, beats.map(|ago| Some(now - ago?)))))?;
             }
+            let is_passed_on = matches!(input, Input::Forward(..));
+            if is_passed_on && looks_for_dead {
+                let _ = group.on_input(Input::Dead(seen.gone.iter().copied().collect()));
+            }
             let effects = group.on_input(input);
+            if is_passed_on && !seen.takes_evidence {
+                prop_assert!(looks_for_dead, "who has died by itself must be known before");
+                prop_assert!(signals(&effects).iter().all(|(pid, _)| !seen.gone.contains(pid)), "SUP-6: {effects:?}");
+            }
             let fails = effects.iter().any(|effect| matches!(effect, Effect::TellFailure { .. }));
             prop_assert!(looks_for_dead || !fails, "who has died by itself must be known before");
             seen.take(&effects)?;

@@ -2,16 +2,18 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::clock::Stamp;
 
-use super::{Current, Running, Task};
+use super::{Beside, Current, Running, Task};
 use crate::nursery::held::{self, Held};
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::Event;
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
+use crate::supervisor::zombies::Subjects;
 
 /// How often what was told is compared with what the kernel says.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
@@ -32,9 +34,12 @@ impl Task {
     /// nursery is stopped. One that keeps silent for a whole interval hangs.
     pub(super) fn check(&mut self) {
         if self.config.owns_process && std::process::id() == 1 {
-            watch::reap_orphans(self.nursery.as_ref().map(|nursery| nursery.pid));
+            let second = self.beside.iter().flat_map(Beside::pids);
+            let nurseries: Vec<i32> = self.nursery.iter().map(|nursery| nursery.pid).chain(second).collect();
+            watch::reap_orphans(&nurseries);
         }
         self.check_sentinel();
+        self.look_for_zombies();
         let Current::Running(running) = &mut self.current else { return };
         let is_adopted = |pid: i32| running.members.iter().any(|m| m.pid == pid && m.adopted);
         let workers = running.group.living().filter(|&pid| !is_adopted(pid));
@@ -45,8 +50,8 @@ impl Task {
         let held: Vec<_> = workers.filter_map(|pid| by_others(pid).map(|held| (pid, held))).collect();
         let is_held = |pid: i32| held.iter().any(|(held, _)| *held == pid);
         let dead: Vec<i32> = running.dead().into_iter().filter(|&pid| !is_adopted(pid) && !is_held(pid)).collect();
-        // Tolerate unreported exits while a replacement is being started, because the nursery may be blocked in that
-        // start. The start has a deadline of its own.
+        // Unreported exits usually mean that the nursery hangs. Ignore them while a replacement is being started,
+        // because the nursery may be blocked in that start, which has a deadline of its own.
         let is_starting = running.group.starting().next().is_some();
         let overdue = !is_starting && dead.iter().any(|pid| running.unreported.contains(pid));
         if let (false, Some(nursery)) = (dead.is_empty(), &mut self.nursery) {
@@ -62,6 +67,22 @@ impl Task {
                 self.input(Input::Exited { pid, exit, usage: None, seen: Stamp::now() });
             }
         }
+    }
+
+    /// Looks for zombies on another thread, because the scan reads `/proc`. Does nothing if the previous scan is still
+    /// running.
+    fn look_for_zombies(&self) {
+        let Current::Running(running) = &self.current else { return };
+        let group = &running.group;
+        let workers = group.living().filter_map(|pid| Some((group.rank_of(pid)?, pid))).collect();
+        let subjects = Subjects { workers, agent: self.config.owns_process };
+        let (scanner, queue) = (Arc::clone(&self.zombies), Arc::clone(&self.shared.queue));
+        tokio::task::spawn_blocking(move || {
+            let Ok(mut scanner) = scanner.try_lock() else { return };
+            for message in scanner.scan(&subjects) {
+                queue.push(Event::Degraded { message });
+            }
+        });
     }
 
     /// Says once that a tracer holds a process which has ended.

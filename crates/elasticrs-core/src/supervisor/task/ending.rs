@@ -1,8 +1,11 @@
 //! The sweep of what the members of a group leave.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Current, Member, Task};
+use super::beside::Beside;
+use super::loss::left_behind;
+use super::{CLOSE_LIMIT, Current, Member, Task};
 use crate::nursery::held;
 use crate::nursery::protocol::Request;
 use crate::supervisor::deadlines::Timer;
@@ -27,11 +30,12 @@ impl Task {
                 Current::Idle | Current::Starting(_) => &[],
             };
             let pids = |adopted| members.iter().filter(|m| m.adopted == adopted).map(|m| m.pid).collect::<Vec<_>>();
-            let (adopted, sessions) = (pids(true), pids(false));
+            let (mut spared, sessions) = (pids(true), pids(false));
+            spared.extend(self.beside.iter().flat_map(Beside::pids));
             let give_up = give_up.min(self.sweep_limit);
             let (token, owns_process) = (self.token, self.config.owns_process);
             self.own_sweep = Some(tokio::task::spawn_blocking(move || {
-                watch::sweep_after_loss(token, owns_process, &adopted, &sessions, give_up)
+                watch::sweep_after_loss(token, owns_process, &spared, &sessions, give_up)
             }));
         }
         let limit = linger.saturating_add(grace).saturating_add(give_up).saturating_add(SWEEP_SLACK);
@@ -67,6 +71,31 @@ impl Task {
                 }
             },
             Current::Running(_) => self.input(Input::Swept(swept)),
+        }
+    }
+
+    /// Ends the nursery, and with it whatever is left.
+    pub(super) async fn close(mut self, keep_descendants: bool) {
+        self.give_up_evidence();
+        self.end_beside();
+        self.close_nursery(keep_descendants).await;
+        while self.retired.join_next().await.is_some() {}
+    }
+
+    async fn close_nursery(&mut self, keep_descendants: bool) {
+        let Some(nursery) = self.nursery.take() else {
+            // The nursery was lost, and what it left may still be being ended. What does not end in time has its
+            // SIGKILL pending.
+            if let Some(sweep) = self.own_sweep.take() {
+                let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
+            }
+            return;
+        };
+        self.shared.nursery_pid.store(0, Ordering::Relaxed);
+        let leave = keep_descendants && matches!(self.current, Current::Idle);
+        let message = left_behind(nursery.pid);
+        if nursery.end(leave, CLOSE_LIMIT).await.is_none() {
+            self.shared.queue.push(Event::Degraded { message });
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Gives the nursery the sockets and the deadline that it guards for the agent: the connection of the agent's lease,
-//! its links with other agents, and the fence.
+//! Gives the nursery everything that it guards for the agent: the connection of the agent's lease, the links with other
+//! agents, and the fence, which is the deadline for killing all workers.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use nix::errno::Errno;
 
 use super::{Nursery, Task};
-use crate::nursery::connections::Held;
+use crate::nursery::connections::{Held, Release};
 use crate::nursery::protocol::Request;
 use crate::supervisor::command::Guarded;
 use crate::supervisor::event::Event;
@@ -15,11 +15,19 @@ use crate::supervisor::event::Event;
 impl Task {
     pub(super) fn guard(&mut self, guarded: Guarded) {
         match guarded {
-            Guarded::Hold(socket) => self.hold(Held { socket, word: None }, false),
-            Guarded::Link { link, word, is_first } => self.hold(Held { socket: link, word: Some(word) }, !is_first),
+            Guarded::Hold(socket) => {
+                self.hold(Held { socket, word: None }, false);
+            }
+            Guarded::Link { link, word, is_first } => {
+                self.hold(Held { socket: link, word: Some(word) }, !is_first);
+            }
             Guarded::Beside(socket, held) => {
-                self.hold(Held { socket, word: None }, true);
-                if let Some(nursery) = &mut self.nursery {
+                if !self.hold(Held { socket, word: None }, true) {
+                    // The newest socket must be the same one in this process and in the nursery, because the session
+                    // may release the newest one next.
+                    self.guard.release(Release::Newest);
+                    let _ = held.send(false);
+                } else if let Some(nursery) = &mut self.nursery {
                     nursery.tell_sent(held);
                 }
             }
@@ -30,13 +38,24 @@ impl Task {
         }
     }
 
-    fn hold(&mut self, held: Held, beside: bool) {
+    /// Returns false if the nursery did not get the socket, which an event has then reported.
+    fn hold(&mut self, held: Held, beside: bool) -> bool {
         let request = Request::Hold { beside, word: held.word };
-        self.send_to_both(&request, held.socket.try_clone().map(|copy| vec![copy]));
-        self.guard.hold(held, beside);
+        let copy = held.socket.try_clone().map(|copy| vec![copy]);
+        match self.guard.hold(held, beside) {
+            Ok(()) => self.send_to_both(&request, copy),
+            Err(reason) => {
+                let message = format!(
+                    "the nursery cannot guard the link of another agent: {reason}. If this node is lost, that agent \
+                     learns it only when the lease of this node expires"
+                );
+                self.shared.queue.push(Event::Degraded { message });
+                false
+            }
+        }
     }
 
-    /// Gives all held sockets and the fence to a new nursery or sentinel.
+    /// Gives a new nursery or sentinel duplicates of all held sockets, and the fence with its deadline.
     pub(super) fn equip(&self, nursery: &mut Nursery) {
         let mut send = |request, fds: io::Result<Vec<OwnedFd>>| match fds {
             Ok(fds) => nursery.send(&request, fds),
@@ -45,14 +64,17 @@ impl Task {
         for held in self.guard.all() {
             send(Request::Hold { beside: true, word: held.word }, held.socket.try_clone().map(|copy| vec![copy]));
         }
-        send(Request::Fence, self.shared.fence.descriptors());
+        send(Request::Fence { holder: self.shared.fence.holder() }, self.shared.fence.descriptors());
     }
 
-    fn send_to_both(&mut self, request: &Request, fds: io::Result<Vec<OwnedFd>>) {
-        let Some(nursery) = &mut self.nursery else { return };
-        if let Err(error) = fds.and_then(|fds| nursery.send_to_both(request, fds)) {
+    /// Returns false if no descriptor was left for the duplicates, which an event has then reported.
+    fn send_to_both(&mut self, request: &Request, fds: io::Result<Vec<OwnedFd>>) -> bool {
+        let Some(nursery) = &mut self.nursery else { return true };
+        let sent = fds.and_then(|fds| nursery.send_to_both(request, fds));
+        if let Err(error) = &sent {
             self.tell_not_guarded(error.raw_os_error().unwrap_or(libc::EMFILE));
         }
+        sent.is_ok()
     }
 
     /// Replaces a sentinel that was lost, because the agent may be killed while the nursery hangs.

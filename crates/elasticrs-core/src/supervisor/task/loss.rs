@@ -63,7 +63,7 @@ impl Task {
                 self.deadlines.arm(Timer::Fence, left + FENCE_AFTER, Instant::now());
             }
             // The nursery has seen it, or its sentinel; or there is none.
-            Ok(Look::Passed { first: false } | Look::Unset) | Err(_) => {}
+            Ok(Look::Passed { first: false } | Look::Unset | Look::HandedOver(_)) | Err(_) => {}
             Ok(Look::Passed { first: true }) => {
                 self.end_fenced();
                 if matches!(self.current, Current::Starting(_)) {

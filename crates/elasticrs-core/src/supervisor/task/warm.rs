@@ -1,10 +1,9 @@
 //! The import phase of a warm nursery, and the group that waits for its end.
 
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{CLOSE_LIMIT, Current, Guard, Import, Nursery, Task};
-use crate::nursery::launch::NurseryImage;
+use crate::nursery::launch::{Import as Terms, NurseryImage};
 use crate::nursery::report::{self, End};
 use crate::spec::GroupSpec;
 use crate::supervisor::deadlines::Timer;
@@ -19,20 +18,21 @@ impl Task {
         self.nursery.as_ref().is_some_and(|nursery| nursery.import.is_some())
     }
 
-    pub(super) fn renew_nursery(&mut self) {
-        let may_be_warm = self.config.nursery.iter().any(|image| matches!(image, NurseryImage::Warm(_)));
-        if !matches!(self.current, Current::Idle) || !may_be_warm {
-            return;
-        }
-        if let Some(old) = self.nursery.take() {
-            self.retire(old);
-            self.disarm_import();
-        }
-        self.shared.nursery_pid.store(0, Ordering::Relaxed);
-        // Ignore an error, because the next start tries again and reports it.
-        if let Ok(nursery) = Nursery::launch(&self.config.nursery) {
-            self.use_nursery(nursery);
-        }
+    pub(super) fn may_be_warm(&self) -> bool {
+        self.config.nursery.iter().any(|image| matches!(image, NurseryImage::Warm(_)))
+    }
+
+    /// Makes all later nurseries cold.
+    pub(super) fn forget_warm(&mut self) {
+        self.config.nursery.retain(|image| !matches!(image, NurseryImage::Warm(_)));
+    }
+
+    /// Returns the programs for a nursery that replaces a lost one. A group that starts cold does not wait for imports,
+    /// so its nursery is cold as well.
+    pub(super) fn images_for(&self, spec: &GroupSpec) -> Vec<NurseryImage> {
+        let is_warm = spec.processes.iter().any(|process| process.warm);
+        let fits = |image: &&NurseryImage| is_warm || !matches!(image, NurseryImage::Warm(_));
+        self.config.nursery.iter().filter(fits).cloned().collect()
     }
 
     /// Ends a nursery that is no longer needed. Closing the supervisor waits for its end.
@@ -82,23 +82,16 @@ impl Task {
     pub(super) fn on_ready(&mut self) {
         if self.nursery.as_mut().and_then(|nursery| nursery.import.take()).is_some() {
             self.disarm_import();
-            self.shared.queue.push(Event::Warmed { failure: None });
+            self.shared.queue.push(Event::Warmed { failure: None, is_beside: false });
             self.start_what_waits();
         }
     }
 
-    /// Kills a nursery that speaks another version of the protocol. This can only be a warm nursery, because it is
-    /// started from installed files, which may have been replaced since this process started. An embedded nursery is
-    /// part of this program. The job then continues as after a failed import.
+    /// Kills a nursery that speaks another version of the protocol. The job then continues as after a failed import.
     pub(super) fn on_other_build(&mut self) {
-        let Some(nursery) = &mut self.nursery else { return };
-        if let Some(import) = &nursery.import {
-            report::fail(
-                &import.warm.report,
-                "another build of elasticrs was installed while this job was running; start the job again to use --warm",
-            );
+        if let Some(nursery) = &mut self.nursery {
+            refuse(nursery);
         }
-        nursery.kill();
     }
 
     pub(super) fn on_hung_import(&mut self) {
@@ -109,6 +102,22 @@ impl Task {
 
     /// Handles the death of a nursery during its imports. Returns true if no worker was lost with it.
     pub(super) fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, end: NurseryEnd) -> bool {
+        if let Some(nursery) = self.import_rest(import, sentinel, end, false) {
+            self.use_nursery(nursery);
+            return true;
+        }
+        self.go_on_cold(end)
+    }
+
+    /// Starts another nursery that imports the rest, if a module has ended the previous one. Cleans up what the previous
+    /// one has started.
+    pub(super) fn import_rest(
+        &mut self,
+        import: Import,
+        sentinel: Option<Guard>,
+        end: NurseryEnd,
+        is_background: bool,
+    ) -> Option<Nursery> {
         let Import { warm, since, end: how, is_unguarded } = import;
         if let Some(Guard { sentinel, .. }) = sentinel {
             self.retire_by(sentinel.end_what_it_guards(CLOSE_LIMIT));
@@ -117,22 +126,22 @@ impl Task {
             report::fail(&warm.report, "the process that guards the import was lost");
         } else if !end.hung
             && report::blame(&warm.report, since, how.unwrap_or(End::Exit(end.exit)))
-            && let Ok(nursery) = Nursery::launch_again(&self.config.nursery, since)
+            && let Ok(nursery) =
+                Nursery::launch_again(&self.config.nursery, &Terms { since: Some(since), is_background })
         {
             if nursery.import.is_some() {
-                self.use_nursery(nursery);
-                return true;
+                return Some(nursery);
             }
             self.retire(nursery);
         }
-        self.go_on_cold(end)
+        None
     }
 
     /// Replaces the warm nursery with a cold one for the rest of the job.
     fn go_on_cold(&mut self, end: NurseryEnd) -> bool {
         self.disarm_import();
-        self.config.nursery.retain(|image| !matches!(image, NurseryImage::Warm(_)));
-        self.shared.queue.push(Event::Warmed { failure: Some(end) });
+        self.forget_warm();
+        self.shared.queue.push(Event::Warmed { failure: Some(end), is_beside: false });
         if let Ok(nursery) = Nursery::launch(&self.config.nursery) {
             self.use_nursery(nursery);
             self.start_what_waits();
@@ -155,4 +164,17 @@ impl Task {
             self.start_when_answered();
         }
     }
+}
+
+/// Kills a nursery that speaks another version of the protocol. This can only be a warm nursery, because it is started
+/// from installed files, which may have been replaced since this process started. An embedded nursery is part of this
+/// program.
+pub(super) fn refuse(nursery: &mut Nursery) {
+    if let Some(import) = &nursery.import {
+        report::fail(
+            &import.warm.report,
+            "another build of elasticrs was installed while this job was running; start the job again to use --warm",
+        );
+    }
+    nursery.kill();
 }

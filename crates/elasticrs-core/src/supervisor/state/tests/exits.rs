@@ -2,23 +2,26 @@
 
 use super::*;
 
+const AFTER_TERM: KillReason = KillReason::AfterSignal(Signal::TERM);
+
 pub(super) fn raised(local_rank: u32) -> Input {
     let (pid, limit) = (PIDS[local_rank as usize], Some(Duration::from_secs(10)));
     Input::Raised(WorkerRaised { local_rank, pid, text: String::new(), seen: Stamp(5), limit, exit: ExitStage::Begun })
 }
 
-/// Returns the input for a sample of a worker that has raised.
+/// Returns the input that reports a sample of a worker that exits after an uncaught exception.
 pub(super) fn sampled(local_rank: u32, progressed: Option<bool>) -> Input {
     Input::ExitSampled { local_rank, progressed }
 }
 
-fn killed(effects: &[Effect]) -> Vec<(Vec<u32>, Option<Signal>, u64)> {
+/// Returns the local ranks, the reason and the limit in seconds of each report of killed workers.
+pub(super) fn killed(effects: &[Effect]) -> Vec<(Vec<u32>, KillReason, u64)> {
     let told = effects.iter().filter_map(|effect| match effect {
         Effect::Tell(Event::WorkersKilled(killed)) => Some(killed),
         _ => None,
     });
     let ranks = |killed: &WorkersKilled| killed.workers.iter().map(|(local_rank, _)| *local_rank).collect();
-    told.map(|killed| (ranks(killed), killed.signal, killed.limit.as_secs())).collect()
+    told.map(|killed| (ranks(killed), killed.reason, killed.limit.as_secs())).collect()
 }
 
 #[test]
@@ -84,6 +87,34 @@ fn a_slow_exit_that_makes_progress_fails_the_group_and_uses_the_grace() {
 }
 
 #[test]
+fn a_slow_exit_that_outlasts_the_grace_is_killed_for_that_and_not_for_a_signal_that_it_never_got() {
+    let mut group = lingering();
+    let _ = group.on_input(raised(2));
+    let _ = group.on_input(sampled(2, Some(true)));
+    let effects = group.on_input(Input::Expired(Timer::Kill));
+    assert_eq!(killed(&effects), [(vec![0, 1, 3], AFTER_TERM, 30), (vec![2], KillReason::SlowExit, 30)]);
+}
+
+#[test]
+fn a_slow_exit_that_a_second_stop_has_signalled_is_killed_for_that_signal() {
+    let mut group = lingering();
+    let _ = group.on_input(raised(2));
+    let _ = group.on_input(sampled(2, Some(true)));
+    let _ = group.on_input(Input::Stop(StopPolicy { grace: Duration::from_secs(3), ..TERM_30 }));
+    let effects = group.on_input(Input::Expired(Timer::Kill));
+    assert_eq!(killed(&effects), [(vec![0, 1, 2, 3], AFTER_TERM, 3)]);
+}
+
+#[test]
+fn a_worker_that_a_timer_has_signalled_is_killed_for_that_signal() {
+    let usr1 = Signal::new(10).expect("it exists");
+    let mut group = lingering();
+    let _ = after_evidence(&mut group, expired(1, 101, Some(usr1)));
+    let effects = group.on_input(Input::Expired(Timer::Kill));
+    assert_eq!(killed(&effects), [(vec![0, 2, 3], AFTER_TERM, 30), (vec![1], KillReason::AfterSignal(usr1), 30)]);
+}
+
+#[test]
 fn a_stopped_worker_that_raised_and_stalls_is_killed_before_the_grace_is_over() {
     let mut group = lingering();
     let _ = group.on_input(exited(101, FAILED));
@@ -93,7 +124,7 @@ fn a_stopped_worker_that_raised_and_stalls_is_killed_before_the_grace_is_over() 
     assert_eq!(signals(&group.on_input(sampled(0, Some(true)))), [], "it may be saving");
     let effects = group.on_input(sampled(0, Some(false)));
     assert_eq!(signals(&effects), [(100, Signal::KILL)]);
-    assert_eq!(killed(&effects), [(vec![0], None, 5)]);
+    assert_eq!(killed(&effects), [(vec![0], KillReason::StalledExit, 5)]);
     assert_eq!(group.on_input(sampled(0, Some(false))), [], "once");
     assert_eq!(group.on_input(sampled(2, Some(false))), [], "this one has not raised, and may be saving");
 }
@@ -105,7 +136,7 @@ fn workers_whose_grace_is_over_are_named_once_with_the_signal_and_the_grace() {
     let _ = group.on_input(exited(101, DONE));
     let _ = group.on_input(Input::Dead(vec![103]));
     let effects = group.on_input(Input::Expired(Timer::Kill));
-    assert_eq!(killed(&effects), [(vec![0, 2], Some(Signal::TERM), 4)]);
+    assert_eq!(killed(&effects), [(vec![0, 2], AFTER_TERM, 4)]);
     let last_signal = effects.iter().rposition(|effect| matches!(effect, Effect::Signal { .. }));
     let told = effects.iter().position(|effect| matches!(effect, Effect::Tell(_)));
     assert!(told > last_signal, "the signals come first");

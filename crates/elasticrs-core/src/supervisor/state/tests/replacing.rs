@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::exits::{killed, raised, sampled};
 use super::*;
 
 fn replacing() -> Group {
@@ -168,6 +169,30 @@ fn a_worker_that_nothing_ends_fails_the_group() {
     let effects = group.on_input(Input::Expired(Timer::Condemned(1)));
     assert_eq!(signals(&effects), [100, 102, 103].map(|pid| (pid, Signal::TERM)));
     assert!(effects.iter().any(|e| matches!(e, Effect::TellFailure { local_rank: 1, siblings: 3, .. })));
+}
+
+#[test]
+fn a_slow_exit_that_outlasts_its_grace_is_not_killed_for_want_of_progress() {
+    let mut group = replacing();
+    let _ = group.on_input(raised(2));
+    let effects = group.on_input(sampled(2, Some(true)));
+    assert_eq!(signals(&effects), [], "it is left alone");
+    // Any other signal of the user's asks for no exit.
+    let _ = group.on_input(Input::Signal(Signal::new(10).expect("it exists"), Some(vec![2])));
+    let effects = group.on_input(Input::Expired(Timer::Condemned(2)));
+    assert_eq!(killed(&effects), [(vec![2], KillReason::SlowExit, 30)]);
+    let _ = group.on_input(raised(3));
+    let _ = group.on_input(sampled(3, Some(true)));
+    let effects = group.on_input(sampled(3, Some(false)));
+    assert_eq!(killed(&effects), [(vec![3], KillReason::StalledExit, 5)]);
+}
+
+#[test]
+fn a_worker_whose_timer_expired_is_killed_for_its_signal() {
+    let mut group = replacing();
+    let _ = after_evidence(&mut group, expired(1, 101, Some(Signal::TERM)));
+    let effects = group.on_input(Input::Expired(Timer::Condemned(1)));
+    assert_eq!(killed(&effects), [(vec![1], KillReason::AfterSignal(Signal::TERM), 30)]);
 }
 
 #[test]

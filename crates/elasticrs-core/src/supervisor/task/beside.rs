@@ -1,0 +1,133 @@
+//! A second warm nursery, which imports modules again while the first one and its workers continue.
+//!
+//! There are never more than two. The second one has no workers, so it gets the connections and the fence only when it
+//! takes over.
+
+use std::time::{Duration, Instant};
+
+use super::{CLOSE_LIMIT, Current, Task, loss, warm};
+use crate::exit::WorkerExit;
+use crate::nursery::launch::Import as Terms;
+use crate::nursery::protocol::{PROTOCOL, Reply};
+use crate::supervisor::deadlines::after;
+use crate::supervisor::event::{Event, NurseryEnd};
+use crate::supervisor::nursery_io::{FromNursery, Nursery};
+use crate::sys::priority;
+
+/// The second nursery.
+pub(super) struct Beside {
+    nursery: Nursery,
+    /// Deadline for the imports.
+    until: Instant,
+    /// Nice value that the nursery gets when it takes over. `None` if the nursery has its usual value.
+    nice: Option<i32>,
+}
+
+impl Beside {
+    /// Returns the next event of the nursery. Cancel-safe. Kills the nursery at the deadline for its imports.
+    pub(super) async fn next(&mut self) -> FromNursery {
+        let limited = self.nursery.import.is_some() && !self.nursery.hung;
+        tokio::select! {
+            biased;
+            from = self.nursery.next() => return from,
+            () = tokio::time::sleep_until(self.until.into()), if limited => {}
+        }
+        self.nursery.kill_hung();
+        self.nursery.next().await
+    }
+
+    /// Returns the pids of the nursery and of its sentinel.
+    pub(super) fn pids(&self) -> impl Iterator<Item = i32> {
+        [self.nursery.pid].into_iter().chain(self.nursery.sentinel.as_ref().map(|guard| guard.sentinel.pid))
+    }
+}
+
+impl Task {
+    pub(super) fn import_beside(&mut self, limit: Duration) {
+        self.end_beside();
+        if !self.may_be_warm() {
+            return;
+        }
+        let nice = priority::restorable();
+        let terms = Terms { since: None, is_background: nice.is_some() };
+        match Nursery::launch_again(&self.config.nursery, &terms) {
+            Ok(nursery) if nursery.import.is_some() => {
+                self.beside = Some(Beside { nursery, until: after(Instant::now(), limit), nice });
+            }
+            // The warm program could not be executed, so this is a cold nursery.
+            Ok(nursery) => {
+                self.retire(nursery);
+                self.beside_has_failed(NurseryEnd { exit: WorkerExit::Unknown, hung: false });
+            }
+            Err(_) => self.beside_has_failed(NurseryEnd { exit: WorkerExit::Unknown, hung: false }),
+        }
+    }
+
+    /// Ends the second nursery, if there is one.
+    pub(super) fn end_beside(&mut self) {
+        if let Some(beside) = self.beside.take() {
+            self.retire(beside.nursery);
+        }
+    }
+
+    pub(super) fn take_over(&mut self) -> bool {
+        if !matches!(self.current, Current::Idle) {
+            return false;
+        }
+        let Some(beside) = self.beside.take_if(|beside| beside.nursery.import.is_none()) else { return false };
+        // Workers inherit the nice value, so this nursery is of no use without its old value.
+        if beside.nice.is_some_and(|nice| priority::set_nice_of(beside.nursery.pid, nice).is_err()) {
+            self.retire(beside.nursery);
+            return false;
+        }
+        // From here on only the second nursery enforces the deadline, although the first one may still run for a moment.
+        if !self.shared.fence.hand_over() {
+            self.beside = Some(Beside { nice: None, ..beside });
+            return false;
+        }
+        if let Some(first) = self.nursery.take() {
+            self.retire(first);
+        }
+        self.use_nursery(beside.nursery);
+        true
+    }
+
+    pub(super) fn on_beside(&mut self, from: &FromNursery) {
+        let Some(beside) = &mut self.beside else { return };
+        match from {
+            FromNursery::Reply(Reply::Ready { protocol: PROTOCOL, .. }, _) => {
+                beside.nursery.import = None;
+                self.shared.queue.push(Event::Warmed { failure: None, is_beside: true });
+            }
+            FromNursery::Reply(Reply::Ready { .. }, _) => warm::refuse(&mut beside.nursery),
+            // It has no workers and holds no connection, so it has nothing else to report.
+            FromNursery::Reply(..) => {}
+            FromNursery::Died(exit) => self.on_lost_beside(*exit),
+            FromNursery::GivenUp => {
+                let message = loss::left_behind(beside.nursery.pid);
+                self.shared.queue.push(Event::Degraded { message });
+                self.on_lost_beside(WorkerExit::Unknown);
+            }
+        }
+    }
+
+    fn on_lost_beside(&mut self, exit: WorkerExit) {
+        let Some(Beside { nursery, until, nice }) = self.beside.take() else { return };
+        let end = NurseryEnd { exit, hung: nursery.hung };
+        let Nursery { import, sentinel, .. } = nursery;
+        if let Some(import) = import {
+            if let Some(nursery) = self.import_rest(import, sentinel, end, nice.is_some()) {
+                self.beside = Some(Beside { nursery, until, nice });
+                return;
+            }
+        } else if let Some(guard) = sentinel {
+            self.retire_by(guard.sentinel.end_what_it_guards(CLOSE_LIMIT));
+        }
+        self.beside_has_failed(end);
+    }
+
+    fn beside_has_failed(&mut self, end: NurseryEnd) {
+        self.forget_warm();
+        self.shared.queue.push(Event::Warmed { failure: Some(end), is_beside: true });
+    }
+}

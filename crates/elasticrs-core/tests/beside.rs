@@ -1,0 +1,240 @@
+//! A second warm nursery, which imports again while the first one has workers.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::fs::{read_dir, read_link, read_to_string, write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use common::groups::{HANG, TERM, close, event, group, run, warm_image};
+use common::{hold, image, worker};
+use elasticrs_core::exit::WorkerExit;
+use elasticrs_core::nursery::tree::children_of_self;
+use elasticrs_core::spec::GroupSpec;
+use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, Supervisor};
+use elasticrs_core::sys::{pidfd, priority};
+use elasticrs_runtime::clock::boot_now;
+use elasticrs_testkit::{wait_for_end, wait_until};
+use nix::sys::ptrace;
+use tempfile::TempDir;
+
+/// A supervisor whose next nursery does what the test has written to a file.
+struct Job {
+    supervisor: Supervisor,
+    folder: TempDir,
+}
+
+impl Job {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("what");
+        write(&path, "").unwrap();
+        let nursery = vec![warm_image(&format!("reads {}", path.display()), HANG), image()];
+        Self { supervisor: Supervisor::new(Config { nursery, owns_process: true }).unwrap(), folder }
+    }
+
+    fn import_beside(&self, what: &str, limit: Duration) {
+        write(self.folder.path().join("what"), what).unwrap();
+        self.supervisor.import_beside(limit).unwrap();
+    }
+
+    fn run_warm(&self) -> i32 {
+        self.supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
+        let Event::GroupStarted { pids, .. } = event(&self.supervisor) else { panic!("it starts") };
+        pids[0]
+    }
+
+    fn is_ready(&self) {
+        let expected = Event::Warmed { failure: None, is_beside: true };
+        assert_eq!(event(&self.supervisor), expected);
+    }
+
+    fn outcome(&self) -> Outcome {
+        loop {
+            if let Event::GroupEnded { outcome, .. } = event(&self.supervisor) {
+                return outcome;
+            }
+        }
+    }
+
+    fn stop(&self) {
+        self.supervisor.stop(TERM).unwrap();
+        assert_eq!(self.outcome(), Outcome::Stopped);
+    }
+
+    fn nursery(&self) -> i32 {
+        self.supervisor.nursery_pid().unwrap()
+    }
+}
+
+fn warm(mut group: GroupSpec) -> GroupSpec {
+    for process in &mut group.processes {
+        process.warm = true;
+    }
+    group
+}
+
+fn kill(pid: i32) {
+    pidfd::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGKILL).unwrap();
+}
+
+/// Nursery processes that are children of this process, without sentinels.
+fn nurseries() -> Vec<i32> {
+    let is_nursery = |pid: &i32| {
+        let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&command).contains("warm-nursery")
+    };
+    children_of_self().into_iter().filter(is_nursery).collect()
+}
+
+fn stat(pid: i32) -> Vec<String> {
+    let stat = read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    stat.rsplit_once(')').unwrap().1.split_whitespace().map(str::to_owned).collect()
+}
+
+fn parent(pid: i32) -> i32 {
+    stat(pid)[1].parse().unwrap()
+}
+
+fn nice(pid: i32) -> i32 {
+    stat(pid)[16].parse().unwrap()
+}
+
+#[test]
+fn the_second_nursery_takes_over_between_groups_and_not_while_one_runs() {
+    let job = Job::new();
+    assert!(!job.supervisor.take_over().unwrap(), "there is no second nursery");
+    let worker = job.run_warm();
+    let first = job.nursery();
+    job.import_beside("", HANG);
+    job.is_ready();
+    assert!(!job.supervisor.take_over().unwrap(), "a group runs");
+    assert_eq!((job.nursery(), parent(worker)), (first, first));
+    job.stop();
+    assert!(job.supervisor.take_over().unwrap());
+    wait_for_end(first);
+    let worker = job.run_warm();
+    assert_ne!(job.nursery(), first);
+    assert_eq!(parent(worker), job.nursery());
+    assert_eq!(nice(worker), nice(std::process::id().cast_signed()), "the low priority is for the import only");
+    job.stop();
+    close(job.supervisor);
+}
+
+#[test]
+fn the_second_nursery_imports_at_the_lowest_priority_if_it_can_get_its_own_back() {
+    let job = Job::new();
+    let first = job.nursery();
+    job.import_beside("hangs", HANG);
+    wait_until("the second nursery", || nurseries().len() == 2);
+    let second = nurseries().into_iter().find(|&pid| pid != first).unwrap();
+    let own = nice(std::process::id().cast_signed());
+    let expected = if priority::restorable().is_some() { priority::BACKGROUND } else { own };
+    assert_eq!(nice(second), expected);
+    assert!(!job.supervisor.take_over().unwrap(), "it still imports");
+    close(job.supervisor);
+}
+
+#[test]
+fn a_further_second_nursery_replaces_the_earlier_one() {
+    let job = Job::new();
+    for what in ["hangs", "", "hangs", ""] {
+        job.import_beside(what, HANG);
+        if what.is_empty() {
+            job.is_ready();
+        }
+    }
+    wait_until("the end of the others", || nurseries().len() == 2);
+    close(job.supervisor);
+}
+
+#[test]
+fn a_failed_import_leaves_the_group_alone_and_later_groups_cold() {
+    for (what, limit) in [("dies", HANG), ("hangs", Duration::from_millis(50)), ("is of another build", HANG)] {
+        let job = Job::new();
+        let worker = job.run_warm();
+        job.import_beside(what, limit);
+        let Event::Warmed { failure: Some(end), is_beside: true } = event(&job.supervisor) else { panic!("{what}") };
+        let killed = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
+        let exit = if what == "dies" { WorkerExit::Exited { code: 3 } } else { killed };
+        assert_eq!(end, NurseryEnd { exit, hung: what == "hangs" });
+        assert_eq!(parent(worker), job.nursery());
+        job.stop();
+        job.import_beside("", HANG);
+        assert!(!job.supervisor.take_over().unwrap(), "there is no further import");
+        run(&job.supervisor, &[&["sleep"]]);
+        job.stop();
+        close(job.supervisor);
+    }
+}
+
+#[test]
+fn a_second_nursery_that_is_killed_when_it_is_ready_is_a_failed_import() {
+    let job = Job::new();
+    let first = job.nursery();
+    job.import_beside("", HANG);
+    job.is_ready();
+    nurseries().into_iter().filter(|&pid| pid != first).for_each(kill);
+    assert!(matches!(event(&job.supervisor), Event::Warmed { failure: Some(_), is_beside: true }));
+    close(job.supervisor);
+}
+
+#[test]
+fn the_second_nursery_outlives_the_first_one_and_a_cold_group_does_not_wait_for_it() {
+    let job = Job::new();
+    let worker = job.run_warm();
+    job.import_beside("", HANG);
+    job.is_ready();
+    kill(job.nursery());
+    assert_eq!(job.outcome(), Outcome::Lost);
+    wait_for_end(worker);
+    // A warm nursery would hang here.
+    write(job.folder.path().join("what"), "hangs").unwrap();
+    run(&job.supervisor, &[&["sleep"]]);
+    job.stop();
+    assert!(job.supervisor.take_over().unwrap());
+    let worker = job.run_warm();
+    assert_eq!(parent(worker), job.nursery());
+    job.stop();
+    close(job.supervisor);
+}
+
+#[test]
+fn a_nursery_that_has_taken_over_guards_the_connection_and_the_fence() {
+    let job = Job::new();
+    let (connection, _peer) = UnixStream::pair().unwrap();
+    let socket = read_link(format!("/proc/self/fd/{}", connection.as_raw_fd())).unwrap();
+    job.supervisor.guard_connection(connection.into()).unwrap();
+    job.import_beside("", HANG);
+    job.is_ready();
+    assert!(job.supervisor.take_over().unwrap());
+    job.run_warm();
+    let open = read_dir(format!("/proc/{}/fd", job.nursery())).unwrap();
+    assert!(open.filter_map(|entry| read_link(entry.unwrap().path()).ok()).any(|link| link == socket));
+    job.supervisor.fence().set(Some(boot_now()));
+    assert!(matches!(event(&job.supervisor), Event::Fenced { .. }));
+    assert_eq!(job.outcome(), Outcome::Stopped);
+    close(job.supervisor);
+}
+
+#[test]
+fn a_first_nursery_that_is_still_exiting_does_not_use_up_the_fence() {
+    let job = Job::new();
+    let first = job.nursery();
+    job.import_beside("", HANG);
+    job.is_ready();
+    let held = hold(first);
+    assert!(job.supervisor.take_over().unwrap());
+    job.run_warm();
+    // The first nursery wakes up before the second one, and finds the closed link and the deadline together.
+    let second = hold(job.nursery());
+    job.supervisor.fence().set(Some(boot_now()));
+    ptrace::detach(held, None).unwrap();
+    wait_for_end(first);
+    ptrace::detach(second, None).unwrap();
+    assert!(matches!(event(&job.supervisor), Event::Fenced { .. }));
+    assert_eq!(job.outcome(), Outcome::Stopped);
+    close(job.supervisor);
+}

@@ -1,0 +1,27 @@
+"""Stamps of files that a warm nursery has imported. Loaded by ``nursery.py``."""
+
+from __future__ import annotations
+
+import os
+
+
+def stamp(file: str, since: int | None = None) -> list[int]:
+    """Return the modification time and the size of a file; an empty list if it is missing.
+
+    If the file has changed since the imports began, return an impossible time, so that the agent will find it
+    changed: the file may have been imported before the change. Ignore a change in the future, because the
+    clock of the file system may be wrong.
+
+    Args:
+        file: path of the file.
+        since: wall-clock time at which the imports began, in nanoseconds. ``None`` if changes during the
+            imports do not matter.
+    """
+    import time
+
+    try:
+        found = os.stat(file)
+    except OSError:
+        return []
+    is_new = since is not None and since <= found.st_ctime_ns <= time.time_ns()
+    return [-1 if is_new else found.st_mtime_ns, found.st_size]

@@ -1,0 +1,138 @@
+"""Download of the final state: slow, dead and broken peers."""
+
+import hashlib
+import logging
+import select
+import socket
+import struct
+import threading
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+from helpers.procs import HANG
+
+from elasticrs.train import final_state
+
+CONTENT = b"the final state"
+
+
+def seat(url, content=CONTENT):
+    return {"place": "", "url": url, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+
+
+@pytest.fixture
+def server():
+    """Return the URL of a real server of a copy."""
+    yield final_state._serve(memoryview(CONTENT), ("127.0.0.1", 1))
+    final_state.stop_serving()
+
+
+@contextmanager
+def peer(serve):
+    """Run a peer that answers each connection by a function; yield its URL."""
+
+    def run():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                try:
+                    serve(connection)
+                except OSError:
+                    continue
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/x"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(HANG)
+
+
+def send_slowly(connection):
+    """Send the right answer, one byte every tenth of a second. Return at once if nobody asks."""
+    if not connection.recv(1000):
+        return
+    for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n" + CONTENT:
+        connection.sendall(bytes([byte]))
+        select.select([connection], [], [], 0.1)
+
+
+def test_a_peer_that_sends_a_byte_now_and_then_holds_up_nobody(monkeypatch, server):
+    monkeypatch.setattr(final_state, "TRANSFER_TIMEOUT", 1.0)
+    monkeypatch.setattr(final_state.random, "shuffle", lambda _: None)
+    with peer(send_slowly) as slow:
+        assert final_state._fetch([seat(slow)]) == (None, None)
+        content, near = final_state._fetch([seat(slow), seat(server)])
+    assert content == CONTENT
+    assert near == ("127.0.0.1", urlsplit(server).port)
+
+
+def test_the_one_living_peer_of_many_is_found(server):
+    closed = socket.create_server(("127.0.0.1", 0))
+    dead = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
+    closed.close()
+    seats = [seat(dead) for _ in range(100)]
+    assert final_state._fetch(seats) == (None, None)
+    seats[57] = seat(server)
+    assert final_state._fetch(seats)[0] == CONTENT
+
+
+def test_a_peer_with_another_content_is_passed_over(monkeypatch, server):
+    monkeypatch.setattr(final_state.random, "shuffle", lambda _: None)
+    wrong = seat(server, b"another state")
+    assert final_state._fetch([wrong]) == (None, None)
+    assert final_state._fetch([wrong, seat(server)])[0] == CONTENT
+
+
+class Told(logging.Handler):
+    """Keeps the first record."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+        self.is_there = threading.Event()
+
+    def emit(self, record):
+        self.records.append(record)
+        self.is_there.set()
+
+
+def test_a_download_that_is_cut_off_is_one_line_in_the_log(capfd):
+    told, log = Told(), logging.getLogger("elasticrs.train")
+    log.addHandler(told)
+    try:
+        url = urlsplit(final_state._serve(memoryview(bytes(1 << 26)), ("127.0.0.1", 1)))
+        with socket.create_connection((url.hostname, url.port)) as client:
+            client.sendall(f"GET {url.path} HTTP/1.1\r\n\r\n".encode())
+            assert client.recv(1)
+            # Reset the connection, as the kernel does for a process that is killed.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert told.is_there.wait(HANG)
+        final_state.stop_serving()
+    finally:
+        log.removeHandler(told)
+    (record,) = told.records
+    assert "127.0.0.1" in record.getMessage()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("near", "local", "expected"),
+    [
+        ("node1", "10.0.0.7", ("10.0.0.7", "10.0.0.7")),
+        ("node1", "127.0.1.1", ("", "node1")),
+        ("node1", "::1", ("::", "node1")),
+        ("localhost", "127.0.0.1", ("127.0.0.1", "127.0.0.1")),
+        ("127.0.0.1", "127.0.0.1", ("127.0.0.1", "127.0.0.1")),
+        ("::1", "::1", ("::1", "::1")),
+    ],
+)
+def test_other_machines_get_an_address_that_they_can_reach(near, local, expected):
+    assert final_state.serving_address(near, local) == expected

@@ -1,0 +1,178 @@
+"""Files of imported modules change while a job runs: another nursery imports them beside the first one."""
+
+import os
+import re
+import signal
+
+import pytest
+from helpers import procs
+
+pytestmark = pytest.mark.beyond_torchrun
+
+SHOWS = """
+    import os, signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
+    import own_library
+    print("SEEN", os.environ["TORCHELASTIC_RESTART_COUNT"], own_library.VALUE, os.getpid(), flush=True)
+    os._exit(0 if signal.sigwait([signal.SIGUSR1, signal.SIGUSR2]) == signal.SIGUSR1 else 3)
+"""
+
+WAITS = """
+import os
+VALUE = {value!r}
+if os.getppid() == {agent}:
+    open({started!r}, "w").close()
+    os.close(os.open({fifo!r}, os.O_RDONLY))
+"""
+"""A module whose import in a nursery waits until the FIFO is opened for writing."""
+
+SHARES = """
+import os
+VALUE = {value!r}
+if os.getppid() == {agent}:
+    from multiprocessing.shared_memory import SharedMemory
+    memory = SharedMemory(create=True, size=1)
+    open({started!r}, "w").close()
+    os.close(os.open({fifo!r}, os.O_RDONLY))
+"""
+"""Also starts a resource tracker, and makes shared memory that the tracker has to remove."""
+
+
+class Job:
+    """A job of one worker that shows the value of a module of the user."""
+
+    def __init__(self, launch, folder, script, *options):
+        (folder / "library").mkdir()
+        self.module = folder / "library" / "own_library.py"
+        self.module.write_text("VALUE = 'old'\n")
+        self._started, self._fifo = folder / "started", folder / "fifo"
+        os.mkfifo(self._fifo)
+        env = {"PYTHONPATH": str(folder / "library")}
+        self.launched = launch("--max-restarts=5", "--warm=own_library", *options, script, env=env)
+
+    def seen(self, attempt):
+        """Return the value that the worker of an attempt has seen, and its pid."""
+        line = self.launched.wait_for_line(rf"SEEN {attempt} (\w+) (\d+)", "stdout")
+        return line[1], int(line[2])
+
+    def edit(self, value, text="VALUE = {value!r}\n"):
+        names = {"agent": self.launched.pid, "started": str(self._started), "fifo": str(self._fifo)}
+        self.module.write_text(text.format(value=value, **names))
+
+    def fail(self, attempt):
+        """Let the worker fail; return how the next attempt was started."""
+        os.kill(self.seen(attempt)[1], signal.SIGUSR2)
+        line = self.launched.wait_for_line(rf"attempt {attempt + 1} is running, .*\), (warm|cold)", "stderr")
+        return line[1]
+
+    def is_imported(self, times=1):
+        self.launched.wait_for_lines("warm: imported again in", times, "stderr")
+
+    def is_importing(self):
+        procs.wait_until(self._started.exists)
+
+    def go_on(self):
+        self._fifo.open("w").close()
+
+    def nurseries(self):
+        return [child.pid for child in procs.nurseries(self.launched.pid)]
+
+    def succeed(self, attempt):
+        os.kill(self.seen(attempt)[1], signal.SIGUSR1)
+        self.launched.exits(0)
+
+
+@pytest.fixture
+def job(launch, tmp_path, worker_script):
+    def start(*options):
+        return Job(launch, tmp_path, worker_script(SHOWS), *options)
+
+    return start
+
+
+def test_a_restart_after_the_import_is_warm_and_has_the_new_code(job):
+    job = job()
+    assert job.seen(0)[0] == "old"
+    (first,) = job.nurseries()
+    job.edit("new")
+    job.is_imported()
+    assert len(job.nurseries()) == 2
+    assert job.fail(0) == "warm"
+    assert job.seen(1)[0] == "new"
+    procs.wait_gone(first)
+    assert len(job.nurseries()) == 1
+    assert job.fail(1) == "warm"
+    assert job.seen(2)[0] == "new"
+    job.succeed(2)
+    assert len(re.findall(r"own_library\.py has changed", job.launched.stderr)) == 1
+
+
+def test_a_restart_before_the_import_is_cold_and_has_the_new_code(job):
+    job = job()
+    job.seen(0)
+    job.edit("new")
+    assert job.fail(0) == "cold"
+    assert job.seen(1)[0] == "new"
+    job.edit("newer", WAITS)
+    job.is_importing()
+    assert job.fail(1) == "cold"
+    assert job.seen(2)[0] == "newer"
+    job.go_on()
+    job.is_imported()
+    assert job.fail(2) == "warm"
+    assert job.seen(3)[0] == "newer"
+    job.succeed(3)
+
+
+def test_a_change_during_the_import_is_noticed(job):
+    job = job()
+    job.seen(0)
+    job.edit("new", WAITS)
+    job.is_importing()
+    job.edit("newest")
+    job.go_on()
+    job.is_imported()
+    assert job.fail(0) == "cold"
+    assert job.seen(1)[0] == "newest"
+    job.is_imported(times=2)
+    assert job.fail(1) == "warm"
+    assert job.seen(2)[0] == "newest"
+    job.succeed(2)
+
+
+def test_when_the_second_nursery_is_lost_workers_start_cold_from_then_on(job):
+    job = job()
+    job.seen(0)
+    (first,) = job.nurseries()
+    job.edit("new")
+    job.is_imported()
+    (second,) = {*job.nurseries()} - {first}
+    os.kill(second, signal.SIGKILL)
+    job.launched.wait_for_line("warm: workers start cold from now on: .*SIGKILL", "stderr")
+    for attempt in (0, 1):
+        assert job.fail(attempt) == "cold"
+        assert job.seen(attempt + 1)[0] == "new"
+    assert job.nurseries() == [first]
+    job.succeed(2)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("is_ready", [False, True], ids=["imports", "is ready"])
+def test_nothing_is_left_of_an_agent_that_ends_with_two_nurseries(job, signum, is_ready):
+    job = job()
+    pid = job.seen(0)[1]
+    shared = {*os.listdir("/dev/shm")}
+    if is_ready:
+        job.edit("new")
+        job.is_imported()
+    else:
+        job.edit("new", SHARES)
+        job.is_importing()
+    everything = [child.pid for child in job.launched.descendants()]
+    assert len(job.nurseries()) == 2
+    assert {pid, *job.nurseries()} < {*everything}
+    job.launched.signal(signum)
+    procs.assert_gone(everything, 20)
+    job.launched.wait(20)
+    procs.reap_adopted()
+    assert not {name for name in {*os.listdir("/dev/shm")} - shared if name.startswith("psm_")}
