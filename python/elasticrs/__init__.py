@@ -27,19 +27,21 @@ _SUBMODULES = (
 def lazy(
     module: str, name: str, homes: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> Any:
-    """The ``__getattr__`` of a module: import what a name stands for when it is first used.
+    """Import the module or object behind a package attribute when the attribute is first used (lazy module
+    ``__getattr__``).
 
-    Torch's packages import their modules, so that a program may write ``elastic.multiprocessing.errors``
-    after an import of the package alone. Ours are imported when that is written.
+    Torch's packages import their submodules eagerly, so that a program can use
+    ``elastic.multiprocessing.errors`` after importing only the package. Our packages import a submodule when
+    it is first used.
 
     Args:
-        module: its full name.
-        name: what it is asked for.
-        homes: by the full name of another module, the names that are at home there.
-        submodules: of a package.
+        module: full name of the module.
+        name: name of the attribute.
+        homes: names that other modules define, by the full name of the module.
+        submodules: submodules of the package.
 
     Raises:
-        AttributeError: it has none of this name.
+        AttributeError: the module has no attribute of this name.
     """
     import sys
 
@@ -52,5 +54,5 @@ def lazy(
 
 
 def __getattr__(name: str) -> Any:
-    # Neither the command line nor a worker that wants only `record` pays for the rest.
+    # Import submodules lazily, so that the command line and workers that use only `record` start fast.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

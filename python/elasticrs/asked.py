@@ -1,4 +1,4 @@
-"""Questions whose answer may take long, such as those to name servers and network file systems."""
+"""Run a blocking call, such as a name lookup or an access to a network file system, on its own thread."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ if TYPE_CHECKING:
 
 
 class Asked:
-    """What a function returns that may block for long, on a thread of its own.
+    """A call of a function that may block for long, on its own thread.
 
-    A main thread that waits in the C library's resolver hears no signal.
+    The main thread cannot make such a call itself, because it handles no signals while it waits in the C
+    library, for example in the resolver.
 
     Args:
-        ask: called once.
+        ask: function to call once.
 
     Attributes:
-        fd: readable when the function has returned.
+        fd: descriptor that is readable when the function has returned.
 
     Raises:
-        OSError: no descriptor.
-        RuntimeError: no thread.
+        OSError: file descriptors have run out.
+        RuntimeError: no thread can be started.
     """
 
     def __init__(self, ask: Callable[[], Any]) -> None:
@@ -43,7 +44,7 @@ class Asked:
             raise
 
     def _run(self) -> None:
-        # They are for threads that have something to do about them.
+        # Block all signals in this thread, because other threads handle them.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self._answer = self._ask()
@@ -57,8 +58,8 @@ class Asked:
                 os.eventfd_write(self.fd, 1)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the function, at most so many seconds; True if it has returned. Handlers of signals run
-        meanwhile, and may raise.
+        """Wait for the function for at most ``seconds``. Return true if it has returned. Signal handlers run
+        meanwhile and may raise.
         """
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
@@ -71,7 +72,7 @@ class Asked:
         return self._answer
 
     def close(self) -> None:
-        """Give the descriptor back. A function that has not returned goes on, and nobody hears of it."""
+        """Release the descriptor. A function that is still running continues, but its result is ignored."""
         with self._lock:
             if self._is_over and not self._is_closed:
                 os.close(self.fd)

@@ -1,4 +1,4 @@
-"""Makes times of several nodes comparable: all are given on the wall clock of the store."""
+"""Conversion of times to the wall clock of the store, so that times of several nodes can be compared."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from elasticrs._value import Value
 
 
 class Clock(Value):
-    """The wall clock of the store, seen from here.
+    """The store's wall clock, as estimated on this node.
 
     Args:
         offset_ns: the store's wall clock minus ours.
-        error_ns: how far off that may be; ``None`` as long as nobody has measured it.
+        error_ns: maximum error of the offset; ``None`` if it was not measured yet.
     """
 
     offset_ns: int = 0

@@ -1,8 +1,8 @@
-"""Lines of the agent on its stderr, without ever waiting for it.
+"""Console of the agent: writes lines to stderr and never blocks.
 
-A console that nobody reads (a stopped terminal, a full pipe) must not hold up a restart, and the descriptor
-must not be made non-blocking, because the workers share it. So a line is written only when the descriptor
-takes it at once; until then it waits here.
+A console that is not read (a stopped terminal, a full pipe) may not delay a restart. The descriptor cannot be
+made non-blocking, because the workers share it. So a line is written only when the descriptor accepts it at
+once, and is queued here until then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_PIPE_BUF = 4096  # what poll's POLLOUT promises for a pipe, and what is written in one piece
+# POLLOUT promises room for this many bytes in a pipe, and the kernel writes them in one piece
+_PIPE_BUF = 4096
 _KEPT = 1000
 
 
@@ -44,7 +45,7 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
 
 
 def has_time(log_prefix: str | None, fd: int) -> bool:
-    """Return true if lines on this descriptor carry the time.
+    """Return true if lines on this descriptor have a time in their prefix.
 
     Args:
         log_prefix: value of ``--log-prefix``; ``None`` if it is not known here, for ``PET_LOG_PREFIX``.
@@ -56,7 +57,7 @@ def has_time(log_prefix: str | None, fd: int) -> bool:
 
 
 class Console:
-    """A queue of lines, each with a prefix, before a descriptor.
+    """Queue of lines for a descriptor. Each line gets a prefix.
 
     Args:
         fd: the descriptor.
@@ -88,7 +89,9 @@ class Console:
         return 0 if self._is_gone else len(self._lines)
 
     def prefixed(self, text: str) -> str:
-        """Return a text behind the prefix of a line that is written now."""
+        """Return a text with the prefix of a console line in front of it. A time in the prefix is the current
+        time.
+        """
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
@@ -99,7 +102,7 @@ class Console:
         self.flush()
 
     def flush(self) -> None:
-        """Write as many of the waiting lines as go without waiting."""
+        """Write as many queued lines as possible without blocking."""
         while self._lines and not self._is_gone:
             ready = self._poll.poll(0)
             if not ready:
@@ -126,7 +129,7 @@ class Console:
                 ends.
 
         Returns:
-            False if it gave up while lines were still waiting.
+            False if the time ran out while lines were still waiting.
         """
         data = _encode(visible(text))
         self._lines += [data[start : start + _PIPE_BUF] for start in range(0, len(data), _PIPE_BUF)]
@@ -146,7 +149,7 @@ class Console:
         try:
             os.write(self._fd, line)
         except OSError:
-            # A closed or broken stderr takes nothing any more, and there is nowhere left to say so.
+            # Stop writing, because stderr is closed or broken. There is nowhere left to report the error.
             self._is_gone = True
 
 

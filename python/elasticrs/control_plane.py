@@ -1,7 +1,7 @@
-"""A worker's own server: its stacks and its flight recorder, on request.
+"""Debug server of a worker, which returns its stacks and its flight recorder on request.
 
 The server is torch's (HTTP on a Unix socket; ``GET /handler/``, ``POST /handler/ping``). Torch is imported
-only where the server is asked for, by ``TORCH_WORKER_SERVER_SOCKET``, which no agent sets by itself.
+only if ``TORCH_WORKER_SERVER_SOCKET`` requests the server. No agent sets this variable by itself.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 def worker_main() -> _WorkerMain:
     """Wrap the main function of a worker: answer requests while it runs, and record how it fails.
 
-    ``@worker_main()`` before a function, or ``with worker_main():``. Different from torch, an exception of
-    the function is recorded (there it is that of making the context manager).
+    Use ``@worker_main()`` before a function, or ``with worker_main():``. Unlike in torch, an exception of the
+    function is recorded. Torch records only an exception of the creation of the context manager.
 
     Returns:
-        A decorator that is a context manager too.
+        A decorator that is also a context manager.
     """
     return _WorkerMain()
 
@@ -64,7 +64,8 @@ class _WorkerMain:
         traceback: TracebackType | None,
     ) -> None:
         _shutdown(self._server)
-        # The report of a job that this worker launched has an error file of its own.
+        # Record no `ChildFailedError`, because the job that this worker launched has written an error file of
+        # its own.
         if isinstance(error, Exception) and not isinstance(error, ChildFailedError):
             self._handler.record_exception(error)
 

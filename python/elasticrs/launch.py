@@ -1,6 +1,7 @@
-"""``python -m elasticrs.launch`` and ``elasticrun``, and the names of ``torch.distributed.launch``.
+"""Entry points ``python -m elasticrs.launch`` and ``elasticrun``, with the names of
+``torch.distributed.launch``.
 
-What it does is in :mod:`elasticrs.launcher.command_line`.
+The implementation is in :mod:`elasticrs.launcher.command_line`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ _program = "/" + (sys.argv or [""])[0]
 _is_command = __name__ == "__main__" or _program.endswith(("/elasticrun", "/elasticrs/__main__.py"))
 _ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 if _ends_by_sigint:
-    # Until there are handlers, Ctrl-C ends this process as any other signal does, without a traceback.
+    # Until signal handlers are installed, Ctrl-C kills this process without a traceback, as other signals do.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 if _is_command:
-    # An agent makes few objects and hardly a cycle: a collection for each 700 of them is 2 ms of a launch.
+    # Collect garbage less often. An agent creates few objects and hardly any cycles, and the default
+    # threshold of 700 objects costs 2 ms per launch.
     gc.set_threshold(20_000)
 
 from elasticrs import lazy  # noqa: E402
@@ -30,12 +32,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    # The command line has no use for argparse.
+    # Import argparse lazily, because the command line does not use it.
     return lazy(__name__, name, {"elasticrs.run": ("get_args_parser", "run")})
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Launch a job and wait until it has ended.
+    """Launch a job and wait for its end.
 
     Args:
         args: the command line without the program. The job then runs as in :func:`launch`, and every failure
@@ -47,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> None:
         RuntimeError: ``--nnodes`` has more than two parts.
         SignalException: a signal asked the job to stop.
         SystemExit: the command line has a mistake, or the launcher failed.
-        ValueError: a value makes no sense, or options cannot be combined.
+        ValueError: a value is invalid, or options cannot be combined.
     """
     if args is not None:
         launch(parse_args(args))
@@ -59,7 +61,7 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     """Parse a command line. A mistake raises ``SystemExit`` with exit code 2, as in argparse.
 
     Args:
-        args: without the program; the interpreter's own when ``None``.
+        args: arguments without the program; ``sys.argv[1:]`` if ``None``.
     """
     from elasticrs.run import get_args_parser
 
@@ -74,12 +76,12 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def launch(args: Any) -> None:
-    """Run what a namespace of :func:`parse_args` says.
+    """Run the job that a namespace from :func:`parse_args` describes.
 
-    Without ``use_env`` each script gets ``--local-rank=N`` in front of its arguments.
+    Without ``use_env``, ``--local-rank=N`` is inserted before the arguments of each script.
 
     Raises:
-        ValueError: a program that is no Python script, without ``use_env`` (as in torch).
+        ValueError: the program is not a Python script and ``use_env`` is not set (as in torch).
     """
     from elasticrs.run import run
 

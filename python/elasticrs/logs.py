@@ -28,10 +28,11 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class LogPaths(Value):
-    """The files of one attempt by local rank; ``""`` stands for the agent's own descriptor.
+    """Log files of one attempt, by local rank. ``""`` means that the stream goes to the agent's own
+    descriptor.
 
     Attributes:
-        are_new: none of the files was there before the attempt.
+        are_new: true if none of the files existed before the attempt.
     """
 
     stdouts: dict[int, str]
@@ -46,14 +47,16 @@ class LogPaths(Value):
 
     @property
     def run_folder(self) -> str:
-        """The folder of all attempts of the run; empty where the layout is the user's own."""
+        """The folder with all attempts of the run. Empty if the layout comes from a user's class."""
         error_file = next(iter(self.error_files.values()), "") if self.are_new else ""
         # <run>/attempt_N/<local rank>/error.json
         return os.path.dirname(os.path.dirname(os.path.dirname(error_file)))
 
     def only_written(self) -> list[tuple[int, int, str]]:
-        """The files with one stream each that the agent does not follow: local rank, descriptor and path."""
-        # Of a file that several streams share nobody knows whose the bytes are.
+        """Return the files that hold a single stream and that the agent does not read, as local rank,
+        descriptor and path.
+        """
+        # Leave out files that several streams share, because their bytes cannot be attributed to one stream.
         owners: dict[str, list[tuple[int, int, str]]] = {}
         for stream, files in ((STDOUT, self.stdouts), (STDERR, self.stderrs)):
             for local_rank, path in files.items():
@@ -66,9 +69,9 @@ class RunLogs:
     """The log directory of one run.
 
     Args:
-        settings: what goes where.
-        run_id: the name of the job, and with a random ending the name of the directory.
-        nproc: workers on this node.
+        settings: destinations of the output.
+        run_id: name of the job. With a random suffix, it is also the name of the directory.
+        nproc: number of workers on this node.
 
     Raises:
         UsageError: the directory cannot be made or written.
@@ -83,10 +86,10 @@ class RunLogs:
         )
 
     def attempt(self, name: str) -> LogPaths:
-        """Make the directories of the attempt of this name.
+        """Create the directories of an attempt. Return the paths of its files.
 
         Raises:
-            OSError: a directory cannot be made.
+            OSError: a directory cannot be created.
         """
         directory = ""
         if self.directory:
@@ -104,12 +107,13 @@ class RunLogs:
 
 
 def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
-    """Compute the files of one attempt; touches nothing.
+    """Compute the paths of the files of one attempt. Accesses no file.
 
     Args:
-        settings: what goes where.
-        directory: of the attempt alone; empty for no files at all: then everything goes to the console.
-        nproc: workers on this node.
+        settings: destinations of the output.
+        directory: directory of the attempt. If it is empty, there are no files and all output goes to the
+            console.
+        nproc: number of workers on this node.
     """
     filtered = (
         os.path.join(directory, f"filtered_{name}.log") if directory else "" for name in ("stdout", "stderr")
@@ -137,28 +141,28 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
 
 
 def hang_file(error_file: str) -> str:
-    """Return where the agent keeps what a worker was doing when a rank hung; other files of a user's layout
-    may share the folder of its error file.
+    """Return the path of the file in which the agent stores the stacks of a hung worker. The name is derived
+    from the error file, because the files of several workers may share a folder.
     """
     folder, name = os.path.split(error_file)
     return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
 
 
 def fault_file(error_file: str) -> str:
-    """Return where a worker's hook lets :mod:`faulthandler` write; the file is empty unless a fault
-    struck.
+    """Return the path of the file to which :mod:`faulthandler` writes in a worker. The file stays empty
+    unless a fault occurs.
     """
     return f"{error_file}.fault"
 
 
 def error_file_of(error_file: str, pid: int) -> str:
-    """Where the error file of a worker is that was replaced."""
+    """Return the new path of the error file of a worker that was replaced."""
     folder, name = os.path.split(error_file)
     return os.path.join(folder, f"of_{pid}_{name}")
 
 
 def last_bytes(path: str, limit: int) -> bytes:
-    """Return the end of a file; nothing when it cannot be read."""
+    """Return the last bytes of a file; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
@@ -168,22 +172,24 @@ def last_bytes(path: str, limit: int) -> bytes:
 
 
 def discard_empty_fault_file(error_file: str) -> None:
-    """Remove the file that :func:`fault_file` names if nothing was written to it; for after an attempt."""
+    """Remove the file of :func:`fault_file` after an attempt if the file is empty."""
     path = fault_file(error_file)
     try:
         if os.path.getsize(path) == 0:
             os.unlink(path)
     except OSError:
-        return  # There is none; or the disk is broken by now, and the job's result is none the worse for it.
+        # The file does not exist, or the disk is broken. Ignore that, because it does not affect the result
+        # of the job.
+        return
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """Return how many log files the agent keeps open for the console and for copies while workers run. Quick
-    however absurd ``nproc`` is.
+    """Return the number of log files that the agent keeps open while workers run. Fast even if ``nproc`` is
+    absurdly large.
     """
     if settings.log_dir == os.devnull:
         return 0
-    # A copy of lines has a file of its own to read and one to write.
+    # A filtered copy of lines opens two more files: one to read and one to write.
     out, err = 3 if settings.stdout_filters else 1, 3 if settings.stderr_filters else 1
     files = (0, out, err, out + err)
     more = STDERR if settings.capture_stderr else 0
@@ -195,12 +201,12 @@ def followed_files(settings: LogSettings, nproc: int) -> int:
 
 
 def parse_streams(text: str) -> int | dict[int, int]:
-    """Read which streams, as ``--redirects`` and ``--tee`` take them: ``0`` none, ``1`` stdout, ``2`` stderr,
-    ``3`` both; or such a number by local rank: ``0:1,12:3``. Unlike torch, ranks of two and more digits can
-    be named.
+    """Parse a value of ``--redirects`` or ``--tee``: ``0`` for none, ``1`` for stdout, ``2`` for stderr,
+    ``3`` for both, or such a number for each local rank, as in ``0:1,12:3``. Unlike in torch, ranks can have
+    several digits.
 
     Raises:
-        ValueError: with what is expected.
+        ValueError: the value is invalid. The text says what is expected.
     """
     if text in ("0", "1", "2", "3"):
         return int(text)
@@ -217,9 +223,9 @@ def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[in
     """Return the prefix of each worker's lines on the console, by local rank.
 
     Args:
-        template: with the macros ``${role_name}``, ``${local_rank}``, ``${rank}``, ``${hostname}``; the usual
-            one when ``None`` or empty.
-        ranks: of the workers.
+        template: template with the macros ``${role_name}``, ``${local_rank}``, ``${rank}``, ``${hostname}``;
+            the default template if ``None`` or empty.
+        ranks: ranks of the workers.
     """
     hostname = visible(os.uname().nodename.split(".")[0])
     prefixes = {}
@@ -234,7 +240,7 @@ def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[in
 
 
 def coloured(prefix: str, local_rank: int) -> str:
-    """The same prefix in the colour of its rank, for a terminal."""
+    """Return the prefix in the color of its rank, for a terminal."""
     return f"\x1b[{_COLOURS[local_rank % len(_COLOURS)]}m{prefix}\x1b[0m"
 
 
@@ -280,10 +286,10 @@ def attempt_name(restarts: int, round_number: int) -> str:
 
 
 def make_private_directory(parent: str, prefix: str) -> str:
-    """A new directory with a random ending, for this user alone.
+    """Create a directory with a random suffix that only this user can access. Return its path.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
     """
     while True:
         path = os.path.join(parent, prefix + os.urandom(4).hex())
@@ -295,15 +301,16 @@ def make_private_directory(parent: str, prefix: str) -> str:
 
 
 def make_again(run_directory: str, *, is_temporary: bool) -> None:
-    """Make the directory of a run again, with its parent, if they were cleaned away during a long job.
+    """Recreate the directory of a run and its parent, if a clean-up has removed them during a long job.
 
     Args:
-        run_directory: made by :func:`make_private_directory`.
-        is_temporary: its parent is ours too, in a folder where other users may put things in its place.
+        run_directory: directory that :func:`make_private_directory` created.
+        is_temporary: true if the parent is ours as well. Other users can create files in the folder that
+            contains the parent.
 
     Raises:
-        PermissionError: another user owns what is there.
-        OSError: it cannot be made.
+        PermissionError: another user owns an existing directory.
+        OSError: the directory cannot be created.
     """
     if not is_temporary:
         os.makedirs(run_directory, 0o700, exist_ok=True)
@@ -328,8 +335,8 @@ def temporary_directory() -> str:
 
 
 def remove_if_empty(directory: str, levels: int = 0) -> None:
-    """Remove a tree of directories, and so many levels above it, apart from those that hold a file or cannot
-    be removed.
+    """Remove empty directories: a tree, and ``levels`` parents above it. Directories that hold a file or
+    cannot be removed stay.
     """
     for parent, _, _ in os.walk(directory, topdown=False):
         _rmdir_if_empty(parent)
@@ -342,4 +349,6 @@ def _rmdir_if_empty(path: str) -> None:
     try:
         os.rmdir(path)
     except OSError:
-        return  # Not empty; or the disk is broken by now, and the job's result is none the worse for it.
+        # The directory is not empty, or the disk is broken. Ignore that, because it does not affect the
+        # result of the job.
+        return

@@ -1,4 +1,4 @@
-"""Our own store: its server, its client, and the session that alone knows the client's terms."""
+"""Server, client and session of our own store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ scoped_token = _core.scoped_token
 
 
 class NativeSession:
-    """A :class:`~elasticrs.coordination.Session` with our own store; the client belongs to it."""
+    """Session with our own store; see :class:`~elasticrs.coordination.Session`. The session owns its
+    client.
+    """
 
     __slots__ = ("_client", "fd")
 
@@ -28,7 +30,9 @@ class NativeSession:
 
     @property
     def met(self) -> tuple[bytes, int] | None:
-        """What a later client of the same store is made with; ``None`` if no store of ours was met."""
+        """Identity of the store, with which a later client of the same store is created; ``None`` if the
+        client has not met a store of ours.
+        """
         return self._client.met
 
     def take(self) -> list[StoreEvent]:
@@ -41,7 +45,7 @@ class NativeSession:
         """Send a request.
 
         Raises:
-            ValueError: it is too large.
+            ValueError: the request is too large.
         """
         if isinstance(request, coordination.Txn):
             self._client.txn(
@@ -79,7 +83,7 @@ def _steps(steps: Sequence[Compare] | Sequence[Operation]) -> list[tuple[str | b
 
 
 def _event(event: _core.StoreEvent) -> StoreEvent:
-    """An event without its native shell; entries have the same attributes, and stay what they are."""
+    """Convert a native event. Entries are not converted, because they have the same attributes."""
     if isinstance(event, _core.Reply):
         return coordination.Reply(event.tag, event.ok, event.revision, event.results)
     if isinstance(event, _core.Changes):

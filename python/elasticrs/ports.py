@@ -1,9 +1,9 @@
-"""Who hosts the workers' store, and a port for it when rank 0 of an attempt does.
+"""Host and port of the workers' store, if rank 0 of an attempt hosts it.
 
-Choosing a free port and closing it again leaves a moment in which anybody may take it. So the port stays
-*bound* for the whole attempt, with SO_REUSEADDR and never listening: the kernel then hands it to nobody as an
-ephemeral port and refuses whoever binds it without SO_REUSEADDR, while the TCPStore of torch, which sets
-SO_REUSEADDR (libuv and the older server alike), binds and listens on it.
+If a free port were chosen and closed again, any process could take it before it is used. So the port stays
+*bound* for the whole attempt, with SO_REUSEADDR but without listening. The kernel then assigns it to no other
+process as an ephemeral port, and rejects binding it without SO_REUSEADDR. Torch's TCPStore sets SO_REUSEADDR
+(libuv and the older server alike), so it can bind the port and listen on it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
-    """True if the agent hosts the workers' store when no port is given: unless, as in torch, the environment
-    has ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
+    """Return true if the agent hosts the workers' store when no port is given. As in torch,
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the environment disables that.
     """
     return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 class StorePort:
-    """The port of a workers' store for one attempt: bound at once, and ours until :meth:`close`.
+    """Port of the workers' store for one attempt. It is bound immediately and reserved until :meth:`close`.
 
     Args:
-        ports: the first and the last that will do; any one when ``None``.
-        is_served: this process serves the store; otherwise the port is kept for rank 0.
+        ports: first and last allowed port; any port if ``None``.
+        is_served: true if this process serves the store. Otherwise the port is reserved for rank 0.
 
     Attributes:
-        store: the store that is served; ``None`` when rank 0 hosts it.
+        store: store that this process serves; ``None`` if rank 0 hosts it.
         number: the port.
 
     Raises:
-        OSError: no port is free, or no descriptor.
+        OSError: no port is free, or file descriptors have run out.
     """
 
     __slots__ = ("_reserved", "number", "store")
@@ -55,7 +55,9 @@ class StorePort:
             self.number = self._reserved.number
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
-        """Begin to serve, on this supervisor's thread or one of its own, if that falls to this process."""
+        """Serve the store if this process hosts it, on the thread of this supervisor, or on a new thread if
+        ``None``.
+        """
         if self.store is not None:
             self.store.serve(supervisor)
 
@@ -67,15 +69,15 @@ class StorePort:
 
 
 class ReservedPort:
-    """A port that is kept for the workers until :meth:`close`.
+    """A port that is reserved for the workers until :meth:`close`.
 
-    Bound dual stack where IPv6 is available, as torch's store binds, else on IPv4.
+    The socket is dual stack if IPv6 is available, as in torch's store, or else IPv4.
 
     Args:
-        ports: the first and the last that will do; any one when ``None``.
+        ports: first and last allowed port; any port if ``None``.
 
     Raises:
-        OSError: no port is free, or no descriptor.
+        OSError: no port is free, or file descriptors have run out.
     """
 
     __slots__ = ("_socket", "number")
@@ -105,7 +107,8 @@ def _bind(port: int) -> _socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        # No IPv6 in this kernel, or switched off by sysctl. Running out of descriptors raises again.
+        # Use IPv4 if this kernel has no IPv6 or sysctl has disabled it. If descriptors have run out, this
+        # call raises again.
         return _bind_family(_socket.AF_INET, port)
 
 

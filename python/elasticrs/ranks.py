@@ -1,6 +1,6 @@
 """Assigns ranks: pure, with the same result on every node, as in torch.
 
-Global ranks follow the order of group ranks; role ranks follow it among the nodes of the same role.
+Global ranks are in the order of group ranks. Role ranks are in the same order among the nodes of a role.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NodeShare(Value):
-    """What one node brings into a round: the role of its workers, and how many they are."""
+    """Contribution of a node to a round: the role and the number of its workers."""
 
     role: str
     local_world_size: int
@@ -34,10 +34,11 @@ class WorkerRanks(Value):
 
 
 def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
-    """Return the ranks of the workers of one node, by local rank; the nodes of the round are by group rank.
+    """Return the ranks of a node's workers by local rank. ``nodes`` lists the nodes of the round by group
+    rank.
 
     Raises:
-        IndexError: no such node.
+        IndexError: the node does not exist.
     """
     if not 0 <= group_rank < len(nodes):
         raise IndexError(f"group rank {group_rank} of {len(nodes)} nodes")
@@ -45,15 +46,15 @@ def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
 
 
 class NodeRanks(Value):
-    """Where the ranks of one node's workers begin, and the sizes they are counted in.
+    """First ranks of a node's workers, and the world sizes of the round.
 
     Args:
-        group_rank: of the node.
-        group_world_size: nodes in the round.
-        first_rank: global rank of its first worker.
-        world_size: workers in the round.
-        first_role_rank: role rank of its first worker.
-        role_world_size: workers of its role.
+        group_rank: group rank of the node.
+        group_world_size: number of nodes in the round.
+        first_rank: global rank of the node's first worker.
+        world_size: number of workers in the round.
+        first_role_rank: role rank of the node's first worker.
+        role_world_size: number of workers of its role.
     """
 
     group_rank: int
@@ -64,7 +65,9 @@ class NodeRanks(Value):
     role_world_size: int
 
     def workers(self, me: NodeShare) -> list[WorkerRanks]:
-        """Return the ranks of the workers of the node, which brings this into the round, by local rank."""
+        """Return the ranks of this node's workers, by local rank. ``me`` is the node's contribution to the
+        round.
+        """
         return [
             WorkerRanks(
                 role=me.role,
@@ -82,7 +85,7 @@ class NodeRanks(Value):
 
 
 def node_ranks(nodes: Sequence[NodeShare]) -> list[NodeRanks]:
-    """Return where the ranks of each node begin, by group rank; linear in the number of nodes."""
+    """Return the first ranks of each node, by group rank, in linear time."""
     sizes: dict[str, int] = {}
     for node in nodes:
         sizes[node.role] = sizes.get(node.role, 0) + node.local_world_size

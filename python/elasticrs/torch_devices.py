@@ -1,4 +1,6 @@
-"""Count devices as torch sees them: in a process that has imported torch, or as a program that does."""
+"""Counting of devices with torch: a function for processes that have imported torch, and a program that
+imports it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def count(torch: Any, word: str) -> tuple[str, int]:
-    """Return kind and number: ``cpu`` when there is none for ``auto``, ``unknown`` for a word that torch does
-    not know.
+    """Return the kind and number of devices: ``cpu`` if ``auto`` finds no accelerator, ``unknown`` for a word
+    that torch does not know.
 
     Args:
-        torch: the module.
-        word: ``gpu``, ``auto``, ``xpu``, or the name of a device that torch was extended with.
+        torch: module ``torch``.
+        word: ``gpu``, ``auto``, ``xpu``, or the name of a device from an extension of torch.
     """
     if word == "auto":
         if not torch.accelerator.is_available():
@@ -33,7 +35,7 @@ def count(torch: Any, word: str) -> tuple[str, int]:
 
 if __name__ == "__main__":
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        # The modules beside this one have names that others have as well.
+        # Remove this folder from the path, because its modules have the same names as other modules.
         del sys.path[0]
     import torch
 

@@ -1,15 +1,16 @@
-//! How a worker ended.
+//! Exit status of a worker.
 
 use serde::{Deserialize, Serialize};
 
-/// The end of one process, as the kernel told it.
+/// Exit status of a process, as reported by the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum WorkerExit {
-    /// It returned or called `exit`.
+    /// The worker returned or called `exit`.
     Exited { code: i32 },
     /// A signal ended it.
     Signaled { signal: i32, core_dumped: bool },
-    /// It is gone, and nobody can tell how: its parent (the nursery) was lost, or somebody else took the status.
+    /// The process is gone, and its exit status is unknown, because its parent (the nursery) died or because other code
+    /// reaped it.
     Unknown,
 }
 
@@ -31,7 +32,7 @@ impl WorkerExit {
     }
 }
 
-/// What the process used, from its parent's `wait4`.
+/// Resources that the process used, from its parent's `wait4`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Usage {
     pub max_rss_kib: u64,

@@ -1,4 +1,4 @@
-//! Whether the machine lets us start as many processes as somebody wants, asked before the first one is started.
+//! Checks before the first worker is started whether the limits of the machine allow the requested number of processes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,24 +8,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::geteuid;
 
-/// Descriptors that the agent needs beside one for each worker.
+/// Number of descriptors that the agent needs in addition to one for each worker.
 const OWN_DESCRIPTORS: u64 = 64;
 
-/// A limit that the wanted number of processes exceeds.
+/// Limit that is exceeded by the requested number of processes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TooMany {
     #[error("{wanted} processes are more than {limit} allows ({allowed})")]
     Processes {
         wanted: u64,
-        /// The limit, in words that can be looked up.
+        /// Name of the limit, in words that the user can look up.
         limit: String,
         allowed: u64,
     },
     #[error("an agent with {of} needs {needed} descriptors, RLIMIT_NOFILE allows {allowed}: raise it (ulimit -n)")]
     Descriptors {
-        /// What the agent needs them for, in words.
+        /// Purpose of the descriptors, in words.
         of: String,
-        /// How many are needed, those of the agent included.
+        /// Number of descriptors that are needed, including those of the agent.
         needed: u64,
         allowed: u64,
     },
@@ -35,16 +35,16 @@ fn counted(number: u64, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// The soft limit of descriptors before it was raised; 0: it was not.
+/// Soft limit of descriptors before it was raised. 0 if it was not raised.
 static GIVEN: AtomicU64 = AtomicU64::new(0);
 
-/// Raises this process's soft limit of descriptors to the hard one, as far as permitted; returns the one that holds.
+/// Raises this process's soft limit of descriptors to the hard limit if permitted. Returns the resulting soft limit.
 ///
-/// For a process of our own: programs that use `select` break with descriptors from 1024, which is why the soft limit is
-/// lower. Nurseries started later, and with them workers, get the limit that was.
+/// Only for processes that run nothing but this program, because programs that use `select` break with descriptors
+/// above 1023. Nurseries that are started later get the previous limit, and so do their workers.
 pub fn raise_descriptors() -> u64 {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 0 };
-    // It fails where `fs.nr_open` was lowered below the hard limit.
+    // Setting the limit fails if `fs.nr_open` was lowered below the hard limit.
     if soft < hard && setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
         let _ = GIVEN.compare_exchange(0, soft, Ordering::Relaxed, Ordering::Relaxed);
         return hard;
@@ -62,14 +62,14 @@ pub(crate) fn descriptors_of_workers() -> u64 {
     given_descriptors().or_else(|| Some(getrlimit(Resource::RLIMIT_NOFILE).ok()?.0)).unwrap_or(u64::MAX)
 }
 
-/// Compares with `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE` and the `pids.max` of all control groups above this process.
-/// `files` are the log files that the agent follows meanwhile, a descriptor for each; `others` are further descriptors,
-/// those of timers and heartbeats.
+/// Compares the requested numbers with `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE` and the `pids.max` of all control
+/// groups above this process. `files` is the number of log files that the agent follows, with one descriptor each.
+/// `others` is the number of descriptors for timers and heartbeats.
 ///
-/// Limits that cannot be read do not count: the start itself will tell.
+/// Limits that cannot be read are ignored. If such a limit is exceeded, the start of the workers fails.
 pub fn check(processes: u64, files: u64, others: u64) -> Result<(), TooMany> {
     let soft = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
-    // Root is not held to it.
+    // This limit does not apply to root.
     let nproc = soft(Resource::RLIMIT_NPROC).filter(|_| !geteuid().is_root());
     let known = [("kernel.pid_max", read_number(Path::new("/proc/sys/kernel/pid_max"))), ("RLIMIT_NPROC", nproc)];
     let known = known.into_iter().filter_map(|(name, allowed)| Some((name.to_owned(), allowed?)));
@@ -89,7 +89,7 @@ pub fn check(processes: u64, files: u64, others: u64) -> Result<(), TooMany> {
     }
 }
 
-/// A file that holds one number; `max` and anything else is no limit.
+/// Reads a file that contains one number. `None` for other content, such as `max`, which means no limit.
 fn read_number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
@@ -99,7 +99,8 @@ fn pids_files() -> Vec<PathBuf> {
     pids_files_of(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"))
 }
 
-/// `pids.max` of the group that `cgroup` names and of all above it, as far as `mountinfo` shows them.
+/// Returns the `pids.max` files of the control group in `cgroup` and of all its ancestors, as far as the mounts in
+/// `mountinfo` show them.
 fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     // v1: `8:pids:/path`; v2: `0::/path`.
     let path_of = |controller: &str| {
@@ -119,7 +120,8 @@ fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     mountinfo.lines().find_map(|line| below_mount(line, path, kind)).unwrap_or_default()
 }
 
-/// `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE SUPER`: the files for `path` if this is the mount that shows it.
+/// Returns the files for `path` if this line of `mountinfo` describes the mount that shows them. The format of a line
+/// is `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE SUPER`.
 fn below_mount(line: &str, path: &str, kind: &str) -> Option<Vec<PathBuf>> {
     let (before, after) = line.split_once(" - ")?;
     let mut after = after.split(' ');
@@ -166,7 +168,7 @@ mod tests {
 
     #[test]
     fn a_million_processes_are_too_many_everywhere() {
-        // RLIMIT_NOFILE is at most fs.nr_open, and a pid_max of 4 million needs no more than that.
+        // Five million processes exceed the limits of every machine, because `pid_max` is at most 4,194,304.
         let error = check(5_000_000, 0, 0).unwrap_err();
         assert!(error.to_string().starts_with("5000000 processes are more than "), "{error}");
         assert_eq!(check(1, 0, 2), Ok(()));

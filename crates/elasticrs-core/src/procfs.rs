@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// What people are told where [`is_own`] is false.
+/// Message for the user if [`is_own`] is false.
 pub const MISSING: &str = "/proc is missing, or is that of another pid namespace: what workers leave behind is ended all \
     the same, but told without its name; helpers that remove shared memory are killed with the rest; what a hung worker \
     waits for is not known";

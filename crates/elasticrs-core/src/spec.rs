@@ -1,4 +1,5 @@
-//! What to start: plain data, handed from Python to the agent's runtime and from there to the nursery.
+//! Description of what to start, as plain data. Python passes it to the agent's runtime, which passes it to the
+//! nursery.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -9,10 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::signal::Signal;
 
-/// Where one of the three standard descriptors of a worker goes.
+/// Destination of one of the three standard descriptors of a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stdio {
-    /// The agent's own descriptor of that number: a terminal stays a terminal.
+    /// The agent's own descriptor with the same number, so that a terminal stays a terminal.
     Inherit,
     /// `/dev/null`.
     Null,
@@ -20,15 +21,15 @@ pub enum Stdio {
     File(#[serde(with = "os_path")] PathBuf),
 }
 
-/// One descriptor that a worker gets under a given number.
+/// A descriptor that a worker gets under a given number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PassedFd {
-    /// Its index among the descriptors that come with the spec ([`GroupSpec::descriptors`]).
+    /// Index of the descriptor in [`GroupSpec::descriptors`].
     pub source: u32,
     pub target: i32,
 }
 
-/// One worker process.
+/// A worker process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessSpec {
     pub local_rank: u32,
@@ -44,17 +45,17 @@ pub struct ProcessSpec {
     pub stdio: [Stdio; 3],
     /// Further descriptors; all others are closed.
     pub pass_fds: Vec<PassedFd>,
-    /// The CPUs that it may run on; all that the nursery may use when `None`.
+    /// CPUs that the worker may run on. `None` for all CPUs that the nursery may use.
     pub cpus: Option<CpuSet>,
-    /// It is a fork of the nursery where that is [warm](crate::nursery::launch::Warm), which has its command line.
+    /// True to fork the worker from a [warm](crate::nursery::launch::Warm) nursery, whose command line it then has.
     pub warm: bool,
-    /// It is a child subreaper: what its descendants leave stays below it as long as it lives. Set for groups that
-    /// [replace](GroupSpec::replaces).
+    /// True to make the worker a child subreaper, so that orphans among its descendants stay below it while it lives.
+    /// Set for groups that [replace](GroupSpec::replaces).
     pub keeps_orphans: bool,
 }
 
 impl ProcessSpec {
-    /// Local rank 0, with the agent's streams and folder, on all CPUs.
+    /// Creates a spec with local rank 0, the agent's standard streams and working directory, and all CPUs.
     pub fn new(argv: Vec<OsString>, env: Vec<OsString>) -> Self {
         Self {
             local_rank: 0,
@@ -70,7 +71,7 @@ impl ProcessSpec {
     }
 }
 
-/// CPUs by their numbers in Linux, in the form that the kernel takes.
+/// Set of CPUs, by their Linux numbers, in the kernel's mask format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuSet {
     mask: Vec<u8>,
@@ -82,7 +83,7 @@ impl CpuSet {
     /// The kernel counts masks in words.
     const WORD: usize = size_of::<u64>();
 
-    /// A set of these; `None` when it would be empty or a number is beyond what any kernel knows.
+    /// Creates a set of these CPUs. `None` if `cpus` is empty or contains a number that no kernel supports.
     pub fn new(cpus: &[usize]) -> Option<Self> {
         let last = cpus.iter().copied().max().filter(|&last| last < Self::LIMIT)?;
         let mut mask = vec![0; (last / 8 + 1).next_multiple_of(Self::WORD)];
@@ -100,12 +101,12 @@ impl CpuSet {
     }
 }
 
-/// How a group is stopped: signal, grace, then SIGKILL.
+/// The way to stop a group: send a signal, wait for the grace time, then send SIGKILL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StopPolicy {
-    /// The first signal. SIGKILL skips the grace.
+    /// First signal to send. With SIGKILL, there is no grace period.
     pub signal: Signal,
-    /// Time between the signal and SIGKILL, one deadline for all ranks.
+    /// Time between `signal` and SIGKILL. It is the same deadline for all ranks.
     pub grace: Duration,
 }
 
@@ -116,46 +117,49 @@ impl StopPolicy {
     }
 }
 
-/// Whom the signals of a stop reach before SIGKILL, which reaches every process group.
+/// Processes to which the first signal of a stop is sent. SIGKILL is always sent to the whole process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopScope {
-    /// The worker alone, and the rest of its process group when it has ended: its helpers serve it while it saves.
+    /// Signal only the worker first, and the rest of its process group once it has exited, because its data loaders
+    /// must stay up while it saves.
     Worker,
-    /// Its process group at once: for a program that passes nothing on.
+    /// Signal the whole process group at once, for a program that does not forward signals.
     Group,
 }
 
-/// What happens to descendants that are still there when every worker has exited 0.
+/// Handling of descendants that are still running when every worker has exited with 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Descendants {
-    /// They get this long to end by themselves, then SIGTERM, one second, SIGKILL.
+    /// Let them run for this long, then send SIGTERM, and SIGKILL one second later.
     Linger(Duration),
-    /// They are left alone.
+    /// Leave them running.
     Keep,
 }
 
 /// All workers of one attempt on this node.
 #[derive(Debug)]
 pub struct GroupSpec {
-    /// The workers; local ranks are `0..n` in order.
+    /// The workers, in the order of their local ranks `0..n`.
     pub processes: Vec<ProcessSpec>,
-    /// What [`ProcessSpec::pass_fds`] of the workers point into.
+    /// Descriptors to which [`ProcessSpec::pass_fds`] of the workers refers by index.
     pub descriptors: Vec<OwnedFd>,
-    /// Executed in Rust when the first worker fails.
+    /// How to stop the other workers when the first worker fails. The core does this without waiting for Python.
     pub on_failure: StopPolicy,
-    /// Of that stop and of every other.
+    /// Scope of the signals of `on_failure` and of every other stop.
     pub stop_scope: StopScope,
-    /// Applied when all have exited 0; failed and stopped groups are swept at once.
+    /// Handling of descendants after all workers have exited with 0. Descendants of failed and stopped groups are
+    /// killed at once.
     pub on_success: Descendants,
-    /// Starting all of them must not take longer: exec on a dead network file system blocks for ever.
+    /// Time limit for starting all workers, because `exec` on a dead network file system blocks forever.
     pub start_deadline: Duration,
     /// Signals that stay ignored in the workers because they were ignored when the agent was started (`nohup`).
     pub keep_ignored: Vec<Signal>,
-    /// A worker that fails stops nobody: what it leaves is swept, and another process may be started in its place.
+    /// True if a failing worker does not stop the others. Its leftover processes are killed, and a replacement may be
+    /// started.
     pub replaces: bool,
 }
 
-/// `OsString` as bytes: postcard's own form carries an enum tag and a platform's encoding.
+/// Serializes an `OsString` as bytes, because its default form in postcard has an enum tag and depends on the platform.
 mod os_strings {
     use std::ffi::OsString;
     use std::os::unix::ffi::{OsStrExt, OsStringExt};

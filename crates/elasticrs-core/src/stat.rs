@@ -6,14 +6,14 @@ use std::str::FromStr;
 
 use crate::procfs;
 
-/// The field that tells a process from a later one with the same pid: when it began, in ticks after the machine's start.
+/// Field with the start time in clock ticks since boot. Distinguishes a process from a later one with the same pid.
 pub const START_TIME: usize = 22;
 
 /// Bits of the kernel, of which one means that the process is about to be a zombie.
 const FLAGS: usize = 9;
 const PF_EXITING: u32 = 4;
 
-/// What was read.
+/// Content of the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stat {
     /// The kernel's short name, at most 15 bytes.
@@ -23,17 +23,17 @@ pub struct Stat {
 }
 
 impl Stat {
-    /// `None` when there is no such process any more, or no `/proc` that shows it.
+    /// Reads the status of this process. `None` if the process is gone.
     pub fn of(pid: i32) -> Option<Self> {
         Self::in_folder(&procfs::folder(pid)?)
     }
 
-    /// Of the process or thread whose folder in `/proc` this is; `None` when it is gone.
+    /// Reads the status of the process or thread with this folder in `/proc`. `None` if it is gone.
     pub fn in_folder(folder: &Path) -> Option<Self> {
         Self::parse(&fs::read(folder.join("stat")).ok()?)
     }
 
-    /// `None`: it is something else.
+    /// Parses the content. `None` if it has another format.
     pub fn parse(stat: &[u8]) -> Option<Self> {
         // The name stands in parentheses and may hold any byte, parentheses included.
         let name = stat.iter().position(|&byte| byte == b'(')? + 1;
@@ -42,7 +42,7 @@ impl Stat {
         Some(Self { name, fields: str::from_utf8(stat.get(end + 2..)?).ok()?.to_owned() })
     }
 
-    /// True if it has ended, or is about to: none of its program runs any more.
+    /// True if the process has exited or is exiting, so that its program no longer runs.
     pub fn is_ending(&self) -> bool {
         self.field::<u32>(FLAGS).is_none_or(|flags| flags & PF_EXITING != 0)
     }

@@ -1,19 +1,20 @@
-//! As much of HTTP/1.1 as it takes: one `GET` or `HEAD` on each connection, whose headers and body are of no interest.
+//! The part of HTTP/1.1 that the health server needs: a single `GET` or `HEAD` request per connection. Most headers and
+//! any body are ignored.
 
 /// A request that is longer than this is refused.
 pub const MAX_HEAD: usize = 8 * 1024;
 
-/// What is asked.
+/// A request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// Without the query.
+    /// Path of the request, without the query.
     pub path: String,
     /// To whom it was sent, as it says.
     pub host: Option<String>,
     pub head_only: bool,
 }
 
-/// What is answered.
+/// A response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Response {
     pub status: u16,
@@ -29,12 +30,12 @@ pub const JSON: &str = "application/json";
 pub const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 impl Response {
-    /// One line of text.
+    /// Creates a response with one line of text.
     pub fn text(status: u16, line: &str) -> Self {
         Self { status, kind: TEXT, body: format!("{line}\n").into_bytes() }
     }
 
-    /// As it goes over the wire. The connection is closed behind it.
+    /// Returns the response in wire format. The connection is closed after it.
     pub fn bytes(&self, head_only: bool) -> Vec<u8> {
         let Self { status, kind, body } = self;
         let allow = if *status == 405 { "Allow: GET, HEAD\r\n" } else { "" };
@@ -65,7 +66,7 @@ fn reason(status: u16) -> &'static str {
     }
 }
 
-/// Whether the head is whole: headers end with an empty line.
+/// True if the request head is complete. The headers end with an empty line.
 pub fn is_whole(bytes: &[u8]) -> bool {
     let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
     // Empty lines before the request line are passed over, as RFC 9112 asks.
@@ -77,7 +78,7 @@ pub fn is_whole(bytes: &[u8]) -> bool {
     })
 }
 
-/// Reads what matters of a whole head. The error is the answer to what is no request of ours.
+/// Parses a complete request head. The error is the response to an unsupported or invalid request.
 pub fn parse(head: &[u8]) -> Result<Request, Response> {
     let refused = || Response::text(400, "not an HTTP request");
     let line = head.split(|&byte| byte == b'\n').find(|line| !line.is_empty() && *line != b"\r").ok_or_else(refused)?;

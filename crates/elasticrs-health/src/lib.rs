@@ -1,23 +1,23 @@
-//! A small HTTP server that says how an agent is, for orchestrators, monitoring and people.
+//! A small HTTP server that reports the state of an agent to orchestrators, monitoring systems and people.
 //!
-//! It runs on a thread of its own: neither the agent's loop nor the runtime thread of the supervisor ever waits for a
-//! client, and it can answer while either of them hangs, which is its purpose. What it serves is what others have told it:
-//! the loop publishes the state of the workers when that changes, the metrics come through [`Handle`], and counters of the
-//! runtime are atomics that are read in passing. Only the question whether the loop is alive needs the loop: a request for
-//! it makes a descriptor readable, which the loop watches among its others, and the answer is waited for a moment. It goes
-//! by way of the runtime thread, so that it says that both are alive. So an idle agent sleeps until somebody asks.
+//! The server runs on a thread of its own. Neither the agent's loop nor the supervisor's runtime thread ever waits for
+//! a client, and the server can still answer when one of them hangs. It serves data that other threads provide: the
+//! loop publishes the state of the workers when it changes, metrics are reported through [`Handle`], and the runtime's
+//! counters are atomics. Only the liveness check needs the loop. A liveness request makes a descriptor readable, which
+//! the loop polls together with its others, and then waits a short time for the answer. The answer passes through the
+//! runtime thread, so it proves that both are alive. An idle agent therefore sleeps until a request arrives.
 //!
-//! Who owns what: the [`Handle`] belongs to the agent's thread; sockets belong to the server's thread alone; what both use
-//! is behind short locks. What may hang in the kernel, the look at the files of a dead network mount, has a thread of its
-//! own ([`log_sizes`]), which nobody waits for longer than a moment.
+//! The [`Handle`] belongs to the agent's thread, and the sockets belong to the server's thread. Shared data is
+//! protected by locks that are held briefly. Checking files on a dead network mount may hang in the kernel, so this is
+//! done on another thread ([`log_sizes`]), for which other threads wait only for a short time.
 //!
-//! - **HEALTH-1** a client has so much time for its request and for taking the answer, and no more;
-//! - **HEALTH-2** there are never more than [`server::MAX_CONNECTIONS`] connections; the oldest makes room for a new one;
-//! - **HEALTH-3** many requests for one answer cost the loop one wake-up;
-//! - **HEALTH-4** the agent counts as dead when a question is not answered within the limit, or when the last answer said
-//!   that progress is longer ago than that, and in no other case;
-//! - **HEALTH-5** a handle that is closed or dropped has ended its threads, but for one that hangs in a file system, and
-//!   closed the port.
+//! - **HEALTH-1** A client has limited time for sending its request and for reading the response.
+//! - **HEALTH-2** There are at most [`server::MAX_CONNECTIONS`] connections. A new connection replaces the oldest one.
+//! - **HEALTH-3** Several requests that wait for the same answer wake the loop only once.
+//! - **HEALTH-4** The agent counts as dead only if a question is not answered within the limit, or if the last answer
+//!   reported that the last progress is longer ago than the limit.
+//! - **HEALTH-5** Closing or dropping a handle closes the port and stops its threads, except a thread that hangs in a
+//!   file system.
 
 pub mod http;
 pub mod liveness;
@@ -33,7 +33,7 @@ pub use processes::Worker;
 pub use server::{Handle, Settings};
 pub use spans::{Activity, Spans};
 
-/// What the agent tells of the job. The error is in words.
+/// Parses the agent's status of the job. The error is a message.
 pub fn parse_status(text: &str) -> Result<serde_json::Value, String> {
     match serde_json::from_str(text) {
         Ok(status @ serde_json::Value::Object(_)) => Ok(status),

@@ -1,16 +1,17 @@
-//! Whether the loop is alive, as a pure function of questions, answers and the clock.
+//! Decides if the agent's loop is alive, as a pure function of questions, answers and the clock.
 
 use std::time::{Duration, Instant};
 
-/// An answer serves for so long: requests that come together cost one question.
+/// Duration for which an answer can be reused, so that requests that arrive together cause only one question to the
+/// loop.
 pub const FRESH: Duration = Duration::from_millis(50);
 
-/// What is known.
+/// The questions to the loop and its last answer.
 #[derive(Debug, Clone)]
 pub struct Liveness {
     limit: Duration,
     asked: Option<Instant>,
-    /// The loop has answered, and the runtime has not.
+    /// True if the agent's loop has answered, but the supervisor's runtime has not.
     is_passed_on: bool,
     answered: Option<Answer>,
 }
@@ -18,13 +19,13 @@ pub struct Liveness {
 #[derive(Debug, Clone)]
 struct Answer {
     at: Instant,
-    /// How long ago the last progress was then.
+    /// Time since the last progress, when the answer was given.
     age: Duration,
-    /// In what the agent was then, if that is known.
+    /// Activity of the agent at that time, if known.
     doing: Option<String>,
 }
 
-/// What a request has to do.
+/// Next step of a request that needs the liveness.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ask {
     /// Wake the loop, and wait for its answer.
@@ -34,18 +35,18 @@ pub enum Ask {
     Fresh,
 }
 
-/// What is told.
+/// Answer to a liveness request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
     pub alive: bool,
-    /// For how long there has been no progress, as far as is known.
+    /// Time since the last known progress.
     pub age: Duration,
-    /// Why it is not, or not certainly, alive.
+    /// Reason why the agent is not alive, or may not be alive.
     pub reason: Option<String>,
 }
 
 impl Liveness {
-    /// Nothing was asked yet.
+    /// Creates a state in which no question has been asked.
     pub fn new(limit: Duration) -> Self {
         Self { limit, asked: None, is_passed_on: false, answered: None }
     }
@@ -55,7 +56,7 @@ impl Liveness {
         self.limit
     }
 
-    /// Somebody wants to know.
+    /// Registers a liveness request, and returns its next step.
     pub fn ask(&mut self, now: Instant) -> Ask {
         if self.asked.is_some() {
             return Ask::Pending;
@@ -67,18 +68,21 @@ impl Liveness {
         Ask::New
     }
 
-    /// The loop has answered, and asks the runtime that supervises the workers to do so as well.
+    /// Records that the agent's loop has answered and has passed the question on to the runtime that supervises the
+    /// workers.
     pub fn pass_on(&mut self) {
         self.is_passed_on = true;
     }
 
-    /// All have answered; the last progress was so long ago, and the agent is in this.
+    /// Records that the loop and the runtime have both answered. `age` is the time since the last progress, and `doing`
+    /// is the agent's activity.
     pub fn answer(&mut self, now: Instant, age: Duration, doing: Option<String>) {
         (self.asked, self.is_passed_on) = (None, false);
         self.answered = Some(Answer { at: now, age, doing });
     }
 
-    /// What can be said now. `at_work`: for how long the loop has not come back to wait for events, if that is known.
+    /// Returns the verdict from what is known at `now`. `at_work` is the time since the loop last waited for events, if
+    /// known.
     pub fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
         let since = |at: Instant| now.saturating_duration_since(at);
         let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);
@@ -103,7 +107,8 @@ impl Liveness {
         Verdict { alive: age <= self.limit, age, reason: Some(reason) }
     }
 
-    /// For how long the loop has been at one thing, if that is too long. An answer that it has given meanwhile was a step.
+    /// Returns how long the loop has been busy with one event, if that exceeds the limit. An answer from the loop
+    /// counts as a step and restarts the time.
     fn stuck(&self, now: Instant, at_work: Option<Duration>) -> Option<Duration> {
         let answered = self.answered.as_ref().map(|answer| now.saturating_duration_since(answer.at));
         let age = at_work?.min(answered.unwrap_or(Duration::MAX));
@@ -148,7 +153,7 @@ mod tests {
         let verdict = liveness.verdict(now, Some(LIMIT + SECOND));
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has taken no step for 61.0 s");
-        // An answer is a step, also within a long turn, and then the time begins anew.
+        // An answer counts as a step, even if the loop is still busy with the same event. The time restarts then.
         liveness.answer(now, Duration::ZERO, None);
         assert!(liveness.verdict(now + SECOND, Some(LIMIT * 2)).alive);
         assert!(!liveness.verdict(now + LIMIT + SECOND, Some(LIMIT * 3)).alive);
@@ -186,7 +191,7 @@ mod tests {
     }
 
     proptest! {
-        /// HEALTH-3 and HEALTH-4, with any sequence of questions and answers.
+        /// Checks HEALTH-3 and HEALTH-4 for any sequence of questions and answers.
         #[test]
         fn dead_means_too_late_or_too_old(steps in prop::collection::vec((0u64..40, 0u8..2, 0u64..120, prop::option::of(0u64..120)), 1..60)) {
             let start = Instant::now();

@@ -1,11 +1,13 @@
-//! How much workers write to files that nobody reads: from the sizes of these files, which a thread of its own looks at.
+//! Counts the bytes that workers write to log files which no thread reads, by checking the sizes of these files on a
+//! thread of its own.
 //!
-//! A look at a file of a dead network mount may never return. So nobody but this thread looks: it sleeps until a scrape
-//! asks, or an attempt begins or ends, and a scrape waits for it a moment at most, once.
+//! Checking a file on a dead network mount may block forever, so only this thread does it. The thread sleeps until a
+//! scrape asks, or until an attempt starts or ends. A scrape waits for the thread only once and for a short time.
 //!
-//! - **SIZES-1** a count never goes down: of a file that has become smaller, all of its bytes are new;
-//! - **SIZES-2** no lock is held during a look: what is known can be told, and more can be asked for, while it hangs;
-//! - **SIZES-3** every file is looked at once more when its attempt has ended, whether or not somebody asks.
+//! - **SIZES-1** A count never decreases. If a file has become smaller, all of its bytes count as new.
+//! - **SIZES-2** No lock is held while a file is checked, so that the known counts can be read and further checks
+//!   requested while the check hangs.
+//! - **SIZES-3** Every file is checked once more after its attempt has ended, even without a scrape.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,32 +22,34 @@ use elasticrs_runtime::threads::Leavable;
 use tokio::sync::watch;
 use tokio::time::timeout_at;
 
-/// How long a scrape waits for the thread. One that has been busy for longer is not waited for at all.
+/// Time limit for which a scrape waits for the thread. A scrape does not wait at all if the thread has been busy for
+/// longer than this.
 pub const PATIENCE: Duration = Duration::from_millis(200);
 
-/// Whose output, by local rank.
+/// A stream of a worker, by local rank.
 pub type Stream = (u32, Dest);
 
-/// Where one worker's stream goes, and nobody else's.
+/// Log file to which only one stream of one worker is written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogFile {
     pub stream: Stream,
     pub path: PathBuf,
-    /// It was not there when the attempt was prepared; otherwise only what comes after the first look counts.
+    /// True if the file did not exist when the attempt was prepared. Otherwise only bytes that are added after the
+    /// first check count.
     pub is_new: bool,
 }
 
-/// What a look has found.
+/// Result of checking a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Look {
     Absent,
-    /// A file that has so many bytes, with its device and number.
+    /// A regular file, with its device and inode numbers and its size in bytes.
     File((u64, u64), u64),
     /// Something that has no size, or an error.
     Unknown,
 }
 
-/// Looks at a file. May block for as long as its file system likes.
+/// Checks a file. May block as long as its file system does.
 fn look(path: &Path) -> Look {
     match std::fs::metadata(path) {
         Ok(stat) if stat.is_file() => Look::File((stat.dev(), stat.ino()), stat.len()),
@@ -54,7 +58,7 @@ fn look(path: &Path) -> Look {
     }
 }
 
-/// The counts, as a pure function of looks.
+/// The byte counts, computed as a pure function of the results of checking the files.
 #[derive(Debug, Default)]
 struct Tally {
     counts: BTreeMap<Stream, u64>,
@@ -65,12 +69,13 @@ struct Tally {
 struct Watched {
     stream: Stream,
     last: Look,
-    /// Nothing was seen of it in this attempt.
+    /// True if the file has not been found in this attempt yet.
     is_first: bool,
 }
 
 impl Tally {
-    /// Another attempt begins. A file that an earlier one wrote as well goes on from where that ended.
+    /// Starts another attempt with these files. If an earlier attempt wrote to the same file, counting continues at the
+    /// last known size.
     fn begin(&mut self, files: Vec<LogFile>) {
         let mut earlier = std::mem::take(&mut self.files);
         for LogFile { stream, path, is_new } in files {
@@ -80,7 +85,8 @@ impl Tally {
         }
     }
 
-    /// SIZES-1. Returns the stream and its new count.
+    /// Processes the result of checking a file, see SIZES-1. Returns the stream and its count. `None` if the result
+    /// says nothing about the count.
     fn saw(&mut self, path: &Path, now: Look) -> Option<(Stream, u64)> {
         let file = self.files.get_mut(path)?;
         let is_first = file.is_first;
@@ -90,9 +96,9 @@ impl Tally {
             (Look::File(before, from), Look::File(number, size)) if before == number => {
                 size.checked_sub(from).unwrap_or(size)
             }
-            // The worker's was moved away, and what is there now, if anything, is not.
+            // The worker's file was moved away. If another file has this name now, it does not belong to the worker.
             (Look::File(..), _) if !is_first => return None,
-            // Nothing, or nobody knows how much of it is the worker's.
+            // The file is absent, or it is unknown how many of its bytes are the worker's.
             (_, Look::Absent | Look::File(..)) => 0,
         };
         (file.last, file.is_first) = (now, false);
@@ -106,7 +112,7 @@ impl Tally {
     }
 }
 
-/// What the thread is to do: another attempt begins with these files, or a look at those that there are.
+/// Task for the thread: start another attempt with these files, or check the current files if `None`.
 type Turn = Option<Vec<LogFile>>;
 
 #[derive(Default)]
@@ -114,24 +120,24 @@ struct State {
     turns: Option<mpsc::Sender<Turn>>,
     counts: BTreeMap<Stream, u64>,
     is_watching: bool,
-    /// Turns of the thread that were asked for, and begun.
+    /// Numbers of tasks that were requested from the thread and that it has started.
     wanted: u64,
     begun: u64,
-    /// Since when something has been wanted that is not done.
+    /// Time of the oldest request that is not finished yet.
     waiting_since: Option<Instant>,
     looked_at: Option<Instant>,
 }
 
 impl State {
     fn want(&mut self, turn: Turn, now: Instant) {
-        // Refused by a thread that has panicked: counts stand still.
+        // The send fails if the thread has panicked. The counts then stay the same.
         if self.turns.as_ref().is_some_and(|turns| turns.send(turn).is_ok()) {
             self.wanted += 1;
             self.waiting_since.get_or_insert(now);
         }
     }
 
-    /// Another look, unless one is to come anyway.
+    /// Requests a check of the files, unless one is already requested.
     fn want_look(&mut self) {
         if self.wanted == self.begun {
             self.want(None, Instant::now());
@@ -139,16 +145,16 @@ impl State {
     }
 }
 
-/// What is known at a moment.
+/// The counts and their age.
 #[derive(Debug, Clone, Default)]
 pub struct Known {
     /// Bytes of all attempts.
     pub counts: BTreeMap<Stream, u64>,
-    /// How old that is, when it could be newer.
+    /// Age of the counts. `None` if no newer counts are possible.
     pub age: Option<Duration>,
 }
 
-/// The thread, and what it has found.
+/// The thread and its results.
 #[derive(Default)]
 pub struct LogSizes {
     shared: Arc<Shared>,
@@ -163,7 +169,7 @@ struct Shared {
 }
 
 impl LogSizes {
-    /// An attempt begins that will write to these files. Returns at once, and so do all others that are not async.
+    /// Starts an attempt that writes to these files. Returns at once, like all other methods that are not async.
     pub fn begin(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.begin_with(files, look)
     }
@@ -197,7 +203,7 @@ impl LogSizes {
         }
     }
 
-    /// Waits until all was looked at after this call, for [`PATIENCE`] at most.
+    /// Waits until every file has been checked at least once since this call, or until [`PATIENCE`] elapses.
     pub async fn ask(&self) {
         let (target, since) = {
             let mut state = lock(&self.shared.state);
@@ -208,7 +214,7 @@ impl LogSizes {
         };
         if let Some(since) = since {
             let mut done = self.shared.done.subscribe();
-            // In vain: then what is known says how old it is.
+            // Ignore a timeout, because the age of the counts then shows that they are old.
             let _ = timeout_at((since + PATIENCE).into(), done.wait_for(|done| *done >= target)).await;
         }
     }
@@ -221,7 +227,8 @@ impl LogSizes {
         Known { counts: state.counts.clone(), age }
     }
 
-    /// Ends the thread; one that is stuck is left behind, and ends when its look does. Idempotent.
+    /// Stops the thread. A thread that hangs in a file system is left behind and exits when its system call returns.
+    /// Idempotent.
     pub fn close(&self) {
         lock(&self.shared.state).turns = None;
         let thread = lock(&self.thread).take();
@@ -253,7 +260,7 @@ impl Shared {
         let mut state = lock(&self.state);
         let now = Instant::now();
         state.looked_at = Some(now);
-        // The thread does one turn after the other: this was the last one that has begun.
+        // The thread runs one task at a time, so the task that has finished is the last one that was started.
         state.waiting_since = (state.wanted > state.begun).then_some(now);
         self.done.send_replace(state.begun);
     }

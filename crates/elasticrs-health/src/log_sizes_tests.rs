@@ -71,7 +71,7 @@ fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
 }
 
 proptest! {
-    /// SIZES-1, and that nothing is missed of files that only grow, whenever they are looked at.
+    /// Checks SIZES-1, and that all bytes of files that only grow are counted, no matter when the files are checked.
     #[test]
     fn counts_never_go_down(steps in prop::collection::vec((0u8..6, 0u64..1000), 1..80)) {
         let mut tally = begun(true);
@@ -82,7 +82,7 @@ proptest! {
                 0 | 1 => (size, written) = (size + count, written + count),
                 2 if count < 200 => (size, is_exact) = (0, false),
                 3 if count < 200 => {
-                    // An attempt ends, with a last look at its files, and the next one has new ones.
+                    // An attempt ends with a final check of its files, and the next attempt has new files.
                     told = saw(&mut tally, sized(number, size)).unwrap();
                     tally.begin(vec![file(OUT, "out", true)]);
                     (number, size) = (number + 1, 0);
@@ -109,7 +109,7 @@ fn asked(sizes: &LogSizes) -> Known {
     sizes.known(Instant::now())
 }
 
-/// As a scrape that comes as often as need be.
+/// Scrapes repeatedly until the counts have these values.
 fn until(sizes: &LogSizes, counts: &[(Stream, u64)]) -> Known {
     loop {
         let known = asked(sizes);
@@ -131,12 +131,12 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
     sizes.begin(files("out")).unwrap();
     assert_eq!(until(&sizes, &[(OUT, 0), (ERR, 0)]).counts.len(), 2);
     fs::write(path("out"), "12345").unwrap();
-    // What is no regular file has no size.
+    // A file that is not a regular file has no size.
     std::os::unix::fs::symlink("/dev/null", path("link")).unwrap();
     assert!(until(&sizes, &[(OUT, 5), (ERR, 0)]).age.is_some());
     OpenOptions::new().append(true).open(path("out")).unwrap().write_all(b"6").unwrap();
     sizes.end();
-    // Without anything that could be newer there is no age.
+    // No age is reported once no newer counts are possible.
     while asked(&sizes).age.is_some() {}
     assert_eq!(asked(&sizes).counts[&OUT], 6);
     File::create(path("again")).unwrap().write_all(b"789").unwrap();
@@ -147,13 +147,13 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
     assert_eq!(asked(&sizes).counts[&OUT], 9);
 }
 
-/// A file system in which every look waits for a word.
+/// Creates a file system in which each check waits for a message from the test.
 fn gated() -> (LogSizes, mpsc::Sender<Look>, mpsc::Receiver<()>) {
     let (answer, answers) = mpsc::channel();
     let (looks, looking) = mpsc::channel();
     let sizes = LogSizes::default();
     let look = move |_: &Path| {
-        // Nobody listens any more: the test is over.
+        // Sending fails if the test is over.
         let _ = looks.send(());
         answers.recv().unwrap_or(Look::Unknown)
     };
@@ -166,11 +166,11 @@ fn who_asks_is_answered_while_a_look_hangs() {
     let (sizes, answer, looking) = gated();
     looking.recv().unwrap();
     answer.send(sized(1, 7)).unwrap();
-    // One more look, for the question.
+    // One more check, because of the question.
     answer.send(sized(1, 8)).unwrap();
     until(&sizes, &[(OUT, 8)]);
     for _ in 0..2 {
-        // The first one waits a moment, the others not at all.
+        // The first scrape waits until the time limit, and the second one does not wait.
         let known = asked(&sizes);
         assert_eq!(known.counts[&OUT], 8);
         assert!(known.age.is_some());
@@ -183,11 +183,11 @@ fn who_asks_is_answered_while_a_look_hangs() {
     assert!(state.waiting_since.unwrap() + PATIENCE <= before);
     assert!(state.wanted <= state.begun + 1, "questions pile up");
     drop(state);
-    // The attempt ends, another one begins, and nobody waits for that.
+    // The attempt ends and another one begins without waiting for the hanging check.
     sizes.end();
     sizes.begin(vec![file(OUT, "again", true)]).unwrap();
     assert_eq!(asked(&sizes).counts[&OUT], 8);
-    // The look that hangs, the last one at the first attempt's file, and that at the new one.
+    // Answers for the check that hangs, the final check of the first attempt's file, and the check of the new file.
     for size in [sized(1, 9), sized(1, 10), sized(2, 5)] {
         answer.send(size).unwrap();
     }
@@ -205,7 +205,7 @@ fn a_thread_that_hangs_is_left_behind_and_catches_up() {
     drop(sizes);
     assert_eq!(*shared.done.borrow(), 0);
     answer.send(sized(1, 7)).unwrap();
-    // Its end drops what it has of the channel.
+    // The thread drops its end of the channel when it exits.
     assert!(looking.recv().is_err());
     assert_eq!(lock(&shared.state).counts[&OUT], 7);
 }

@@ -1,7 +1,9 @@
-//! What is counted of a job, and Prometheus' text format 0.0.4 of it.
+//! Metrics of a job, in Prometheus' text format 0.0.4.
 //!
-//! - **METRICS-1** names, types and labels are those of `docs/metrics.md`, and every family is there from the start;
-//! - **METRICS-2** whatever names the agent's own metrics have, there are at most [`MAX_SERIES`] of them; others are counted.
+//! - **METRICS-1** Names, types and labels are those of `docs/metrics.md`, and every metric family is present from the
+//!   start.
+//! - **METRICS-2** The agent's own metrics have at most [`MAX_SERIES`] series, whatever their names. Values of further
+//!   series are dropped and counted.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -16,7 +18,7 @@ use crate::log_sizes::{Known, Stream};
 use crate::processes::{self, Usage, Worker};
 use crate::spans::Spans;
 
-/// Of names that come through `put_metric`.
+/// Maximum number of series (pairs of group and name) that `put_metric` may create.
 pub const MAX_SERIES: usize = 2000;
 
 /// Seconds from a failure until the workers run again.
@@ -54,13 +56,13 @@ struct Series {
     count: u64,
 }
 
-/// Everything that is told, not read.
+/// All metrics that are reported by other code, rather than read at the time of a scrape.
 #[derive(Debug)]
 pub struct Registry {
-    /// What the time went to.
+    /// Time by activity.
     pub spans: Spans,
     restarts: [u64; Cause::ALL.len()],
-    /// By bucket, the last one beyond all.
+    /// Number of recoveries by bucket. The last bucket is for times above all limits.
     recoveries: [u64; BUCKETS.len() + 1],
     recovery_seconds: f64,
     put: BTreeMap<(String, String), Series>,
@@ -68,7 +70,7 @@ pub struct Registry {
     job: Option<Job>,
 }
 
-/// Identity of the agent within its job. The page leaves it out until it is set.
+/// Identity of the agent within its job. The metrics page includes it once [`Registry::identify`] has been called.
 #[derive(Debug, Default)]
 pub struct Job {
     pub run_id: String,
@@ -78,7 +80,7 @@ pub struct Job {
     pub placed: Option<(u32, u32)>,
 }
 
-/// What else there is at the moment of a scrape.
+/// Values that are collected at the time of a scrape.
 pub struct Moment<'a> {
     pub now: Instant,
     pub uptime: Duration,
@@ -86,7 +88,7 @@ pub struct Moment<'a> {
     pub state: State,
     pub restarts_left: Option<f64>,
     pub workers: &'a [Worker],
-    /// Of those that run; see [`usages`].
+    /// Usage of the running workers, see [`usages`].
     pub usages: &'a [(&'a Worker, Usage)],
     pub counters: &'a Counters,
     pub sizes: &'a Known,
@@ -219,7 +221,7 @@ fn render_agent(page: &mut Page, moment: &Moment<'_>) {
     }
 }
 
-/// What those take that still run. Reads files of the kernel.
+/// Returns the resource usage of the workers that are still running. Reads files in `/proc`.
 pub fn usages(workers: &[Worker]) -> Vec<(&Worker, Usage)> {
     workers
         .iter()
@@ -292,7 +294,7 @@ fn render_logs(page: &mut Page, moment: &Moment<'_>) {
 fn render_streams(page: &mut Page, name: &str, help: &str, counts: &BTreeMap<Stream, u64>, workers: &[Worker]) {
     page.family(name, "counter", help);
     for ((local_rank, dest), count) in counts {
-        // Streams are known a moment before the workers are.
+        // Skip a stream whose worker is not known yet, because streams are registered shortly before workers.
         let Some(worker) = workers.iter().find(|worker| worker.local_rank == *local_rank) else { continue };
         let [rank, local_rank] = worker.labels();
         let stream = if *dest == Dest::Stdout { "stdout" } else { "stderr" };

@@ -1,15 +1,17 @@
-//! Which names a request may have been sent to.
+//! Checks the host name to which a request was sent.
 //!
-//! A browser lets a page read what comes from the page's own name, and whoever owns that name can let it lead to this machine
-//! (DNS rebinding). The `Host` of such a request is that name, so what tells of the job is told under names of ours alone. An
-//! address needs no name, and whoever sends no `Host` is no browser.
+//! A browser lets a page read responses from the page's own host name. The owner of that name can make it resolve to
+//! this machine (DNS rebinding), but the `Host` header of such a request still contains the name. So data about the job
+//! is only returned for this machine's own names. IP addresses are accepted, because they are not resolved. Requests
+//! without `Host` are accepted, because browsers always send one.
 
 use std::fs;
 use std::net::{IpAddr, Ipv6Addr};
 
-/// Whether a request with this `Host` was meant for us; `listens_on` is the host that the user chose.
+/// True if a request with this `Host` header was meant for this server. `listens_on` is the host that the user chose.
 ///
-/// Reads a few files for a name that is not plain. Nothing is resolved: that may take long, and says what others say.
+/// Reads a few files if the name is not a literal match. Names are not resolved, because that may take long and because
+/// the answer depends on other machines.
 pub fn is_ours(host: Option<&str>, listens_on: &str) -> bool {
     let Some(name) = host.map(without_port).filter(|name| !name.is_empty()) else { return true };
     if is_address_or_loopback(&name) {
@@ -22,7 +24,7 @@ pub fn is_ours(host: Option<&str>, listens_on: &str) -> bool {
     name == plain(listens_on) || is_of_machine(&name, &machine, &read("/etc/hosts"), &read("/etc/resolv.conf"))
 }
 
-/// Names are compared so: in small letters, without the dot of the root.
+/// Normalises a name for comparison: converts it to lower case and removes the trailing dot.
 fn plain(name: &str) -> String {
     name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase()
 }
@@ -40,7 +42,7 @@ fn is_address_or_loopback(name: &str) -> bool {
     let in_brackets = name.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
     let is_address = in_brackets.map_or_else(
         || name.parse::<IpAddr>().is_ok(),
-        // With the interface of one that is local to a link.
+        // A link-local address may be followed by its interface.
         |address| address.split('%').next().unwrap_or_default().parse::<Ipv6Addr>().is_ok(),
     );
     is_address || matches!(name, "localhost" | "ip6-localhost" | "ip6-loopback") || name.ends_with(".localhost")

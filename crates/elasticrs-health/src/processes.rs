@@ -1,15 +1,15 @@
-//! What a worker takes of the machine, from `/proc`, when somebody asks.
+//! Resource usage of a worker, read from `/proc` on request.
 
 use elasticrs_core::stat::{START_TIME, Stat};
 use nix::unistd::{SysconfVar, sysconf};
 
-/// Of one process; its children are their own.
+/// Resource usage of one process, without its children.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Usage {
     pub resident: u64,
     /// Seconds of CPU, in the program and in the kernel.
     pub cpu: f64,
-    /// In ticks after the machine's start: tells a process from a later one with the same pid.
+    /// Start time in clock ticks since boot. Distinguishes a process from a later one with the same pid.
     pub started: u64,
 }
 
@@ -23,7 +23,8 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// To be called while it runs: a later process with the same pid is not taken for it.
+    /// Creates a worker. Must be called while its process runs, so that a later process with the same pid is not
+    /// mistaken for it.
     pub fn new(rank: u32, local_rank: u32, pid: i32) -> Self {
         Self { rank, local_rank, pid, started: usage(pid).map(|usage| usage.started) }
     }
@@ -33,7 +34,7 @@ impl Worker {
     }
 }
 
-/// `None`: there is no such process.
+/// Returns the usage of a process. `None` if the process does not exist.
 pub fn usage(pid: i32) -> Option<Usage> {
     usage_in(&Stat::of(pid)?, of_system(SysconfVar::PAGE_SIZE, 4096), of_system(SysconfVar::CLK_TCK, 100))
 }

@@ -30,25 +30,27 @@ use crate::processes::Worker;
 
 /// HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
-/// HEALTH-1: for the request, and again for taking the answer.
+/// Time limit for a client to send its request, and again for reading the response. See HEALTH-1.
 pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
-/// How long a request for `/healthz` waits for the loop; then it tells what is known.
+/// Time limit for which a request for `/healthz` waits for the agent's loop. After that, the response contains what is
+/// known.
 pub const PATIENCE: Duration = Duration::from_secs(1);
-/// So much of what comes behind a request is read away.
+/// Maximum number of bytes after a request that are read and discarded.
 const MAX_DROPPED: usize = 256 * 1024;
-/// A page of metrics serves for so long.
+/// Duration for which a page of metrics can be reused.
 const PAGE_FRESH: Duration = Duration::from_millis(100);
 
-/// How a server works.
+/// Settings of a server.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Where it listens; loopback unless somebody else is to ask. A name is one that requests may be sent to.
+    /// Host to listen on. The default is loopback, so other machines cannot connect. Requests may name this host in
+    /// their `Host` header.
     pub host: String,
     pub port: u16,
     pub limit: Duration,
 }
 
-/// What the loop has told of the job.
+/// State of the job, as published by the loop.
 #[derive(Debug)]
 struct Published {
     state: State,
@@ -66,14 +68,14 @@ struct Shared {
     published: Mutex<Published>,
     registry: Mutex<Registry>,
     counters: Mutex<Counters>,
-    /// Of the loop that answers, if it is an agent's.
+    /// Current step of the agent's loop. `None` if no loop is watched.
     turn: Mutex<Option<Arc<Turn>>>,
     sizes: LogSizes,
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
-/// The answer of the loop, on its way. Given when this is dropped: a runtime that has ended, or ends before it comes to it,
-/// must not leave a question that nobody asks again.
+/// Pending answer of the supervisor's runtime. The answer is given when this value is dropped, because otherwise the
+/// question would stay open if the runtime ends first.
 struct Answer {
     shared: Arc<Shared>,
     age: Duration,
@@ -95,7 +97,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Listens, and answers from now on. `tell` gets a line for the user when something is wrong.
+    /// Starts to listen and to answer requests. `tell` is called with a message for the user when something is wrong.
     pub fn start(settings: &Settings, tell: Tell) -> Result<Self, ListenError> {
         let port = Port::from(settings.port);
         let failed = |source: io::Error| ListenError { host: Some(settings.host.clone()), port, source };
@@ -121,28 +123,29 @@ impl Handle {
         Ok(Self { port: bound, shared, runtime: Mutex::new(Some(runtime)), owner: std::process::id() })
     }
 
-    /// Where it listens.
+    /// Returns the port on which the server listens.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Readable while somebody waits for [`Self::answer`].
+    /// Descriptor that is readable while a client waits for [`Self::answer`].
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.shared.wake.as_fd()
     }
 
-    /// The loop is alive; the last progress was so long ago, and the agent is in this.
+    /// Records that the loop is alive. `age` is the time since the last progress, and `doing` is the agent's activity.
     pub fn answer(&self, age: Duration, doing: Option<String>) {
         self.shared.wake.clear();
         self.shared.answer(age, doing);
     }
 
-    /// As [`Self::answer`], once the thread that supervises the workers has come to it: one that hangs is as bad as a loop
-    /// that does.
+    /// Does the same as [`Self::answer`], but only after the thread that supervises the workers has run the answer,
+    /// because that thread may hang as well.
     pub fn answer_through(&self, supervisor: &Supervisor, age: Duration, doing: Option<String>) {
         self.shared.wake.clear();
         lock(&self.shared.liveness).pass_on();
-        // Refused: it has ended, which the loop is told by other means.
+        // Ignore a failure, because it means that the runtime has ended, and the loop is notified of that in another
+        // way.
         let _ = supervisor.spawn(self.answer_of_runtime(age, doing));
     }
 
@@ -151,28 +154,28 @@ impl Handle {
         Box::new(move || Box::pin(async move { drop(answer) }))
     }
 
-    /// What the runtime counts.
+    /// Sets the runtime's counters to show.
     pub fn show(&self, counters: Counters) {
         *lock(&self.shared.counters) = counters;
     }
 
-    /// The loop that takes this supervisor's events answers: when it works on one thing for too long, that is known before
-    /// anybody has asked it.
+    /// Watches the loop that takes this supervisor's events. If the loop works on one event for too long, this is known
+    /// before any client asks.
     pub fn watch_loop(&self, supervisor: &Supervisor) {
         *lock(&self.shared.turn) = Some(supervisor.counters().turn);
     }
 
-    /// An attempt begins that writes to files which nobody reads; see [`crate::log_sizes`].
+    /// Starts an attempt that writes to log files that no thread reads. See [`crate::log_sizes`].
     pub fn watch_files(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.shared.sizes.begin(files)
     }
 
-    /// What wrote to them has ended.
+    /// Records that the writers of these files have exited.
     pub fn files_ended(&self) {
         self.shared.sizes.end();
     }
 
-    /// The job is in this state from now on; without `workers` they are those of before.
+    /// Publishes the new state of the job. `workers` are kept from before if `None`.
     pub fn publish(&self, state: State, status: Value, workers: Option<Vec<Worker>>) {
         let mut published = lock(&self.shared.published);
         (published.state, published.status) = (state, status);
@@ -238,11 +241,11 @@ async fn serve(stream: &TcpStream, shared: &Shared) {
         },
     };
     let bytes = response.bytes(head_only);
-    // Who does not take it in time, or left, gets no more of it.
+    // Stop sending to a client that disconnects or does not take the response in time.
     let _ = timeout(CLIENT_LIMIT, send(stream, &bytes)).await;
 }
 
-/// `None`: it is too long.
+/// Reads the head of a request. `None` if it is too long.
 async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
     let mut head = Vec::new();
     let mut block = [0; 1024];
@@ -260,14 +263,16 @@ async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Closing first could take the answer back when more of the request is on the way. A client that goes on and on is closed.
+/// Sends the response, then discards further request bytes before closing, because closing with unread bytes could lose
+/// the response. Closes the connection of a client that does not stop sending.
 async fn send(stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     stream::write_all(stream, bytes).await?;
     stream::part(stream, MAX_DROPPED).await
 }
 
 async fn respond(request: &Request, shared: &Shared) -> Response {
-    // Probes tell next to nothing, and one that is refused may end a healthy agent.
+    // Do not check the host for probes, because they reveal next to nothing, and rejecting one may restart a healthy
+    // agent.
     let is_private = matches!(request.path.as_str(), "/metrics" | "/status");
     if is_private && !names::is_ours(request.host.as_deref(), &shared.host) {
         let said = "only by an address or a name of this machine, or the name that is given as --health-check-host";
@@ -278,7 +283,7 @@ async fn respond(request: &Request, shared: &Shared) -> Response {
         "/readyz" => shared.ready(),
         "/metrics" => shared.metrics().await,
         "/status" => {
-            // What the loop keeps back until somebody asks.
+            // Ask the loop first, because it publishes some state only on request.
             shared.ask().await;
             shared.status()
         }
@@ -323,7 +328,7 @@ impl Shared {
             self.wake.set();
         }
         if ask != Ask::Fresh {
-            // Without an answer the verdict says for how long.
+            // Ignore a timeout, because the verdict then shows how long the loop has not answered.
             let _ = timeout_at(deadline.into(), answered.changed()).await;
         }
         self.verdict()
@@ -373,7 +378,7 @@ impl Shared {
         let mut page = self.fresh_page();
         if page.is_none() {
             self.sizes.ask().await;
-            // Of those who waited together one makes it.
+            // Only one of the requests that waited together builds the page.
             page = self.fresh_page();
         }
         let body = page.unwrap_or_else(|| self.new_page());
@@ -401,7 +406,7 @@ impl Shared {
             let left = published.status.get("restarts_left").and_then(Value::as_f64);
             (published.state, published.workers.clone(), left)
         };
-        // Before the lock, for which whoever counts would wait.
+        // Read the usage before taking the lock, because code that updates counters would wait for the lock.
         let usages = usages(&workers);
         let moment = Moment {
             now,
@@ -427,7 +432,7 @@ mod tests {
         let limit = Duration::from_secs(60);
         let settings = Settings { host: "127.0.0.1".into(), port: 0, limit };
         let handle = Handle::start(&settings, Box::new(|_| ())).unwrap();
-        // Dropped with the queue of the runtime, or by it before the first poll.
+        // The task is dropped either with the queue of the runtime, or by the runtime before its first poll.
         let ends: [fn(Task); 2] = [drop, |task| drop(task())];
         for end in ends {
             *lock(&handle.shared.liveness) = Liveness::new(limit);

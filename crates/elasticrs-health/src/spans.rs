@@ -1,17 +1,17 @@
-//! What the time of a job went to: every moment counts once.
+//! Breakdown of a job's time by activity. Every moment counts for exactly one activity.
 
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::named_enum;
 
 named_enum! {
-    /// What the agent of a node does, as metrics call it.
+    /// Activities of a node's agent, with their names in the metrics.
     pub enum Activity {
         /// The first start of the workers.
         Starting = "starting",
         /// Workers run, and none is known to have failed.
         Productive = "productive",
-        /// From a failure on, until the workers run again.
+        /// From a failure until the workers run again.
         Restarting = "restarting",
         /// A rendezvous with other nodes is under way.
         WaitingForNodes = "waiting_for_nodes",
@@ -20,7 +20,7 @@ named_enum! {
     }
 }
 
-/// How long each took.
+/// Time spent on each activity.
 #[derive(Debug, Clone)]
 pub struct Spans {
     now: Activity,
@@ -29,18 +29,18 @@ pub struct Spans {
 }
 
 impl Spans {
-    /// Begins with [`Activity::Starting`].
+    /// Starts with [`Activity::Starting`].
     pub fn new(now: Instant) -> Self {
         Self { now: Activity::Starting, since: now, totals: Default::default() }
     }
 
-    /// From now on it is this one.
+    /// Switches to this activity.
     pub fn enter(&mut self, activity: Activity, now: Instant) {
         self.totals[self.now as usize] += now.saturating_duration_since(self.since);
         (self.now, self.since) = (activity, now);
     }
 
-    /// So much of what counts as productive was none: it is known only now that a worker hung.
+    /// Moves this much time from productive to hung, because a worker is now known to have hung during it.
     pub fn was_hung(&mut self, span: Duration, now: Instant) {
         self.enter(self.now, now);
         let moved = span.min(self.totals[Activity::Productive as usize]);
@@ -48,7 +48,7 @@ impl Spans {
         self.totals[Activity::Hung as usize] += moved;
     }
 
-    /// So far.
+    /// Returns the time spent on each activity so far.
     pub fn totals(&self, now: Instant) -> [(Activity, Duration); Activity::ALL.len()] {
         Activity::ALL.map(|activity| {
             let running = if activity == self.now { now.saturating_duration_since(self.since) } else { Duration::ZERO };

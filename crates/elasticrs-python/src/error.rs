@@ -47,7 +47,7 @@ pub fn os_error(error: &std::io::Error, doing: &str) -> PyErr {
     }
 }
 
-/// Where nobody can listen. A resolver's error has no number.
+/// Converts an error from binding or resolving an address. Errors of the resolver have no error number.
 pub fn listen_error(error: &ListenError) -> PyErr {
     match error.source.raw_os_error() {
         Some(_) => os_error(&error.source, &error.to_string()),

@@ -1,7 +1,7 @@
-//! Where a client of a store runs, and who hears of what happens there.
+//! The thread on which a store client runs, and the receiver of its notices.
 //!
-//! The client that holds an agent's lease is on the supervisor's thread: with a store that is busy on the other one, signals
-//! and keep-alives are in time. Clients without a supervisor share the stores' thread.
+//! A client that holds an agent's lease runs on the supervisor's thread, so that a busy store on the other thread
+//! delays neither signals nor keep-alives. Clients without a supervisor run on the thread of the stores.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::stores::Stores;
 use crate::supervisor::Supervisor;
 
-/// Where a client runs.
+/// Thread on which a client runs.
 pub enum Home {
     Agent(Py<Supervisor>),
     Stores(Stores),
@@ -33,7 +33,7 @@ impl Home {
         }
     }
 
-    /// As [`Stores::close`].
+    /// Does the same as [`Stores::close`].
     pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.close(py, end),
@@ -54,7 +54,8 @@ impl Spawn for Home {
     }
 }
 
-/// What tells the user something: the supervisor's events, or a list that is asked.
+/// Returns a function that passes messages to the user: as events of the supervisor, or through a list that the user
+/// fetches.
 pub fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> Tell {
     if let Some(supervisor) = supervisor {
         return Box::new(supervisor.get().inner.teller());

@@ -1,4 +1,4 @@
-//! What to start, from Python's values.
+//! Converts descriptions of what to start from Python values.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{OwnedFd, RawFd};
@@ -53,7 +53,7 @@ impl Argument {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct ProcessSpec {
     pub inner: core::ProcessSpec,
-    /// By the caller's numbers; turned into descriptors of our own when the group is started.
+    /// Descriptors to pass on, by their numbers in this process. They are duplicated when the group is started.
     pass_fds: Vec<RawFd>,
 }
 
@@ -99,7 +99,7 @@ impl ProcessSpec {
 }
 
 impl ProcessSpec {
-    /// The core's form; descriptors of our own for all that are passed on are added to `descriptors`.
+    /// Converts the spec to the core's type. Appends duplicates of the descriptors that are passed on to `descriptors`.
     pub fn to_core(&self, descriptors: &mut Vec<OwnedFd>) -> PyResult<core::ProcessSpec> {
         let mut spec = self.inner.clone();
         for &number in &self.pass_fds {
@@ -203,7 +203,7 @@ impl GroupSpec {
 }
 
 impl GroupSpec {
-    /// The core's form, with descriptors of our own for all that are passed on.
+    /// Converts the spec to the core's type, with duplicates of the descriptors that are passed on.
     pub fn to_core(&self) -> PyResult<core::GroupSpec> {
         let mut descriptors = Vec::new();
         let processes = self.processes.iter().map(|process| process.get().to_core(&mut descriptors));

@@ -1,7 +1,7 @@
-//! The thread on which the stores of a process run.
+//! The thread on which all stores of a process run.
 //!
-//! It ends with the last of them; those of an agent leave it when the supervisor is closed, so that it is there for the next
-//! attempt. A forked child has none: nothing of its parent's is waited for.
+//! The thread ends when the last store is closed. An agent's stores release the thread only when the supervisor is
+//! closed, so that the next attempt can reuse it. A forked child does not have the thread and never waits for it.
 
 use std::io;
 use std::sync::{Arc, Mutex, Weak};
@@ -12,29 +12,30 @@ use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, os_error};
 
-/// The one thread of all stores. With the pid, as a forked child must not use the thread of its parent.
+/// The thread that all stores share, with the pid of its process, because a forked child may not use the thread of its
+/// parent.
 static SHARED: Mutex<Option<(u32, Weak<Runtime>)>> = Mutex::new(None);
 
-/// A share in the stores' thread.
+/// A reference to the stores' thread.
 pub struct Stores {
     runtime: Mutex<Option<Arc<Runtime>>>,
     owner: u32,
 }
 
 impl Stores {
-    /// None yet.
+    /// Creates a value without a reference to the thread.
     pub fn new() -> Self {
         Self { runtime: Mutex::default(), owner: std::process::id() }
     }
 
-    /// One that has its share.
+    /// Creates a value with a reference to the thread.
     pub fn entered() -> PyResult<Self> {
         let stores = Self::new();
         stores.enter().map_err(|error| os_error(&error, "start the thread of the stores"))?;
         Ok(stores)
     }
 
-    /// Takes a share; the first one starts the thread.
+    /// Acquires a reference to the thread. The first reference starts the thread.
     pub fn enter(&self) -> io::Result<()> {
         let mut own = lock(&self.runtime);
         if own.is_none() {
@@ -51,7 +52,7 @@ impl Stores {
         Ok(())
     }
 
-    /// Raises in a forked child: the thread is its parent's.
+    /// Raises an exception in a forked child, because the thread belongs to the parent.
     pub fn check_owner(&self) -> PyResult<()> {
         let owner = self.owner;
         if owner == std::process::id() {
@@ -60,7 +61,7 @@ impl Stores {
         Err(SupervisorError::new_err(format!("the process was forked: the store belongs to pid {owner}")))
     }
 
-    /// Ends what runs here, and gives the share back. Raises in a forked child.
+    /// Closes the object with `end`, then releases its reference to the thread. Raises an exception in a forked child.
     pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
         self.check_owner()?;
         py.detach(|| {
@@ -70,7 +71,7 @@ impl Stores {
         Ok(())
     }
 
-    /// Gives the share back; the last one who does waits for the end of the thread.
+    /// Releases the reference to the thread. Releasing the last reference waits until the thread has ended.
     pub fn leave(&self) {
         let left = lock(&self.runtime).take();
         drop(left);

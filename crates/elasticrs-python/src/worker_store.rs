@@ -24,7 +24,7 @@ enum PortOrRange {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct WorkerStore {
     inner: worker::WorkerStore,
-    /// From `serve` on, without a supervisor.
+    /// Reference to the stores' thread. Set by `serve` if there is no supervisor.
     home: Mutex<Option<Stores>>,
     notices: Arc<List>,
 }
@@ -84,7 +84,7 @@ impl WorkerStore {
         self.notices.take()
     }
 
-    /// In a forked child it does nothing: workers that fork close what is their parent's when they end.
+    /// Does nothing in a forked child, because forked workers close inherited objects when they exit.
     fn close(&self, py: Python<'_>) {
         let home = lock(&self.home).take();
         py.detach(|| {
@@ -97,7 +97,7 @@ impl WorkerStore {
 }
 
 impl Drop for WorkerStore {
-    /// Before the home goes, which waits for its thread.
+    /// Close the store before `home` is dropped, because dropping `home` waits for its thread.
     fn drop(&mut self) {
         self.inner.close();
     }

@@ -92,7 +92,7 @@ mod tests {
                 let (started, released) = (Arc::clone(&started), released.take());
                 let hang = move || {
                     started.fetch_add(1, Ordering::SeqCst);
-                    // Returns an error when the sender is dropped.
+                    // Block until the sender is dropped. `recv` then returns an error.
                     let _ = released.map(|released| released.recv());
                     7
                 };

@@ -16,17 +16,18 @@ impl Stamp {
     }
 }
 
-/// Nanoseconds on `CLOCK_BOOTTIME`, which goes on while the machine is suspended and which nobody can set.
+/// Returns the time in nanoseconds on `CLOCK_BOOTTIME`. This clock continues while the machine is suspended and cannot
+/// be set.
 pub fn boot_now() -> u64 {
     read(ClockId::CLOCK_BOOTTIME)
 }
 
-/// Nanoseconds since 1970; a wall clock before that is as good as none.
+/// Returns the wall-clock time in nanoseconds since 1970. A time before 1970 counts as 0.
 pub fn wall_now() -> u64 {
     read(ClockId::CLOCK_REALTIME)
 }
 
-/// A span in what these clocks count; one of centuries is the longest that there is.
+/// Converts a duration to nanoseconds. A duration of more than five centuries is cut off at the largest number.
 pub fn nanoseconds(span: Duration) -> u64 {
     u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }

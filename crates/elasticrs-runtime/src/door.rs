@@ -1,10 +1,10 @@
-//! Where connections come in: never so many that the process has no descriptor left for its own work.
+//! Accepts connections, but never so many that the process lacks descriptors for its own work.
 //!
-//! A store lives in an agent that has workers to watch and to start again. What strangers, or a very large job, may take of
-//! the descriptors ends before the agent's own share, and that of those who ask for the agent's health; connections beyond
-//! it wait in the kernel's queue.
+//! A store runs in an agent, which must also watch and restart workers. Unknown clients, or a very large job, may only
+//! use a part of the descriptors. The rest is reserved for the agent itself and for health requests. Further
+//! connections wait in the kernel's queue.
 //!
-//! - **DOOR-1** an error of `accept` ends nothing: it is told now and then, and tried again.
+//! - **DOOR-1** An error of `accept` does not stop the listener. It is reported at intervals, and `accept` is retried.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,36 +16,38 @@ use tokio::net::TcpStream;
 
 use crate::notices::Notices;
 
-/// When no descriptor is left, the next look is so much later.
+/// Delay before the next attempt to accept a connection when no descriptor is left.
 const PAUSE: Duration = Duration::from_millis(100);
-/// It is told so often at most.
+/// Minimum time between two notices to the user.
 const SILENCE: Duration = Duration::from_secs(10);
 
-/// What connections are for: each kind leaves those above it their descriptors.
+/// Purpose of the connections. Each kind leaves some descriptors to the kinds of higher priority and to the rest of the
+/// process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     Health,
     Store,
 }
 
-/// A listener that leaves the rest of the process its share of descriptors.
+/// A listener that stops accepting connections before they use all descriptors of the process.
 #[derive(Debug)]
 pub struct Door {
     listener: tokio::net::TcpListener,
     purpose: Purpose,
-    /// Accepted beyond our share: it waits here, and those after it in the kernel's queue.
+    /// A connection that exceeded this listener's share of descriptors when it was accepted. It waits here until
+    /// descriptors are free, and later connections wait in the kernel's queue.
     held: Option<(TcpStream, SocketAddr)>,
     told: Option<Instant>,
 }
 
 impl Door {
-    /// On the thread that runs the store.
+    /// Must be called on the thread that runs the store.
     pub fn new(listener: std::net::TcpListener, purpose: Purpose) -> io::Result<Self> {
         Ok(Self { listener: tokio::net::TcpListener::from_std(listener)?, purpose, held: None, told: None })
     }
 
-    /// The next connection, and its peer as users write it: IPv4 is no part of IPv6. Nothing is lost when this future is
-    /// dropped. `notices` hears now and then that connections to `store` have to wait.
+    /// Accepts the next connection. Returns the stream and the peer's address, with IPv4-mapped addresses in IPv4 form.
+    /// Cancel-safe. `notices` is told at intervals if `store` cannot accept connections.
     pub async fn accept(&mut self, notices: &Notices, store: &str) -> (TcpStream, SocketAddr) {
         loop {
             match self.next().await {
@@ -75,7 +77,8 @@ impl Door {
     }
 }
 
-/// Whether this descriptor, or the lowest that is free by now, is below what is kept for the process.
+/// True if this descriptor's number is below the limit for this purpose. Also true if the lowest free number is,
+/// because descriptors have been closed since.
 fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
     let below = soft.saturating_sub(kept(soft, purpose));
@@ -83,13 +86,14 @@ fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     is_below(fd.as_raw_fd()) || fd.try_clone_to_owned().is_ok_and(|lowest| is_below(lowest.as_raw_fd()))
 }
 
-/// Descriptors that are not for such connections.
+/// Returns the number of descriptors that are reserved for other uses.
 fn kept(soft: u64, purpose: Purpose) -> u64 {
-    // Enough to watch, end and start the workers of a node.
+    // This is enough to start, watch and stop the workers of a node.
     let own = (soft / 8).clamp(16, 64);
     match purpose {
         Purpose::Health => own,
-        // Requests for the health are short. Beside them, each full store holds one connection that has to wait.
+        // Reserve further descriptors for health requests, of which few are needed because these are short, and for the
+        // one waiting connection that each full store holds.
         Purpose::Store => own + (soft / 16).clamp(8, 64),
     }
 }

@@ -1,9 +1,9 @@
-//! Sockets that wait for clients.
+//! Opens sockets that listen for clients.
 //!
-//! Whoever asks for a listener owns it. Connections that come before anybody accepts wait in the kernel's queue.
+//! The caller owns the listener. Connections wait in the kernel's queue until they are accepted.
 //!
-//! - **LISTEN-1** without a host it is every address, IPv6 and IPv4 where the kernel has both;
-//! - **LISTEN-2** of a range the first free port is taken; an error names the address and the port.
+//! - **LISTEN-1** Without a host, the listener uses all addresses, IPv6 and IPv4 if the kernel has both.
+//! - **LISTEN-2** From a range, the first free port is used. An error names the address and the port.
 
 use std::fmt;
 use std::io;
@@ -15,16 +15,16 @@ use nix::sys::socket::{
     sockopt,
 };
 
-/// Which port to listen on.
+/// Port to listen on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Port {
     Any,
-    /// The first free one from the first to the last, both included.
+    /// The first free port of this range, including both ends.
     Range(u16, u16),
 }
 
 impl From<u16> for Port {
-    /// This one; 0 stands for any, as it does for the kernel.
+    /// Converts a port number. 0 stands for any port, as for the kernel.
     fn from(port: u16) -> Self {
         if port == 0 { Self::Any } else { Self::Range(port, port) }
     }
@@ -33,7 +33,7 @@ impl From<u16> for Port {
 /// Why an address cannot be listened on.
 #[derive(Debug)]
 pub struct ListenError {
-    /// As it was given; `None`: every address.
+    /// The host as it was given. `None` for all addresses.
     pub host: Option<String>,
     pub port: Port,
     pub source: io::Error,
@@ -60,7 +60,7 @@ impl std::error::Error for ListenError {
     }
 }
 
-/// Binds and listens; `None` stands for every address.
+/// Binds and listens on `host`, or on all addresses if it is `None`.
 pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError> {
     let failed = |source| ListenError { host: host.map(str::to_owned), port, source };
     let (first, last) = match port {
@@ -80,8 +80,8 @@ pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError
     Err(failed(error))
 }
 
-/// Listens at several addresses. An empty host stands for every address. With port 0, the first address chooses for those
-/// after it. After an error none is left bound.
+/// Listens on several addresses. An empty host stands for all addresses. With port 0, the kernel chooses a port for the
+/// first address, and the other addresses use the same one. If an address fails, none stays bound.
 pub fn listen_at_all(addresses: &[(String, u16)]) -> Result<Vec<TcpListener>, ListenError> {
     let mut listeners = Vec::new();
     let mut chosen = 0;
@@ -106,8 +106,9 @@ fn listen_at(host: Option<&str>, port: u16) -> io::Result<TcpListener> {
     let mut failed = io::Error::new(io::ErrorKind::NotFound, "no address of that name");
     for address in (host, port).to_socket_addrs()? {
         match open(address, true) {
-            // `localhost` is `::1` first, also where the kernel has no IPv6. A port that is taken there, however, is
-            // taken: clients of that name would find whoever has it.
+            // `localhost` resolves to `::1` first, even if the kernel has no IPv6, so try the next address in that
+            // case. If the port is in use on `::1`, fail, because clients that use `localhost` would reach the other
+            // program.
             Err(error) if is_no_address_of_ours(&error) => failed = error,
             result => return result,
         }
@@ -115,7 +116,7 @@ fn listen_at(host: Option<&str>, port: u16) -> io::Result<TcpListener> {
     Err(failed)
 }
 
-/// A kernel without IPv6, or with IPv6 switched off, is one of the reasons.
+/// True if the address does not exist on this machine, for example because the kernel has no IPv6.
 fn is_no_address_of_ours(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(nix::libc::EAFNOSUPPORT | nix::libc::EADDRNOTAVAIL))
 }
@@ -123,14 +124,14 @@ fn is_no_address_of_ours(error: &io::Error) -> bool {
 fn open(address: SocketAddr, is_v6_only: bool) -> io::Result<TcpListener> {
     let family = if address.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
     let fd = socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
-    // Connections of an earlier round that linger in TIME_WAIT do not keep the port.
+    // Allow reuse of the address, because connections of an earlier round may still be in TIME_WAIT.
     setsockopt(&fd, sockopt::ReuseAddr, &true)?;
     if address.is_ipv6() {
         setsockopt(&fd, sockopt::Ipv6V6Only, &is_v6_only)?;
     }
     bind(fd.as_raw_fd(), &SockaddrStorage::from(address))?;
-    // Thousands may come in one instant, and one that is refused costs torch's client half a second. The kernel cuts this
-    // down to `net.core.somaxconn`.
+    // Use the longest queue, because thousands of clients may connect at once, and a refused connection costs torch's
+    // client half a second. The kernel limits the queue to `net.core.somaxconn`.
     begin_to_listen(&fd, Backlog::MAXALLOWABLE)?;
     Ok(TcpListener::from(fd))
 }

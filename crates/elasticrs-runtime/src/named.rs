@@ -1,6 +1,6 @@
-//! Kinds that have a name outside of Rust: in Python, in metrics.
+//! Enums whose variants have names outside of Rust, for example in Python or in metrics.
 
-/// Defines an enum of such kinds, and `ALL`, `name` and `of_name` for it.
+/// Defines an enum with named variants, and `ALL`, `name` and `of_name` for it.
 #[macro_export]
 macro_rules! named_enum {
     ($(#[$meta:meta])* pub enum $name:ident { $($(#[$doc:meta])* $variant:ident = $text:literal,)+ }) => {
@@ -12,12 +12,12 @@ macro_rules! named_enum {
             /// All of them, in order.
             pub const ALL: [Self; [$($name::$variant),+].len()] = [$(Self::$variant),+];
 
-            /// What it is called.
+            /// Returns the name of this variant.
             pub fn name(self) -> &'static str {
                 match self { $(Self::$variant => $text),+ }
             }
 
-            /// The one that is called so.
+            /// Returns the variant with this name.
             pub fn of_name(name: &str) -> Option<Self> {
                 Self::ALL.into_iter().find(|each| each.name() == name)
             }

@@ -1,10 +1,11 @@
-//! Lines for the user: what a server refuses, closes or cannot do.
+//! Notices to the user about requests that a server rejects, connections that it closes, and errors.
 //!
-//! A server says them on its own thread; where they go is its owner's choice: to the agent's events, or to a [`List`] that
-//! somebody asks from time to time.
+//! A server creates the notices on its own thread. Its owner chooses their destination: the agent's events, or a
+//! [`List`] that the user reads from time to time.
 //!
-//! - **NOTICE-1** at most [`LINES`] lines in each [`WINDOW`]; the next one says how many were left out;
-//! - **NOTICE-2** a list that nobody asks is bounded, too, and says how many it has dropped.
+//! - **NOTICE-1** There are at most [`LINES`] lines in each [`WINDOW`]. The next line contains the number of omitted
+//!   ones.
+//! - **NOTICE-2** A list that is not read has a limited length, and reports the number of dropped lines.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -17,23 +18,23 @@ use std::time::{Duration, Instant};
 use crate::lock;
 use crate::wake::Wake;
 
-/// So many lines in each [`WINDOW`]; the others are counted.
+/// Maximum number of lines in each [`WINDOW`]. Further lines are only counted.
 pub const LINES: u32 = 10;
 /// See [`LINES`].
 pub const WINDOW: Duration = Duration::from_secs(10);
-/// So many are kept for a user who does not ask.
+/// Maximum number of lines that are kept until the user fetches them.
 const KEPT: usize = 256;
 
-/// Where lines go.
+/// Function that receives the lines.
 pub type Tell = Box<dyn Fn(String) + Send>;
 
-/// Passes lines on. A peer that misbehaves in a loop costs a few lines and a number.
+/// Passes lines on at a limited rate. A peer that misbehaves in a loop therefore causes only a few lines and a count.
 pub struct Notices {
     tell: Tell,
     rate: RefCell<Rate>,
 }
 
-/// At most so many in each window; the others are counted.
+/// Rate limit with a fixed number of events per window. Further events are only counted.
 #[derive(Debug)]
 pub struct Rate {
     most: u32,
@@ -44,12 +45,12 @@ pub struct Rate {
 }
 
 impl Notices {
-    /// To `tell`, at a bounded rate.
+    /// Creates notices that are passed to `tell`.
     pub fn new(tell: Tell) -> Self {
         Self { tell, rate: RefCell::new(Rate::new(LINES, WINDOW)) }
     }
 
-    /// One line, or one more that is counted.
+    /// Passes the line on, or counts it if the limit is reached.
     pub fn say(&self, line: String) {
         self.say_at(line, Instant::now());
     }
@@ -70,12 +71,13 @@ impl fmt::Debug for Notices {
 }
 
 impl Rate {
-    /// So many in each window, which begins with the first of them.
+    /// Creates a limit of `most` events per window. A window starts with its first event.
     pub fn new(most: u32, window: Duration) -> Self {
         Self { most, window, since: None, told: 0, left_out: 0 }
     }
 
-    /// Whether there is room for one, and then how many before it were left out.
+    /// Admits an event if the limit allows it, and returns the number of events that were rejected before. `None` if
+    /// the event is rejected.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         if self.since.is_none_or(|since| now.saturating_duration_since(since) >= self.window) {
             (self.since, self.told) = (Some(now), 0);
@@ -88,13 +90,13 @@ impl Rate {
         Some(self.take_left_out())
     }
 
-    /// How many were left out since the last one that was admitted.
+    /// Returns and resets the number of events that were rejected since the last admitted one.
     pub fn take_left_out(&mut self) -> u64 {
         std::mem::take(&mut self.left_out)
     }
 }
 
-/// A bounded list of lines, with a descriptor that is readable while it is not empty, for those who want one.
+/// A bounded list of lines. Its descriptor, which is created on request, is readable while the list is not empty.
 #[derive(Debug, Default)]
 pub struct List {
     inner: Mutex<Inner>,
@@ -108,7 +110,7 @@ struct Inner {
 }
 
 impl List {
-    /// Adds a line; beyond the limit they are only counted.
+    /// Adds a line. If the list is full, the line is only counted.
     pub fn add(&self, line: String) {
         let mut inner = lock(&self.inner);
         if inner.lines.len() < KEPT {
@@ -134,7 +136,8 @@ impl List {
         lines.into()
     }
 
-    /// Readable while [`Self::take`] has something; made when it is first asked for.
+    /// Returns a descriptor that is readable while [`Self::take`] has lines to return. The descriptor is created on the
+    /// first call.
     pub fn fd(&self) -> io::Result<BorrowedFd<'_>> {
         let inner = lock(&self.inner);
         if let Some(wake) = self.wake.get() {
@@ -144,7 +147,7 @@ impl List {
         if !inner.lines.is_empty() {
             wake.set();
         }
-        // Under the lock: nobody else makes one meanwhile.
+        // This is safe from a race because the lock is held.
         Ok(self.wake.get_or_init(|| wake).as_fd())
     }
 }

@@ -10,20 +10,23 @@ use tokio::task::LocalSet;
 
 use crate::threads;
 
-/// Makes a future that lives on one thread, and there alone: it need not be `Send`.
+/// Creates a future on the thread that runs it. The future does not need to be `Send`, because it never leaves that
+/// thread.
 pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 
-/// Gives a task to another thread, once; `false` when there is none, and the task will never run.
+/// Hands one task over to another thread. Returns `false` if the thread does not exist, so that the task will never
+/// run.
 pub type HandOver = Box<dyn FnOnce(Task) -> bool + Send>;
 
-/// What runs futures for others on a thread of its own.
+/// Runs futures of other threads on a thread of its own.
 pub trait Spawn {
-    /// Hands a task over; `false` when the thread has ended, and the task will never run.
+    /// Hands a task over to the thread. Returns `false` if the thread has ended, so that the task will never run.
     fn spawn(&self, task: Task) -> bool;
 }
 
-/// Starts a thread that runs a future, and what that spawns with [`tokio::task::spawn_local`], until the future ends.
-/// Then, and after a panic, everything is dropped where it stands. `panicked` gets the words of the panic.
+/// Starts a thread that runs a future and the tasks that it spawns with [`tokio::task::spawn_local`]. When the future
+/// completes or panics, the remaining tasks are dropped without running to completion. `panicked` is called with the
+/// message of a panic.
 pub fn start<F: Future<Output = ()>>(
     builder: Builder,
     main: impl FnOnce() -> F + Send + 'static,
@@ -34,9 +37,9 @@ pub fn start<F: Future<Output = ()>>(
         let outcome = catch_unwind(AssertUnwindSafe(move || {
             let tasks = LocalSet::new();
             tasks.block_on(&runtime, async { main().await });
-            // First the tasks: their sockets belong to the runtime.
+            // Drop the tasks before the runtime, because their sockets are registered with it.
             drop(tasks);
-            // What blocks may hang in the kernel; it must not keep the thread.
+            // Do not wait for blocking calls, because they may hang in the kernel.
             runtime.shutdown_background();
         }));
         if let Err(panic) = outcome {
@@ -45,8 +48,8 @@ pub fn start<F: Future<Output = ()>>(
     })
 }
 
-/// A thread that runs what it is given. Dropping it drops every task where it stands, which closes its sockets, and waits
-/// for the thread; in a process made by `fork`, which does not have the thread, nothing happens.
+/// A thread that runs the tasks that are handed to it. Dropping the value drops all tasks, which closes their sockets,
+/// and waits for the thread. In a forked child, which does not have the thread, dropping does nothing.
 #[derive(Debug)]
 pub struct Runtime {
     tasks: Option<UnboundedSender<Task>>,

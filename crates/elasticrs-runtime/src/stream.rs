@@ -1,4 +1,4 @@
-//! Bytes of a connection, without a buffer that idle connections would hold.
+//! Reads from and writes to a connection without a buffer, so that idle connections use no memory for one.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -18,7 +18,7 @@ pub async fn read(stream: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// Sends all of it.
+/// Sends all bytes.
 pub async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         stream.writable().await?;
@@ -31,8 +31,9 @@ pub async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Says that nothing more comes, and reads away up to `most` bytes that the other side still sends, until it closes:
-/// closing a socket with unread bytes would reset the connection, and what was sent last might be lost with it.
+/// Shuts down the sending side, then reads and discards up to `most` bytes until the peer closes the connection.
+/// Closing a socket with unread bytes would reset the connection, and the peer could lose the bytes that were sent
+/// last.
 pub async fn part(stream: &TcpStream, most: usize) -> io::Result<()> {
     shutdown(stream.as_raw_fd(), Shutdown::Write)?;
     let mut block = vec![0; 4096];
@@ -42,7 +43,8 @@ pub async fn part(stream: &TcpStream, most: usize) -> io::Result<()> {
             0 => break,
             count => left = left.saturating_sub(count),
         }
-        // There may be more at once, always: others, and a time limit, get their turn all the same.
+        // Yield after each read, so that other tasks and the time limit get a turn even if the peer never stops
+        // sending.
         yield_now().await;
     }
     Ok(())

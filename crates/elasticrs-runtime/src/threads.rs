@@ -14,20 +14,21 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Time limit of [`Leavable::leave`] for a thread to finish.
 const LEAVE_GRACE: Duration = Duration::from_millis(200);
 
-/// Starts a thread that no signal is delivered to: Python's handlers belong to its own threads. SIGPIPE is among them, so
-/// that a peer that has gone is an error here also in a program in which it would end the process.
+/// Starts a thread that blocks all signals, because Python's signal handlers belong to Python's own threads. SIGPIPE is
+/// blocked as well, so that writing to a closed connection is an error here even in a program in which SIGPIPE is
+/// fatal.
 pub fn start<T: Send + 'static>(
     builder: Builder,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    // Inherited, so that there is no moment in which it takes one.
+    // Block the signals before the thread starts, because it inherits the mask and so never receives a signal.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     let started = builder.spawn(body);
     before.thread_set_mask()?;
     started
 }
 
-/// What a caught panic said.
+/// Returns the message of a caught panic.
 pub fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(ToString::to_string);
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without a text".into())
@@ -37,12 +38,12 @@ pub fn panic_message(panic: &(dyn Any + Send)) -> String {
 #[derive(Debug)]
 pub struct Leavable {
     handle: JoinHandle<()>,
-    /// Its sender is dropped at the thread's end, whatever ended it.
+    /// Receiver whose sender is dropped when the thread ends, even by a panic.
     ended: Receiver<()>,
 }
 
 impl Leavable {
-    /// As [`start`]. A panic of `body` has no further consequence.
+    /// Starts the thread like [`start`]. A panic of `body` has no further effect.
     pub fn start(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
         let (alive, ended) = channel();
         let handle = start(Builder::new().name(name.to_owned()), move || {
@@ -52,7 +53,7 @@ impl Leavable {
         Ok(Self { handle, ended })
     }
 
-    /// Waits a moment for the end of the thread. One that hangs is left behind, and ends when it can.
+    /// Waits for the thread for a short time. A thread that hangs is left behind and exits when it can.
     pub fn leave(self) {
         if self.ended.recv_timeout(LEAVE_GRACE) == Err(RecvTimeoutError::Disconnected) {
             let _ = self.handle.join();
@@ -122,7 +123,8 @@ mod tests {
         let (inbox, questions) = unbounded_channel::<()>();
         let mut kept = None;
         let answer = ask::<_, u8>(&inbox, |reply| {
-            // As if it was sent in the moment in which the inbox went: nobody drops it.
+            // Keep the reply alive and drop the inbox, as if the request was sent at the moment at which the task
+            // ended.
             kept = Some(reply);
             std::thread::spawn(move || drop(questions));
         });

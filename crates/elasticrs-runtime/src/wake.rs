@@ -1,4 +1,4 @@
-//! A descriptor that says that there is something to do.
+//! A descriptor that signals pending work to a poll loop.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -10,14 +10,14 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 pub struct Wake(EventFd);
 
 impl Wake {
-    /// Not readable yet.
+    /// Creates a descriptor that is not readable yet.
     pub fn new() -> io::Result<Self> {
         Ok(Self(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
     }
 
-    /// Wakes who waits for it; never blocks.
+    /// Wakes the waiting poll loop. Never blocks.
     pub fn set(&self) {
-        // EAGAIN would mean 2^64 - 2 unread wake-ups: it is readable anyway.
+        // Ignore EAGAIN, because it means that the counter is full, so the descriptor is readable already.
         let _ = self.0.write(1);
     }
 

@@ -70,7 +70,7 @@ impl<R: Send + 'static> Handle<R> {
 impl<R> Drop for Handle<R> {
     fn drop(&mut self) {
         let (reply, _) = sync_channel(1);
-        // As in `close`, without waiting.
+        // Do the same as `close`, but without waiting.
         let _ = self.commands.send(Command::Close(reply));
     }
 }
@@ -85,10 +85,10 @@ impl Drop for Ending {
     }
 }
 
-/// How a session came to its end.
+/// Reason for the end of a session.
 pub(crate) enum Ended {
     Lost(Lost),
-    /// By its user, who may wait for it.
+    /// The user closed the session, and may wait for that to finish.
     Closed(Option<SyncSender<()>>),
 }
 
@@ -104,7 +104,7 @@ impl Ended {
     }
 }
 
-/// The user has closed the session, and hears that it has ended.
+/// The user closed the session. Notify it of the end.
 pub(crate) fn finish(events: &Events, reply: Option<SyncSender<()>>) {
     events.finish();
     // Nobody waits when the client was dropped.

@@ -1,15 +1,15 @@
-//! The stores of a job, as servers and clients that run on a thread of somebody else.
+//! The stores of a job. Their servers and clients run on threads that the caller provides.
 //!
-//! [`coordination`] is the one in which the agents meet, [`worker`] the one that torch's workers use. They share what is in
-//! [`elasticrs_runtime`], nothing else. [`etcd`] is a client of a site's etcd in place of the former.
+//! Agents meet in the store [`coordination`], and torch's workers use the store [`worker`]. The two share only the code
+//! in [`elasticrs_runtime`]. [`etcd`] is a client that uses the site's etcd instead of [`coordination`].
 //!
-//! Everything here is a future that stays on the thread it was made on; [`elasticrs_runtime::runtime::Spawn`] says which
-//! thread that is. Servers have one of their own, apart from the supervision of workers; the client that holds an agent's
-//! lease is on that of the supervisor. A handle (`WorkerStore`, `Server`, `Client`) belongs to whoever made it and may be
-//! used from any thread; sockets, keys and connections belong to the thread alone.
+//! All servers and clients are futures that stay on one thread, which is given by
+//! [`elasticrs_runtime::runtime::Spawn`]. Servers run on a thread apart from the supervision of workers. The client
+//! that holds an agent's lease runs on the supervisor's thread. A handle (`WorkerStore`, `Server`, `Client`) may be
+//! used from any thread. Sockets, keys and connections are used only by the thread on which they were created.
 //!
-//! - **STORE-1** a handle that is closed or dropped ends all that it started; `close` returns when it has ended;
-//! - **STORE-2** a thread that ends takes the stores on it along, and their handles say so instead of waiting for it.
+//! - **STORE-1** Closing or dropping a handle stops everything that it started. `close` returns when that is done.
+//! - **STORE-2** If a thread ends, its stores end as well. Their handles then report that instead of waiting for it.
 
 pub mod coordination;
 pub mod etcd;

@@ -1,7 +1,7 @@
-//! What a watch was told, so that it can go on although it has missed something. Pure.
+//! Keys that a watch was notified of, so that the watch can continue after missing changes. Pure.
 //!
-//! - **WATCHED-1** a watch that has missed something is told of what differs from what it was told, deletions included, as one
-//!   revision.
+//! - **WATCHED-1** A watch that has missed changes is notified of all differences from its last known state, including
+//!   deletions, as one revision.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::coordination::types::{Change, Entry, Watch};
 /// The revisions that made a key and changed it last.
 pub(crate) type Ages = (u64, u64);
 
-/// What one revision did.
+/// Changes of one revision.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Told {
     pub(crate) revision: u64,
@@ -25,24 +25,24 @@ impl Told {
     }
 }
 
-/// One watch.
+/// State of a watch.
 #[derive(Debug)]
 pub(crate) struct Watched {
     pub(crate) watch: Watch,
-    /// The first revision that was not told of.
+    /// The first revision of which the watch was not notified.
     pub(crate) next: u64,
-    /// What is there, as far as it was told.
+    /// Keys that exist, as far as the watch was notified.
     known: BTreeMap<Arc<str>, Ages>,
 }
 
 impl Watched {
-    /// A watch that is told of all after `revision`, at which these keys were there.
+    /// Creates a watch that is notified of all revisions after `revision`, at which these keys existed.
     pub(crate) fn new<'a>(watch: Watch, revision: u64, there: impl IntoIterator<Item = &'a Entry>) -> Self {
         let known = there.into_iter().map(|entry| (Arc::clone(&entry.key), ages(entry))).collect();
         Self { watch, next: revision + 1, known }
     }
 
-    /// A change is told that the watch may cover.
+    /// Handles a change that the watch may cover.
     pub(crate) fn note(&mut self, change: &Change) {
         if !self.watch.covers(&change.key) {
             return;
@@ -54,7 +54,7 @@ impl Watched {
         }
     }
 
-    /// What is told of a key that has this value now, or was deleted.
+    /// Returns the notification for a key that now has this value or was deleted.
     pub(crate) fn change(&mut self, entry: Entry, is_deleted: bool) -> Change {
         let Entry { key, value, create_revision, mod_revision } = entry;
         if is_deleted {
@@ -65,7 +65,7 @@ impl Watched {
         Change { key, value: Some(value), create_revision, mod_revision }
     }
 
-    /// How what is there at `revision` differs from what was told.
+    /// Returns the difference between the keys at `revision` and the keys that the watch was notified of.
     pub(crate) fn catch_up(&mut self, revision: u64, there: Vec<Entry>) -> Option<Told> {
         let alive: BTreeSet<_> = there.iter().map(|entry| Arc::clone(&entry.key)).collect();
         let gone: Vec<_> = self.known.keys().filter(|key| !alive.contains(*key)).cloned().collect();

@@ -1,8 +1,8 @@
 //! Commands that fork.
 //!
-//! Everything that forks without end carries its limits itself, in memory that all its processes share: two seconds, a
-//! number of forks, and a number of live processes. Whoever meets the time limit says so in a line `LIMIT`, so that a
-//! test can tell "was ended" from "ended by itself".
+//! Commands that fork without end enforce limits themselves, in memory that all their processes share: two seconds, a
+//! number of forks, and a number of live processes. A process that reaches the time limit prints the line `LIMIT`, so
+//! that a test can distinguish processes that were killed from those that stopped by themselves.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -35,7 +35,7 @@ impl Limits {
         Ok(unsafe { memory.cast::<Self>().as_ref() })
     }
 
-    /// Whether one more process is allowed; it counts as live from now on.
+    /// True if one more process is allowed. Counts the process as live.
     fn admit(&self) -> bool {
         let forks = self.forks.fetch_add(1, Ordering::SeqCst);
         let live = self.live.fetch_add(1, Ordering::SeqCst);
@@ -57,9 +57,9 @@ fn forked() -> Result<ForkResult, Problem> {
     Ok(unsafe { fork() }?)
 }
 
-/// `cleaner FILE`: a child, whose pid is told, makes the file, and removes it when this process has ended and all that
-/// it has started since; `cleaner FILE stubborn`: it does not notice. As multiprocessing's resource tracker, it ignores
-/// what asks to end.
+/// `cleaner FILE`: a child creates the file and prints its own pid. It removes the file when this process and all
+/// processes that it starts later have exited. With `cleaner FILE stubborn`, the child never notices that. Like the
+/// resource tracker of multiprocessing, the child ignores SIGINT and SIGTERM.
 pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     let path = request.next()?;
     let is_stubborn = request.next().is_ok();
@@ -79,7 +79,7 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     }
     drop((reader, started));
     nix::unistd::read(&waits, &mut [0])?;
-    // One more that holds the pipe.
+    // Start one more process that holds the pipe open.
     if let ForkResult::Child = forked()? {
         pause_for_ever();
     }
@@ -87,18 +87,18 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     pause_for_ever();
 }
 
-/// What a grandchild of [`daemonise`] is like.
+/// Kind of grandchild that [`daemonise`] starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Daemon {
-    /// It waits.
+    /// An ordinary process that waits.
     Ordinary,
-    /// The token is reset, as by a process that means to stay.
+    /// Resets the token, like a process that intends to outlive the job.
     Exempt,
-    /// Its main thread has ended, and another one waits.
+    /// The main thread has exited, and another thread is waiting.
     Headless,
 }
 
-/// `daemonise`, `exempt`, `headless`: a grandchild in a session of its own, whose pid is told; then waits.
+/// `daemonise`, `exempt`, `headless`: starts a grandchild in a session of its own, prints its pid, and waits.
 pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     let (reader, writer) = nix::unistd::pipe()?;
     if let ForkResult::Child = forked()? {
@@ -121,7 +121,7 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     drop(writer);
     let mut pid = [0; 4];
     nix::unistd::read(&reader, &mut pid)?;
-    // The end of the pipe is when the grandchild is what it is to be.
+    // The pipe reaches its end when the grandchild is set up.
     nix::unistd::read(&reader, &mut [0])?;
     nix::sys::wait::wait()?;
     say(&i32::from_le_bytes(pid).to_string())?;
@@ -129,7 +129,8 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     pause_for_ever();
 }
 
-/// What `pthread_exit` in `main` comes to: the process goes on without its main thread. Drops `until` when that has ended.
+/// Ends the main thread, like `pthread_exit` in `main`, while the process continues. Drops `until` when the main thread
+/// has ended.
 fn end_main_thread(until: OwnedFd) -> ! {
     let me = getpid().as_raw();
     std::thread::spawn(move || {
@@ -137,7 +138,7 @@ fn end_main_thread(until: OwnedFd) -> ! {
         drop(until);
         pause_for_ever();
     });
-    // SAFETY: it ends this thread, whose stack holds nothing that anybody else uses.
+    // SAFETY: the call ends this thread, and no other thread uses data on its stack.
     unsafe { libc::syscall(libc::SYS_exit, 0) };
     unreachable!("it does not return");
 }
@@ -162,7 +163,7 @@ pub fn tree(request: &mut Request) -> Result<(), Problem> {
     }
     drop(writer);
     if getpid() == root {
-        // The end of the pipe is when every process has grown its own children.
+        // The pipe reaches its end when every process has started its children.
         nix::unistd::read(&reader, &mut [0])?;
         ready()?;
     }
@@ -199,7 +200,8 @@ pub fn bomb() -> Result<(), Problem> {
     limits.leave()
 }
 
-/// `chain`: fork, leave the session, exit, and again from the child; never more than two at a time.
+/// `chain`: forks, leaves the session and exits, and the child does the same. At most two of these processes exist at a
+/// time.
 pub fn chain() -> Result<(), Problem> {
     let (limits, start) = begin()?;
     while start.elapsed() < TIME_LIMIT && limits.admit() {

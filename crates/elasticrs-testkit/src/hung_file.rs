@@ -1,8 +1,9 @@
-//! A file of a file system that does not answer, as on a network that is gone: whoever maps it hangs in the kernel.
+//! A file on a file system that does not answer, like a network file system whose server is down. A process that maps
+//! the file hangs in the kernel.
 //!
-//! The file system is served by the test (FUSE). It answers all but the first request for content, and with that one the
-//! only page stays locked. The command `hang-in-map` reads the file in a thread, and then maps it: the kernel waits for
-//! the page there, cannot be interrupted, and holds the lock of the process's memory meanwhile.
+//! The test serves the file system through FUSE. It answers all requests except the first one for the content, so that
+//! the only page of the file stays locked. The command `hang-in-map` reads the file in one thread and then maps it. The
+//! kernel waits for the page, cannot be interrupted, and holds the lock of the process's memory map.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
@@ -23,12 +24,14 @@ const INTERRUPT: u32 = 36;
 const BATCH_FORGET: u32 = 42;
 
 const HEADER: usize = 40;
-/// Without the page cache, which the kernel then empties for each mapping, but not for this opening.
+/// Flags in the reply to an open request: use the file without the page cache. The kernel then invalidates its page
+/// cache before each mapping of the file, but not when the file is opened.
 const UNCACHED: u32 = 1 | 2;
 const NOT_THERE: i32 = -libc::ENOSYS;
 const A_YEAR: u64 = 31_536_000;
 
-/// The file, for as long as this is not dropped; then whoever hangs goes on, with an error.
+/// A file whose reads hang while this value exists. When it is dropped, the hanging processes get an error and
+/// continue.
 #[derive(Debug)]
 pub struct HungFile {
     folder: PathBuf,
@@ -36,7 +39,7 @@ pub struct HungFile {
 }
 
 impl HungFile {
-    /// Seen by this thread, and by processes that it starts from now on; `None` where this thread may not mount.
+    /// Mounts the file for this thread and the processes that it starts later. `None` if this thread may not mount.
     pub fn new(folder: &Path) -> Option<Self> {
         unshare(CloneFlags::CLONE_NEWNS).ok()?;
         let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
@@ -48,7 +51,7 @@ impl HungFile {
         Some(Self { folder: folder.to_owned(), server })
     }
 
-    /// Where it is.
+    /// Returns the path of the file.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.folder.join("file")
@@ -57,21 +60,22 @@ impl HungFile {
 
 impl Drop for HungFile {
     fn drop(&mut self) {
-        // With force, the kernel answers all that is open by an error, and the server sees the end.
+        // With MNT_FORCE, the kernel fails all open requests, and the server reads the end of the stream.
         umount2(&self.folder, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH).expect("it is mounted");
         self.server.take().map(JoinHandle::join).transpose().expect("a server that ended");
     }
 }
 
-/// Hangs for ever: the file is opened a second time without the page cache, for which a mapping has to empty that.
+/// Hangs forever. Opens the file a second time without the page cache and maps it. The kernel then waits until it can
+/// invalidate the page cache, which the first reader holds.
 pub fn hang_in_map(path: &Path) -> std::io::Result<()> {
     let mut cached = File::open(path)?;
     thread::spawn(move || cached.read(&mut [0; 1]));
-    // Answered when the other thread waits for the content.
+    // This open is only answered while the other thread waits for the file's content.
     let uncached = File::open(path)?;
     let length = std::num::NonZeroUsize::MIN;
     let (prot, flags) = (nix::sys::mman::ProtFlags::PROT_READ, nix::sys::mman::MapFlags::MAP_PRIVATE);
-    // SAFETY: a new mapping, at an address of the kernel's choice, that nobody looks at.
+    // SAFETY: the call creates a new mapping at an address of the kernel's choice, which no code accesses.
     unsafe { nix::sys::mman::mmap(None, length, prot, flags, uncached, 0) }?;
     Ok(())
 }
@@ -87,7 +91,7 @@ fn serve(mut device: File) {
         let node = u64::from_ne_bytes(request[16..24].try_into().expect("eight bytes"));
         let mut answer = |unique, body: &[u8]| reply(&mut device, unique, 0, body);
         match opcode {
-            // Version 7.31, and nothing that is optional: 64 bytes.
+            // Reply with protocol version 7.31 and no optional features, in 64 bytes.
             INIT => answer(unique, &words(&[7, 31, 0, 0, 0, 4096, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0])),
             LOOKUP => answer(unique, &[longs(&[2, 0, A_YEAR, A_YEAR, 0]), attributes(2)].concat()),
             GETATTR => answer(unique, &[longs(&[A_YEAR, 0]), attributes(node)].concat()),
@@ -112,7 +116,7 @@ fn serve(mut device: File) {
 fn reply(device: &mut File, unique: u64, error: i32, body: &[u8]) {
     let length = u32::try_from(16 + body.len()).expect("a short one");
     let header = [length.to_ne_bytes(), error.to_ne_bytes()].concat();
-    // Whoever asked may have been killed meanwhile.
+    // Ignore an error, because the process that sent the request may have been killed.
     let _ = device.write_all(&[header, longs(&[unique]), body.to_vec()].concat());
 }
 

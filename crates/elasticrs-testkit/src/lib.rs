@@ -1,6 +1,7 @@
-//! Helpers for tests: who is alive, who leaks.
+//! Helpers for tests: checks for live processes and leaks.
 //!
-//! Deadlines in here are guards against hanging, never what is measured. What fails panics, and so the test fails.
+//! Time limits in this module only prevent tests from hanging and are never measured. A failing helper panics, so that
+//! the test fails.
 #![allow(clippy::missing_panics_doc)]
 
 use std::fs;
@@ -14,7 +15,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 pub mod hung_file;
 
-/// No test waits longer than this for anything.
+/// Maximum time that a test waits for anything.
 pub const HANG_GUARD: Duration = Duration::from_secs(40);
 
 /// The program `testkit-worker`, built beside the running test.
@@ -24,7 +25,7 @@ pub fn worker_program() -> PathBuf {
     built.expect("testkit-worker is built by `cargo build -p elasticrs-testkit`")
 }
 
-/// Waits until a descriptor is readable; for a pidfd, until the process has ended.
+/// Waits until a descriptor is readable. A pidfd becomes readable when its process exits.
 pub fn wait_readable(fd: impl AsFd, what: &str) {
     let mut polled = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
     let timeout = PollTimeout::try_from(HANG_GUARD).expect("seconds fit");
@@ -38,7 +39,7 @@ pub fn wait_readable(fd: impl AsFd, what: &str) {
     }
 }
 
-/// Waits for what nothing tells of: looks again and again.
+/// Polls for a condition that has no notification.
 pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !is_so() {
@@ -47,30 +48,30 @@ pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Waits until the process is in this state: only its parent is told of that.
+/// Polls until the process is in this state, because only its parent is notified of state changes.
 pub fn wait_for_state(pid: i32, letter: char) {
     wait_until(&format!("process {pid} in state {letter}"), || state(pid) == Some(letter));
 }
 
-/// A descriptor of any process; `None` when there is none of this pid.
+/// Opens a pidfd of any process. `None` if no process has this pid.
 pub fn pidfd(pid: i32) -> Option<OwnedFd> {
     // SAFETY: integers only.
     match Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) }) {
-        // SAFETY: the kernel has just made it for us.
+        // SAFETY: the kernel has just created the descriptor, and no other code owns it.
         Ok(fd) => Some(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("descriptors fit an int")) }),
         Err(Errno::ESRCH) => None,
         Err(error) => panic!("pidfd_open({pid}): {error}"),
     }
 }
 
-/// Waits until the process has ended; it may still be a zombie then.
+/// Waits until the process has exited. It may still be a zombie then.
 pub fn wait_for_end(pid: i32) {
     if let Some(pidfd) = pidfd(pid) {
         wait_readable(pidfd, &format!("the end of process {pid}"));
     }
 }
 
-/// Whether the process runs (is there, and no zombie).
+/// True if the process exists and is not a zombie.
 pub fn is_running(pid: i32) -> bool {
     state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
@@ -104,7 +105,7 @@ pub fn open_fds() -> Vec<RawFd> {
 
 /// Asserts that this process has no child, not even a zombie. Exact in a child subreaper.
 pub fn assert_no_children() {
-    // SAFETY: null pointers are allowed: nothing is asked for but the return value.
+    // SAFETY: null pointers are allowed, because only the return value is needed.
     let waited = Errno::result(unsafe {
         libc::wait4(-1, std::ptr::null_mut(), libc::WNOHANG | libc::__WALL, std::ptr::null_mut())
     });

@@ -1,7 +1,7 @@
 //! A worker that misbehaves on request.
 //!
-//! `testkit-worker COMMAND [ARGUMENT …]`. Each command tells when its handlers are in place, by the line `READY` on standard
-//! output. What a command has to say comes before that line.
+//! Usage: `testkit-worker COMMAND [ARGUMENT …]`. Each command prints the line `READY` on standard output when its
+//! signal handlers are installed. Other output of a command comes before that line.
 
 mod forking;
 mod old_kernel;
@@ -16,21 +16,21 @@ use nix::unistd::pause;
 
 use self::forking::Daemon;
 
-/// What went wrong with a request.
+/// Error of a request.
 type Problem = Box<dyn std::error::Error>;
 
 fn main() -> ExitCode {
     match run() {
         Ok(code) => code,
         Err(problem) => {
-            // A closed standard error is one of the things that are tested.
+            // Ignore an error, because some tests close standard error.
             let _ = writeln!(io::stderr(), "testkit-worker: {problem}");
             ExitCode::from(99)
         }
     }
 }
 
-/// What is left of the command line.
+/// The remaining arguments of the command line.
 struct Request {
     arguments: std::iter::Skip<std::env::Args>,
 }
@@ -89,9 +89,9 @@ fn run() -> Result<ExitCode, Problem> {
         }
         "segv" => {
             ready()?;
-            // The standard library's handler would tell of it first.
+            // Reset the handler first, because the standard library's handler would print a message.
             set(Signal::SIGSEGV, SigHandler::SigDfl)?;
-            // SAFETY: it is not; that is what was asked for.
+            // SAFETY: this write is not safe. It crashes the process on purpose.
             unsafe { std::ptr::null_mut::<u8>().write_volatile(1) };
         }
         "sleep" => {

@@ -1,4 +1,4 @@
-//! Commands that tell in what state a worker was started.
+//! Commands that print the state in which a worker was started.
 
 use std::fs;
 
@@ -40,8 +40,8 @@ pub fn descriptors() -> Result<(), Problem> {
     ready()
 }
 
-/// `sigmask`: the lines `SigBlk`, `SigIgn` and `SigCgt` of the status, as the worker was started: what the runtime of
-/// Rust changes (SIGPIPE ignored, SIGSEGV and SIGBUS caught) is in them.
+/// `sigmask`: prints the lines `SigBlk`, `SigIgn` and `SigCgt` of `/proc/self/status`. They include the changes of the
+/// Rust runtime, which ignores SIGPIPE and handles SIGSEGV and SIGBUS.
 pub fn signals() -> Result<(), Problem> {
     let status = fs::read_to_string("/proc/self/status")?;
     for line in status.lines().filter(|line| ["SigBlk", "SigIgn", "SigCgt"].iter().any(|name| line.starts_with(name))) {

@@ -1,4 +1,4 @@
-"""One attempt, as it went, and what became of the job."""
+"""Record of a single attempt, and result of the whole job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Reason why the agent stopped a worker that exceeded a time limit. One of the three reasons is set.
+    """Time limit that a worker exceeded, so that the agent stopped the worker. Exactly one of ``timer``,
+    ``hung`` and ``raised`` is set.
 
     Args:
         seen_ns: time when the agent noticed, in monotonic nanoseconds.
@@ -106,7 +107,9 @@ class Attempt(Record):
         return self.plan.ranks[0].world_size
 
     def running(self) -> dict[int, int]:
-        """Pids of the workers that have not ended, by local rank: those of others may be anybody's by now."""
+        """Pids of the workers that are still running, by local rank. The pid of an exited worker is left out,
+        because the kernel may have reused it.
+        """
         return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.exits}
 
     def replace(self, local_rank: int, pid: int, restarts: int) -> Attempt:
@@ -143,7 +146,9 @@ class Attempt(Record):
         return failed
 
     def how_it_began(self) -> str:
-        """Say how long the restart took that it began with, by phases, and if its workers were warm."""
+        """Describe the restart that started this attempt: its total time, the time of each phase, and whether
+        its workers were warm.
+        """
         span = texts.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
         is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
@@ -167,7 +172,9 @@ class Attempt(Record):
         return hung(event.hung, self.global_ranks(), was_found_here=self.first_failure is not None)
 
     def is_slow_to_exit(self, local_rank: int) -> bool:
-        """Return true if a worker that raised was still making progress with its exit at the time limit."""
+        """Return true if a worker had raised an exception and was still exiting, with progress, when
+        ``--exit-timeout`` expired.
+        """
         event = self.expired.get(local_rank)
         return event is not None and event.raised is not None and event.raised.exit == "slow"
 
@@ -228,8 +235,9 @@ class Attempt(Record):
         return texts.ranks_text(sorted(self.plan.ranks[local_rank].global_rank for local_rank in local_ranks))
 
     def failed_exits(self) -> list[WorkerExited]:
-        """Return the workers that did not exit with 0, that a timer of theirs ended, or that are silent: the
-        first failure first, the others as they were seen.
+        """Return the failed workers: those with an exit code other than 0, with an expired timer, or that
+        exited with 0 too early. The first failure comes first; the others follow in the order in which they
+        were seen.
         """
         failed = [
             worker
@@ -240,17 +248,17 @@ class Attempt(Record):
 
 
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
-    """Return the milliseconds of each phase of a restart, in order; together they are all of it.
+    """Return the milliseconds of each phase of a restart, in order. The phases add up to the whole restart.
 
-    They begin when the failure was seen, or with the stop where another node has seen it.
-    ``signalling``: until the other workers have been signalled. ``stopping``: until nothing is left.
-    ``rendezvous``: until ranks and addresses are known. ``importing``: until the warm nursery is ready, if
-    the start had to wait for it. ``starting``: until all workers run. A phase whose end nobody has seen
-    belongs to the next one.
+    The first phase begins when the failure was seen, or with the stop if another node has seen the failure.
+    ``signalling`` lasts until the other workers have been signalled, ``stopping`` until no process is left,
+    ``rendezvous`` until ranks and addresses are known, ``importing`` until the warm nursery is ready (if the
+    start had to wait for it), and ``starting`` until all workers run. If the end of a phase is unknown, its
+    time counts as part of the next phase.
 
     Args:
         failed: the attempt that has ended.
-        running: the one that runs in its place.
+        running: the attempt that replaces it.
     """
     ends = {
         "signalling": failed.stamps.get("siblings_signalled"),

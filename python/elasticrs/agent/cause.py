@@ -1,6 +1,7 @@
-"""The first failure of a job, as one node tells it to the others: small enough for a record of the store.
+"""Description of the first failure of a job, as nodes report it to each other. It is small enough for a
+record in the store.
 
-On the wire it is a JSON object of those fields that are known. Imported only when something went wrong.
+The message is a JSON object with the known fields. Imported only after a failure.
 """
 
 from __future__ import annotations
@@ -64,17 +65,19 @@ class Cause(Value):
 
     @staticmethod
     def decoded(fields: Mapping[str, Any]) -> Cause:
-        """Take a cause from the wire, where another release may have added fields.
+        """Build a cause from a received message. Ignore unknown fields, because another node may run a
+        different release.
 
         Args:
-            fields: each of the right kind, or missing; see :func:`.rendezvous.elastic.checked.cause`.
+            fields: fields of the right types, some of which may be missing; see
+                :func:`.rendezvous.elastic.checked.cause`.
         """
         return Cause(**{name: fields[name] for name in Cause._names if name in fields})
 
 
 def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
-    """Return what is to be known of a worker that hung on another node, to look for the one that it waits
-    for.
+    """Return the facts about a worker that hung on another node. They are used to find a local rank that this
+    worker waits for.
     """
     step, frame = step_of(cause), cause.get("frame")
     return HungElsewhere(
@@ -85,7 +88,9 @@ def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
 
 
 def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
-    """Make the failure of a worker on another node, for the report of this one; the cause has a ``rank``."""
+    """Build the ``ProcessFailure`` of a worker on another node, for this node's failure report. The cause
+    must have a ``rank``.
+    """
     return ProcessFailure(
         -1 if cause.local_rank is None else cause.local_rank,
         -1 if cause.pid is None else cause.pid,
@@ -102,6 +107,6 @@ def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
 def _comparable(theirs: int | None, ours: int | None) -> str:
     if theirs is None or ours is None:
         return "times of different nodes may be off: their clocks have not been compared"
-    # Rounded up: what is shown is a bound.
+    # Round up, because the value is shown as an upper bound.
     tenths = max(1, -(-(theirs + ours) // 100_000))
     return f"times of different nodes are comparable to {tenths / 10:.1f} ms"

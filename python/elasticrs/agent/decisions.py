@@ -1,4 +1,6 @@
-"""What the loop asks what to do: one interface, for a node by itself and for one among several."""
+"""Interface through which the loop gets its decisions. One implementation is for single-node jobs, others are
+for jobs on several nodes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from elasticrs.plan import Plan
 
     class Planner(Protocol):
-        """Where plans come from."""
+        """Source of plans."""
 
         def next(self, supervisor: _core.Supervisor) -> Plan: ...
 
@@ -27,14 +29,15 @@ if TYPE_CHECKING:
 
 
 class Decisions(ABC):
-    """Decides for the loop, which tells it of everything and carries its actions out in order.
+    """Base class of the decision makers. The loop passes every event to this object and executes the returned
+    actions in order.
 
     Attributes:
-        plan: of the attempt that :class:`~elasticrs.agent.state.Start` asks for.
+        plan: plan of the attempt that :class:`~elasticrs.agent.state.Start` requests.
         first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
-        clock: of the store in which the nodes met.
+        clock: clock of the store in which the nodes met.
         has_taken_part: true if workers of this node ran in the last round.
-        has_peers: other nodes wait for what becomes of this one.
+        has_peers: true if other nodes depend on the outcome of this one.
     """
 
     plan: Plan | None = None
@@ -46,7 +49,7 @@ class Decisions(ABC):
     @property
     @abstractmethod
     def phase(self) -> machine.Phase:
-        """Where the agent stands."""
+        """Phase of the agent."""
 
     @property
     @abstractmethod
@@ -55,54 +58,59 @@ class Decisions(ABC):
 
     @abstractmethod
     def step(self, event: machine.Event) -> list[machine.Action]:
-        """What follows from an event on this node."""
+        """Return the actions that follow from an event on this node."""
 
     def open(self, supervisor: _core.Supervisor) -> None:  # noqa: B027 -- nothing to do for one node
-        """The supervisor is there; called once, before anything else but a signal."""
+        """Receive the supervisor. Called once, before every event other than a signal."""
 
     def seconds_left(self) -> float:
-        """How long the loop may sleep."""
+        """Return how many seconds the loop may sleep."""
         return SAFETY_TICK
 
     def look_around(self) -> list[machine.Action]:
-        """What follows from the passing of time."""
+        """Return the actions that follow from elapsed time."""
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- for others
-        """What follows from a descriptor's being readable; ``None`` when it is none of ours."""
+        """Handle a readable file descriptor and return the actions that follow. Return ``None`` if the
+        descriptor belongs to another owner.
+        """
         return None
 
     def fenced(self) -> list[machine.Action]:
-        """What follows from the end of this node's lease: the nursery kills the workers already."""
+        """Return the actions that follow from the expiry of this node's lease. The nursery is already killing
+        the workers.
+        """
         return []
 
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
         """The attempt that the following events are about."""
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- for others
-        """Agree on ranks and addresses: the answer to :class:`~elasticrs.agent.state.Rendezvous`. The
-        supervisor serves the workers' store, where that falls to this agent.
+        """Agree on ranks and addresses and return the event that answers
+        :class:`~elasticrs.agent.state.Rendezvous`. If this agent hosts the workers' store, the supervisor
+        serves it.
 
         Raises:
-            Exception: of a user's rendezvous handler.
+            Exception: a user's rendezvous handler raised it.
         """
         raise RuntimeError("plans come with the rounds")
 
     def release_plan(self) -> None:
-        """The attempt is over: give its port back. Idempotent."""
+        """Release the port of the attempt that has ended. Idempotent."""
         plan, self.plan = self.plan, None
         if plan is not None:
             plan.close()
 
     def close_rendezvous(self) -> None:  # noqa: B027 -- not everybody has one
-        """No further attempt follows."""
+        """Close the rendezvous, because no further attempt follows."""
 
     def close(self) -> None:  # noqa: B027 -- nothing to do for one node
-        """The loop has ended, and the supervisor with it: release everything. Idempotent."""
+        """Release everything, after the loop and the supervisor have ended. Idempotent."""
 
 
 class OneNode(Decisions):
-    """A node by itself: :func:`elasticrs.agent.state.step` decides."""
+    """Decisions of a single-node job, made by :func:`elasticrs.agent.state.step`."""
 
     def __init__(self, job: JobConfig, planner: Planner) -> None:
         self._state = machine.AgentState(

@@ -1,4 +1,4 @@
-"""From an attempt that failed to torch's ``ProcessFailure`` and its report.
+"""Conversion of a failed attempt into torch's ``ProcessFailure`` objects and the failure report.
 
 Imported only when something went wrong.
 """
@@ -31,7 +31,9 @@ _MAX_EARLIER = 8
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """Return what is known of every worker that did not exit with 0, by global rank, the first one first."""
+    """Return the failure of each worker that did not succeed, by global rank, with the first failure
+    first.
+    """
     ranks = attempt.global_ranks()
     return {ranks[worker.local_rank]: _failure(attempt, worker) for worker in attempt.failed_exits()}
 
@@ -121,10 +123,12 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
     if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
-        # This node was not in the round that ended the job, and the job recovered from the failures here.
+        # The job recovered from this node's failures, and ended in a round in which this node did not take
+        # part. Leave the failures out.
         failed = {}
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
-        # The message is the reason. Workers that the agent stopped because of it did not fail.
+        # No worker caused the failure: the job failed for the reason in `result.message`, and the agent then
+        # stopped the workers.
         return {}
     if cause is None or cause.rank is None:
         return failed
@@ -161,7 +165,7 @@ def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
 def print_report(
     job: JobConfig, result: JobResult, say: Callable[[str], None], write: Callable[[str], None]
 ) -> str | None:
-    """Print why a job failed: a headline, and below it the report.
+    """Print why a job failed: a headline, followed by the report.
 
     If the launcher has an error file of its own, copy the root cause's error file there.
 
@@ -208,21 +212,23 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     failure = failure_of(
         worker,
         *files,
-        # It failed when it had raised, or was found to hang. What ended it then is a consequence.
+        # The worker failed when it raised or was found to hang. The signal that killed it later is a
+        # consequence.
         seen_ns=attempt.failed_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=_cause(attempt, worker),
         note=note if worker.sent_signal is None else None,
     )
     if timer is not None and failure.error_file != NOT_AVAILABLE:
-        # What it said when the signal came is in the message; why it came must be told as well.
+        # The error message holds what the worker reported when the signal arrived. Add the expired time
+        # limit, because it is the reason for the signal.
         failure.note = attempt.why_expired(rank)
     _add_hang(attempt, worker, failure)
     return failure
 
 
 def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFailure) -> None:
-    """Where it hung, and the last heartbeats of all."""
+    """Add the stack of a worker that hung, and the last heartbeats of all ranks, to its failure."""
     rank = worker.local_rank
     if rank in attempt.expired and attempt.paths is not None and attempt.paths.error_files.get(rank):
         from elasticrs.agent import hangs

@@ -1,4 +1,5 @@
-"""Determine the first failure of an attempt as soon as it is seen, from events alone.
+"""Determine the first failure of an attempt as soon as the failure is known, from the supervisor's events
+alone.
 
 No file is read, because stopping the other workers and notifying the other nodes cannot wait for a file
 system. The final report applies the same rule (:mod:`elasticrs.multiprocessing.errors.root_cause`), and reads

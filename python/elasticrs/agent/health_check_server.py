@@ -1,8 +1,8 @@
-"""The health check server, with torch's names; torch's own never opens a port.
+"""The health check server, under torch's names. In torch itself, this server never opens a port.
 
-``GET /healthz`` says whether the agent's loop is alive, ``/readyz`` whether the workers run, ``/metrics`` is
-for Prometheus and ``/status`` for people; see ``docs/metrics.md``. The sockets are served by a thread of the
-core, which asks the agent's loop by a descriptor and so holds up nobody.
+``GET /healthz`` reports whether the agent's loop is alive, ``/readyz`` whether the workers run, ``/metrics``
+is for Prometheus, and ``/status`` is for people; see ``docs/metrics.md``. A thread of the core serves the
+sockets. It notifies the agent's loop through a descriptor and delays nothing.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ HOST_VARIABLE = "ELASTICRS_HEALTH_CHECK_HOST"
 
 
 class HealthCheckServer:
-    """Tells others whether this process makes progress.
+    """HTTP server that reports whether this process makes progress.
 
-    An agent of ours that gets one calls ``alive_callback`` in its own loop, when somebody asks: a loop that
-    hangs does not answer. With :meth:`start`, in a program without such an agent, a thread calls it.
+    Our own agent calls ``alive_callback`` in its loop for each request, so a hanging loop does not answer. In
+    a program without such an agent, :meth:`start` creates a thread that calls it.
 
     Args:
-        alive_callback: when there was progress last, in seconds since 1970. Progress that is ``timeout`` ago
-            is death, and so is a callback that does not return for so long.
-        port: to listen on; 0 for any that is free.
+        alive_callback: returns the time of the last progress, in seconds since 1970. The process counts as
+            dead if the last progress is more than ``timeout`` ago, or if the callback does not return for
+            that long.
+        port: port to listen on; 0 for any free port.
         timeout: seconds.
-        host: to listen on. Not in torch: ``ELASTICRS_HEALTH_CHECK_HOST`` or the loopback address when
-            ``None``.
+        host: address to listen on; ``ELASTICRS_HEALTH_CHECK_HOST`` or the loopback address if ``None``. Not
+            in torch.
 
     Attributes:
-        find_overdue: asked as well as the callback, until :meth:`stop`: for how many seconds an agent should
-            have been heard of, and of what. Not in torch.
-        supervisor: of the workers; its thread has to be alive as well, until :meth:`stop`. Not in torch.
+        find_overdue: called in addition to the callback, until :meth:`stop`. Returns for how many seconds a
+            report of progress is overdue, and of which activity. Not in torch.
+        supervisor: supervisor of the workers, whose thread also has to be alive, until :meth:`stop`. Not in
+            torch.
     """
 
     def __init__(
@@ -59,12 +61,12 @@ class HealthCheckServer:
 
     @property
     def alive_callback(self) -> Callable[[], float]:
-        """As it was given."""
+        """The callback that was passed to the constructor."""
         return self._alive_callback
 
     @property
     def port(self) -> int:
-        """Where it listens, once it does."""
+        """The actual port of an open server, or else the configured one."""
         return self._port if self._server is None else self._server.port
 
     @property
@@ -73,20 +75,20 @@ class HealthCheckServer:
         return f"[{self._host}]:{self.port}" if ":" in self._host else f"{self._host}:{self.port}"
 
     def open(self) -> _core.HealthServer:
-        """Listen, and leave it to the caller to answer. Not in torch. Idempotent.
+        """Listen, but leave answering requests to the caller. Not in torch. Idempotent.
 
         Raises:
-            OSError: the address cannot be had.
+            OSError: the address cannot be used.
         """
         if self._server is None:
             self._server = _core.HealthServer(self._host, self._port, float(self._timeout))
         return self._server
 
     def start(self) -> None:
-        """Listen and answer, until :meth:`stop`. Idempotent.
+        """Listen and answer requests until :meth:`stop`. Idempotent.
 
         Raises:
-            OSError: the address cannot be had.
+            OSError: the address cannot be used.
         """
         server = self.open()
         if self._thread is None:
@@ -98,12 +100,12 @@ class HealthCheckServer:
             self._thread.start()
 
     def stop(self) -> None:
-        """End it; returns when the port is closed. Idempotent."""
+        """Stop the server. Return when its port is closed. Idempotent."""
         self.find_overdue = self.supervisor = None
         thread, self._thread = self._thread, None
         if thread is not None:
             os.eventfd_write(self._stop_fd, 1)
-            # One that hangs in the callback goes with the process.
+            # Stop waiting after a second. A thread that hangs in the callback ends with the process.
             thread.join(1.0)
             if not thread.is_alive():
                 os.close(self._stop_fd)
@@ -113,14 +115,14 @@ class HealthCheckServer:
             server.close()
 
     def answer(self, supervisor: _core.Supervisor | None = None) -> None:
-        """Somebody has asked: call the callback, and pass on what it says. Not in torch.
+        """Answer a pending request with the result of the callback. Not in torch.
 
-        The thread of ``supervisor`` has to be alive as well.
+        The answer is positive only if the thread of ``supervisor`` is alive as well.
         """
         server, find_overdue = self._server, self.find_overdue
         if server is None:
             return
-        # First, so that a callback which fails is not called again for the same question.
+        # Take the request first, so that a failing callback is not called again for the same request.
         _take(server.fd)
         age, doing = max(0.0, time.time() - self._alive_callback()), None
         if find_overdue is not None:
@@ -145,9 +147,10 @@ class HealthCheckServer:
 
 
 class _AliveCallbackProxy:
-    """A callback for a server that is made before the agent: until there is one, there is progress.
+    """Placeholder callback for a server that is created before the agent. It reports progress until the agent
+    is set.
 
-    Torch's name. :func:`elasticrs.launcher.launch_agent` has it ask the agent.
+    The name is torch's. :func:`elasticrs.launcher.launch_agent` connects this object to the agent.
     """
 
     def __init__(self) -> None:
@@ -157,7 +160,7 @@ class _AliveCallbackProxy:
         return time.time() if self._delegate is None else self._delegate()
 
     def set_delegate(self, delegate: Callable[[], float]) -> None:
-        """Ask this one from now on."""
+        """Set the callback to call from now on."""
         self._delegate = delegate
 
 
@@ -182,7 +185,7 @@ def server_of_environment(
     """Make the server that ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for.
 
     Raises:
-        ValueError: it holds no port; torch says so in its log, and goes on without a server.
+        ValueError: the variable does not contain a port. Torch logs that and continues without a server.
     """
     text = environ.get(PORT_VARIABLE)
     if text is None:

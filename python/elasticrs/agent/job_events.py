@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 
 class EventRecorder(Observer):
-    """Records what torch's agent and launcher record; ``tells_end``: also the end of the agent."""
+    """Observer that records the events which torch's agent and launcher record. With ``tells_end`` it also
+    records the end of the agent.
+    """
 
     def __init__(self, job: JobConfig, settings: ObserveSettings, *, tells_end: bool = True) -> None:
         self._job = job
@@ -52,7 +54,8 @@ class EventRecorder(Observer):
         self._handler = get_logging_handler(settings.event_log_handler)
         if isinstance(self._handler, LineFileHandler):
             self._handler.write_behind()
-        # A failed attempt, and what came after it, until nothing is delayed by reading why.
+        # A failed attempt and later events are kept here until the next workers have started, because reading
+        # the failure's cause takes time.
         self._failed: tuple[Attempt, int] | None = None
         self._later: list[Event] = []
         self._hung: _core.WorkerHung | None = None
@@ -62,7 +65,9 @@ class EventRecorder(Observer):
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Of the rendezvous, when it is over, and of the watchdog, which in torch is one for each round."""
+        """Record the end of the rendezvous and the start or stop of the watchdog. Torch has a new watchdog in
+        each round.
+        """
         if isinstance(action, Rendezvous):
             self._record_watching(False)
             self._meeting_since = time.monotonic()
@@ -70,12 +75,12 @@ class EventRecorder(Observer):
             self._plan, self._restarts = plan, action.restarts
             span = (time.monotonic() - self._meeting_since) * 1000
             self._record("RENDEZVOUS", EventSource.AGENT, duration_ms=span)
-            # The plan brings the ranks along: that takes no time of its own.
+            # Ranks come with the plan, so assigning them takes no extra time.
             self._record("ASSIGN_WORKER_RANKS", EventSource.AGENT, duration_ms=0.0)
             self._record_watching(True)
 
     def running(self, result: JobResult) -> None:
-        """Of the start of each worker, and of the restart as a whole."""
+        """Record the start of each worker, and the restart as a whole if there was one."""
         attempt = result.attempts[-1]
         for ranks in attempt.plan.ranks:
             self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
@@ -90,7 +95,7 @@ class EventRecorder(Observer):
             self._pass_on(Event("attempt running", EventSource.AGENT, _milliseconds(), metadata))
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
-        """Of a worker that failed, and of the one in its place."""
+        """Record the end of the failed worker and the start of its replacement."""
         (local_rank,) = failed.exits
         self._restarts = failed.restarts
         at_ns = time.time_ns() - time.monotonic_ns() + failed.stamps["failure_seen"]
@@ -99,13 +104,13 @@ class EventRecorder(Observer):
         self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """A failure is recorded when nothing is delayed by it."""
+        """Keep a failed attempt. It is recorded later, when recording it delays nothing."""
         self._meeting_since = time.monotonic()
         if outcome in ("failed", "lost"):
             self._failed = attempt, self._restarts
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """Of the watchdog: a timer, and the end of its worker."""
+        """Record an expired timer, and the kill of its worker if there was one."""
         claim: dict[str, object] = {
             "worker_pid": str(timer.pid),
             "scope_id": timer.scope,
@@ -117,7 +122,7 @@ class EventRecorder(Observer):
             self._record_watchdog("kill worker process", claim)
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """If it was found here, or named by another node, is told by its next event."""
+        """Keep the hang. The next event shows whether this node or another node found it."""
         self._hung = event
 
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
@@ -127,16 +132,18 @@ class EventRecorder(Observer):
             self._record_watchdog("kill worker process", {"worker_pid": str(pid), "message": message})
 
     def failed(self, attempt: Attempt) -> None:
-        """Of the watchdog, if the worker hung."""
+        """Record a watchdog event if the worker hung."""
         if attempt.first_failure is not None:
             self._record_hung(attempt.first_failure, attempt)
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """The same."""
+        """Record a watchdog event if the worker hung."""
         self._record_hung(worker.local_rank, attempt)
 
     def started(self) -> None:
-        """Of the workers whose failure led to this restart: reading why holds up nothing any more."""
+        """Record the ends of the workers whose failure caused this restart. Reading the causes no longer
+        delays anything.
+        """
         if self._failed is None:
             return
         (attempt, restarts), self._failed = self._failed, None
@@ -160,15 +167,18 @@ class EventRecorder(Observer):
             self._later.append(event)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Of the end: all workers first, then the agent, whose success says only that it ran to its end."""
+        """Record the end of all workers, then of the agent. The agent counts as successful if it ran to its
+        end, even if workers failed.
+        """
         self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
-            # As in torch: with the workers that were stopped; it outlives those that have finished.
+            # As in torch, the watchdog stops before the ends of stopped workers are recorded, but after the
+            # ends of workers that finished.
             self._record_watching(False)
         reason = _reason(result, error)
         if reason is None and result.attempts:
             self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
-            # Of a failure for which torch's agent would have raised something.
+            # Report only failures for which torch's agent would have raised an exception.
             is_workers = result.exit_code == 0 or result.attempts[-1].pids
             reason = None if is_workers else result.message
         self._record_watching(False)
@@ -240,7 +250,7 @@ class EventRecorder(Observer):
         self._record_watchdog("kill worker process", claim)
 
     def _record_watching(self, watches: bool) -> None:
-        """That the watchdog of timers starts or stops; once for each change."""
+        """Record that the timer watchdog starts or stops, if that changes its state."""
         if watches != self._watches and os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
             self._watches = watches
             self._record_watchdog("watchdog started" if watches else "watchdog stopped", {})
@@ -266,10 +276,10 @@ class EventRecorder(Observer):
 
 
 class WatchdogRecorder(EventRecorder):
-    """Records the events of the watchdog alone, for an agent whose hooks record the others."""
+    """Observer that records only watchdog events, for an agent whose hooks record the others."""
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Which attempt the events are about."""
+        """Remember the plan of the attempt for the following events."""
         if isinstance(action, Start):
             self._plan, self._restarts = plan, action.restarts
             self._record_watching(True)
@@ -278,11 +288,11 @@ class WatchdogRecorder(EventRecorder):
         """The hooks record it."""
 
     def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's
-        """Nobody watches until the next attempt."""
+        """Record that the watchdog stops until the next attempt."""
         self._record_watching(False)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's
-        """Nobody watches any longer."""
+        """Record that the watchdog stops."""
         self._record_watching(False)
         self._write_all()
 
@@ -292,7 +302,7 @@ def _milliseconds(at_ns: int | None = None) -> int:
 
 
 def _reason(result: JobResult, error: BaseException | None) -> str | None:
-    """Why the agent itself did not run to its end."""
+    """Return why the agent itself did not run to its end; ``None`` if it did."""
     if error is not None:
         return "".join(traceback.format_exception(error))
     if result.signum is not None:
@@ -303,8 +313,8 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
 
 
 def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
-    """Say how each worker ended. Torch counts those that died by our signal as failed, and calls the others
-    terminated.
+    """Yield how each worker ended. As in torch, workers that died from our signal count as failed, and the
+    other stopped workers as terminated.
     """
     if succeeded:
         yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)

@@ -1,7 +1,7 @@
-"""What the health check server tells of a job: the loop's side of it.
+"""Job health as shown by the health check server: the observer in the agent's loop that publishes it.
 
-Everything of consequence is published when it happens, so that the server can tell it while the loop hangs.
-What changes often (the exits of workers) is told when somebody asks.
+Important changes are published when they happen, so that the server can show them even if the loop hangs.
+Frequent changes (the exits of workers) are published only when a client requests the status.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MAX_EARLIER_FAILURES = 16
 
 
 class HealthObserver(Observer):
-    """Feeds a server that is open already; closes it at the end. ``is_asked``: this loop answers for the
-    agent; otherwise the server has a thread for that.
+    """Observer that publishes the state of the job to an open server, and closes the server at the end. With
+    ``is_asked`` the loop answers requests for the agent. Otherwise the server has its own thread.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HealthObserver(Observer):
         self._publish()
 
     def opened(self, supervisor: _core.Supervisor) -> None:
-        """From now on the loop answers."""
+        """Start to answer health requests in the loop."""
         self._supervisor = supervisor
         self._native.show(supervisor, is_asked=self._is_asked)
         if self._is_asked:
@@ -86,7 +86,8 @@ class HealthObserver(Observer):
             self._ranks,
             self._restarts,
         ):
-            # Refresh the data, because ranks change in each round and other nodes also charge restarts.
+            # Publish the ranks and the restart count again if they have changed: each round may assign other
+            # ranks, and restarts on other nodes are counted as well.
             self._publish(self._workers_now(attempt))
         self._server.answer(self._supervisor)
         if self._is_stale:
@@ -96,7 +97,9 @@ class HealthObserver(Observer):
         return True
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """The rendezvous is over, a restart costs nothing, or a worker of another node hung."""
+        """Publish the end of a rendezvous or a hang on another node, and note whether a restart is
+        charged.
+        """
         if isinstance(action, Start):
             self._native.enter("starting" if self._attempt is None else "restarting")
         elif isinstance(action, Stop) and action.hung is not None:
@@ -105,31 +108,31 @@ class HealthObserver(Observer):
             self._is_uncharged = not action.charged
 
     def prepared(self, attempt: Attempt) -> None:
-        """Count the bytes of the files that nobody reads."""
+        """Let the server measure the log files that the agent does not read."""
         if attempt.paths is not None:
             self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
     def not_started(self) -> None:
-        """The state of the workers."""
+        """Publish that the workers are stopped."""
         self._native.files_ended()
         self._enter_state("STOPPED")
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """A worker that a timer ended counts as hung since then."""
+        """Count a worker that was killed because of an expired timer as hung since the timer expired."""
         if timer.signal is not None:
             self._was_hung((time.monotonic_ns() - timer.seen_ns) / 1e9)
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """Since its last sign of life."""
+        """Count a hang since the last heartbeat."""
         self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
 
     def paused(self, local_rank: int, is_paused: bool) -> None:
-        """The state of the worker."""
+        """Publish whether the worker is paused."""
         (self._paused.add if is_paused else self._paused.discard)(local_rank)
         self._publish()
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """The port is closed."""
+        """Publish the final state and close the port."""
         remove_sink(self._native.put)
         has_succeeded = error is None and result.phase is Phase.SUCCEEDED
         self._enter_state("SUCCEEDED" if has_succeeded else "FAILED")
@@ -137,14 +140,14 @@ class HealthObserver(Observer):
         self._supervisor = None
 
     def _was_hung(self, seconds: float) -> None:
-        """Once for a group: a rank may be named here and on another node, for one hang."""
+        """Count a hang only once per attempt, because this node and another node may both report it."""
         if not self._is_hang_counted:
             self._is_hang_counted = True
             self._native.enter("hung")
             self._native.was_hung(max(0.0, seconds))
 
     def running(self, result: JobResult) -> None:
-        """Why they start again, how long that took, and who they are."""
+        """Publish the reason and the duration of a restart, and the new workers."""
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
@@ -156,7 +159,8 @@ class HealthObserver(Observer):
             self._failed_ns = None
         self._native.enter("productive")
         if self._job.on_failure != "replace":
-            # Workers that may be replaced get their ranks from their own meetings, not from a plan.
+            # Skip this with `--on-failure replace`, because workers then get their ranks from a rendezvous of
+            # their own, not from the plan.
             first = self._attempt.plan.ranks[0]
             placed = first.group_rank, first.world_size
             self._native.identify(self._job.run_id, os.uname().nodename, placed)
@@ -164,12 +168,12 @@ class HealthObserver(Observer):
         self._publish(self._workers_now(self._attempt))
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
-        """Why, and who the workers are now."""
+        """Publish the reason of the replacement, and the new workers."""
         self._native.restarted(_cause(failed))
         self._publish(self._workers_now(attempt))
 
     def failed(self, attempt: Attempt) -> None:
-        """The state of the workers, and the time that is lost from here on."""
+        """Publish that the workers are unhealthy, and note when lost time began."""
         self._failed_ns = attempt.stamps["failure_seen"]
         if self._attempt is not None and not self._attempt.expired:
             self._native.enter("restarting")
@@ -211,7 +215,7 @@ class HealthObserver(Observer):
         }
 
     def training(self, standings: Sequence[Standing]) -> None:
-        """Rates, and who is the slowest."""
+        """Publish the workers' rates, and the slowest worker."""
         self._standings = {each.local_rank: each for each in standings}
         for each in standings:
             if each.rate is not None:
@@ -300,7 +304,7 @@ def _group(attempt: Attempt) -> dict[str, Any]:
 
 
 def _cause(attempt: Attempt) -> _core.RestartCause:
-    """Why workers started again after this attempt, in the words of the metrics."""
+    """Return the cause of the restart after this attempt, as the metrics call it."""
     if "started" not in attempt.stamps:
         return "start_failed"
     if attempt.expired and attempt.first_failure is not None:

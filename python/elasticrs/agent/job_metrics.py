@@ -1,7 +1,7 @@
 """The metrics of a job, with torch's names: see ``docs/metrics.md``.
 
-Torch measures its methods and looks at the workers at intervals. This agent has neither those methods nor
-ticks: it gives the same names to the same parts of the work, and tells of states when they change.
+Torch measures its methods and polls the workers. This agent has neither these methods nor polling. It uses
+the same names for the same parts of the work, and publishes states when they change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MetricRecorder(Observer):
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Of the rendezvous, when it is over."""
+        """Measure the rendezvous when it is over."""
         if isinstance(action, Rendezvous):
             self._meeting_since = time.monotonic()
         elif isinstance(action, Start):
@@ -46,7 +46,7 @@ class MetricRecorder(Observer):
             _measured("SimpleElasticAgent._assign_worker_ranks", 0.0)
 
     def running(self, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
-        """Of the start, and of the restart if it was one."""
+        """Measure the start, and the restart if there was one."""
         now = time.monotonic()
         _measured("LocalElasticAgent._start_workers", now - self._starting_since)
         _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since)
@@ -56,7 +56,7 @@ class MetricRecorder(Observer):
         self._state("healthy")
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
-        """How many restarts are left."""
+        """Publish the number of restarts left."""
         self._restarts = attempt.restarts
         self._state("healthy")
 
@@ -71,7 +71,7 @@ class MetricRecorder(Observer):
         self._state("failed")
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Of the stop, or the state of the workers."""
+        """Measure the stop of a failed attempt, or publish the final state of the workers."""
         self._meeting_since = now = time.monotonic()
         if attempt.silent:
             self.failed(attempt)
@@ -81,13 +81,15 @@ class MetricRecorder(Observer):
             _measured("LocalElasticAgent._stop_workers", now - self._failed_at)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Of the whole run; of one that a signal or an exception ended, only how long it took."""
+        """Publish the metrics of the whole run. If a signal or an exception ended the run, publish only its
+        duration.
+        """
         has_run = error is None and result.signum is None
         _measured("SimpleElasticAgent.run", time.monotonic() - self._began, succeeded=has_run)
         if not has_run:
             return
         if result.attempts:
-            # Those of other nodes, too, where workers are replaced.
+            # Include restarts caused by other nodes. The last attempt counts them if workers are replaced.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
         left, most = self._job.max_restarts - self._restarts, self._job.max_restarts

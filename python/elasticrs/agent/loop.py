@@ -1,8 +1,9 @@
-"""The loop of the agent: events of the core in, decisions of a :class:`~elasticrs.agent.decisions.Decisions`,
-actions out.
+"""The event loop of the agent: it reads events of the core, gets decisions from a
+:class:`~elasticrs.agent.decisions.Decisions`, and executes the actions.
 
-It takes signals out of their pipe, and decides nothing itself. What becomes of the workers is recorded by its
-:class:`~elasticrs.agent.tracker.AttemptTracker`, whose ``wait`` is the only place where it blocks.
+The loop also reads signals from their pipe. It makes no decisions itself. Its
+:class:`~elasticrs.agent.tracker.AttemptTracker` records what happens to the workers; the tracker's ``wait``
+is the only call in which the loop blocks.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ class Agent:
     """Runs a job on this node.
 
     Args:
-        job: what to run.
+        job: configuration of the job.
         workers: starts the processes.
-        decisions: say what to do.
+        decisions: makes the decisions.
         signals: the caught signals; ``None`` outside of the main thread.
-        owns_process: the process is ours alone (the command line).
-        console: for lines to the user.
-        observers: hear of everything.
+        owns_process: true if the process belongs to the launcher alone (the command line).
+        console: console for lines to the user.
+        observers: observers that are notified of everything.
 
     Attributes:
-        checkpoints: what is asked of workers that are replaced one by one; while there may be some.
+        checkpoints: checkpoint requests to the workers, if failed workers are replaced one by one.
     """
 
     def __init__(
@@ -86,12 +87,13 @@ class Agent:
         """Run the job to its end.
 
         Returns:
-            How it ended; failures of workers are data, not exceptions.
+            The result of the job. Failures of workers are part of the result and raise no exceptions.
 
         Raises:
             _core.SupervisorError: the supervisor itself failed; nothing is left running.
-            OSError: the same, for want of descriptors or of a recent kernel.
-            Exception: of the user's: a function or a value that cannot be pickled, a rendezvous handler.
+            OSError: the supervisor failed because file descriptors have run out or the kernel is too old.
+            Exception: code of the user raised it: a function or value that cannot be pickled, or a rendezvous
+                handler.
         """
         try:
             result = self._run()
@@ -124,12 +126,14 @@ class Agent:
             raise self._error
         attempts = self._result.attempts
         if self._result.exit_code == 0 and self._decisions.has_taken_part and attempts:
-            # Loads what the user's functions made, which may raise: nothing may be left to do then.
+            # Do this last, because unpickling the return values of the user's functions may raise.
             self._result.return_values = self._workers.return_values(attempts[-1])
         return self._result
 
     def _events_end_it(self) -> bool:
-        """Return true if a signal came before anything was started: then not even a supervisor is needed."""
+        """Return true if a signal arrived before anything was started. Then not even a supervisor is
+        needed.
+        """
         first = self._events[0]
         if not isinstance(first, machine.SignalReceived):
             return False
@@ -241,7 +245,8 @@ class Agent:
         except Exception as error:
             if not self._decisions.has_peers:
                 raise
-            # The other nodes hear of it first; then it is the program's.
+            # Keep the exception and report the failure to the other nodes first. The exception is raised
+            # afterwards.
             self._error = error
             self._tracker.not_started(f"{type(error).__name__}: {error}")
 

@@ -1,7 +1,8 @@
 """A node by itself whose workers are members of a rendezvous.
 
-Only with ``--on-failure replace``; see :mod:`elasticrs.train`. The agent keeps its workers, one for each
-place, and hosts the store in which they meet. One among several is in :mod:`elasticrs.agent.member_nodes`.
+Only with ``--on-failure replace``; see :mod:`elasticrs.train`. The agent replaces failed workers one by one,
+and hosts the store in which its workers meet. The agent of one of several nodes is in
+:mod:`elasticrs.agent.member_nodes`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _FOR_WORKERS = frozenset(
     {
-        # How the worker connects to the store, and for how long the store may be down.
+        # Connection to the store: timeouts, and how long the store may be down.
         *("connect_timeout", "store_lost_timeout", "store_grace"),
         *("keep_alive_interval", "keep_alive_max_attempt"),
         # How the worker connects to etcd. The path of the password file is passed on, never the password.
@@ -53,7 +54,7 @@ class MemberWorkers(OneNode):
 
     Args:
         job: the job.
-        planner: of this node's ranks; one of our own when ``None``.
+        planner: assigns the ranks of this node; a default planner if ``None``.
     """
 
     def __init__(self, job: JobConfig, planner: Planner | None = None) -> None:
@@ -68,14 +69,14 @@ class MemberWorkers(OneNode):
         self._trouble: str | None = None
 
     def open(self, supervisor: _core.Supervisor) -> None:
-        """See the base class: name servers are asked, which may take long."""
+        """See the base class. Look up names on another thread, because name servers may be slow to answer."""
         self._supervisor = supervisor
         self._names = Asked(partial(look_up, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
 
     def step(self, event: machine.Event) -> list[machine.Action]:
         if isinstance(event, machine.Begin) and self._meeting_point is None:
-            # What follows comes with the names.
+            # Continue when the names have been resolved.
             self._begin = event
             return []
         return super().step(event)
@@ -112,7 +113,7 @@ class MemberWorkers(OneNode):
 
 
 def _alone(job: JobConfig) -> Rendezvous:
-    """The rendezvous of workers that meet those of no other node: on a free port, with a token."""
+    """Return a rendezvous for workers of a single node, on a free port and with a random token."""
     two, _ = describe("c10d", f"{LOOPBACK}:0", job.run_id, (2, 2), {"token": os.urandom(16).hex()}, {})
     if two is None:
         raise RuntimeError("two nodes have a rendezvous")
@@ -120,7 +121,9 @@ def _alone(job: JobConfig) -> Rendezvous:
 
 
 def among_workers(nodes: Rendezvous, job: JobConfig) -> Rendezvous:
-    """Return the rendezvous of the workers of some nodes: whoever may come is a worker."""
+    """Return the rendezvous of the workers of some nodes. It is a copy of the nodes' rendezvous whose members
+    are workers instead of nodes.
+    """
     return nodes.replaced(min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc)
 
 
@@ -147,7 +150,8 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, nu
     variables = {
         "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**settings, **limits})}",
         "ELASTICRS_TRAIN_JOB": workers_job(rendezvous.run_id, meeting_point.job, number),
-        # Else NCCL's own watchdog ends a worker that has left a collective which was aborted.
+        # Switch off NCCL's own watchdog by default. It would kill a worker that has left an aborted
+        # collective.
         NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),
     }
     if (token := _workers_token(rendezvous)) is not None:

@@ -1,6 +1,8 @@
-"""Who hears of everything that the loop does, and decides nothing: events, metrics, the health check server.
+"""Observers of the agent's loop: events, metrics and the health check server. They are notified of everything
+and decide nothing.
 
-An observer may fail (a handler of the user's, a full disk); the job goes on, and the user is told once.
+If an observer fails (because of a user's handler or a full disk), the job continues and the user is told
+once.
 """
 
 from __future__ import annotations
@@ -17,71 +19,75 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Called in the thread of the loop: must not wait."""
+    """Base class of observers. The loop calls the methods in its own thread, so they may not block."""
 
     def opened(self, supervisor: _core.Supervisor) -> None:
-        """The loop begins, with the supervisor of the whole job."""
+        """Handle the start of the loop. The supervisor is the same for the whole job."""
 
     def fd_ready(self, fd: int) -> bool:  # noqa: ARG002 -- for others
-        """A descriptor that the supervisor watches is readable; true when it is this observer's."""
+        """Handle a readable descriptor. Return true if it belongs to this observer."""
         return False
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """An action is about to be carried out; ``plan``: of the attempt that it is about, if there
-        is one.
+        """Handle an action that is about to be executed. ``plan`` is the plan of the attempt that the action
+        is about, if any.
         """
 
     def prepared(self, attempt: Attempt) -> None:
-        """The workers of an attempt, which has its files, are started next; none of them runs."""
+        """Handle an attempt whose log files are ready and whose workers are started next."""
 
     def started(self) -> None:
-        """The workers of an attempt are being started, or could not be: from here on nothing is delayed."""
+        """Handle the moment at which workers are being started or their start has failed. From here on, slow
+        work no longer delays the start.
+        """
 
     def running(self, result: JobResult) -> None:
-        """All workers of an attempt run: the last one of the job so far."""
+        """Handle the start of all workers of an attempt, which is the last one in ``result``."""
 
     def not_started(self) -> None:
-        """The workers of the last attempt could not be started."""
+        """Handle a failed start of the last attempt's workers."""
 
     def failed(self, attempt: Attempt) -> None:
-        """A worker of an attempt has failed first; its siblings have been signalled."""
+        """Handle the first failure of an attempt. The siblings of the failed worker have been signalled."""
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """A worker of an attempt has ended."""
+        """Handle the end of a worker."""
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
-        """Another process has taken the place of a worker that failed; see ``Attempt.replaced_workers``."""
+        """Handle the replacement of a failed worker by another process; see ``Attempt.replaced_workers``."""
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """A timer of a worker was not released in time."""
+        """Handle a worker's timer that was not released in time."""
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """A worker gave no sign of life in time."""
+        """Handle a worker that missed its heartbeat deadline."""
 
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
-        """Workers of an attempt are sent SIGKILL now, because they did not exit in time."""
+        """Handle workers of an attempt that are being sent SIGKILL because they did not exit in time."""
 
     def paused(self, local_rank: int, is_paused: bool) -> None:
-        """Somebody has stopped a worker by a signal, or it continues."""
+        """Handle a worker that was stopped by a signal such as SIGSTOP, or that continues."""
 
     def training(self, standings: Sequence[Standing]) -> None:
-        """What workers of ``elasticrs.train`` say of themselves; every few seconds."""
+        """Handle the training data that workers report through ``elasticrs.train``. Called every few
+        seconds.
+        """
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Nothing of an attempt is left.
+        """Handle the end of an attempt, of which no process is left.
 
         Args:
-            attempt: that has ended.
-            outcome: ``succeeded``, ``failed``, ``stopped`` or ``lost``. Workers that only seemed to succeed
-                have failed.
+            attempt: attempt that has ended.
+            outcome: ``succeeded``, ``failed``, ``stopped`` or ``lost``. It is ``failed`` if a worker exited
+                with 0 in the middle of its work.
         """
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """The loop has ended, perhaps by an error. Called once."""
+        """Handle the end of the loop, which may be caused by an error. Called once."""
 
 
 class Observers(Observer):
-    """Those of one agent, in order: each hears of everything, whatever becomes of the others."""
+    """The observers of one agent. Each is notified of everything in order, even if another observer fails."""
 
     def __init__(self, observers: Sequence[Observer], say: Callable[[str], None]) -> None:
         self._observers = tuple(observers)
@@ -89,7 +95,7 @@ class Observers(Observer):
         self._broken: set[int] = set()
 
     def fd_ready(self, fd: int) -> bool:
-        """Return true if the descriptor was one of theirs."""
+        """Return true if the descriptor belongs to one of the observers."""
         return any(self._tell("fd_ready", fd))
 
     def _tell(self, name: str, *args: object) -> list[object]:

@@ -1,4 +1,4 @@
-"""Who observes a job, from its settings. Imported only where something is asked for."""
+"""Creation of the observers of a job from its settings. Imported only if any observer is configured."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def make_observers(
     *,
     tells_end: bool = True,
 ) -> Sequence[Observer]:
-    """Return the observers of a job of the command line, or of one of the launcher's API.
+    """Return the observers of a job that was started by the command line or by the launcher's API.
 
     Args:
         job: the job.
-        settings: what is asked for.
-        say: tells the user a line.
-        server: of the caller, open already; one is made where the settings ask for it.
-        tells_end: the end of the agent is an event of theirs; otherwise it is the caller's.
+        settings: settings for events, metrics and health checks.
+        say: prints a line for the user.
+        server: open server of the caller. If it is ``None``, a server is created if the settings request one.
+        tells_end: true if the observers record the end of the agent; otherwise the caller does.
 
     Raises:
-        UsageError: no such destination of events, or one that cannot be opened.
+        UsageError: the destination of events does not exist or cannot be opened.
     """
     observers: list[Observer] = []
     if settings.event_log_handler != "null":
@@ -46,16 +46,19 @@ def make_observers(
         from elasticrs.agent.job_metrics import MetricRecorder
 
         observers.append(MetricRecorder(job))
-    # Behind the metrics, which it shows: the last ones come at the end.
+    # The health observer comes after the metrics observer, because it shows the metrics, including the last
+    # ones.
     return [*observers, *_health(job, server, say, is_asked=True)]
 
 
 def make_observers_of_hooks(
     job: JobConfig, settings: ObserveSettings, say: Callable[[str], None], server: HealthCheckServer | None
 ) -> Sequence[Observer]:
-    """The same of an agent whose hooks decide, and record what torch's do.
+    """Return the observers of an agent whose hooks make the decisions and record torch's events and metrics
+    themselves.
 
-    ``server`` is started already: its own thread answers for the agent, as hooks may wait for long.
+    ``server`` has already been started. Its own thread answers for the agent, because hooks may block for
+    long.
     """
     observers: list[Observer] = []
     if settings.event_log_handler != "null":
@@ -76,8 +79,8 @@ def _health(
 
 
 def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> HealthCheckServer | None:
-    """Return the health check server that is asked for, open; ``None`` when it cannot be had, which the user
-    is told.
+    """Return the configured health check server, already listening. Return ``None`` and tell the user if it
+    cannot listen.
     """
     import time
 
@@ -89,7 +92,7 @@ def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> Health
     try:
         server.open()
     except OSError as error:
-        # A job is worth more than being asked how it is.
+        # Continue without a health check server, because the job matters more than its health checks.
         say(f"no health check server: {error.strerror or error}; the job goes on without it")
         return None
     say(f"health check server on http://{server.address}")

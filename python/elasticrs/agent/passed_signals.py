@@ -68,7 +68,8 @@ def _has(mask: int, signum: int) -> bool:
 
 
 class PassedSignals:
-    """Deliver signals to the workers of one agent, and hold signals that a worker cannot take yet.
+    """Delivers signals to the workers of one agent. Holds a signal for as long as the worker would be killed
+    by it.
 
     Args:
         send: sends a signal to the workers with the given local ranks.
@@ -90,7 +91,13 @@ class PassedSignals:
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
-        """Deliver a signal to running workers (pids by local rank), or hold it until they can take it."""
+        """Deliver a signal to running workers. For workers that the signal would kill, hold it until they can
+        receive it.
+
+        Args:
+            signum: number of the signal.
+            workers: pids of the workers by local rank.
+        """
         for rank, pid in workers.items():
             self._held.setdefault((signum, rank, pid), self._now())
         self._deliver(workers)

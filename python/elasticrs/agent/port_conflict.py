@@ -12,10 +12,11 @@ _MAX_BYTES = 65536
 
 
 def is_port_conflict(attempt: Attempt) -> bool:
-    """Return true if the workers' store could not have the port that was reserved for it.
+    """Return true if the attempt failed because the workers' store could not bind the port that was reserved
+    for it.
 
-    Judged by what the failed workers left in their error files or stderr logs: the port, and the kernel's
-    words for a port in use. Ports that the user chose are his own affair.
+    The evidence is in the error files or stderr logs of the failed workers: the port, and the kernel's
+    message for a port in use. Ports that the user has chosen are not considered.
     """
     held = attempt.plan.port
     if held is None or held.store is not None or attempt.paths is None:

@@ -1,7 +1,7 @@
-"""A node among several: the rendezvous decides about rounds, this class about the agent around them.
+"""Decisions of an agent in a job of several nodes.
 
-The machine of :mod:`elasticrs.rendezvous.elastic.machine` says when workers start and stop. What is added
-here is what concerns one process alone: signals, the cause of a failure in words, the exit code.
+The state machine of :mod:`elasticrs.rendezvous.elastic.machine` decides when workers start and stop. This
+module decides the rest: the reaction to signals, the text of a failure's cause, and the exit code.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _PHASES = {
 
 
 class SeveralNodes(Decisions):
-    """Decides for the agent of one of several nodes.
+    """Decision maker for the agent of one of several nodes.
 
     Args:
         job: the job, with its rendezvous.
-        console: for lines to the user.
-        planned: told of the plan of each round before its workers start, with what opens a store that the
-            nodes of the round share; may change the plan.
-        home: of an agent that may run several times.
+        console: console for lines to the user.
+        planned: called with the plan of each round before its workers start, and with a function that opens
+            the store which the nodes of the round share. It may change the plan.
+        home: state of an agent that may run several times.
 
     Attributes:
         outcome: how the job ended for this node; ``None`` while it runs.
@@ -141,15 +141,15 @@ class SeveralNodes(Decisions):
     def fenced(self) -> list[machine.Action]:
         if self._driver is None:
             return []
-        # The client may have seen it as well, and knows why.
+        # Poll the client first, because it may have seen the lost connection too and may know the reason.
         found = self._translate(self._driver.poll())
         if not self._group_exists:
-            # The deadline of a connection that is lost already, and had no workers left to guard.
+            # There are no workers to stop. This deadline belongs to a connection that was already lost.
             return found
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 
     def release_plan(self) -> None:
-        """See the base class; the driver owns the listener, which goes with the round."""
+        """See the base class. The driver owns the listening socket and closes it at the end of the round."""
         self.plan = None
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class SeveralNodes(Decisions):
             return self._on_signal(event.signum)
         if isinstance(event, machine.Begin):
             self.phase = machine.Phase.RENDEZVOUS
-            # What follows comes with the names.
+            # Continue when the names have been resolved.
             return []
         if isinstance(event, machine.Started):
             self.phase = machine.Phase.RUNNING
@@ -178,7 +178,7 @@ class SeveralNodes(Decisions):
             why = event.message.removeprefix(f"{texts.NOT_STARTED}: ")
             return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
-            # How it ended is told next.
+            # The next event reports how the group ended.
             self._first_failure = event.local_rank
             return []
         if isinstance(event, machine.WorkerExited):
@@ -193,7 +193,7 @@ class SeveralNodes(Decisions):
             self.phase, self.signum = machine.Phase.STOPPED, signum
             return [machine.Exit(1)]
         if self.signum is not None:
-            # Whoever asks twice wants it now.
+            # A second stop request kills the workers at once.
             kill: list[machine.Action] = [machine.Stop(machine.SIGKILL, 0.0)] if self._group_exists else []
             return kill + self._translate(self._driver.hasten())
         self.signum = signum

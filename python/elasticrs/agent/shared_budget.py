@@ -1,16 +1,17 @@
-"""What the agent of one of several nodes decides whose workers stay when others fail, as a pure function.
+"""State machine, as a pure function, of an agent whose workers keep running when workers on other nodes fail.
 
-The agents are members of a rendezvous of their own (:mod:`elasticrs.rendezvous.elastic.machine`), beside that
-of their workers. Its rounds are accounts: a failure ends one, its leader charges the budget and begins the
-next, and no worker is stopped for that. Invariants, each held by a property test:
+The agents are members of a rendezvous of their own (:mod:`elasticrs.rendezvous.elastic.machine`), separate
+from that of their workers. Its rounds serve as accounts of the restart budget: a failure ends a round, and
+the leader charges the budget and begins the next round. No worker is stopped for that. Invariants, each
+tested by a property test:
 
-- **SHARE-1** a process is started in a place only when nothing of the worker that failed there is left, and
-  the account that began since, or that its failure belongs to, has paid for it.
-- **SHARE-2** a failure ends the account in which it is seen. Those that come before the next one begins, or
-  of workers that have not met again since a failure ended the last one, belong to that: each place once.
-- **SHARE-3** a group is started only when nothing of an earlier one is left, and no more once it has
+- **SHARE-1** a replacement is started only when no process of the failed worker is left, and the restart has
+  been charged, either by the round that began since, or together with an earlier failure.
+- **SHARE-2** a failure ends the round in which it is seen. Failures before the next round begins belong to
+  the same charge, and so do failures of workers that have not met again since. Each place counts once.
+- **SHARE-3** a group is started only when no process of an earlier group is left, and never after a group has
   succeeded.
-- **SHARE-4** the agent ends once, and only when nothing of its workers is left.
+- **SHARE-4** the agent ends once, and only when no process of its workers is left.
 """
 
 from __future__ import annotations
@@ -46,21 +47,22 @@ if TYPE_CHECKING:
 
 
 class NodeState(Value):
-    """Where this node stands.
+    """State of this node.
 
     Args:
         grace: seconds between the first signal and SIGKILL.
-        group: its workers: none, running (or being started), being stopped.
-        has_succeeded: all of them have exited with 0.
-        in_round: the rendezvous counts on them.
-        restarts: charged so far, over all nodes.
-        failed: the local ranks whose places are not taken yet.
-        swept: those of them of which nothing is left.
-        paid: those of them that may be replaced.
-        met: the last meetings of workers when a failure ended the last round, but of those replaced since.
-        unfit: why this node can take part in no other round, as it has to say.
-        has_ended: the job has, for this node.
-        has_finished: the agent has.
+        group: state of this node's workers: none, running (or being started), or being stopped.
+        has_succeeded: true if all workers have exited with 0.
+        in_round: true if the node takes part in a round of the rendezvous.
+        restarts: number of restarts charged so far on all nodes.
+        failed: local ranks of failed workers that have no running replacement yet.
+        swept: those of the failed workers of which no process is left.
+        paid: those of the failed workers whose restart was charged, so that they may be replaced.
+        met: last meetings of the workers when a failure ended the last round, except for workers that were
+            replaced since.
+        unfit: reason why this node cannot take part in another round; ``None`` if it can.
+        has_ended: true if the job has ended for this node.
+        has_finished: true if the agent has ended.
     """
 
     grace: float
@@ -81,7 +83,9 @@ class NodeState(Value):
 
 
 class WorkerFailed(Event):
-    """A worker has ended otherwise than by exiting with 0; ``met``: the last meetings of all of the node."""
+    """A worker ended and its exit code is not 0. ``met`` holds the last meetings of all workers of the
+    node.
+    """
 
     local_rank: int
     met: Meetings = ()
@@ -95,20 +99,24 @@ class RoundBegan(Event):
 
 
 class RoundEnded(Event):
-    """The round has ended; ``met``: the last meetings of the workers; empty when nobody has failed."""
+    """The round has ended. ``met`` holds the last meetings of the workers, and is empty if no worker has
+    failed.
+    """
 
     met: Meetings = ()
 
 
 class MustStop(Event):
-    """The workers have to go: by this signal, or at once when the lease of this node ends."""
+    """The workers must be stopped with this signal, or be killed at once if the lease of this node has
+    expired.
+    """
 
     signum: int
     is_fence: bool = False
 
 
 class JobEnded(Event):
-    """The job has ended for this node; ``signum``: for workers that still run."""
+    """The job has ended for this node. ``signum`` is sent to workers that are still running."""
 
     signum: int = SIGTERM
 
@@ -117,29 +125,29 @@ class JobEnded(Event):
 
 
 class Report(Value):
-    """Tell the rendezvous that this worker has failed."""
+    """Report to the rendezvous that this worker has failed."""
 
     local_rank: int
 
 
 class SayIdle(Value):
-    """Tell it that its next round need not wait for this node."""
+    """Report to the rendezvous that its next round need not wait for this node."""
 
 
 class SayDone(Value):
-    """Tell it that the workers of this node have succeeded."""
+    """Report to the rendezvous that the workers of this node have succeeded."""
 
 
 class SayEnded(Value):
-    """Tell it that nothing of the workers is left; ``unfit``: why this node can take part in no other
-    round.
+    """Report to the rendezvous that no process of the workers is left. ``unfit`` is the reason why this node
+    cannot take part in another round; ``None`` if it can.
     """
 
     unfit: str | None = None
 
 
 class SayNotStarted(Value):
-    """Tell it that the workers could not be started."""
+    """Report to the rendezvous that the workers could not be started."""
 
     message: str
     transient: bool
@@ -150,9 +158,9 @@ class Finish(Value):
 
 
 def step(state: NodeState, event: Event) -> tuple[NodeState, list[Effect]]:
-    """Return where this node stands after an event, and what to do, in order.
+    """Return the new state of this node after an event, and the actions to execute, in order.
 
-    Events that have no meaning where it stands change nothing.
+    Events that have no meaning in the current state change nothing.
     """
     if state.has_finished:
         return state, []
@@ -192,7 +200,8 @@ def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]
         return state, []
     if state.met:
         return _pay(state, state.failed)
-    # The round before ended for another reason, and has paid for nobody.
+    # The last round ended for another reason, so no restart was charged for these failures. Report one of
+    # them now.
     return state, [Report(min(state.failed))]
 
 
@@ -207,7 +216,7 @@ def _fail(state: NodeState, event: WorkerFailed) -> tuple[NodeState, list[Effect
         return state, []
     state = state.replaced(failed=state.failed | {place})
     if not state.in_round:
-        # The next round tells what becomes of it.
+        # Wait for the next round, which decides about this failure.
         return state, []
     if has_not_met_since(state.met, event.met, place):
         return _pay(state, frozenset({place}))
@@ -218,7 +227,7 @@ def _swept(state: NodeState, event: WorkerSwept) -> tuple[NodeState, list[Effect
     place = event.local_rank
     effects: list[Effect] = []
     if place not in state.failed:
-        # It has exited with 0 when its timer had expired: it has failed all the same.
+        # The worker's timer expired but the worker exited with 0. It counts as failed.
         state, effects = _fail(state, WorkerFailed(place))
     if event.is_stuck:
         return _stop(state, SIGTERM, effects)
@@ -266,8 +275,8 @@ def _group_ended(state: NodeState, event: GroupEnded) -> tuple[NodeState, list[E
 
 
 def _gone(state: NodeState, say: SayDone | SayEnded | SayNotStarted) -> tuple[NodeState, list[Effect]]:
-    """Nothing of the group is left. A round that goes on with workers that have succeeded counts on this
-    node.
+    """Handle the end of the group, of which no process is left. If the workers have succeeded, this node
+    remains part of the running round.
     """
     state = state.replaced(group="none", failed=frozenset(), swept=frozenset(), paid=frozenset(), met=())
     if state.has_ended:

@@ -1,25 +1,25 @@
 """What the agent of one node decides, as a pure function: no I/O, no clock, no randomness.
 
-:func:`step` takes a state and an event and returns the next state and the actions that the loop has to carry
-out, in order. The order of phases::
+:func:`step` takes a state and an event. It returns the next state, and the actions that the loop has to
+execute, in order. The order of phases::
 
     INIT → RENDEZVOUS → STARTING → RUNNING → STOPPING → RENDEZVOUS …  (a restart)
                                                       → SUCCEEDED | FAILED | STOPPED
 
 Invariants, each held by a property test:
 
-- **AGENT-1** :class:`Start` is asked for only when nothing of an earlier group is left.
-- **AGENT-2** no more than ``max_restarts`` restarts are charged; only a port conflict is repeated without a
-  charge, and that at most :data:`MAX_PORT_RETRIES` times.
+- **AGENT-1** :class:`Start` is requested only when no process of an earlier group is left.
+- **AGENT-2** at most ``max_restarts`` restarts are charged. Only a port conflict is retried without a charge,
+  at most :data:`MAX_PORT_RETRIES` times.
 - **AGENT-3** the terminal phases are final, and each is entered with exactly one :class:`Exit`, which comes
   last.
-- **AGENT-4** exit code 0 is given only when every worker of the last group exited 0 and nobody asked to stop.
-- **AGENT-5** after the first signal nothing is started any more, and the agent exits when the group has
-  ended.
-- **AGENT-6** a node with workers that SIGKILL did not end, or that hung in the kernel, is not used again.
-- **AGENT-7** with ``replaces`` a worker that fails is replaced, once nothing of it is left, and the others
-  are left alone, for as long as the budget lasts. Workers that fail before the place of an earlier one is
-  taken share its charge, and so does each that has not met the others again since.
+- **AGENT-4** the exit code is 0 only if every worker of the last group exited with 0 and no stop was
+  requested.
+- **AGENT-5** after the first signal no process is started, and the agent exits when the group has ended.
+- **AGENT-6** a node is not used again if SIGKILL did not end some workers or if workers hung in the kernel.
+- **AGENT-7** with ``replaces``, a failed worker is replaced once no process of it is left, and the other
+  workers keep running, as long as the budget lasts. Workers that fail before the replacement of an earlier
+  one has started share its charge, and so do workers that have not met the others again since then.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SIGKILL = 9
 
 
 class Phase(Enum):
-    """Where the agent stands."""
+    """Phase of the agent."""
 
     INIT = "init"
     RENDEZVOUS = "rendezvous"
@@ -63,22 +63,24 @@ class Phase(Enum):
 
 
 class AgentState(Value):
-    """Everything that decisions depend on.
+    """State on which all decisions depend.
 
     Args:
-        max_restarts: how many restarts may be charged.
+        max_restarts: maximum number of charged restarts.
         shutdown_timeout: seconds between the first signal and SIGKILL.
-        phase: where the agent stands.
-        round: number of the attempt, from 1, counting every one that was begun.
+        phase: phase of the agent.
+        round: number of the attempt, from 1. Every attempt counts.
         restarts: charged restarts; what workers see as ``TORCHELASTIC_RESTART_COUNT``.
-        port_retries: attempts repeated because another process took the port of the workers' store.
+        port_retries: number of attempts that were repeated because another process took the port of the
+            workers' store.
         signum: the first signal that asked the agent to stop.
-        worker_failed: a worker of the present group has failed.
-        group_exists: processes of a group may be there: from :class:`Start` until its failure or
+        worker_failed: true if a worker of the current group has failed.
+        group_exists: true if processes of a group may exist: from :class:`Start` until the start fails or
             :class:`GroupEnded`.
-        replaces: a worker that fails is replaced; the others go on.
-        replacing: the local ranks whose place is not taken yet.
-        met: the last meetings of the workers when a failure was charged, but of those replaced since.
+        replaces: true if a failed worker is replaced while the others continue.
+        replacing: local ranks of failed workers that have no running replacement yet.
+        met: last meetings of the workers when a failure was charged, except for workers that were replaced
+            since.
     """
 
     max_restarts: int
@@ -120,7 +122,7 @@ class RendezvousCompleted(Event):
 
 
 class RendezvousFailed(Event):
-    """There will be no next attempt, and why, for the user."""
+    """No further attempt is possible. ``message`` tells the user why."""
 
     message: str
 
@@ -130,8 +132,8 @@ class Started(Event):
 
 
 class StartFailed(Event):
-    """The attempt could not be started, and why; nothing of it is left. ``transient``: the same start may
-    succeed a moment later (no memory, no process slots, a killed nursery).
+    """The attempt could not be started, for the reason ``message``, and none of its processes is left.
+    ``transient`` means that another try may succeed soon (no memory, no process slots, a killed nursery).
     """
 
     message: str
@@ -145,8 +147,8 @@ class FailureSeen(Event):
 
 
 class WorkerExited(Event):
-    """A worker has ended; its exit code is the negative number of a signal, or ``None`` when nobody
-    can tell. ``met``: the last meetings of all workers of the node.
+    """A worker has ended. The exit code is negative for a signal, and ``None`` if it is unknown. ``met``
+    holds the last meetings of all workers of the node.
     """
 
     local_rank: int
@@ -155,32 +157,34 @@ class WorkerExited(Event):
 
 
 class WorkerSwept(Event):
-    """Nothing is left of a worker that failed, apart from what is stuck: another one may take its place."""
+    """No process of a failed worker is left, except processes that cannot be killed. A replacement may be
+    started.
+    """
 
     local_rank: int
     is_stuck: bool = False
 
 
 class WorkerReplaced(Event):
-    """Another process has taken the place of a worker that failed."""
+    """The replacement for a failed worker is running."""
 
     local_rank: int
 
 
 class ReplaceFailed(Event):
-    """No other process could take the place of a worker."""
+    """The replacement for a failed worker could not be started."""
 
     local_rank: int
 
 
 class GroupEnded(Event):
-    """Nothing of the group is left, apart from what is stuck.
+    """No process of the group is left, except processes that cannot be killed.
 
     Args:
-        outcome: how it ended.
+        outcome: outcome of the group.
         stuck_ranks: workers that SIGKILL did not end.
-        port_conflict: the workers' store could not have the port that we had chosen.
-        unfit: why this node cannot be used again, when it is not for ``stuck_ranks``.
+        port_conflict: true if the workers' store could not bind the port that we had chosen.
+        unfit: reason other than ``stuck_ranks`` why this node cannot be used again.
     """
 
     outcome: Outcome
@@ -190,12 +194,12 @@ class GroupEnded(Event):
 
     @property
     def why_unfit(self) -> str | None:
-        """What makes this node unfit for another attempt; ``None`` when it is fit."""
+        """Reason why this node cannot run another attempt; ``None`` if it can."""
         return texts.stuck(self.stuck_ranks) if self.stuck_ranks else self.unfit
 
 
 class SignalReceived(Event):
-    """Somebody asks the agent to stop, by this signal."""
+    """The agent received this signal as a request to stop."""
 
     signum: int
 
@@ -208,7 +212,7 @@ class Action(Value):
 
 
 class Rendezvous(Action):
-    """Agree on ranks and addresses for an attempt; answered by one of the two rendezvous events."""
+    """Agree on ranks and addresses for an attempt. The loop answers with one of the two rendezvous events."""
 
     round: int
 
@@ -224,9 +228,9 @@ class HungElsewhere(Value):
     """A worker that hangs on another node, as that node names it.
 
     Args:
-        silence: for how many seconds it has given no sign of life.
-        step: that it was in, if it said so.
-        frame: where its main thread stands, as in ``RankSeen``, if that is known.
+        silence: seconds since the worker's last heartbeat.
+        step: training step of the worker, if its heartbeats had steps.
+        frame: stack frame of the worker's main thread, as in ``RankSeen``, if known.
     """
 
     silence: float
@@ -235,14 +239,14 @@ class HungElsewhere(Value):
 
 
 class Stop(Action):
-    """Stop the group; :class:`GroupEnded` follows.
+    """Stop the group. The loop answers with :class:`GroupEnded`.
 
     Args:
-        signum: the first signal.
+        signum: signal to send first.
         grace: seconds until SIGKILL.
-        is_announced: the user knows why already.
-        hung: the reason is a worker of another node, which hangs: the evidence of what it may wait for is
-            taken first.
+        is_announced: true if the user already knows the reason.
+        hung: a hung worker of another node that is the reason for the stop. Evidence of what that worker may
+            be waiting for is collected first.
     """
 
     signum: int
@@ -252,12 +256,12 @@ class Stop(Action):
 
 
 class CollectEvidence(Action):
-    """Keep what tells why the attempt failed, before the next one begins."""
+    """Save the evidence of the failure, before the next attempt begins."""
 
 
 class AnnounceRestart(Action):
-    """Tell the user, in one line, what died and that the workers start again; ``charged``: it was taken from
-    the budget.
+    """Report in one line what failed and that the workers are restarted. ``charged`` is true if the restart
+    was taken from the budget.
     """
 
     restarts_left: int
@@ -265,7 +269,7 @@ class AnnounceRestart(Action):
 
 
 class Replace(Action):
-    """Start a process in the place of a worker; answered by :class:`WorkerReplaced` or
+    """Start a replacement for a worker. The loop answers with :class:`WorkerReplaced` or
     :class:`ReplaceFailed`.
     """
 
@@ -274,7 +278,7 @@ class Replace(Action):
 
 
 class ReportFailure(Action):
-    """Tell the user why the job failed; ``message``: the reason when it is not a worker's failure."""
+    """Report why the job failed. ``message`` is the reason if no worker's failure is."""
 
     message: str | None = None
 
@@ -284,7 +288,7 @@ class CloseRendezvous(Action):
 
 
 class Exit(Action):
-    """The end, with the exit code of the launcher."""
+    """Exit with this exit code of the launcher."""
 
     code: int
 
@@ -293,7 +297,7 @@ class Exit(Action):
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
-    """Return where the agent stands after an event, and what to do, in order.
+    """Return the new state of the agent after an event, and the actions to execute, in order.
 
     Events that have no meaning in a phase (an exit reported after the end, a late answer) change nothing.
     """
@@ -324,7 +328,7 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
 
 def _on_signal(state: AgentState, event: SignalReceived) -> tuple[AgentState, list[Action]]:
     if state.signum is not None:
-        # Whoever asks twice wants it now.
+        # A second stop request kills the workers at once.
         return state, [Stop(SIGKILL, 0.0)]
     if not state.group_exists:
         return state._next(Phase.STOPPED, signum=event.signum), [Exit(1)]
@@ -383,11 +387,11 @@ def _on_replacement(
 ) -> tuple[AgentState, list[Action]]:
     if event.local_rank not in state.replacing:
         if isinstance(event, ReplaceFailed):
-            # It has exited with 0, and must not have.
+            # The worker exited with 0 too early, so stop all workers.
             return _stop_all(state)
         if not isinstance(event, WorkerSwept):
             return state, []
-        # It has exited with 0 when its timer had expired: it has failed all the same.
+        # The worker's timer expired but the worker exited with 0. It counts as failed.
         state, stop = _on_worker_to_replace(state, event.local_rank)
         if stop:
             return state, stop
@@ -402,14 +406,16 @@ def _on_replacement(
 
 
 def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
-    """A worker has failed, and its place stays empty: what follows is as without ``replaces``."""
+    """Stop all workers, because a worker failed and cannot be replaced. What follows is the same as without
+    ``replaces``.
+    """
     return state._next(Phase.STOPPING, worker_failed=True), [Stop(SIGTERM, state.shutdown_timeout, True)]
 
 
 def _restart(
     state: AgentState, message: str | None = None, *, evidence: bool = False
 ) -> tuple[AgentState, list[Action]]:
-    """Start again if the budget allows it; otherwise the job fails, for this reason."""
+    """Restart if the budget allows it. Otherwise fail the job for this reason."""
     restarts = used_after(state.restarts, state.max_restarts)
     if restarts is None:
         return _fail(state, message, evidence=evidence)

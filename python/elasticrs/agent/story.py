@@ -1,7 +1,7 @@
-"""How a job goes, told to the user: where its logs are, failures, restarts, its end. One line each.
+"""Progress of a job, in one line for each event: location of the logs, failures, restarts, the end.
 
-An observer of the loop: it decides nothing. What costs time, such as reading a traceback, comes after the
-next workers have been started.
+This observer decides nothing. Slow work, such as reading a traceback, is done after the next workers have
+been started.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 
 def is_talkative(level: str) -> bool:
-    """True if lines about a job that goes well are wanted too, as they are without a ``LOGLEVEL``: a name or
-    a number, as :mod:`logging` reads it.
+    """Return true if the user wants lines about a job without problems. ``level`` is a log level as a name or
+    a number, as in :mod:`logging`. Without ``LOGLEVEL`` these lines are shown.
     """
     if level.isdecimal():
         return int(level) <= 20
@@ -41,9 +41,10 @@ class Story(Observer):
 
     Args:
         job: the job.
-        result: of the loop, which fills it in.
-        say: tells the user a line.
-        owns_process: the process is the launcher, not a program that uses it: it may speak of success.
+        result: result of the job, which the loop fills in.
+        say: prints a line for the user.
+        owns_process: true if the process is the launcher and not a program that uses it. Only the launcher
+            reports success.
     """
 
     def __init__(
@@ -59,18 +60,18 @@ class Story(Observer):
         self._is_restart = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the attempt has it
-        """A restart is told when its workers have been started."""
+        """Keep an announced restart. It is printed when its workers have been started."""
         if isinstance(action, AnnounceRestart):
             self._failed = self._result.attempts[-1], action
 
     def prepared(self, attempt: Attempt) -> None:
-        """Where output goes, once."""
+        """Print the folder of the logs, once."""
         folder = attempt.paths.run_folder if attempt.paths is not None else ""
         if attempt is self._result.attempts[0] and self._tells_all and folder and any(_outputs(attempt)):
             self._say(f"logs in {folder}")
 
     def started(self) -> None:
-        """The restart that was announced; told now, as nothing is delayed any more."""
+        """Print the line about the restart. Called once the workers have started, so as not to delay them."""
         if self._failed is None:
             return
         (attempt, action), self._failed = self._failed, None
@@ -89,7 +90,9 @@ class Story(Observer):
         )
 
     def failed(self, attempt: Attempt) -> None:
-        """Print the first failure now if its worker is still exiting; otherwise :meth:`exited` prints it."""
+        """Print the first failure now if its worker is slow to exit. Otherwise :meth:`exited` prints the
+        failure when the worker has exited.
+        """
         if attempt.first_failure is not None and attempt.is_slow_to_exit(attempt.first_failure):
             self._tell_first(attempt)
 
@@ -116,7 +119,7 @@ class Story(Observer):
     def running(self, result: JobResult) -> None:
         """The workers run again."""
         attempt = result.attempts[-1]
-        # Of several nodes the first one says it for all.
+        # On several nodes, only the node with group rank 0 prints this line.
         is_mine = self._is_restart or (
             self._job.rendezvous is not None and attempt.plan.ranks[0].group_rank == 0
         )
@@ -145,7 +148,8 @@ class Story(Observer):
         charged = f"{used} of {self._job.max_restarts} restarts charged{self._node_changes()}"
         ending = f"{how} after {took}", f"; {charged}{logs}"
         if self._owns_process:
-            # The launcher prints this line below the report and inserts the root cause.
+            # Leave this line to the launcher, which adds the root cause and prints the line below the failure
+            # report.
             result.ending = ending
         else:
             self._say("".join(ending))
@@ -180,7 +184,8 @@ class Story(Observer):
         try:
             from elasticrs.agent.failed_attempt import first_of
         except OSError:
-            # Without a free descriptor nothing can be imported. The exit of the first worker is known anyway.
+            # The import fails if this process has no free file descriptor. Name the first failed worker by
+            # its exit, which is already known.
             local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
         else:
             local_rank, how = first_of(attempt)

@@ -1,17 +1,19 @@
-"""What happened in a job and when, for programs: JSON lines in the file that ``ELASTICRS_TIMELINE`` names.
+"""Timeline of a job for programs: events with their times, as JSON lines in the file that
+``ELASTICRS_TIMELINE`` names.
 
-``ns`` is on the clock of :func:`time.monotonic_ns`, ``attempt`` the number of the attempt, ``restart_count``
-what its workers see as ``TORCHELASTIC_RESTART_COUNT``. The events:
+``ns`` is a time of :func:`time.monotonic_ns`, ``attempt`` is the number of the attempt, and ``restart_count``
+is the value that its workers see as ``TORCHELASTIC_RESTART_COUNT``. The events:
 
-- ``planned``: the rendezvous is over, and the workers are started next.
-- ``imported``: their start has waited for a warm nursery, which is ready, or has failed.
-- ``started``: all workers of the attempt run; ``pids`` by local rank; ``warm``: they were forked from a
-  process that had imported (``null`` without ``--warm``); ``why_cold``: why not; ``phases_ms``: of the
-  restart that led to it, see :func:`elasticrs.agent.attempt.phases`.
-- ``failure_seen``: the first worker failed; ``local_rank``, ``pid``, ``exitcode`` (``None`` when nobody can
-  tell).
-- ``siblings_signalled``: the last of the others has been signalled; ``siblings`` is how many.
-- ``group_ended``: nothing of the attempt is left.
+- ``planned``: the rendezvous is over, and the workers will be started next.
+- ``imported``: the start has waited for a warm nursery, which is now ready or has failed.
+- ``started``: all workers of the attempt run. ``pids`` lists the pids by local rank. ``warm`` is true if the
+  workers were forked from a warm nursery (``null`` without ``--warm``), and ``why_cold`` is the reason if
+  not. ``phases_ms`` gives the phases of the restart that led to this attempt, see
+  :func:`elasticrs.agent.attempt.phases`.
+- ``failure_seen``: the first worker failed; with ``local_rank``, ``pid`` and ``exitcode`` (``None`` if
+  unknown).
+- ``siblings_signalled``: the last of the other workers has been signalled; ``siblings`` is their number.
+- ``group_ended``: no process of the attempt is left.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def records(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
-    """Return the events of these attempts, in the order of their times; what has not happened is left out."""
+    """Return the events of these attempts, ordered by time. Events that did not happen are left out."""
     found: list[dict[str, Any]] = []
     for attempt in attempts:
         first = attempt.exits.get(attempt.first_failure) if attempt.first_failure is not None else None
@@ -55,7 +57,7 @@ def records(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
 
 
 def write(path: str, attempts: Iterable[Attempt]) -> None:
-    """Write the events to a file; what it held is replaced.
+    """Write the events to a file and overwrite its previous contents.
 
     Raises:
         OSError: the file cannot be written.

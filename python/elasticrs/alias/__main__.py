@@ -17,7 +17,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Files of this kind run in the order of their names, and one called elasticrs.pth may say where elasticrs is.
+# Python runs `.pth` files in the order of their names. This name sorts after `elasticrs.pth`, which may put
+# elasticrs on the path.
 FILE = "elasticrs_alias.pth"
 _ACTIVATE = """
 try:
@@ -34,15 +35,16 @@ else:
     sys.elasticrs_alias_is_missing = False
     activate()
 """
-# Must be a single line that begins with `import`, because Python runs only such lines of a `.pth` file.
+# Content of the `.pth` file: a single line that begins with `import`, because Python runs only such lines.
 LINE = f'import os, sys; os.environ.get("ELASTICRS_ALIAS") == "1" and exec({_ACTIVATE!r}, {{"sys": sys}})\n'
 _PROBE = "import sys; from elasticrs.alias import is_active; sys.exit(not is_active())"
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Do what the command line says (the interpreter's own when ``None``); return the exit code.
+    """Run the action on the command line (``sys.argv`` if ``None``). Return the exit code.
 
-    0; 1 when it could not be done, or ``status`` finds no hook; 2 for a mistake in the command line.
+    The exit code is 0 for success, 1 if the action failed or ``status`` finds no hook, and 2 for a mistake in
+    the command line.
     """
     args = sys.argv[1:] if args is None else args
     actions: dict[str, Callable[[], int]] = {"install": install, "uninstall": uninstall, "status": status}
@@ -116,7 +118,7 @@ def _works() -> bool:
 
 
 def _folders() -> list[str]:
-    """Where an interpreter looks for such files."""
+    """Return the folders in which the interpreter looks for ``.pth`` files."""
     folders = [sysconfig.get_path("purelib")]
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())

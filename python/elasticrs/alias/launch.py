@@ -1,7 +1,7 @@
 """What ``python -m torch.distributed.launch`` runs under the alias.
 
-As torch's: without ``--use-env`` each script gets ``--local-rank=N`` in front of its arguments. For all
-else it is :mod:`elasticrs.launch`.
+As in torch, each script gets ``--local-rank=N`` before its arguments, unless ``--use-env`` is given. All else
+is the same as in :mod:`elasticrs.launch`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from elasticrs.launcher.arguments import HelpRequested, parse
 
 
 def with_local_rank(argv: list[str]) -> list[str]:
-    """Return the command line (without the program) with the argument that scripts of that time expect."""
+    """Return the command line (without the program) with the ``--local-rank`` argument that old scripts
+    expect.
+    """
     try:
         args = parse(argv, os.environ)
     except (UsageError, HelpRequested):
-        # The launcher says what is wrong, or prints what was asked for.
+        # Return the arguments unchanged. The launcher reports the mistake or prints the help.
         return argv
     if args.use_env:
         return argv

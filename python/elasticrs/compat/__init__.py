@@ -1,5 +1,7 @@
-"""What exists for torch's interfaces alone: agents with hooks, handlers and back ends that are polled.
+"""Code that only torch's interfaces need: agents with hooks, and rendezvous handlers and back ends that are
+polled.
 
-The event-driven agent (:mod:`elasticrs.agent`) does not know of it. Torch's names for these modules, such as
-``elasticrs.agent.server.api``, are the modules here: a name that a program patches there is patched.
+The event-driven agent (:mod:`elasticrs.agent`) does not use this package. Torch's names for its modules, such
+as ``elasticrs.agent.server.api``, refer to the same module objects, so patches under those names take effect
+here.
 """

@@ -1,4 +1,4 @@
-"""Runs the workers of torch's agent class in the event-driven loop, which is that of the command line."""
+"""Runs the workers of torch's agent class in the event-driven loop that the command line uses."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class EventRunner(Record):
     """Runs a job once, and keeps the worker group up to date.
 
     Args:
-        group: what users of torch's classes read.
+        group: worker group, as users of torch's classes see it.
         local: settings and workers.
-        rendezvous: that of several nodes; ``None`` for one node.
-        server: the health check server, open, for the loop to answer for.
-        restarts: those that were charged.
+        rendezvous: rendezvous of several nodes; ``None`` for a single node.
+        server: open health check server, for which the loop answers requests.
+        restarts: number of charged restarts.
         agent: while it runs.
     """
 
@@ -121,7 +121,7 @@ class EventRunner(Record):
 
 
 class _Planner(Record):
-    """Plans from the handler of a node by itself."""
+    """Creates plans with the rendezvous handler of a single node."""
 
     _group: WorkerGroup
     _handler: OneNodeRendezvous
@@ -140,4 +140,4 @@ class _Planner(Record):
         return plan
 
     def close(self) -> None:
-        """The launcher shuts the handler down: an agent may be run more than once."""
+        """Leave the handler open, because the agent may run again. The launcher shuts the handler down."""

@@ -1,4 +1,6 @@
-"""Workers that a ``start_processes`` of the user's has started, for the agent's hooks."""
+"""Context of workers that a user's replacement for ``start_processes`` has started. The agent's hooks use
+this context.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ def start_by(
 
 
 class GivenContext:
-    """Wraps the context of one start, ours or anything like it, and holds the plan's port. What it does not
-    have is the context's own. How the workers go is not known before all have ended.
+    """Wraps a context from ``start_processes`` and holds the plan's port. Other attributes come from the
+    wrapped context. Failures are unknown until all workers have ended.
     """
 
     has_failed = False
@@ -66,7 +68,7 @@ class GivenContext:
         return getattr(self._context, name)
 
     def wait_for_news(self, seconds: float) -> None:
-        """Nothing tells before it is looked at."""
+        """Sleep, because no event announces the end of the workers."""
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:

@@ -1,4 +1,4 @@
-"""What a :class:`WorkerSpec` and the arguments of an agent are to the modules below: settings and workers."""
+"""Settings of the job and the workers, derived from a :class:`WorkerSpec` and the arguments of an agent."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class LocalJob:
     """The job of one agent; see :class:`~elasticrs.agent.server.LocalElasticAgent` for the arguments.
 
     Attributes:
-        made: settings and workers of the command line, in place of those that would be made here.
+        made: settings and workers of the command line, used instead of new ones.
 
     Raises:
-        ValueError: what this release does not support, or names that are no signals or no modules.
+        ValueError: an argument is not supported by this release, or a name is not a signal or module.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class LocalJob:
 
     @property
     def forwarded(self) -> tuple[int, ...]:
-        """The signals to pass on; by default not those for which the program has handlers."""
+        """Signals to pass on to the workers. The default leaves out signals for which the program has its own
+        handler.
+        """
         if self._forwarded is not None:
             return self._forwarded
         found = defaults.forwarded_signals(None, self.signals)
@@ -150,7 +152,9 @@ class LocalJob:
         return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
 
     def with_console(self, observers: Sequence[Observer]) -> Sequence[Observer]:
-        """Add who shows lines of workers where ``sys.stdout`` or ``sys.stderr`` was replaced."""
+        """Add an observer that prints lines of workers to ``sys.stdout`` or ``sys.stderr`` if the program has
+        replaced either stream.
+        """
         streams = replaced_streams()
         if not streams:
             return observers

@@ -1,8 +1,8 @@
-"""The workers of an agent whose hooks say when they start and stop.
+"""Workers of an agent whose hooks decide when the workers are started and stopped.
 
-A hook starts the workers, looks at them, waits for news, or stops them. What happens in between is recorded
-and told as in :mod:`elasticrs.agent.loop`, by the same tracker. To frameworks that look into an agent this is
-its ``_pcontext``.
+A hook starts the workers, polls them, waits for news, or stops them. The tracker records and reports
+everything in between, as in :mod:`elasticrs.agent.loop`. Frameworks that access an agent's internals find
+this object as ``_pcontext``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _PHASES: dict[str | None, machine.Phase] = {
 
 
 class PolledWorkers:
-    """Starts, watches and stops the workers of one agent, one attempt after another. ``name`` is the job's,
-    as in torch's ``PContext``.
+    """Starts, monitors and stops the workers of one agent, one attempt at a time. ``name`` is the name of the
+    job, as in torch's ``PContext``.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class PolledWorkers:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def suspend(self, signals: SignalPipe) -> None:
-        """Control-Z, taken from ``signals``: stop the workers and this process, until it goes on. For a
-        signal handler.
+        """Stop the workers and this process until it is continued, after Control-Z was taken from
+        ``signals``. For a signal handler.
         """
         when_safe(lambda: suspend(self._tracker.supervisor if self._tracker.is_open else None, signals))
 
@@ -71,8 +71,8 @@ class PolledWorkers:
         """Start all workers, or none; return their pids by local rank.
 
         Raises:
-            RuntimeError: they could not be started, or those before cannot be ended.
-            Exception: of the user's: a function that cannot be pickled.
+            RuntimeError: the workers could not be started, or the previous ones cannot be ended.
+            Exception: a function of the user cannot be pickled.
         """
         if self._ended is not None and self._ended.stuck_ranks:
             raise RuntimeError(texts.not_restarted(texts.stuck(self._ended.stuck_ranks)))
@@ -87,7 +87,7 @@ class PolledWorkers:
             try:
                 tracker.start(tracker.begin(action, plan))
             except BaseException:
-                # No event will tell of an end.
+                # No event will report the end.
                 self._ended = machine.GroupEnded("failed")
                 self._release_plan()
                 raise
@@ -101,7 +101,9 @@ class PolledWorkers:
         return self.pids()
 
     def announce(self, restarts_left: int) -> bool:
-        """A restart is told when the workers have been started; ``False`` if none of them is its reason."""
+        """Announce a restart, which is printed when the workers have been started. Return false if no
+        worker's failure is the reason.
+        """
         if self.has_failed:
             self._tracker.observers.acting(machine.AnnounceRestart(restarts_left), None)
         return self.has_failed
@@ -111,7 +113,7 @@ class PolledWorkers:
             self.attempt.plan.close()
 
     def pids(self) -> dict[int, int]:
-        """Of the present workers, by local rank."""
+        """Return the pids of the current workers, by local rank."""
         return dict(enumerate(self._result.attempts[-1].pids)) if self._result.attempts else {}
 
     @property
@@ -121,7 +123,7 @@ class PolledWorkers:
 
     @property
     def is_running(self) -> bool:
-        """True if any of the present workers, or what they started, is left."""
+        """True if any worker of the current attempt, or any process that such a worker started, is left."""
         return bool(self._result.attempts) and self._ended is None
 
     @property
@@ -131,11 +133,11 @@ class PolledWorkers:
         return attempt is not None and attempt.first_failure is not None
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's
-        """Wait for the end of all workers; ``None`` when they run still.
+        """Wait for the end of all workers. Return ``None`` if workers are still running.
 
         Args:
-            timeout: seconds; 0 to take what has happened already, negative for as long as it takes.
-            period: torch's, which polls.
+            timeout: seconds; 0 to handle only pending events, negative for no limit.
+            period: unused. Torch polls with this period.
         """
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while self.is_running:
@@ -148,7 +150,7 @@ class PolledWorkers:
         return self._found
 
     def wait_for_news(self, seconds: float) -> None:
-        """Wait until the workers have ended or one has failed, at most this long."""
+        """Wait until the workers have ended or one of them has failed, for at most ``seconds``."""
         if not self.is_running:
             time.sleep(seconds)
             return
@@ -157,7 +159,7 @@ class PolledWorkers:
             self._pump(left)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-        """Stop the workers and wait for their end; nothing to do when they have ended."""
+        """Stop the workers and wait for their end. Does nothing if they have already ended."""
         if self._tracker.is_open and self.is_running:
             self._tracker.stop(machine.Stop(int(death_sig or signal.SIGTERM), timeout))
             self._note_events()
@@ -165,7 +167,9 @@ class PolledWorkers:
             self._release_plan()
 
     def release(self) -> None:
-        """No workers follow: end what is left, and the supervisor. Idempotent."""
+        """Kill the remaining processes and the supervisor, because no further workers are started.
+        Idempotent.
+        """
         bell, self._bell = self._bell, -1
         try:
             if self._tracker.is_open:

@@ -16,13 +16,15 @@ def with_prefix(store: Any, prefix: str) -> Any:
     """Return a store with a prefix and a slash before every key, as torch's ``PrefixStore``."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(store, distributed.Store):
-        # Torch's own functions take nothing else.
+        # Use torch's class for a torch store, because torch's functions accept nothing else.
         return distributed.PrefixStore(prefix, store)
     return PrefixStore(prefix, store)
 
 
 class PrefixStore:
-    """Puts a prefix and a slash before every key; what has no keys, such as ``timeout``, is the store's."""
+    """Store that puts a prefix and a slash before every key. Attributes without keys, such as ``timeout``,
+    come from the underlying store.
+    """
 
     def __init__(self, prefix: str, store: Any) -> None:
         self._prefix = f"{prefix}/"

@@ -1,4 +1,6 @@
-"""Signals as errors, for an agent whose hooks may wait anywhere, as torch's agent raises them."""
+"""Context manager that turns stop signals into exceptions, as torch's agent does, because its hooks may block
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,16 @@ def raised_signals(
     forwarded: Iterable[int] = (),
     pass_on: Callable[[int], object] = lambda _: None,
 ) -> Iterator[None]:
-    """Raise :class:`SignalException` in the main thread when one of these signals asks to stop, and put
-    everything back after that. What is no new request (:class:`.StopRequests`) raises nothing.
+    """Raise :class:`SignalException` in the main thread when a signal asks the agent to stop, and restore the
+    handlers at the end of the block. Repeated signals that are no new request (:class:`.StopRequests`) raise
+    nothing.
 
-    Elsewhere than in the main thread nothing is installed, and a warning says so. Children made by ``fork``
-    have what was there before.
+    Outside of the main thread no handler is installed, and a warning is issued. Forked children get the
+    previous handlers.
 
     Args:
-        signums: what to catch; ignored ones are left alone.
-        forwarded: further signals, which raise nothing: ``pass_on`` is called with them.
+        signums: signals to catch. Ignored signals stay ignored.
+        forwarded: further signals. They raise nothing; ``pass_on`` is called with them.
         pass_on: see ``forwarded``.
     """
     if threading.current_thread() is not threading.main_thread():

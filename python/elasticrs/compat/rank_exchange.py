@@ -1,7 +1,7 @@
-"""What the agents of a round say to each other over the store of the rendezvous, in torch's keys and JSON.
+"""Exchange of ranks between the agents of a round over the rendezvous store, with torch's keys and JSON.
 
-Agents of torch and ours could share a round: ``torchelastic/role_info/<group_rank>`` is what a node brings,
-``torchelastic/assigned_ranks/<group_rank>`` what the first one has made of it, and
+Our agents and torch's could take part in the same round. ``torchelastic/role_info/<group_rank>`` is a node's
+contribution, ``torchelastic/assigned_ranks/<group_rank>`` is the assignment that the first node computes, and
 ``torchelastic/agent/terminal_state/`` is the barrier at the end.
 """
 
@@ -20,8 +20,8 @@ _RANKS = "torchelastic/assigned_ranks/"
 
 
 def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
-    """Agree on the ranks of all workers; waits for the other nodes as long as the store does, which they
-    share.
+    """Agree on the ranks of all workers with the other nodes. The timeout of the shared store limits the
+    wait.
     """
     told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
     store.set(f"{_INFO}{group_rank}", told.serialize().decode())

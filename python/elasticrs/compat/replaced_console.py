@@ -1,7 +1,7 @@
-"""Lines of workers for a program that has put something else in the place of ``sys.stdout``.
+"""Shows output lines of workers in a program that has replaced ``sys.stdout`` or ``sys.stderr``.
 
-The core writes to descriptors. A notebook, or ``contextlib.redirect_stdout``, wants lines on its own object,
-and torch's agent writes them there.
+The core writes to file descriptors. In a notebook, or with ``contextlib.redirect_stdout``, lines must go to a
+Python object instead, and torch's agent writes them there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ReplacedConsole(Observer):
-    """Shows tee'd lines there, while the workers of an attempt run."""
+    """Observer that copies tee'd lines to the replaced streams while the workers of an attempt run."""
 
     def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
         self._streams = streams
@@ -42,7 +42,7 @@ class ReplacedConsole(Observer):
             self._tails.append(TailLog(self._role, files, stream, prefixes).start())
 
     def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
-        """Show what is left when the workers have ended."""
+        """Show the remaining lines, because the workers have ended."""
         self._stop()
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- as above

@@ -1,4 +1,4 @@
-"""What agents say of workers, in torch's terms: what they are, their ranks, their state, how they ended."""
+"""Torch's classes that describe workers: their specification, ranks, state and results."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class WorkerSpec:
             raise AssertionError("an entrypoint is required")
 
     def get_entrypoint_name(self) -> str:
-        """The base name of a program, the qualified name of a function."""
+        """Return the base name of a program or the qualified name of a function."""
         if isinstance(self.entrypoint, str):
             return os.path.basename(self.entrypoint)
         if self.entrypoint is None:
@@ -117,7 +117,7 @@ class WorkerSpec:
 
 @dataclass(repr=False, eq=False)
 class Worker:
-    """One worker of a group; -1 stands for a rank that is not assigned yet."""
+    """A worker of a group. A rank of -1 is not assigned yet."""
 
     local_rank: int
     global_rank: int = -1
@@ -136,7 +136,7 @@ class Worker:
 
 
 class WorkerState(str, Enum):
-    """The state of a group of workers, which is that of all of them."""
+    """State of a worker group. All workers of the group share it."""
 
     UNKNOWN = "UNKNOWN"
     INIT = "INIT"
@@ -148,7 +148,7 @@ class WorkerState(str, Enum):
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """True if the processes of such a group exist."""
+        """Return true if the processes of a group in this state exist."""
         return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
 
 
@@ -156,7 +156,7 @@ class WorkerGroup:
     """The workers of one node.
 
     Attributes:
-        store: shared by the nodes of the round, as torch's.
+        store: store that the nodes of the round share, with torch's interface.
     """
 
     workers: list[Worker]
@@ -184,16 +184,17 @@ class WorkerGroup:
         self._store, self._open_store = store, None
 
     def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
-        """Show the plan of the next attempt to who reads this. What the specification says of the workers'
-        store has precedence, and changes the plan. Not in torch.
+        """Copy the plan of the next attempt into this group, where other code can read it. Settings of the
+        specification for the workers' store override the plan. Not in torch.
 
         Args:
-            plan: of the next attempt.
-            open_store: makes the store that the nodes of the round share, for who looks at it first.
+            plan: plan of the next attempt.
+            open_store: opens the store that the nodes of the round share. Called when the store is first
+                used.
         """
         plan.master_addr = self.spec.master_addr or plan.master_addr
         if self.spec.master_port:
-            # A port of the user's own is rank 0's to listen on.
+            # Rank 0 of the workers listens on a port that the user has chosen.
             plan.master_port, plan.use_agent_store = self.spec.master_port, False
         self._store, self._open_store = None, open_store
         self.group_rank, self.group_world_size = plan.ranks[0].group_rank, plan.ranks[0].group_world_size
@@ -203,7 +204,7 @@ class WorkerGroup:
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
 
     def plan(self) -> Plan:
-        """What the hooks have agreed on. Not in torch.
+        """Return the plan that the hooks have agreed on. Not in torch.
 
         Raises:
             RuntimeError: there was no rendezvous.
@@ -225,7 +226,7 @@ class WorkerGroup:
                 raise RendezvousError("the rendezvous gave no port for the workers' store")
             port = StorePort(is_served=False)
             self.master_port = port.number
-        # A port of the user's own is rank 0's to listen on.
+        # Rank 0 of the workers listens on a port that the user has chosen.
         use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
         address = self.master_addr or "localhost"
         return Plan(ranks, address, self.master_port, port, use_agent_store=use_agent_store)
@@ -233,12 +234,12 @@ class WorkerGroup:
 
 @dataclass
 class RunResult:
-    """How a group ended, by **global** rank.
+    """Result of a group, by **global** rank.
 
     Args:
         state: SUCCEEDED or FAILED at the end.
-        return_values: of functions.
-        failures: of those that failed.
+        return_values: return values of functions.
+        failures: failures of the failed workers.
     """
 
     state: WorkerState
@@ -252,32 +253,34 @@ class RunResult:
 
 @dataclass(repr=False, eq=False)
 class _RoleInstanceInfo:
-    """What an agent tells the others of a round about its workers, in torch's JSON."""
+    """Data about the workers of a node that its agent sends to the other agents of a round, in torch's
+    JSON.
+    """
 
     role: str
     rank: int
     local_world_size: int
 
     def serialize(self) -> bytes:
-        """As it goes into the store."""
+        """Encode the data for the store."""
         told = {"role": self.role, "rank": self.rank, "local_world_size": self.local_world_size}
         return json.dumps(told).encode()
 
     @staticmethod
     def deserialize(data: bytes) -> _RoleInstanceInfo:
-        """What another agent has told."""
+        """Decode the data of another agent."""
         told = json.loads(data)
         return _RoleInstanceInfo(told["role"], told["rank"], told["local_world_size"])
 
     @staticmethod
     def compare(obj1: _RoleInstanceInfo, obj2: _RoleInstanceInfo) -> int:
-        """By role, and by rank within it: negative, 0 or positive."""
+        """Compare by role, then by rank. Return a negative number, 0, or a positive number."""
         if obj1.role == obj2.role:
             return obj1.rank - obj2.rank
         return 1 if obj1.role > obj2.role else -1
 
     @staticmethod
     def find_role_boundaries(roles_infos: Sequence[_RoleInstanceInfo], role: str) -> tuple[int, int]:
-        """The first and the last place of a role in a list; -1 twice where it has none."""
+        """Return the first and the last index of a role in a list, or (-1, -1) if the role is missing."""
         places = [place for place, info in enumerate(roles_infos) if info.role == role]
         return (places[0], places[-1]) if places else (-1, -1)

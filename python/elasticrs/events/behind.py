@@ -1,4 +1,4 @@
-"""Writing that holds nobody up: a bounded queue, and a thread that writes what is in it, in order."""
+"""Writing in the background: a bounded queue, and a thread that writes the queued lines in order."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ MOST = 10_000
 
 
 class Behind:
-    """Lines before a function that may block for ever.
+    """Queue of lines for a function that may block forever.
 
     Args:
-        write: takes a line, and whether it has to be on the disk; called by the thread alone.
+        write: writes a line. The second argument is true if the line must be flushed to disk. Only the thread
+            calls this function.
     """
 
     def __init__(self, write: Callable[[bytes, bool], None]) -> None:
@@ -33,11 +34,11 @@ class Behind:
 
     @property
     def is_ours(self) -> bool:
-        """True in the process that made it: a child made by ``fork`` has no such thread."""
+        """True in the process that created this object. A forked child does not have the thread."""
         return self._owner == os.getpid()
 
     def put(self, line: bytes, is_failure: bool) -> bool:
-        """Queue a line; return false if it was dropped, since too many wait."""
+        """Queue a line. Return false if the line was dropped because too many lines are waiting."""
         with self._news:
             if len(self._lines) >= MOST:
                 return False
@@ -58,7 +59,7 @@ class Behind:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait(self, seconds: float) -> int:
-        """Wait until all is written, at most so long; return the number of lines that are not."""
+        """Wait until all lines are written, for at most ``seconds``. Return the number of unwritten lines."""
         deadline = time.monotonic() + seconds
         with self._news:
             while self._lines and (left := deadline - time.monotonic()) > 0:
@@ -66,7 +67,7 @@ class Behind:
             return len(self._lines)
 
     def end(self) -> None:
-        """End the thread, which has nothing left to write."""
+        """Stop the thread, after all lines have been written."""
         with self._news:
             self._is_ending = True
             self._news.notify_all()
@@ -83,6 +84,6 @@ class Behind:
                 line, is_failure = self._lines[0]
             self._write(line, is_failure)
             with self._news:
-                # It counts as waiting until it is written.
+                # The line stays in the queue until it is written, so that it counts as waiting.
                 self._lines.popleft()
                 self._news.notify_all()

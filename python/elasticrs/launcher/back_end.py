@@ -1,4 +1,5 @@
-"""Where the workers meet, and with which nodes the agent does: which back end, by torch's rules.
+"""Choice of the rendezvous back end of a command line by torch's rules. It decides where workers meet, and
+which nodes the agent meets.
 
 ::
 
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Meeting(Value):
-    """Where the workers meet, and with which nodes the agent does.
+    """Rendezvous of the nodes, and address of the workers' store.
 
     Args:
-        run_id: the name of the job.
-        master_addr: where rank 0 hosts the workers' store.
-        master_port: its port; ``None`` for a fresh one in every attempt.
-        rendezvous: with the other nodes; ``None`` when there are none.
-        handler: in place of a rendezvous of ours.
+        run_id: name of the job.
+        master_addr: address at which rank 0 hosts the workers' store.
+        master_port: port of that store; ``None`` for a new one in every attempt.
+        rendezvous: rendezvous with the other nodes; ``None`` if there are none.
+        handler: settings of a polled handler that replaces our own rendezvous.
     """
 
     run_id: str
@@ -42,15 +43,15 @@ class Meeting(Value):
 
     @property
     def lets_workers_meet(self) -> bool:
-        """True if the workers can meet by themselves where the nodes do."""
+        """True if workers can have a rendezvous of their own in the same store as the nodes."""
         return self.handler is None and (self.rendezvous is None or not self.rendezvous.is_static)
 
 
 def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
-    """Choose the back end of a command line, and check its settings; ``notices`` gets lines for the user.
+    """Choose the back end of a command line and check its settings. ``notices`` receives lines for the user.
 
     Raises:
-        UsageError: one line for the user.
+        UsageError: the command line has a mistake. The text is one line for the user.
     """
     if is_alone(args):
         return _alone(args, environ, grace, notices)
@@ -65,7 +66,7 @@ def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notice
 
 
 def is_alone(args: Any) -> bool:
-    """True if the node meets nobody: ``--standalone``, or a plain launch.
+    """Return true if the job has a single node and no rendezvous: with ``--standalone``, or by default.
 
     Raises:
         UsageError: ``--standalone`` with several nodes.
@@ -80,7 +81,8 @@ def is_alone(args: Any) -> bool:
 
 def _alone(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
     if args.rdzv_conf or args.node_rank != 0:
-        # Checked, though nobody is met. What torch would have replaced is not looked at.
+        # Check the settings although there is no rendezvous. The back end and the endpoint are not checked,
+        # because torch would replace them.
         _describe("static", args, environ, grace, notices)
     return Meeting(config.random_run_id(), args.local_addr or "localhost")
 
@@ -103,7 +105,8 @@ def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices:
     rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
     if args.master_port is not None:
         notices.append("--master-port has no effect here: it is for the static rendezvous")
-    # The workers' store has a port of its own; the endpoint is where nodes meet.
+    # Choose no port for the workers' store here. The endpoint belongs to the nodes' rendezvous, and the store
+    # has a port of its own.
     return Meeting(args.rdzv_id, args.local_addr or "localhost", None, rendezvous)
 
 

@@ -1,4 +1,4 @@
-"""The text of ``--help``, from the tables of options and settings; imports nothing that costs time."""
+"""Text of ``--help``, generated from the tables of options and settings. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _settings() -> Iterator[str]:
 
 def _rows(keys: Iterable[Key]) -> Iterator[str]:
     for key in keys:
-        # Torch's are told of below, and have defaults.
+        # Skip torch's own settings with defaults, because they are described below.
         if key.is_stored or key.default is None:
             yield from _row(f"  {key.name}", key.help + _default(key.default))
 
@@ -131,7 +131,9 @@ def _row(head: str, text: str) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str) -> Iterator[str]:
-    """Lines of whole words. ``textwrap`` does the same, and imports ``re``, which costs milliseconds."""
+    """Yield the text in lines of whole words. ``textwrap`` would do the same but imports ``re``, which takes
+    milliseconds.
+    """
     line = indent
     for word in text.split():
         if len(line) + 1 + len(word) > WIDTH and line != indent:

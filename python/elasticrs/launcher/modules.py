@@ -20,8 +20,9 @@ def why_no_module(name: str) -> str | None:
     try:
         return _why_not(name)
     except Exception:
-        # An import hook of another package failed, or a file cannot be read, for example in a zip archive.
-        # Let the worker's Python report the error, if it is one.
+        # The check failed, but the module may be importable: an import hook of another package raised, or a
+        # file cannot be read, for example in a zip archive. If the module cannot be imported, the worker's
+        # Python will report that.
         return None
 
 

@@ -1,4 +1,4 @@
-"""Warnings about settings that have no effect, or not the effect that the user may expect.
+"""Warnings about settings without effect or with an unexpected effect.
 
 The job starts anyway, because only the user knows whether the setting was a mistake.
 """

@@ -4,8 +4,8 @@
 >>> metrics.configure(metrics.ConsoleMetricHandler(), group="mine")
 >>> metrics.put_metric("batches", 3, "mine")  # doctest: +SKIP
 
-A module ``elasticrs.metrics.static_init`` is imported when there is one, as in torch; it may bring an
-:func:`initialize_metrics` of its own. What the agent itself measures is in ``docs/metrics.md``.
+As in torch, the module ``elasticrs.metrics.static_init`` is imported if it exists. It may define its own
+:func:`initialize_metrics`. The agent's own metrics are described in ``docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """Called by the launcher before the agent runs; there is nothing to do, as in torch.
+    """Do nothing, as in torch. The launcher calls this function before the agent runs.
 
     Args:
         cfg: the launcher's ``metrics_cfg``.

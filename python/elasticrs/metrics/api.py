@@ -1,7 +1,7 @@
-"""Torch's metrics: named numbers in groups, and a handler for each group.
+"""Torch's metrics: named numbers in groups, with a handler for each group.
 
-Beside its handler, every number goes to a sink of the process when there is one: the registry behind
-``/metrics`` of a health check server.
+In addition to the handler of its group, every number goes to a sink of the process if there is one: the
+registry behind ``/metrics`` of a health check server.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class MetricData(NamedTuple):
 
     Attributes:
         timestamp: seconds since 1970.
-        group_name: its group.
-        name: its name in the group.
-        value: the number.
+        group_name: group of the metric.
+        name: name of the metric in the group.
+        value: value of the metric.
     """
 
     timestamp: float
@@ -54,7 +54,7 @@ class MetricsConfig:
     """Settings for :func:`elasticrs.metrics.initialize_metrics`.
 
     Args:
-        params: by name.
+        params: settings by name.
     """
 
     __slots__ = ["params"]
@@ -75,7 +75,7 @@ class ConsoleMetricHandler(MetricHandler):
     """Prints a line for each value."""
 
     def emit(self, metric_data: MetricData) -> None:
-        """Print it as torch does: ``[time][group]: name=value``."""
+        """Print the value in torch's format: ``[time][group]: name=value``."""
         timestamp, group, name, value = metric_data
         print(f"[{timestamp}][{group}]: {name}={value}")
 
@@ -92,7 +92,7 @@ class MetricStream:
 
     Args:
         group_name: the group.
-        handler: for its numbers.
+        handler: handler for the group's values.
     """
 
     def __init__(self, group_name: str, handler: MetricHandler) -> None:
@@ -103,8 +103,8 @@ class MetricStream:
         """Add one value.
 
         Args:
-            metric_name: its name in the group.
-            metric_value: the number.
+            metric_name: name of the metric in the group.
+            metric_value: value of the metric.
         """
         for sink in _sinks:
             sink(self.group_name, metric_name, float(metric_value))
@@ -120,8 +120,8 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
     """Set the handler of a group.
 
     Args:
-        handler: from now on.
-        group: which; ``None`` for all that have none of their own.
+        handler: new handler.
+        group: name of the group; ``None`` for all groups without a handler of their own.
     """
     global _default_metrics_handler  # noqa: PLW0603 -- of the process, as in torch
     if group is None:
@@ -131,7 +131,7 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
 
 
 def add_sink(sink: Callable[[str, str, float], None]) -> None:
-    """Pass group, name and value of every number of this process to one more receiver, until
+    """Add a receiver for the group, name and value of every metric of this process, until
     :func:`remove_sink`. Not in torch.
     """
     global _sinks  # noqa: PLW0603 -- of the process
@@ -139,20 +139,20 @@ def add_sink(sink: Callable[[str, str, float], None]) -> None:
 
 
 def remove_sink(sink: Callable[[str, str, float], None]) -> None:
-    """End what :func:`add_sink` has begun; the receivers of others stay. Idempotent."""
+    """Remove a receiver that :func:`add_sink` has added. Idempotent."""
     global _sinks  # noqa: PLW0603 -- of the process
     _sinks = tuple(each for each in _sinks if each != sink)
 
 
 def has_listener(group: str) -> bool:
-    """True if numbers of a group go anywhere. Not in torch."""
+    """Return true if any handler or sink receives the metrics of a group. Not in torch."""
     return bool(_sinks) or not isinstance(
         _metrics_map.get(group, _default_metrics_handler), NullMetricHandler
     )
 
 
 def getStream(group: str) -> MetricStream:  # noqa: N802 -- torch's name
-    """The stream of a group, with the handler that it has now."""
+    """Return the stream of a group, with the current handler of the group."""
     return MetricStream(group, _metrics_map.get(group, _default_metrics_handler))
 
 
@@ -164,14 +164,15 @@ def _get_metric_name(fn: Callable[..., Any]) -> str:
 
 
 def prof(fn: Callable[..., Any] | None = None, group: str = "torchelastic") -> Any:
-    """Measure a function: ``NAME.success`` or ``NAME.failure`` is 1, ``NAME.duration.ms`` the time it took.
+    """Decorate a function to record its metrics: ``NAME.success`` or ``NAME.failure`` is 1, and
+    ``NAME.duration.ms`` is the elapsed time.
 
-    Serves with and without arguments: ``@prof`` and ``@prof(group="mine")``. A method is named with its
-    class, a function with the last part of its module.
+    Works with and without arguments: ``@prof`` and ``@prof(group="mine")``. The name of a method includes its
+    class. The name of a function includes the last part of its module.
 
     Args:
         fn: the function.
-        group: of the numbers.
+        group: group of the metrics.
     """
 
     def wrap(function: F) -> F:
@@ -201,7 +202,7 @@ def profile(group: str | None = None) -> Callable[[F], F]:
     """Deprecated: use :func:`prof`.
 
     Args:
-        group: of the numbers.
+        group: group of the metrics.
     """
     warnings.warn("Deprecated, use `@prof` instead", FutureWarning, stacklevel=2)
 
@@ -215,8 +216,8 @@ def put_metric(metric_name: str, metric_value: float, metric_group: str = "torch
     """Publish a value.
 
     Args:
-        metric_name: its name in the group.
-        metric_value: the number.
+        metric_name: name of the metric in the group.
+        metric_value: value of the metric.
         metric_group: the group.
     """
     getStream(metric_group).add_value(metric_name, metric_value)
@@ -227,8 +228,8 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> 
 
     Args:
         metric_group: the group.
-        metric_name: its name in the group.
-        metric_value: the number.
+        metric_name: name of the metric in the group.
+        metric_value: value of the metric.
     """
     warnings.warn(
         "Deprecated, use `put_metric(metric_group)(metric_name, metric_value)` instead",
@@ -239,9 +240,9 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> 
 
 
 def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
-    """Return whole milliseconds since a moment.
+    """Return the elapsed time in whole milliseconds.
 
     Args:
-        start_time_in_seconds: since 1970.
+        start_time_in_seconds: start time, in seconds since 1970.
     """
     return int((time.time() - start_time_in_seconds) * 1000)

@@ -1,4 +1,4 @@
-"""Starting and watching the worker processes of one node."""
+"""Start and supervision of the worker processes of one node."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def start_processes(
     """Start one copy of a program or function for each local rank. If one cannot be started, stop the others.
 
     May be called from any thread, but signals are handled only in the main thread. No process is left after
-    :meth:`PContext.close`, which :meth:`PContext.wait` calls once all processes have exited.
+    :meth:`PContext.close`, which :meth:`PContext.wait` calls when all processes have exited.
 
     Args:
         name: name in the prefix of the processes' lines on the console.
@@ -68,7 +68,8 @@ def start_processes(
         log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
         start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
         numa_options: binding of the processes to CPUs.
-        duplicate_stdout_filters: tee'd lines with one of these are copied to ``filtered_stdout.log``.
+        duplicate_stdout_filters: tee'd lines that contain any of these texts are copied to
+            ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error.
 
     Raises:
@@ -97,7 +98,7 @@ def start_processes(
                     name, entrypoint, args, envs, start_method, *logs, numa_options, *filters
                 )
             context.start()
-        # Within the `try`: from here on nothing can come between us and the caller.
+        # Return inside the `try`, so that a signal before the return still closes the context.
         return context
     except BaseException:
         if context is not None:
@@ -106,6 +107,6 @@ def start_processes(
 
 
 def __getattr__(name: str) -> object:
-    # Workers import the errors in this package and must not pay for the rest.
+    # Import the API lazily, because workers import this package only for its error classes.
     homes = {"elasticrs.multiprocessing.api": (*__all__, "_validate_full_rank")}
     return lazy(__name__, name, homes, _SUBMODULES)

@@ -11,17 +11,18 @@ if TYPE_CHECKING:
 
 
 def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] | None:
-    """Return the CPUs of each worker by local rank; ``None`` when they are not bound.
+    """Return the CPUs of each worker by local rank; ``None`` if workers are not bound to CPUs.
 
     Raises:
-        ValueError, OSError: they cannot be bound, and the options do not say to go on without.
+        ValueError, OSError: the workers cannot be bound, and the options do not allow to continue without
+            binding.
     """
     if options is None:
         return None
     from elasticrs.numa import cpus_by_local_rank
 
     try:
-        # Torch's modes are another enum with the same values.
+        # Use the value, because torch's modes are a different enum with the same values.
         return cpus_by_local_rank(options.affinity_mode.value, nproc, os.environ)
     except (ValueError, OSError) as error:
         if not options.should_fall_back_if_binding_fails:

@@ -1,4 +1,4 @@
-"""What is known of a process that has failed, from how it ended and from its files."""
+"""Creation of a :class:`ProcessFailure` from the exit and the files of a failed process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def failure_of(
     """The failure of one process.
 
     Args:
-        ended: how it ended.
-        stdout: the file of its standard output, if there is one.
+        ended: end of the process.
+        stdout: path of the file with its standard output, if there is one.
         stderr: the same for standard error.
-        error_file: where its error file would be.
-        known: what else :class:`ProcessFailure` takes, and what is not as ``ended`` says.
+        error_file: path at which the worker would write its error file.
+        known: further arguments of :class:`ProcessFailure`, which also override those from ``ended``.
     """
     both = (("stdout", stdout), ("stderr", stderr))
     logs = {stream: path for stream, path in both if path and path != os.devnull}

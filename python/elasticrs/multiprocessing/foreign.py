@@ -1,7 +1,9 @@
-"""Programs that somebody else's handlers start: ``api.get_subprocess_handler`` may be replaced, as in torch.
+"""Programs that a user's replacement for ``api.get_subprocess_handler`` starts. Torch supports such
+replacements as well.
 
-Such a handler has ``proc``, like :class:`subprocess.Popen`, and ``close(death_sig)``. What it starts is no
-child of the core's, so it is looked at from time to time, and its descendants are its own affair.
+Such a handler has an attribute ``proc`` like :class:`subprocess.Popen`, and a method ``close(death_sig)``.
+The programs are not children of the core, so they are polled, and the handler is responsible for their
+descendants.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def replaced_factory() -> Callable[..., Any] | None:
-    """Return what replaced ``get_subprocess_handler``; ``None`` when it is our own."""
+    """Return the replacement for ``get_subprocess_handler``; ``None`` if it was not replaced."""
     found: Callable[..., Any] = api.get_subprocess_handler
     return None if found is getattr(handlers, "_OWN", None) else found
 
@@ -33,8 +35,8 @@ class ForeignPrograms(Record):
     """The programs of one context.
 
     Attributes:
-        handlers: by local rank.
-        exits: exit code and monotonic time at which it was seen, by local rank, in the order of being seen.
+        handlers: handlers by local rank.
+        exits: exit code, and monotonic time at which the exit was seen, by local rank, in that order.
         sent: the signal that :meth:`stop` sent, by local rank.
     """
 
@@ -45,8 +47,8 @@ class ForeignPrograms(Record):
     sent: dict[int, int] = fresh(factory=dict)
 
     def start(self, make: Callable[..., Any]) -> None:
-        """Start all by ``make``, which has the signature of ``get_subprocess_handler``. If one cannot be
-        started, :meth:`stop` ends the others.
+        """Start all programs with ``make``, which has the signature of ``get_subprocess_handler``. If a start
+        fails, :meth:`stop` must end the programs that are running.
         """
         context = self.context
         for rank in range(context.nprocs):
@@ -70,7 +72,7 @@ class ForeignPrograms(Record):
         return len(self.exits) == len(self.handlers) or any(code for code, _ in self.exits.values())
 
     def stop(self, death_sig: signal.Signals, timeout: float) -> None:
-        """Signal those that run, and SIGKILL what is there after ``timeout`` seconds."""
+        """Send a signal to running programs. After ``timeout`` seconds send SIGKILL to those that remain."""
         self._send(death_sig)
         deadline = time.monotonic() + timeout
         for handler in self.handlers.values():

@@ -1,12 +1,12 @@
-"""What one function needs to run in a process of its own, and the pipe for what it returns.
+"""Preparation of a function that runs in its own process, and the pipe for its return value.
 
-Multiprocessing pickles queues and locks only while it launches a process, and passes their descriptors along.
-So its ``Popen`` is subclassed: the launch stops when everything that the child needs lies ready, and somebody
-else starts the process.
+Multiprocessing pickles queues and locks only while it launches a process, and passes on their descriptors. So
+this module subclasses its ``Popen``: the launch stops when everything that the child needs is ready, and
+another component starts the process.
 
-What a child gets: a pipe with multiprocessing's preparation data, kept open here so that the child sees our
-end; a memory file with the pickled function, its arguments and whatever it refers to, of any size; and a pipe
-for the return value, read here while the function runs.
+A child gets a pipe with multiprocessing's preparation data (we keep our end open, because the child watches
+it), a memory file of any size with the pickled function and its arguments, and a pipe for the return value,
+which this process reads while the function runs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ReturnPipe:
     """The pipe for what one function returns.
 
     Attributes:
-        reader: our end; -1 when it is closed.
-        writer: the function's end; -1 when it is closed here.
-        data: what has been read; stays empty if the function returns nothing.
+        reader: our end of the pipe; -1 if it is closed.
+        writer: the function's end of the pipe; -1 if our copy is closed.
+        data: data read so far. It stays empty if the function returns nothing.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,15 @@ class ReturnPipe:
         self.data = bytearray()
 
     def close_writer(self) -> None:
-        """Close our copy of the function's end. Idempotent."""
+        """Close our copy of the write end, which the function uses. Idempotent."""
         if self.writer != -1:
             os.close(self.writer)
             self.writer = -1
 
     def read(self) -> bool | None:
-        """Take one piece: True at the end, False if nothing is there now, ``None`` if there may be more."""
+        """Read a piece of the return value. Return true at the end, false if no data is available now, and
+        ``None`` if more may follow.
+        """
         try:
             piece = os.read(self.reader, _CHUNK)
         except BlockingIOError:
@@ -69,7 +71,7 @@ class ReturnPipe:
 
 
 class _Launch(popen_spawn_posix.Popen):
-    """Collects what the child needs instead of starting it."""
+    """Collects the data that the child needs, instead of starting the child."""
 
     _fds: list[int]
 
@@ -104,7 +106,9 @@ class _Launch(popen_spawn_posix.Popen):
 
 
 def _check_program(path: str | None) -> None:
-    """Each child runs it again, up to ``if __name__ == "__main__"``, to find the function."""
+    """Check that the program is a file, because each child imports it, up to ``if __name__ == "__main__"``,
+    to find the function.
+    """
     if path is not None and not os.path.exists(path):
         raise RuntimeError(
             f"the program is not a file that another process could import ({os.path.basename(path)}): "
@@ -119,15 +123,15 @@ _BEGIN = (
 
 
 def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
-    """Return the arguments of an interpreter that runs a function: multiprocessing's own, but that what
-    differs comes last. So the rest is the same for all.
+    """Return the command line of an interpreter that runs a function. It is multiprocessing's own, but the
+    arguments that differ between workers come last.
 
     Args:
         tracker_fd: see :class:`PreparedFunction`.
         pipe_handle: the same.
     """
     _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
-    if "-c" in options:  # A frozen program has none, and is told in this way already.
+    if "-c" in options:  # A frozen program has no `-c` option and already receives the values in this form.
         told = (f"tracker_fd={tracker_fd}", f"pipe_handle={pipe_handle}")
         options[options.index("-c") + 1 :] = [_BEGIN, "--multiprocessing-fork", *told]
     return [os.fsdecode(spawn.get_executable()), *options]
@@ -137,16 +141,16 @@ class PreparedFunction:
     """Everything that one child needs, ready to be passed to it.
 
     Args:
-        function: what it calls, with ``arguments``.
+        function: function that the child calls with ``arguments``.
         arguments: see ``function``.
-        result: the descriptor for what the function returns.
-        name: of the process.
+        result: descriptor for the return value of the function.
+        name: name of the process.
 
     Attributes:
-        argv: of an interpreter that runs it.
-        fds: what it needs, under the same numbers.
-        tracker_fd: of those, multiprocessing's resource tracker.
-        pipe_handle: of those, the pipe with multiprocessing's preparation data.
+        argv: command line of an interpreter that runs the function.
+        fds: descriptors that the child needs under the same numbers.
+        tracker_fd: descriptor of multiprocessing's resource tracker; one of ``fds``.
+        pipe_handle: descriptor of the pipe with multiprocessing's preparation data; one of ``fds``.
     """
 
     def __init__(
@@ -162,7 +166,7 @@ class PreparedFunction:
             self.pipe_handle, writer = os.pipe()
             self._childs_ends.append(self.pipe_handle)
             self._our_ends.append(writer)
-            # Nobody reads yet: all of it has to fit.
+            # The pipe has no reader yet, so all of the data has to fit.
             if len(launch.preparation) > _PIPE_CAPACITY:
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, len(launch.preparation))
             with open(writer, "wb", closefd=False) as file:
@@ -175,7 +179,7 @@ class PreparedFunction:
         self.fds = sorted({*launch._fds, self.pipe_handle, result})
 
     def close_childs_ends(self) -> None:
-        """Close our copies of the child's ends. Idempotent."""
+        """Close our copies of the descriptors for the child. Idempotent."""
         close_all(self._childs_ends)
 
     def close(self) -> None:
@@ -191,8 +195,9 @@ def close_all(fds: list[int]) -> None:
 
 
 class _Deferred(Value):
-    """Stands for the process object in the pipe: unpickled in the child, it loads the real one from the
-    memory file. What belongs to a process may only be unpickled inside multiprocessing's own unpickling.
+    """Placeholder for the process object in the pipe. When the child unpickles the placeholder, it loads the
+    real object from the memory file. Some objects can only be unpickled inside multiprocessing's own
+    unpickling.
     """
 
     fd: int
@@ -208,12 +213,13 @@ def _load_process(fd: int) -> BaseProcess:
 
 
 def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
-    """The process of a function: call it under :func:`record`, as torch does, and write what it returns,
-    pickled, to the descriptor ``result``.
+    """Run a function in a worker process, under :func:`record` as in torch. Write its pickled return value to
+    the descriptor ``result``.
     """
     try:
         value = record(function)(*arguments)
-        # A value that cannot be pickled is the worker's failure as well, and multiprocessing only prints it.
+        # Record pickling errors too. A value that cannot be pickled is a failure of the worker, and
+        # multiprocessing would only print the error.
         record(_send)(value, result)
     except Exception as error:
         from elasticrs._worker.error_file import give_notice

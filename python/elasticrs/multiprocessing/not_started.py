@@ -21,8 +21,8 @@ _KINDS: dict[int | None, type[RuntimeError]] = {
 
 
 def not_started(text: str, number: int | None) -> RuntimeError:
-    """Return a ``RuntimeError`` to raise. For the system's error ``number`` of a program that is not there or
-    may not be run, it is a ``FileNotFoundError`` or ``PermissionError`` as well, as in torch.
+    """Return a ``RuntimeError`` to raise. If ``number`` is the system's error for a program that is missing
+    or not executable, the error is also a ``FileNotFoundError`` or ``PermissionError``, as in torch.
     """
     error = _KINDS.get(number, RuntimeError)(text)
     if isinstance(error, OSError):

@@ -1,4 +1,6 @@
-"""Standard output and error of this process into files, by descriptor, with torch's names."""
+"""Redirection of this process's standard output and error into files, at the level of descriptors, under
+torch's names.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 
 def get_libc() -> ctypes.CDLL:
-    """The C library of this process, whichever it is."""
+    """Return the C library that this process has loaded."""
     return ctypes.CDLL(None)
 
 
@@ -27,14 +29,14 @@ libc = get_libc()
 
 @contextmanager
 def redirect(std: str, to_file: str) -> Iterator[None]:
-    """Send a stream into a file: what Python, C code and child processes write alike.
+    """Redirect a stream to a file, including output of C code and child processes.
 
     Args:
         std: ``"stdout"`` or ``"stderr"``.
-        to_file: is emptied first, as with torch.
+        to_file: path of the file, which is truncated first, as in torch.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is unknown.
         OSError: the file cannot be opened.
     """
     if std not in _DESCRIPTORS:
@@ -58,7 +60,9 @@ redirect_stderr = partial(redirect, "stderr")
 
 
 def descriptors(std: str) -> set[int]:
-    """The stream's own, and the one that C code and children write to, should Python's be another."""
+    """Return the stream's descriptor, and the standard descriptor that C code and children use if Python's
+    stream has another one.
+    """
     usual = _DESCRIPTORS[std]
     try:
         return {usual, int(getattr(sys, std).fileno())}

@@ -1,8 +1,9 @@
-"""Files that grow, shown line by line with a header, for any object with ``write``; torch's names.
+"""Growing files, copied line by line with a header to any object with ``write``. The names are those of
+torch.
 
-What an agent shows goes through the core. This is for programs that use :class:`TailLog` themselves, and
-for a ``sys.stdout`` that is no descriptor (a notebook). Different from torch: one thread for all files, whole
-lines only, a newline after the last one, and no wait when the producer has finished.
+The core shows the output of an agent's workers. This module is for programs that use :class:`TailLog`
+themselves, and for a ``sys.stdout`` without a descriptor (in a notebook). Differences from torch: one thread
+for all files, whole lines only, a newline after the last one, and no wait after the producer has finished.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LONGEST_LINE = 1 << 20
 
 
 class _File(Record):
-    """One file that is followed; it need not exist yet."""
+    """A followed file, which may not exist yet."""
 
     header: str
     path: str
@@ -39,7 +40,7 @@ class _File(Record):
     rest: bytes = b""
 
     def advance(self) -> bool:
-        """Show the lines that have come; True if there was anything."""
+        """Copy new lines. Return true if there was new data."""
         if self.file is None:
             try:
                 self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 -- closed by `finish`
@@ -89,12 +90,12 @@ def tail_logfile(
     """Show the lines of one file until its producer has finished.
 
     Args:
-        header: put before every line.
-        file: its path; it need not exist yet.
-        dst: where the lines go.
+        header: text before every line.
+        file: path of the file, which may not exist yet.
+        dst: object to which the lines are written.
         finished: set when the producer has written everything.
-        interval_sec: seconds between looks.
-        log_line_filter: says of a line whether it is shown; all are when ``None`` (with torch: none).
+        interval_sec: seconds between two reads.
+        log_line_filter: returns true for lines to show. ``None`` shows all lines (in torch: none).
 
     Raises:
         OSError: the file cannot be read.
@@ -103,7 +104,8 @@ def tail_logfile(
     try:
         is_finished = False
         while not is_finished:
-            # Before the file is looked at: what is written between the two is seen by the last look.
+            # Check the flag before reading, so that the last read includes everything that was written before
+            # the flag was set.
             is_finished = finished.is_set()
             while followed.advance():
                 continue
@@ -118,12 +120,12 @@ class TailLog:
     """Follows files from :meth:`start` to :meth:`stop`.
 
     Args:
-        name: with the index the header of a line: ``[name0]:``.
-        log_files: by index; they need not exist yet.
-        dst: where the lines go; nowhere when ``None``.
-        log_line_prefixes: by index, headers of one's own.
-        interval_sec: seconds between looks.
-        log_line_filter: says of a line whether it is shown.
+        name: name that forms the header of a line together with the index: ``[name0]:``.
+        log_files: paths by index. The files may not exist yet.
+        dst: object to which the lines are written; ``None`` to drop them.
+        log_line_prefixes: custom headers by index.
+        interval_sec: seconds between two reads.
+        log_line_filter: returns true for lines to show.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class TailLog:
         self._finished = Event()
         self._future: Future[None] | None = None
         self._stopped = False
-        # Its thread begins with the first task.
+        # The pool's thread starts with the first task.
         self._threadpool = (
             ThreadPoolExecutor(1, thread_name_prefix=f"{type(self).__qualname__}_{name}")
             if self._log_files
@@ -152,18 +154,18 @@ class TailLog:
         )
 
     def take_files(self) -> dict[int, str]:
-        """Leave the files to somebody else who shows them; before :meth:`start`."""
+        """Hand over the files to another component that shows them. Call this before :meth:`start`."""
         taken, self._log_files = self._log_files, {}
         return taken
 
     def start(self) -> TailLog:
-        """Begin to follow, on a thread of its own."""
+        """Start to follow the files in a thread."""
         if self._threadpool is not None and self._dst is not None and self._log_files:
             self._future = self._threadpool.submit(self._follow, self._dst)
         return self
 
     def stop(self) -> None:
-        """Show what is there, and end the thread; an error of a file is logged."""
+        """Copy the remaining lines and stop the thread. Errors of files are logged."""
         self._finished.set()
         if self._future is not None:
             self._future.result()
@@ -184,7 +186,7 @@ class TailLog:
         while not is_finished:
             is_finished = self._finished.is_set()
             began = time.monotonic()
-            # Each in turn: a flood of one does not hold back the others.
+            # Read the files in turn, so that one with much output does not delay the others.
             while self._each(files, _File.advance):
                 if is_finished or time.monotonic() - began < self._interval_sec:
                     continue
@@ -194,7 +196,7 @@ class TailLog:
         self._each(files, _File.finish)
 
     def _each(self, files: dict[int, _File], act: Callable[[_File], bool | None]) -> bool:
-        # All of them, not only up to the first with news.
+        # Use a list, because `any` on a generator would stop at the first file with new data.
         news = [self._try(files, index, act) for index in list(files)]
         return any(news)
 
@@ -209,7 +211,9 @@ class TailLog:
 
 
 def replaced_streams() -> dict[int, TextIO]:
-    """``sys.stdout`` by 1 and ``sys.stderr`` by 2, where these are not the descriptors themselves."""
+    """Return ``sys.stdout`` under the key 1 and ``sys.stderr`` under the key 2, if they do not write to
+    descriptors 1 and 2.
+    """
     found = {1: sys.stdout, 2: sys.stderr}
     return {fd: stream for fd, stream in found.items() if stream is not None and _descriptor_of(stream) != fd}
 

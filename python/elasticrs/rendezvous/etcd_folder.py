@@ -140,8 +140,8 @@ class Folder:
         with os.scandir(os.path.dirname(self.path)) as entries:
             found = [each.path for each in entries if each.name.startswith(f"{_PREFIX}{os.geteuid()}_")]
         for path in found:
-            # Check before locking, because a lock held only for a check could keep another agent from
-            # removing the folder.
+            # Check whether the folder is stale without locking it. A lock that is held for a check could make
+            # another agent skip a stale folder.
             if path == self.path or not self._is_stale(path):
                 continue
             try:

@@ -1,6 +1,6 @@
-"""Expiration timers: a block of a worker that takes too long ends the worker.
+"""Expiration timers, which kill a worker if one of its code blocks takes too long.
 
-As ``torch.distributed.elastic.timer``. In a worker that was started with
+The interface is that of ``torch.distributed.elastic.timer``. In a worker that was started with
 ``TORCHELASTIC_ENABLE_FILE_TIMER=1``::
 
     timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
@@ -8,9 +8,10 @@ As ``torch.distributed.elastic.timer``. In a worker that was started with
     with timer.expires(after=60, scope="step"):
         loss.backward()
 
-The agent then ends this worker, and restarts the group, when the block takes more than a minute. With
-``--hang-timeout`` nothing has to be wrapped: ``timer.heartbeat(step)`` once in each step is enough. Importing
-this costs a worker next to nothing: nothing native, and nothing that the interpreter does not load anyway.
+The agent kills this worker and restarts the group if the block takes more than a minute. With
+``--hang-timeout`` no block needs a timer: a call of ``timer.heartbeat(step)`` in each step is enough.
+Importing this package is cheap: it loads no native code, and only modules that the interpreter has loaded
+already.
 """
 
 from elasticrs import lazy

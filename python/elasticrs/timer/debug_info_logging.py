@@ -1,4 +1,4 @@
-"""A line of the log when timers expire; programs put a function of their own in its place."""
+"""Logging of expired timers. Programs may replace the function in this module by their own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def log_debug_info_for_expired_timers(run_id: str, expired_timers: Mapping[int, 
     """Log what expired, as torch does.
 
     Args:
-        run_id: the name of the job.
-        expired_timers: requests in JSON, by pid; nothing is logged when there are none.
+        run_id: name of the job.
+        expired_timers: requests in JSON, by pid. If there are none, nothing is logged.
     """
     if expired_timers:
         from logging import getLogger

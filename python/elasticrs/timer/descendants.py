@@ -1,4 +1,4 @@
-"""The descendants of this process and their timers: whom a server without an agent may signal, and when."""
+"""Descendants of this process and their timers. A server without an agent may signal only these processes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ if TYPE_CHECKING:
 
 
 class Descendants:
-    """Holds a descriptor of each, so that nobody else who gets its pid is taken for it."""
+    """Holds a pidfd for each descendant, so that another process that gets the same pid is not mistaken for
+    it.
+    """
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
 
     def pidfds(self) -> Iterable[int]:
-        """One is readable when its process has ended."""
+        """Return the pidfds, each of which becomes readable when its process ends."""
         return self._pidfds.values()
 
     def bind(self, pid: int, started: int = 0) -> bool:
-        """Hold a process, which began at ``started`` (:func:`started_at`; 0 when that is not known). False if
-        it has ended, or is none of this one's descendants. A writer may have sent anything as its ``pid``.
+        """Hold a pidfd of a process. Return false if the process has ended or is not a descendant of this
+        one. ``started`` is its start time (:func:`started_at`), 0 if unknown. The pid may be wrong, because
+        any writer may have sent it.
         """
         if pid not in self._pidfds:
             try:
@@ -38,11 +41,11 @@ class Descendants:
         return True
 
     def holds(self, pid: int) -> bool:
-        """True if :meth:`bind` took it, and it has not been let go."""
+        """Return true if :meth:`bind` has accepted the process and its end has not been noticed yet."""
         return pid in self._pidfds
 
     def send(self, pid: int, signum: int) -> bool:
-        """Send a signal to one that is held; False if it could not be sent."""
+        """Send a signal to a held process. Return false if the signal could not be sent."""
         import signal
 
         try:
@@ -55,7 +58,7 @@ class Descendants:
         return True
 
     def forget_the_dead(self) -> set[int]:
-        """Let go of those that have ended, and return their pids."""
+        """Release the pidfds of ended processes. Return their pids."""
         from select import POLLIN, poll
 
         watch = poll()
@@ -74,9 +77,7 @@ class Descendants:
 
 
 class DescendantTimers:
-    """What both servers have in common: the live timers by pid and scope, and the processes that
-    have them.
-    """
+    """Base class of both servers: live timers by pid and scope, and the processes that own them."""
 
     def __init__(self, *how: Any) -> None:
         super().__init__(*how)
@@ -88,7 +89,7 @@ class DescendantTimers:
         """The timers that are due, by pid.
 
         Args:
-            deadline: in seconds since 1970; what expires then or earlier is due.
+            deadline: time in seconds since 1970. Timers that expire then or earlier are due.
         """
         expired: dict[Any, list[Any]] = {}
         for (pid, _), timer in self._timers.items():
@@ -106,7 +107,7 @@ class DescendantTimers:
 
 
 def descends_from_us(pid: int) -> bool:
-    """True if a living process is a descendant of this one; itself it is not."""
+    """Return true if a living process is a descendant of this process. This process itself is not."""
     own = os.getpid()
     for _ in range(64):
         if pid <= 1 or pid == own:
@@ -116,23 +117,26 @@ def descends_from_us(pid: int) -> bool:
             return False
         parent = int(fields[1])
         if parent == own:
-            # A main thread that has ended is shown as a zombie, while others go on.
+            # A process whose main thread has ended is shown as a zombie, although its other threads are still
+            # running.
             return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
         pid = parent
     return False
 
 
 def started_at(pid: str) -> int:
-    """Say when a process (or ``self``) began, in clock ticks since boot; 0 when that cannot be read."""
+    """Return the start time of a process (or ``self``) in clock ticks since boot; 0 if it cannot be read."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def stat_fields(pid: str, proc: str = "/proc") -> list[bytes]:
-    """Read ``/proc/PID/stat`` from the third field on, the state; empty when it cannot be read."""
+    """Return the fields of ``/proc/PID/stat`` from the third field (the state) on; empty if they cannot be
+    read.
+    """
     try:
         with open(f"{proc}/{pid}/stat", "rb") as file:
-            # The name before it stands in parentheses and may hold any byte.
+            # Skip the second field, the name in parentheses, because it may contain any byte.
             return file.read().rpartition(b")")[2].split()
     except OSError:
         return []

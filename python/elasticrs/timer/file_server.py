@@ -24,24 +24,24 @@ _MAX_TIMERS = 16384
 
 
 class FileTimerServer(DescendantTimers):
-    """Ends descendants of this process whose timers have expired.
+    """Server that kills descendants of this process whose timers have expired.
 
-    Different from torch: a timer expires when it is due, not up to ``max_interval`` later; the FIFO is made
-    for this user alone; what is at ``file_path`` already is an error, unless it is such a FIFO, of this user,
-    that nobody reads; only descendants of this process are ever signalled, and **not this process itself**;
+    Differences from torch: a timer expires when it is due, not up to ``max_interval`` later. Only this user
+    can access the FIFO. An existing file at ``file_path`` is an error, unless it is such a FIFO of this user
+    without a reader. Only descendants of this process are ever signalled, and **never this process itself**.
     :meth:`stop` leaves no thread.
 
     Args:
-        file_path: where the FIFO is made.
-        run_id: the name of the job, for the log.
+        file_path: path at which the FIFO is created.
+        run_id: name of the job, for the log.
         max_interval: longest wait of the thread, in seconds.
-        daemon: whether the thread lets the process end.
-        log_event: gets ``"watchdog started"``, ``"watchdog stopped"``, ``"timer expired"`` and
-            ``"kill worker process"``, the last two with the request.
+        daemon: true if the process may exit while the thread runs.
+        log_event: called with ``"watchdog started"``, ``"watchdog stopped"``, ``"timer expired"`` or ``"kill
+            worker process"``. The last two come with the request.
 
     Raises:
-        FileExistsError: something else is at ``file_path``.
-        OSError: the FIFO cannot be made.
+        FileExistsError: another file exists at ``file_path``.
+        OSError: the FIFO cannot be created.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FileTimerServer(DescendantTimers):
         self._log_event("watchdog started", None)
 
     def stop(self) -> None:
-        """End the thread, and remove the FIFO. Idempotent."""
+        """Stop the thread and remove the FIFO. Idempotent."""
         if self._bell != -1:
             self._stop_signaled = True
             self._end()
@@ -103,7 +103,7 @@ class FileTimerServer(DescendantTimers):
         """Return true if there is a process with this pid that this one may signal.
 
         Args:
-            pid: any number above 0.
+            pid: pid above 0 of any process.
         """
         try:
             os.kill(pid, 0)
@@ -125,7 +125,7 @@ class FileTimerServer(DescendantTimers):
                 self._run_watchdog()
             except Exception:
                 _logger().exception("a turn of the timer server failed")
-                # What fails at once, and always, must not keep a core busy.
+                # Limit the rate of retries, because a permanent error would otherwise keep a core busy.
                 time.sleep(min(self._max_interval, 0.1))
             self._last_progress_time = int(time.time())
             if run_once:
@@ -139,7 +139,7 @@ class FileTimerServer(DescendantTimers):
         self._forget(self._descendants.forget_the_dead())
 
     def _run_watchdog(self) -> None:
-        # All that was written before a deadline counts before it.
+        # First read everything that was written before the deadline, because it still counts.
         self.register_timers(self._get_requests())
         all_expired = self.get_expired_timers(self._clock.now())
         file_based_local_timer.log_debug_info_for_expired_timers(
@@ -159,7 +159,7 @@ class FileTimerServer(DescendantTimers):
                 return
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-        """Signal a descendant; return true if that was done."""
+        """Send a signal to a descendant. Return true if the signal was sent."""
         if not self._descendants.bind(worker_pid):
             _logger().warning("pid %s has ended, or is not a descendant of this process", worker_pid)
             return False
@@ -169,18 +169,21 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
-        # Those of processes that have ended count too: who was faster must not decide.
+        # Count records of ended processes too, so that the count does not depend on whether the process or
+        # the server was faster.
         self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
         return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
 
     def _may_ask(self, request: FileTimerRequest) -> bool:
-        """True if it is a descendant's, or a release. As a rule another one wrote and ended."""
+        """Return true for a release and for a request of a descendant. Other requests usually come from
+        processes that have already ended.
+        """
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):
             return True
-        # Whoever is there, and no descendant, is not to be signalled.
+        # This process exists but is not a descendant, so it may not be signalled.
         if not self._has_refused and self.is_process_running(pid):
             self._has_refused = True
             _logger().warning(
@@ -194,7 +197,7 @@ class FileTimerServer(DescendantTimers):
         """Carry out requests; a negative expiration time is a release.
 
         Args:
-            timer_requests: in their order.
+            timer_requests: requests in order.
         """
         for request in timer_requests:
             key = (request.worker_pid, request.scope_id)
@@ -205,10 +208,10 @@ class FileTimerServer(DescendantTimers):
                 self._timers[key] = request
 
     def clear_timers(self, worker_pids: set[int]) -> None:
-        """Remove all timers of these processes, and of those that have ended.
+        """Remove all timers of these processes, and of all processes that have ended.
 
         Args:
-            worker_pids: who.
+            worker_pids: pids of the workers.
         """
         self._forget(
             {pid for pid, _ in self._timers if pid in worker_pids or not self.is_process_running(pid)}

@@ -19,7 +19,9 @@ _SLICE = 1.0
 
 
 class LocalTimerRequest(TimerRequest):
-    """A request that says which process it is of: a pid alone may be another one's when it is read."""
+    """Request with the start time of its process, because the pid may belong to another process when the
+    request is read.
+    """
 
     __slots__ = ("start_time",)
     __hash__ = None  # as for any mutable value
@@ -30,10 +32,10 @@ class LocalTimerRequest(TimerRequest):
 
 
 class LocalTimerClient(TimerClient):
-    """The worker's side of :class:`LocalTimerServer`.
+    """Timer client for :class:`LocalTimerServer`.
 
     Args:
-        mp_queue: a ``multiprocessing.Queue``, the one of the server.
+        mp_queue: ``multiprocessing.Queue`` of the server.
     """
 
     def __init__(self, mp_queue: Any) -> None:
@@ -78,14 +80,14 @@ class MultiprocessingRequestQueue(RequestQueue):
 class LocalTimerServer(DescendantTimers, TimerServer):
     """Kills descendants of this process whose timers have expired.
 
-    Different from torch: a timer expires when it is due, not up to ``max_interval`` later; steps of the wall
-    clock do not count; only descendants of this process are ever signalled, never itself; and the timers of a
-    process end with it, so that another one that gets its pid is left alone.
+    Differences from torch: a timer expires when it is due, not up to ``max_interval`` later. Steps of the
+    wall clock have no effect. Only descendants of this process are ever signalled, never this process itself.
+    The timers of a process end with it, so that another process that gets the same pid is not affected.
 
     Args:
-        mp_queue: a ``multiprocessing.Queue``, the one of the clients.
+        mp_queue: ``multiprocessing.Queue`` of the clients.
         max_interval: longest wait for a request, in seconds.
-        daemon: whether the thread lets the process end.
+        daemon: true if the process may exit while the thread runs.
     """
 
     def __init__(self, mp_queue: Any, max_interval: float = 60, daemon: bool = True) -> None:
@@ -104,7 +106,7 @@ class LocalTimerServer(DescendantTimers, TimerServer):
             if request.expiration_time < 0:
                 self._timers.pop(key, None)
             else:
-                # Of what is no process, nothing can be ended.
+                # The timer is kept even if no pidfd can be opened. When it expires, no process is signalled.
                 self._descendants.bind(request.worker_id, getattr(request, "start_time", 0))
                 request.expiration_time = self._clock.steady(request.expiration_time)
                 self._timers[key] = request
@@ -124,7 +126,7 @@ class LocalTimerServer(DescendantTimers, TimerServer):
         return max(self._max_interval, 2 * _SLICE)
 
     def _seconds_to_wait(self) -> float:
-        # Nothing but a request wakes the queue's reader, and a stop must not take a minute.
+        # Limit the wait, because only a request ends it, and a stop may not take a minute.
         return min(self._max_interval, self._seconds_until_due(), _SLICE)
 
     def _now(self) -> float:

@@ -105,7 +105,8 @@ def _place_of_restarted_workers() -> AgentPlace:
             port = free.getsockname()[1]
         store.set(_PLACE_KEY, f"{port} {os.urandom(16).hex()}")
     port, token = store.get(_PLACE_KEY).decode().split()
-    # Keep a reference, because the store may be served by rank 0's process and the other ranks still read it.
+    # Keep the store object alive. In rank 0's process it may contain the server from which the other ranks
+    # still read.
     _stores.append(store)
     host = os.environ["MASTER_ADDR"]
     host = f"[{host}]" if ":" in host else host

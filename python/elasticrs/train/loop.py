@@ -13,7 +13,7 @@ Invariants, each held by a property test:
   counts: it takes :data:`OF_OTHERS` times as many, so that the others are still there when it gives up.
 - **TRAIN-4** once a worker knows that the data have ended it takes no further step, and it returns only after
   one more meeting with a ``sync``, so that all return the same state. Programs for torchelastic 0.1 skip that
-  ``sync`` if their data ended after the same step (:func:`elasticrs.train.votes.have_ended_together`).
+  ``sync`` if all are at the same step (:func:`elasticrs.train.votes.have_ended_together`).
 - **TRAIN-5** who was asked to leave does so only after a step that is done by all: nothing is rolled back for
   it.
 """

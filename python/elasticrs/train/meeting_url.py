@@ -92,7 +92,8 @@ def parse(
     except ValueError as error:
         raise UsageError(f"{source}: got {url!r}: {error}") from None
     if "#" in url:
-        # Reject '#', because the text after it, such as the settings, would be ignored.
+        # A URL parser takes everything after '#' as the fragment of the URL. The settings after it would be
+        # ignored silently.
         raise UsageError(f"{source}: got {url!r} with a '#', expected '%23' in its place")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None or not parts.netloc:

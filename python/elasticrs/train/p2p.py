@@ -272,8 +272,8 @@ class CoordinatorP2P(Coordinator):
                 _log.warning(
                     "rank %d: a checkpoint is asked for, but set_checkpoint_manager was not called", self.rank
                 )
-            # Clear the request unless this worker is leaving: a leaving worker keeps it, and so comes here
-            # again after each step until it has left, but prints the warning only once.
+            # Clear the request, because nothing can be saved. If this worker is leaving, keep the request, so
+            # that this code runs after each step until the worker has left. The warning is printed only once.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
@@ -281,7 +281,8 @@ class CoordinatorP2P(Coordinator):
         now = time.monotonic()
         if now < self._ask_again_at or not (has_manager or self._leaves):
             return
-        # Repeat the request later, because it is lost if the store cannot be reached now.
+        # Send the request again after a while, because the request is lost if the store cannot be reached
+        # now.
         self._ask_again_at = now + ASK_AGAIN
         reason = "rank {} leaves" if self._leaves else "rank {} was asked for a checkpoint"
         self._member.ask_for_round(reason.format(self.rank), saves=has_manager)

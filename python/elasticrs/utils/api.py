@@ -1,4 +1,4 @@
-"""Torch's ``macros``, and a variable that has to be there."""
+"""Torch's ``macros``, and a function for required environment variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def get_env_variable_or_raise(env_name: str) -> str:
     """Return the value of an environment variable.
 
     Raises:
-        ValueError: it is not set.
+        ValueError: the variable is not set.
     """
     value = os.environ.get(env_name)
     if value is None:
@@ -38,11 +38,12 @@ class macros:  # noqa: N801 -- torch's name
 
     @staticmethod
     def substitute(args: list[Any], local_rank: str) -> list[Any]:
-        """The arguments with ``${local_rank}`` replaced; other macros, and what is no text, stay as they are.
+        """Return the arguments with ``${local_rank}`` replaced. Other macros, and arguments that are not
+        text, are unchanged.
 
         Args:
-            args: of a worker.
-            local_rank: its.
+            args: arguments of a worker.
+            local_rank: local rank of that worker.
         """
         return [
             Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg

@@ -33,18 +33,18 @@ def create_c10d_store(
     """Make torch's ``TCPStore``; imports torch.
 
     Args:
-        is_server: whether this process serves it.
-        server_addr: host of the server.
-        server_port: its port; -1: any free one, and another one when that has been taken meanwhile.
-        world_size: how many connect.
-        timeout: seconds for connecting, and for every operation.
-        wait_for_workers: return when all have connected.
-        retries: how often a free port is tried.
+        is_server: true if this process serves the store.
+        server_addr: host name of the server.
+        server_port: port of the server; -1 for any free port, with a retry if another process takes it first.
+        world_size: number of workers that connect.
+        timeout: time limit in seconds for connecting, and for each operation.
+        wait_for_workers: true to return only when all workers have connected.
+        retries: number of free ports to try.
         use_libuv: deprecated, as in torch: the variable ``USE_LIBUV`` decides.
 
     Raises:
-        ValueError: several processes, but no port.
-        TimeoutError: not all have connected in time.
+        ValueError: there are several processes but no port was given.
+        TimeoutError: not all workers have connected in time.
         torch.distributed.DistNetworkError: the port is taken, or the server cannot be reached.
     """
     import torch.distributed
@@ -95,18 +95,18 @@ def _wait_for_all(store: Any, world_size: int, timeout: float) -> None:
 
 
 def get_free_port() -> int:
-    """A port that was free on all addresses a moment ago; anybody may take it meanwhile."""
+    """Return a port that was just free on all addresses. Another process may take it at any time."""
     with closing(get_socket_with_port()) as bound:
         port: int = bound.getsockname()[1]
         return port
 
 
 def get_socket_with_port() -> socket.socket:
-    """A socket that keeps a free port on all addresses, IPv6 and IPv4, until it is closed. It does not
-    listen.
+    """Return a socket that reserves a free port on all IPv6 and IPv4 addresses until it is closed. The socket
+    does not listen.
 
     Raises:
-        RuntimeError: no port is free, or no descriptor.
+        RuntimeError: no port is free, or file descriptors have run out.
     """
     trouble: OSError | None = None
     for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):

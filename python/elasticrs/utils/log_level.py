@@ -1,4 +1,4 @@
-"""The level of loggers when ``LOGLEVEL`` is not set."""
+"""Default level of loggers, used if ``LOGLEVEL`` is not set."""
 
 
 def get_log_level() -> str:

@@ -1,4 +1,4 @@
-"""Loggers whose level is that of the variable ``LOGLEVEL``."""
+"""Loggers with the level that the variable ``LOGLEVEL`` sets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from elasticrs.utils.log_level import get_log_level
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """A logger, set to the level of ``LOGLEVEL``, else ``WARNING``.
+    """Return a logger with the level from ``LOGLEVEL``, or ``WARNING`` by default.
 
     Args:
-        name: its name; that of the calling module when ``None``.
+        name: name of the logger; that of the calling module if ``None``.
 
     Raises:
-        ValueError: ``LOGLEVEL`` is no level.
+        ValueError: ``LOGLEVEL`` is not a level.
     """
     logger = logging.getLogger(name or _derive_module_name(depth=2))
     logger.setLevel(os.environ.get("LOGLEVEL", get_log_level()))
@@ -25,10 +25,11 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 def _derive_module_name(depth: int = 1) -> str | None:
-    """The name of a calling module; without one, the name of its file. Warns when there is no such caller.
+    """Return the name of a caller's module, or of its file if it has no module. Warn if there is no such
+    caller.
 
     Args:
-        depth: 1 for the caller, 2 for the caller's.
+        depth: 1 for the caller, 2 for the caller's caller.
     """
     frame = inspect.currentframe()
     for _ in range(depth):

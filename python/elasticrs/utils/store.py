@@ -1,7 +1,7 @@
 """Collective operations over a store with torch's methods: torch's, ours, or a user's.
 
-The calls that the store sees, and their order, are torch's, so that agents of both can do these things
-together.
+The store receives the same calls in the same order as in torch, so that agents of elasticrs and torch can
+take part in the same operation.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ANYTHING = "<val_ignored>"
 def store_timeout(store: Any, timeout: float) -> Iterator[None]:
     """Give a store another timeout within a ``with`` block.
 
-    Different from torch: the former one comes back after an exception, too.
+    Unlike in torch, the previous timeout is restored after an exception, too.
 
     Args:
-        store: with ``timeout`` and ``set_timeout``.
-        timeout: in seconds.
+        store: store with ``timeout`` and ``set_timeout``.
+        timeout: time limit in seconds.
     """
     former = store.timeout
     store.set_timeout(timedelta(seconds=timeout))
@@ -51,10 +51,10 @@ def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
     Rank 0, which may serve the store, returns last.
 
     Args:
-        store: shared by all.
-        rank: of the caller.
-        prefix: of the keys.
-        world_size: how many keys, and callers.
+        store: store that all ranks share.
+        rank: rank of the caller.
+        prefix: prefix of the keys.
+        world_size: number of keys and of callers.
     """
     values: list[bytes] = store.multi_get([f"{prefix}{number}" for number in range(world_size)])
     all_have_read = _barrier_nonblocking(store, world_size, f"{prefix}/finished")
@@ -74,15 +74,15 @@ def synchronize(
     """Share a value with all ranks, and return the values of all.
 
     Args:
-        store: shared by all.
-        data: from the caller.
-        rank: of the caller.
-        world_size: how many take part.
-        key_prefix: to be used once: what is told stays in the store.
-        timeout: in seconds.
+        store: store that all ranks share.
+        data: value of the caller.
+        rank: rank of the caller.
+        world_size: number of ranks that take part.
+        key_prefix: prefix of the keys. Use each prefix only once, because the values stay in the store.
+        timeout: time limit in seconds.
 
     Returns:
-        What each rank has told.
+        The value of each rank.
     """
     with store_timeout(store, timeout):
         store.set(f"{key_prefix}{rank}", data)
@@ -101,17 +101,17 @@ def barrier(
     """Wait until all ranks have called this.
 
     Args:
-        store: shared by all.
-        world_size: how many take part.
-        key_prefix: to be used once.
-        barrier_timeout: in seconds.
-        rank: of the caller; with it, rank 0 finds out who is missing, and says so in its error.
-        rank_tracing_decoder: what to call a rank there.
-        trace_timeout: seconds for finding out.
+        store: store that all ranks share.
+        world_size: number of ranks that take part.
+        key_prefix: prefix of the keys. Use each prefix only once.
+        barrier_timeout: time limit in seconds.
+        rank: rank of the caller. If given, rank 0 finds the missing ranks and names them in its error.
+        rank_tracing_decoder: returns the name of a rank in that error.
+        trace_timeout: seconds in which rank 0 finds the missing ranks.
 
     Raises:
-        AssertionError: a decoder without a rank.
-        DistStoreError: not all came in time: the store's own class of this name.
+        AssertionError: a decoder was given without a rank.
+        DistStoreError: not all ranks came in time. The class is the store's own class of this name.
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")
@@ -161,7 +161,8 @@ def _missing_ranks(
     for other in range(1, world_size):
         if len(missing) >= _MAX_TRACE_MISSING_RANKS:
             break
-        # A rank that comes at all has come by the time the first wait is over.
+        # Wait only briefly after the first missing rank. A rank that arrives at all has arrived during the
+        # first wait.
         patience = timedelta(milliseconds=1) if missing else timedelta(seconds=trace_timeout)
         try:
             store.wait([f"{key_prefix}{other}{_TRACE}"], patience)
@@ -172,7 +173,7 @@ def _missing_ranks(
 
 
 def _store_errors() -> tuple[type[Exception], ...]:
-    """What stores raise when a key does not come."""
+    """Return the exceptions that stores raise for a missing key."""
     distributed: Any = sys.modules.get("torch.distributed")
     theirs = getattr(distributed, "DistStoreError", None)
     return (DistStoreError,) if theirs is None else (DistStoreError, theirs)

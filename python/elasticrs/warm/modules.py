@@ -193,7 +193,8 @@ class _Plan:
         return list(self._sources.values())
 
     def read_entry(self) -> None:
-        """Read the source of the entry and of the user's own modules that it imports.
+        """Read the source of the script or module that the workers run, and of the user's own modules that it
+        imports.
 
         Raises:
             OSError: The source of the entry cannot be read.
@@ -266,7 +267,7 @@ def _quoted(file: str, step: Variable | Unknown) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return text that lists the first names and the number of the others."""
+    """Return text that lists the first few of these names and says how many are not listed."""
     all_names = list(dict.fromkeys(name.replace(":", ".") for name in names))
     shown = ", ".join(all_names[:_SHOWN])
     return shown if len(all_names) <= _SHOWN else f"{shown} and {len(all_names) - _SHOWN} more"

@@ -53,8 +53,8 @@ class Ready(Value):
         prefixes: folders of the interpreter's library and of installed packages, and no others: an
             application may lie below the folder that the interpreter is installed in, as in ``/usr/src``.
         threads: of the process.
-        stamps: times and sizes of the files of all modules and of the prefixes, read before any worker could
-            change them; see :mod:`elasticrs.warm.sources`.
+        stamps: times and sizes of the files of all modules and of the prefixes, read after the imports. See
+            :mod:`elasticrs.warm.sources`.
     """
 
     seconds: float

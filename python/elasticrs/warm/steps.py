@@ -136,7 +136,7 @@ def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = T
 
 
 class _Reader:
-    """Finds the steps in the top-level statements of one source file."""
+    """Reader of one source file. Yields the steps in the file's top-level statements."""
 
     def __init__(self, source: bytes, package: str, file: str, is_main: bool) -> None:
         self._lines = source.splitlines()
@@ -150,7 +150,7 @@ class _Reader:
         """True after the first unknown statement. Only imports are reported from then on."""
 
     def read(self, tree: ast.AST) -> Iterator[Step]:
-        # A stack instead of a recursion, because code may be nested deeply.
+        # Use a stack instead of recursion, because the code may be nested too deeply for recursion.
         left: list[tuple[ast.AST, bool]] = [(tree, True)]
         while left:
             node, is_certain = left.pop()
@@ -174,7 +174,8 @@ class _Reader:
         return line, text.decode("utf-8", "replace").strip()
 
     def _blocks(self, node: ast.AST, is_certain: bool) -> list[tuple[ast.AST, bool]]:
-        """Return the statements in the blocks of a statement, each with true if it certainly runs.
+        """Return the statements inside the blocks of a compound statement. Each comes with a flag that is
+        true if the statement certainly runs.
 
         Blocks that never run are left out.
         """
@@ -325,7 +326,8 @@ class _Reader:
         if not self._are_harmless([node.value]):
             return False
         if isinstance(node, _ast.AugAssign):
-            # Check what the name refers to, because `paths = sys.path; paths += ["…"]` changes `sys.path`.
+            # Check which object the name refers to, because `paths = sys.path; paths += ["…"]` changes
+            # `sys.path`.
             known = self._path(node.target) if isinstance(node.target, _ast.Name) else ""
             return known in (None, _CONTAINER, _TEXT)
         path, text = self._path(node.value), self._text(node.value)
@@ -366,7 +368,9 @@ class _Reader:
         return True
 
     def _path(self, node: ast.expr) -> str | None:
-        """Return the dotted path of the object that an expression refers to. A call adds ``()``."""
+        """Return the dotted path of the object that an expression refers to. A function call is written as
+        ``()``.
+        """
         match node:
             case _ast.Name(name):
                 return self._names.get(name, name)

@@ -1,14 +1,15 @@
-//! The console's two destinations, and files beside them: whole lines into descriptors that may be stuck or gone.
+//! Output destinations: standard output, standard error, and files that selected lines are copied to. Their descriptors
+//! may block or fail.
 //!
-//! - **CONSOLE-1** a descriptor's flags are never changed: it is shared with the shell and with the workers. So writes
-//!   may block; a write is therefore made only after `poll` said that there is room, and to pipes, terminals and
-//!   sockets of at most `PIPE_BUF` bytes, for which that room suffices (unless another process fills it in between:
-//!   then this thread, and nothing else, waits).
-//! - **CONSOLE-2** a piece ends at a line's end wherever one is within reach, so that lines up to `PIPE_BUF` bytes are
-//!   written whole and do not mix with those of other processes on the same pipe.
-//! - **CONSOLE-3** at most [`HIGH_WATER`] bytes and one block's lines wait; who brings more is told that there is no
-//!   room, and leaves it in the file.
-//! - **CONSOLE-4** a destination that fails is given up for good; that is told once.
+//! - **CONSOLE-1** The flags of a descriptor are never changed, because the shell and the workers share it. A write may
+//!   therefore block. To avoid that, a write is made only after `poll` has reported room. On pipes, terminals and
+//!   sockets, it has at most `PIPE_BUF` bytes, for which that room suffices. If another process fills the room in
+//!   between, only this thread waits.
+//! - **CONSOLE-2** A write ends at the end of a line if possible. Lines of up to `PIPE_BUF` bytes are therefore written
+//!   whole and do not mix with lines of other processes on the same pipe.
+//! - **CONSOLE-3** At most [`HIGH_WATER`] bytes and the lines of one block are buffered. When the buffer is full,
+//!   further bytes stay in their log files.
+//! - **CONSOLE-4** A destination that fails is never used again, and its failure is reported once.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -23,10 +24,11 @@ use nix::unistd::write;
 use super::lines::{Screen, Unit};
 use super::{Dest, LogStream, Notice, StreamId, To};
 
-/// With this many bytes waiting, no more is taken.
+/// Number of waiting bytes from which an output accepts no more.
 pub(super) const HIGH_WATER: usize = 256 * 1024;
 
-/// POSIX's bound for a write that a pipe takes whole; on Linux also the room that `POLLOUT` promises.
+/// Maximum size of a write that is atomic on a pipe according to POSIX. On Linux, `POLLOUT` also guarantees room for
+/// this many bytes.
 const PIECE: usize = libc::PIPE_BUF;
 
 /// The descriptors that the lines go to.
@@ -36,13 +38,13 @@ pub struct Console {
 }
 
 impl Console {
-    /// These two in place of the process's own.
+    /// Uses these descriptors instead of the process's own.
     pub fn new(stdout: OwnedFd, stderr: OwnedFd) -> Self {
         Self { given: Some([stdout, stderr]) }
     }
 
-    /// Duplicates of descriptors 1 and 2 as they are when the first stream is followed. One that is closed then is
-    /// reported as lost.
+    /// Uses duplicates of descriptors 1 and 2, which are made when the first stream is followed. A descriptor that is
+    /// closed at that time is reported as lost.
     pub fn inherited() -> Self {
         Self { given: None }
     }
@@ -61,7 +63,8 @@ pub(super) fn errno_of(error: &std::io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }
 
-/// One open file that lines go to; standard output and error are one when they share it.
+/// An open file to which lines are written. Standard output and error have one output in common if they share an open
+/// file.
 #[derive(Debug)]
 pub(super) struct Output {
     name: Name,
@@ -77,18 +80,18 @@ pub(super) struct Output {
     loss_told: bool,
 }
 
-/// What the user knows an output by.
+/// Name of an output in messages to the user.
 #[derive(Debug)]
 enum Name {
     /// The agent's own.
     Console(Dest),
-    /// One that belongs to a single stream.
+    /// A file that belongs to a single stream.
     File { local_rank: u32, path: PathBuf },
     /// A place for another one.
     Free,
 }
 
-/// When everything up to `end` is written, this much of the stream is on the console.
+/// Records that this much of the stream is on the console once everything up to `end` has been written.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mark {
     end: u64,
@@ -128,7 +131,7 @@ impl Output {
         output
     }
 
-    /// The only stream of a file's output is through, or the file is lost: its place can be taken.
+    /// Closes a file output and frees its slot, because its only stream has finished or the file is lost.
     pub(super) fn close_own(&mut self) {
         if matches!(self.name, Name::File { .. }) {
             (self.name, self.fd) = (Name::Free, Err(Errno::EBADF));
@@ -139,7 +142,8 @@ impl Output {
         matches!(self.name, Name::Free)
     }
 
-    /// Standard output and error, and which of them each destination is: the same when they share an open file.
+    /// Opens the outputs for standard output and error, and returns the index of each. The indices are equal if both
+    /// share an open file.
     pub(super) fn pair(console: Console) -> (Vec<Self>, [usize; 2]) {
         let [stdout, stderr] = console.open();
         let shared = match (&stdout, &stderr) {
@@ -158,12 +162,12 @@ impl Output {
         self.fd.is_err() && !self.is_free()
     }
 
-    /// A stream goes here. Before, the loss of this destination concerns nobody.
+    /// Records that a stream uses this destination. The loss of an unused destination is not reported.
     pub(super) fn mark_used(&mut self) {
         self.is_used = true;
     }
 
-    /// The loss of this destination, the first time that it is asked for.
+    /// Returns the loss of this destination, on the first call after the loss only.
     pub(super) fn take_loss(&mut self) -> Option<Notice> {
         let errno = *self.fd.as_ref().err()?;
         let is_news = self.is_used && !std::mem::replace(&mut self.loss_told, true);
@@ -201,7 +205,7 @@ impl Output {
         }
     }
 
-    /// All that was put so far means that `taken` bytes of the stream are shown.
+    /// Records that `taken` bytes of the stream are shown once all bytes accepted so far have been written.
     pub(super) fn mark(&mut self, stream: StreamId, taken: u64) {
         self.marks.push_back(Mark { end: self.accepted, stream, taken });
     }
@@ -212,7 +216,7 @@ impl Output {
         if reached { self.marks.pop_front() } else { None }
     }
 
-    /// The descriptor to wait for, when there is something to write.
+    /// Returns the descriptor to poll for writability. `None` if there is nothing to write.
     pub(super) fn waits_for_room(&self) -> Option<BorrowedFd<'_>> {
         let fd = self.fd.as_ref().ok()?;
         (self.pending() > 0).then(|| fd.as_fd())
@@ -231,7 +235,7 @@ impl Output {
                 Ok(0) => self.lose(Errno::EIO),
                 Ok(n) => self.sent += n,
                 Err(Errno::EINTR) => {}
-                // Somebody else made the descriptor non-blocking, and its room was taken after the poll.
+                // Another process made the descriptor non-blocking and filled its buffer after the poll.
                 Err(Errno::EAGAIN) => return,
                 Err(errno) => self.lose(errno),
             }
@@ -240,7 +244,7 @@ impl Output {
         self.sent = 0;
     }
 
-    /// Makes the room of what is written usable again; called before more is put.
+    /// Frees the buffer space of the written bytes. Called before more bytes are added.
     pub(super) fn compact(&mut self) {
         if self.sent > HIGH_WATER / 2 {
             self.buffer.drain(..self.sent);
@@ -260,7 +264,7 @@ fn has_room(fd: BorrowedFd<'_>) -> bool {
     poll(&mut fds, PollTimeout::ZERO).is_ok_and(|n| n > 0)
 }
 
-/// Whole lines, as many as a pipe takes at once; the beginning of a line that is longer.
+/// Returns as many whole lines as fit into one write to a pipe, or the beginning of a line that is longer.
 fn first_lines(waiting: &[u8]) -> &[u8] {
     if waiting.len() <= PIECE {
         return waiting;

@@ -1,16 +1,16 @@
-//! The followed files: what is new in them, and what is wrong with them.
+//! Reads new bytes from the followed log files, and detects problems with the files.
 //!
-//! - **FOLLOW-1** a file is read only while its destination has room: the file is the buffer.
-//! - **FOLLOW-2** files take turns, one block each, so that a rank that floods starves nobody.
-//! - **FOLLOW-3** a stream ends at the end of its file, and only after [`Follower::finish`]; everything before it has
+//! - **FOLLOW-1** A file is read only while its destination has room, so that the file is the only buffer.
+//! - **FOLLOW-2** Files take turns of one block each, so that a rank with a lot of output does not delay the others.
+//! - **FOLLOW-3** A stream ends at the end of its file, and only after [`Follower::finish`]. All earlier bytes have
 //!   then been put on its output.
-//! - **FOLLOW-4** a file that shrinks below what was read of it was truncated (copy and truncate): it is read from its
-//!   beginning.
-//! - **FOLLOW-5** nothing is polled where the kernel tells: a time-out exists only for file systems that can change
-//!   behind the kernel's back, without inotify, and while something waits to be shown or checked.
-//! - **FOLLOW-6** a watch fires once. A notification per write would cost a writer half as much again as the write
-//!   itself, so the file is then read every round instead, until it has been quiet for some ([`QUIET_ROUNDS`]); then it
-//!   is watched again, and read once more. Nothing that is written before or after the new watch is missed.
+//! - **FOLLOW-4** A file that is smaller than what was already read was truncated (copy and truncate). It is read again
+//!   from its beginning.
+//! - **FOLLOW-5** Nothing is polled if the kernel notifies. Timeouts exist only for file systems whose changes the
+//!   kernel does not see, if inotify is unavailable, and while something waits to be shown or checked.
+//! - **FOLLOW-6** A watch fires once. A notification per write would slow each write down by half. Instead, the file is
+//!   read in every round until it has been quiet for some rounds ([`QUIET_ROUNDS`]). It is then watched again, and read
+//!   once more, so that no bytes are missed around the new watch.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
@@ -32,17 +32,17 @@ use super::lines::{LineSplitter, Unit};
 use super::matching::LineFilter;
 use super::{Notice, Notify, StreamId, StreamInfo, To};
 
-/// One turn of one file.
+/// Number of bytes that are read from a file in one turn.
 const BLOCK: usize = 64 * 1024;
 
-/// After so many rounds without news the kernel is to tell of the next: of a file that had news twice within [`BUSY`],
-/// and of one that had not.
+/// Number of rounds without new data after which a file is watched by inotify again: for a file that had data twice
+/// within [`BUSY`], and for other files.
 const QUIET_ROUNDS: (u8, u8) = (4, 1);
 
 /// See [`QUIET_ROUNDS`].
 const BUSY: Duration = Duration::from_millis(2);
 
-/// While data arrives, and once after it, the file system is asked this often whether it is full.
+/// How often to check whether the file system is full. There are checks only while data arrives, and one afterwards.
 const SPACE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Bounds of the polling interval: from the first data to an idle file.
@@ -70,12 +70,12 @@ const CHANGES_UNSEEN: [u32; 12] = [
 pub(super) struct Opened {
     pub(super) info: Arc<StreamInfo>,
     pub(super) file: File,
-    /// What is before it was written by somebody else, earlier.
+    /// Offset at which following starts. Earlier bytes come from another writer.
     pub(super) offset: u64,
     pub(super) sink: Sink,
 }
 
-/// What takes the lines of a file.
+/// Destination for the lines of a file.
 #[derive(Debug)]
 pub(super) enum Sink {
     Nowhere,
@@ -94,21 +94,21 @@ struct Followed {
     splitter: LineSplitter,
     filter: Option<LineFilter>,
     offset: u64,
-    /// Bytes behind the offset, when last counted.
+    /// Number of unread bytes after `offset` when they were last counted.
     unread: u64,
     /// Bytes read, and how many of them are on the console.
     taken: u64,
     shown: u64,
-    /// The output's sequence number behind the last byte that was put there.
+    /// Sequence number, in the output, after the last byte of this file.
     put_until: u64,
     is_queued: bool,
     is_polled: bool,
-    /// Active: read every round, and so many times in vain by now.
+    /// Number of rounds without new data. `None` if the file is watched instead of read in every round.
     quiet_rounds: Option<u8>,
-    /// How many of these make it quiet.
+    /// Number of such rounds after which the file is watched again.
     patience: u8,
     last_data: Option<Instant>,
-    /// As of the last [`Follower::settle`], see [`StreamInfo::is_stalled`].
+    /// Value at the last [`Follower::settle`], see [`StreamInfo::is_stalled`].
     is_stalled: bool,
     phase: Phase,
     told: Told,
@@ -117,13 +117,13 @@ struct Followed {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Open,
-    /// Its writers are gone: the end of the file is the end of the stream.
+    /// The writers of the file are gone, so the stream ends at the end of the file.
     Finishing,
-    /// Its last byte was put on the output, or there is none to put it on.
+    /// The last byte of the file has been put on the output, or the output is lost.
     Ended,
 }
 
-/// What has been reported of a file.
+/// Problems of a file that were already reported.
 #[derive(Debug, Default)]
 struct Told {
     trouble: bool,
@@ -165,7 +165,7 @@ impl Follower {
         follower
     }
 
-    /// No more instances or watches for this user.
+    /// Reports that this user may create no more inotify instances or watches.
     fn tell_polling(&mut self, errno: Errno) {
         if !std::mem::replace(&mut self.polling_told, true) {
             (self.notify)(Notice::Polling { errno });
@@ -282,7 +282,8 @@ impl Follower {
                 self.watches.clear();
                 continue;
             }
-            // It comes a moment after IN_MODIFY. Before, a new watch could get hold of the old one, and vanish with it.
+            // Remove the watch only at IN_IGNORED, which follows shortly after IN_MODIFY. If it were removed earlier, a
+            // new watch could get the same number and would then be lost.
             let is_over = event.mask.contains(AddWatchFlags::IN_IGNORED);
             let streams = if is_over { self.watches.remove(&event.wd) } else { self.watches.get(&event.wd).cloned() };
             for id in streams.unwrap_or_default() {
@@ -305,12 +306,12 @@ impl Follower {
         self.enqueue_all(|file| file.quiet_rounds.is_some());
     }
 
-    /// Whether there is to be another round: not for a console that takes nothing.
+    /// True if an active file should be read in another round, because its console accepts data.
     pub(super) fn has_active(&self, outputs: &mut [Output]) -> bool {
         self.files.values().any(|file| file.quiet_rounds.is_some() && file.ready_output(outputs).is_some())
     }
 
-    /// A destination is lost: its streams are only looked after from now on.
+    /// Handles the loss of an output. Its streams are still followed, but no longer shown.
     pub(super) fn drop_output(&mut self, lost: usize) {
         let streams: Vec<StreamId> =
             self.files.iter().filter(|(_, file)| file.output == Some(lost)).map(|(id, _)| *id).collect();
@@ -368,13 +369,13 @@ impl Follower {
         }
     }
 
-    /// Whether [`Self::read`] would do something.
+    /// True if [`Self::read`] would read from a file.
     pub(super) fn can_read(&self, outputs: &[Output]) -> bool {
         let outputs_of = self.queue.iter().filter_map(|id| self.files.get(id)).map(|file| file.output);
         outputs_of.into_iter().any(|output| output.is_none_or(|index| outputs[index].has_room()))
     }
 
-    /// Does what is due now, in those files whose destination has room.
+    /// Performs the actions that are due now for the files whose destination has room.
     pub(super) fn tick(&mut self, outputs: &mut [Output], now: Instant) {
         for file in self.files.values_mut() {
             if let Some(output) = file.ready_output(outputs) {
@@ -392,13 +393,13 @@ impl Follower {
         }
     }
 
-    /// When [`Self::tick`] has something to do.
+    /// Returns the next time at which [`Self::tick`] must be called.
     pub(super) fn deadline(&self, outputs: &mut [Output]) -> Option<Instant> {
         let lines = self.files.values().filter(|file| file.ready_output(outputs).is_some());
         lines.filter_map(|file| file.splitter.deadline()).chain(self.space_check).chain(self.poll_at).min()
     }
 
-    /// Accounts for what has been written, and lets go of the streams that are through. Returns those.
+    /// Updates the counters of the streams after writes, and removes the streams that are complete. Returns those.
     pub(super) fn settle(&mut self, outputs: &mut [Output]) -> Vec<StreamId> {
         for output in outputs.iter_mut() {
             while let Some(mark) = output.pop_reached() {
@@ -430,7 +431,8 @@ impl Follower {
         if streams.is_empty() {
             self.watches.remove(&watch);
             if let Some(inotify) = &self.inotify {
-                // It can only fail when the kernel has removed the watch already, together with the file.
+                // Ignore an error, because it means that the kernel has already removed the watch together with the
+                // file.
                 let _gone_already = inotify.rm_watch(watch);
             }
         }
@@ -438,7 +440,7 @@ impl Follower {
 }
 
 impl Followed {
-    /// The destination, when it takes bytes now.
+    /// Returns the destination if it has room for bytes now.
     fn ready_output<'a>(&self, outputs: &'a mut [Output]) -> Option<&'a mut Output> {
         let output = &mut outputs[self.output?];
         (self.phase != Phase::Ended && output.has_room()).then_some(output)
@@ -480,7 +482,7 @@ impl Followed {
                 } else {
                     self.unread = 0;
                 }
-                // A short read is the end of the file, and what comes later is told by a later event.
+                // A short read means the end of the file. An event announces later data.
                 is_full_block || self.phase == Phase::Finishing
             }
             Err(Errno::EINTR) => true,
@@ -544,12 +546,12 @@ impl Followed {
         self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
     }
 
-    /// Tells the handle whether something may have been written that was not read. After what was put is written, as
-    /// far as it can be: until then it is stalled, since the write may take any time.
+    /// Publishes whether the file may have unread data. Called after pending output was written as far as possible,
+    /// because the file counts as stalled until then.
     fn publish_stall(&mut self, outputs: &[Output]) {
         let is_stalled = self.unread > 0 || self.output.is_none_or(|index| !outputs[index].has_room());
         if self.is_stalled && !is_stalled && self.info.read_at.load(Ordering::Relaxed) > 0 {
-            // When it wrote what was not read meanwhile, nobody knows: from now on it may be silent.
+            // The writer may have stopped at any time during the stall, so count its silence from now on.
             self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
         }
         self.is_stalled = is_stalled;
@@ -561,7 +563,7 @@ impl Followed {
     }
 }
 
-/// Puts units on an output, those that pass the filter.
+/// Puts those units on an output that pass the filter.
 fn show<'a>(
     info: &'a StreamInfo,
     mut filter: Option<&'a mut LineFilter>,
@@ -575,7 +577,7 @@ fn show<'a>(
 }
 
 fn changes_unseen(file: &File) -> bool {
-    // An unknown file system is asked again, too: that costs one wake-up per second.
+    // An unknown file system counts as one that changes unseen. That costs one wake-up per second.
     let Ok(fs) = fstatfs(file) else { return true };
     // The type's width depends on the platform; the magic numbers have 32 bits.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the magic number has 32 bits")]
@@ -583,7 +585,7 @@ fn changes_unseen(file: &File) -> bool {
     CHANGES_UNSEEN.contains(&magic)
 }
 
-/// No block is left for us. File systems without a size (0 blocks) are never full.
+/// True if no free block is available to this user. False for file systems that report no size (0 blocks).
 fn is_full(file: &File) -> bool {
     fstatvfs(file).is_ok_and(|fs| {
         let left = if geteuid().is_root() { fs.blocks_free() } else { fs.blocks_available() };

@@ -1,28 +1,29 @@
-//! From the bytes of one log file to what the console shows of them. Pure: no I/O, no clock.
+//! Turns the bytes of log files into the text that the console shows. Pure: no I/O, no clock.
 //!
-//! [`LineSplitter`] turns the bytes of one stream into [`Unit`]s; [`Screen`] puts the units of all streams that share
-//! a destination one after the other. What they hold to:
+//! [`LineSplitter`] turns the bytes of one stream into [`Unit`]s. [`Screen`] joins the units of all streams that share
+//! a destination. Invariants:
 //!
-//! - **LINES-1** a line ends at `\n` (or `\r\n`) and nowhere else; all its bytes are passed on unchanged, in order.
-//! - **LINES-2** how the bytes were cut into writes and reads makes no difference, unless [`LineSplitter::tick`] came
-//!   in between because nothing was written for a while.
-//! - **LINES-3** every line of the console begins with the prefix of its stream and holds bytes of this stream alone.
-//!   A line that was begun (idle, or longer than [`MAX_LINE`]) is continued in place as long as no other stream wrote
-//!   in between; otherwise it is ended there, and its rest becomes a line of its own, prefixed like any other.
-//! - **LINES-4** of text that a lone `\r` overwrites only the last state is shown, as a line of its own, at most once
-//!   per [`PROGRESS_INTERVAL`] and when the line ends. Blank states (a bar being wiped) never replace a visible one.
-//! - **LINES-5** at most 2 × [`MAX_LINE`] bytes are held.
+//! - **LINES-1** A line ends only at `\n` (or `\r\n`). All bytes of a line are passed on unchanged and in order.
+//! - **LINES-2** The way in which the bytes were split into writes and reads makes no difference, unless
+//!   [`LineSplitter::tick`] came in between because nothing was written for a while.
+//! - **LINES-3** Every line on the console starts with the prefix of its stream and contains bytes of this stream only.
+//!   If the start of a line was shown early (idle, or longer than [`MAX_LINE`]), its rest continues on the same console
+//!   line unless another stream has written since. In that case, the rest becomes a new line with a prefix.
+//! - **LINES-4** Of text that is overwritten after a lone `\r`, only the last state is shown. It is shown as a line of
+//!   its own, at most once per [`PROGRESS_INTERVAL`], and when the line ends. A blank state (a bar being wiped) never
+//!   replaces a visible one.
+//! - **LINES-5** At most 2 × [`MAX_LINE`] bytes are held.
 
 use std::time::{Duration, Instant};
 
-/// More than this of one line is not held back to wait for its end.
+/// Maximum number of bytes of an unfinished line that are held back.
 pub const MAX_LINE: usize = 64 * 1024;
 
-/// Nothing was written for this long: the line that was begun is shown. Long enough that the parts of a line that a
-/// program writes in one go stay together on a busy machine, short enough that a prompt seems to appear at once.
+/// Time without new bytes after which an unfinished line is shown. It is long enough to keep the parts of a line
+/// together on a busy machine, and short enough that a prompt seems to appear at once.
 pub const IDLE: Duration = Duration::from_millis(250);
 
-/// A line that grows all the time without ending (dots) is shown this long after its first byte.
+/// Time after its first byte at which an unfinished line is shown if it keeps growing, such as a row of dots.
 pub const GROWING: Duration = Duration::from_secs(1);
 
 /// The least time between two shown states of a progress bar.
@@ -33,20 +34,21 @@ pub const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 pub enum Unit<'a> {
     /// A line, from its beginning to its end.
     Whole(&'a [u8]),
-    /// The beginning of a line, or more of it; never empty.
+    /// The first or a further part of a line. Never empty.
     Part(&'a [u8]),
-    /// What was left of a line of which parts were shown; empty when only the newline was.
+    /// The rest of a line whose first parts were shown already. Empty if only the newline was missing.
     End(&'a [u8]),
 }
 
-/// What is known of the line that has begun.
+/// State of the current line of one stream.
 #[derive(Debug, Default)]
 pub struct LineSplitter {
-    /// Since the last `\n` or `\r`, as far as not passed on.
+    /// Bytes since the last `
+    /// ` or `\r` that were not passed on yet.
     text: Vec<u8>,
-    /// The last complete state of a progress bar, when it is still to be shown.
+    /// The last complete state of a progress bar that has not been shown yet.
     state: Vec<u8>,
-    /// The state that was shown last.
+    /// The last state that was shown.
     shown: Vec<u8>,
     /// A `\r` was the last byte: half a line end, or the beginning of the next state.
     carriage_return: bool,
@@ -54,9 +56,9 @@ pub struct LineSplitter {
     progress: bool,
     /// Parts of this line were passed on.
     open: bool,
-    /// When the oldest byte that is still to be shown came, and the newest.
+    /// Arrival times of the oldest and the newest byte that have not been shown.
     waiting: Option<(Instant, Instant)>,
-    /// When a state was last shown.
+    /// Time at which a state was last shown.
     shown_at: Option<Instant>,
 }
 
@@ -80,13 +82,13 @@ impl LineSplitter {
         self.extend(rest, &mut emit);
         self.waiting = match self.waiting {
             _ if !self.has_unshown() => None,
-            // The oldest byte may have been passed on meanwhile, but then a new line has begun just now.
+            // If bytes were passed on, the oldest byte may be one of them. The current line has then started just now.
             Some((oldest, _)) if rest.len() == bytes.len() || self.progress => Some((oldest, now)),
             _ => Some((now, now)),
         };
     }
 
-    /// When [`Self::tick`] has something to do, provided that no byte comes before.
+    /// Returns the time at which [`Self::tick`] must be called if no byte arrives before.
     pub fn deadline(&self) -> Option<Instant> {
         let (oldest, newest) = self.waiting?;
         let idle = newest + IDLE;
@@ -94,11 +96,11 @@ impl LineSplitter {
             return Some(idle.min(oldest + GROWING));
         }
         let due = self.shown_at.map_or(oldest + IDLE, |at| (at + PROGRESS_INTERVAL).max(oldest + IDLE));
-        // The state that is being written may be incomplete: it counts when it has come to rest.
+        // A state that is being written may be incomplete, so show it only after no byte has arrived for a while.
         Some(if self.state.is_empty() { due.max(idle) } else { due })
     }
 
-    /// Shows what has waited long enough; does nothing before [`Self::deadline`].
+    /// Shows bytes that have waited long enough. Does nothing before [`Self::deadline`].
     pub fn tick(&mut self, now: Instant, mut emit: impl FnMut(Unit<'_>)) {
         let (Some((_, newest)), Some(deadline)) = (self.waiting, self.deadline()) else { return };
         if now < deadline {
@@ -124,7 +126,7 @@ impl LineSplitter {
         self.waiting = self.has_unshown().then_some((now, newest));
     }
 
-    /// The stream is at its end: what it left is passed on, with a newline where it lacks one.
+    /// Passes on the rest of a stream that has ended, and adds a newline if it is missing.
     pub fn finish(&mut self, mut emit: impl FnMut(Unit<'_>)) {
         if !self.is_at_line_start() {
             self.end_line(&mut emit, false);
@@ -132,7 +134,7 @@ impl LineSplitter {
         self.waiting = None;
     }
 
-    /// Bytes that were taken and are still to be shown.
+    /// Number of bytes that have arrived but were not shown.
     pub fn held(&self) -> usize {
         self.text.len() + self.state.len()
     }
@@ -141,7 +143,8 @@ impl LineSplitter {
         self.text.is_empty() && !self.open && !self.progress && !self.carriage_return
     }
 
-    /// The over-long state of a bar is passed on in parts like any other line.
+    /// True if the current line is a progress bar. False for a state that is too long, because it is passed on in parts
+    /// like any other line.
     fn is_progress(&self) -> bool {
         (self.progress || self.carriage_return) && !self.open
     }
@@ -173,7 +176,7 @@ impl LineSplitter {
         self.text.extend_from_slice(bytes);
     }
 
-    /// Something follows a lone `\r`: what was before it is a state that is over.
+    /// Starts a new state after a lone `\r`. The text before the `\r` was a complete state.
     fn overwrite(&mut self, emit: &mut impl FnMut(Unit<'_>)) {
         self.carriage_return = false;
         self.progress = true;
@@ -214,7 +217,7 @@ impl LineSplitter {
     }
 }
 
-/// Nothing to see: blanks and terminal control sequences only.
+/// True if the text is invisible, because it consists of blanks and terminal control sequences only.
 pub(super) fn is_blank(text: &[u8]) -> bool {
     let mut rest = text;
     while let Some((&first, after)) = rest.split_first() {
@@ -230,7 +233,7 @@ pub(super) fn is_blank(text: &[u8]) -> bool {
     true
 }
 
-/// The text of one destination: who has begun the line that the cursor stands in.
+/// Text of one destination. Remembers which stream wrote the unfinished line at the cursor.
 #[derive(Debug, Default)]
 pub struct Screen<Stream> {
     open: Option<Stream>,
@@ -241,7 +244,8 @@ impl<Stream: Copy + Eq> Screen<Stream> {
     pub fn put(&mut self, stream: Stream, prefix: &[u8], unit: Unit<'_>, out: &mut Vec<u8>) {
         let goes_on = self.open == Some(stream);
         let (bytes, ends) = match unit {
-            // Cut by another stream, and then only its newline came: the cut was the newline.
+            // The line was ended early by another stream's output, so the newline that arrives now has already been
+            // written.
             Unit::End(b"") if !goes_on => return,
             Unit::End(bytes) => (bytes, true),
             Unit::Part(bytes) => (bytes, false),

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// One stream and its screen, on a clock of its own.
+/// One screen and its streams, with a clock of their own.
 struct Console {
     splitters: Vec<LineSplitter>,
     screen: Screen<usize>,
@@ -203,7 +203,7 @@ fn what_is_held_is_bounded() {
     }
 }
 
-/// Bytes among which line ends are frequent.
+/// Bytes with many line ends.
 fn text() -> impl Strategy<Value = Vec<u8>> {
     let byte = prop_oneof![4 => Just(b'a'), 1 => Just(b' '), 2 => Just(b'\n'), 1 => Just(b'\r'), 2 => any::<u8>()];
     prop::collection::vec(byte, 0..200)
@@ -240,7 +240,7 @@ proptest! {
         prop_assert!(parts == whole);
     }
 
-    /// Without `\r`, taking the prefixes away gives the text, whatever came when.
+    /// Without `\r` in the input, the output without its prefixes equals the input, regardless of timing.
     #[test]
     fn every_byte_is_shown_once_in_order(
         text in text(), cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20), idle in any::<u64>(),
@@ -268,7 +268,7 @@ proptest! {
         prop_assert_eq!(units, expected);
     }
 
-    /// Every line of a shared console begins with a prefix, and what follows it is that stream's, in order.
+    /// Every line of a shared console starts with a prefix, followed by bytes of that stream only, in order.
     #[test]
     fn streams_never_mix_within_a_line(
         steps in prop::collection::vec((0..3_usize, "[abc\n]{0,6}", any::<bool>()), 0..40),
@@ -293,7 +293,7 @@ proptest! {
         prop_assert_eq!(seen, written.map(|text| text.replace('\n', "")));
     }
 
-    /// Whatever comes when: what waits has a deadline, and serving it leaves either nothing or a later one.
+    /// Unshown bytes always have a deadline. Serving the deadline either leaves no bytes or sets a later deadline.
     #[test]
     fn deadlines_are_met_and_end(steps in prop::collection::vec(("[ab\r\n ]{0,5}", 0..400_u64), 0..40)) {
         let mut console = Console::new(1);

@@ -1,7 +1,7 @@
-//! Copies of the lines that contain some text.
+//! Copies lines that contain a given text to another file.
 //!
-//! - **MATCHING-1** lines are chosen and copied whole, however long they take to be written. Of those above
-//!   [`LONGEST`] each piece of that length counts as a line.
+//! - **MATCHING-1** Lines are selected and copied whole, no matter how slowly they are written. A line longer than
+//!   [`LONGEST`] is split into pieces of that length, and each piece counts as a line.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,10 +12,10 @@ use memchr::memmem::Finder;
 
 use super::lines::Unit;
 
-/// More than this of one line is not held back.
+/// Maximum number of bytes of an unfinished line that are held back.
 pub(super) const LONGEST: usize = 1024 * 1024;
 
-/// Which lines of a stream are copied, and to where. Several streams may share a file.
+/// Selects the lines of a stream to copy, and the file to copy them to. Several streams may share a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MatchingLines {
     /// Appended to; created with mode 0644 when it is not there.
@@ -30,11 +30,11 @@ impl MatchingLines {
     }
 }
 
-/// Lets pass what matches, and puts lines together for that.
+/// Passes only matching lines. Joins the parts of a line to decide whether it matches.
 #[derive(Debug)]
 pub(super) struct LineFilter {
     contains: Vec<Finder<'static>>,
-    /// Of a line that comes in parts.
+    /// Bytes of a line that arrives in parts.
     line: Vec<u8>,
 }
 
@@ -67,7 +67,7 @@ impl LineFilter {
         self.line.clear();
     }
 
-    /// Bytes that were taken and are still to be decided on.
+    /// Number of bytes for which it is not decided yet whether they are copied.
     pub(super) fn held(&self) -> usize {
         self.line.len()
     }

@@ -1,27 +1,28 @@
-//! Following the files that workers write to, and the console.
+//! Follows the log files of the workers and writes their output to the console.
 //!
-//! A worker's output goes straight to its file, opened for appending. The file is the buffer: the worker never waits
-//! for the console or for us, and nothing is lost when the agent dies. One thread of the agent, named `elasticrs-logs`,
-//! follows the files and writes to the console; it starts with the first followed stream.
+//! A worker writes its output directly to its log file, which is opened for appending. The file is the buffer: the
+//! worker never waits for the console or for the agent, and no output is lost when the agent dies. One thread of the
+//! agent, named `elasticrs-logs`, follows the files and writes to the console. It starts with the first followed
+//! stream.
 //!
-//! Who calls what, from where:
+//! Calls and their threads:
 //!
-//! - [`Logs::follow`] creates and opens files, which can block on a dead network mount: call it from the thread that
-//!   may wait (Python's), before the workers are started. Nothing written after it is missed.
-//! - [`Logs::finish`] only puts a command into a queue: call it from anywhere when all writers of the streams are gone
-//!   (the group has ended and was swept).
-//! - [`Logs::drained`] waits for finished streams, on any runtime with a clock; streams of a running group are not
-//!   waited for. The notices of a stream have been given before it counts as drained.
-//! - The closure given to [`Logs::new`] is called from the caller of [`Logs::follow`] and from the logs thread; it must
+//! - [`Logs::follow`] creates and opens files, which can block on a dead network mount. Call it before the workers are
+//!   started, from a thread that may block (Python's). All bytes that are written after the call are seen.
+//! - [`Logs::finish`] only puts a command into a queue. Call it from any thread when all writers of the streams are
+//!   gone (the group has ended and was swept).
+//! - [`Logs::drained`] waits for finished streams, on any runtime with a clock. It does not wait for streams of a
+//!   running group. All notices of a stream are sent before the stream counts as drained.
+//! - The closure given to [`Logs::new`] is called by the caller of [`Logs::follow`] and by the logs thread. It may
 //!   neither block nor call back.
 //!
-//! What they hold to, beside the invariants of the modules:
+//! Invariants, in addition to those of the modules:
 //!
-//! - **LOGS-1** no call but [`Logs::follow`] touches a file, and none touches the console: they cannot be blocked by
-//!   either.
-//! - **LOGS-2** every byte that was in a file when its stream was finished is written to the console, or its stream is
-//!   in the list that [`Logs::drained`] returns, or its destination was reported as lost.
-//! - **LOGS-3** what is wrong is told once for each file, and never ends the agent.
+//! - **LOGS-1** No method except [`Logs::follow`] accesses a file, and no method accesses the console. So neither can
+//!   block them.
+//! - **LOGS-2** Every byte that was in a file when its stream was finished is written to the console, unless
+//!   [`Logs::drained`] returns the stream or its destination was reported as lost.
+//! - **LOGS-3** A problem is reported once for each file, and never stops the agent.
 
 mod console;
 mod follow;
@@ -65,16 +66,17 @@ pub enum Dest {
     Stderr,
 }
 
-/// Where the lines of a file go.
+/// Destination of the lines of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum To {
     Nowhere,
     Console(Dest),
-    /// Some of them to another file. It is followed beside, and for itself: a stuck console does not hold it up.
+    /// Copies matching lines to another file. The log file is followed separately for this, so that a stuck console
+    /// does not delay the copy.
     File(MatchingLines),
 }
 
-/// One log file to follow.
+/// A log file to follow.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogStream {
     pub local_rank: u32,
@@ -89,21 +91,21 @@ pub struct LogStream {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamId(u64);
 
-/// Something is wrong; told once.
+/// A problem, which is reported once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Notice {
     /// A log file, or one that lines are copied to, cannot be opened, read or written, or (`ENOSPC`) its file system is
     /// full.
     LogTrouble { local_rank: u32, path: PathBuf, errno: Errno },
-    /// No inotify instance or watch could be had: files are polled, at intervals from 20 ms (busy) to 1 s (idle).
+    /// Inotify is unavailable, so files are polled, at intervals from 20 ms (busy) to 1 s (idle).
     Polling { errno: Errno },
-    /// The console cannot be written to any more; the files go on.
+    /// The console cannot be written to anymore. Log files are still written.
     ConsoleLost {
-        /// The descriptor; standard output when both are one open file.
+        /// The lost descriptor. Standard output if both share an open file.
         to: Dest,
         errno: Errno,
     },
-    /// The logs thread panicked: the files go on, the console does not.
+    /// The logs thread panicked. Log files are still written, but nothing is shown on the console anymore.
     Panicked { message: String },
 }
 
@@ -111,8 +113,8 @@ pub enum Notice {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotDrained {
     pub stream: LogStream,
-    /// Bytes of the file that are missing there, as of the thread's last look; of what was read in one block (64 KiB)
-    /// and is written in part, all count.
+    /// Number of bytes of the file that are not on the console, as last counted by the thread. A block (64 KiB) that
+    /// was read but only partly written counts as a whole.
     pub bytes: u64,
 }
 
@@ -138,9 +140,9 @@ struct Shared {
     next_id: AtomicU64,
     wake: Wake,
     commands: Mutex<Vec<Command>>,
-    /// All streams that are followed; finished ones leave when they are through.
+    /// Followed streams. A finished stream is removed once all of it has been written.
     streams: Mutex<BTreeMap<StreamId, Arc<StreamInfo>>>,
-    /// A finished stream is through, or the thread is gone.
+    /// Notifies waiters when all of a finished stream has been written, or when the thread has exited.
     changed: tokio::sync::watch::Sender<()>,
     is_gone: AtomicBool,
 }
@@ -150,14 +152,14 @@ struct StreamInfo {
     id: StreamId,
     stream: LogStream,
     is_finishing: AtomicBool,
-    /// Of what goes to the console.
+    /// Counters of the bytes that go to the console.
     counts: Option<Arc<LogCounts>>,
     /// Bytes that are not on the console, as of the thread's last look.
     behind: AtomicU64,
-    /// When something was read last, in nanoseconds of the monotonic clock; 0: never.
+    /// Time of the last read that returned data, in nanoseconds of the monotonic clock. 0 if no data has been read.
     read_at: AtomicU64,
-    /// It may have written what was not read: its destination takes nothing, or the thread is about to write to it.
-    /// What was read and waits for the rest of its line is none of that: its writer may be silent since.
+    /// True if the thread does not read the file now, because it waits for the destination of the data. The file may
+    /// then have unread data.
     is_stalled: AtomicBool,
 }
 
@@ -176,7 +178,7 @@ impl Logs {
         Ok(Self { shared: Arc::new(shared), notify: Arc::new(notify), totals: Arc::default(), thread })
     }
 
-    /// What was read so far.
+    /// Returns the counters of the bytes and lines that were read so far.
     pub fn totals(&self) -> Arc<LogTotals> {
         Arc::clone(&self.totals)
     }
@@ -222,13 +224,13 @@ impl Logs {
         Ok(ids)
     }
 
-    /// When one of the followed ranks wrote something last, apart from finished streams; `now` while one may have written
-    /// what could not be read so far, because its destination takes nothing or is lost. `None`: none has written anything.
+    /// Returns the last time at which an unfinished stream of any rank received data. Returns `now` if a stream may
+    /// have unread data, because its destination accepts none or is lost. `None` if no stream has received data.
     pub fn last_written(&self, now: Stamp) -> Option<Stamp> {
         let all = lock(&self.shared.streams);
         let open = all.values().filter(|info| !info.is_finishing.load(Ordering::Relaxed));
         open.filter_map(|info| {
-            // In this order: what ended the stall is then seen as well.
+            // Read `is_stalled` first, so that the data that ended a stall is seen as well.
             let is_stalled = info.is_stalled.load(Ordering::Acquire);
             let read_at = info.read_at.load(Ordering::Relaxed);
             (read_at > 0).then_some(if is_stalled { now } else { Stamp(read_at) })
@@ -236,7 +238,7 @@ impl Logs {
         .max()
     }
 
-    /// The writers of these streams are gone: they end where their files end.
+    /// Announces that the writers of these streams are gone, so that each stream ends at the end of its file.
     pub fn finish(&self, streams: &[StreamId]) {
         let all = lock(&self.shared.streams);
         streams.iter().filter_map(|id| all.get(id)).for_each(|info| info.is_finishing.store(true, Ordering::Relaxed));
@@ -244,12 +246,12 @@ impl Logs {
         self.shared.send(Command::Finish(streams.to_vec()));
     }
 
-    /// The same for every stream that was followed so far.
+    /// Does the same as [`Self::finish`] for all streams that are followed.
     pub fn finish_all(&self) {
         self.finish_those(|_| true);
     }
 
-    /// The same for those of one rank.
+    /// Does the same as [`Self::finish`] for the streams of one rank.
     pub fn finish_rank(&self, local_rank: u32) {
         self.finish_those(|info| info.stream.local_rank == local_rank);
     }
@@ -261,18 +263,18 @@ impl Logs {
         self.finish(&meant);
     }
 
-    /// Waits until all finished streams are on the console; returns those that are not at the deadline. They go on
-    /// draining all the same.
+    /// Waits until all finished streams are on the console. Returns those that are not complete at the deadline. Their
+    /// output continues afterwards.
     pub async fn drained(&self, deadline: Instant) -> Vec<NotDrained> {
         let is_over = |(): &()| self.shared.is_gone.load(Ordering::Acquire) || self.shared.not_drained().is_empty();
         let mut changed = self.shared.changed.subscribe();
-        // What is missing then is in the answer.
+        // Ignore a timeout, because the result lists the streams that are incomplete.
         let _ = tokio::time::timeout_at(deadline.into(), changed.wait_for(is_over)).await;
         self.shared.not_drained()
     }
 
-    /// Ends the thread and lets go of all files. What is not on the console by now stays away from it. A thread that
-    /// is stuck in a write is left behind; it ends when the write does. Idempotent.
+    /// Stops the thread and closes all files. Bytes that are not on the console yet are not shown anymore. A thread
+    /// that is stuck in a write is left behind and exits when the write returns. Idempotent.
     pub fn close(&self) {
         let thread = std::mem::replace(&mut *lock(&self.thread), Thread::Closed);
         let Thread::Started { thread, .. } = thread else { return };
@@ -280,7 +282,7 @@ impl Logs {
         thread.leave();
     }
 
-    /// Returns which output each destination is.
+    /// Starts the thread. Returns the index of the output of each destination.
     fn start_thread(&self) -> io::Result<[usize; 2]> {
         let mut thread = lock(&self.thread);
         let console = match &mut *thread {

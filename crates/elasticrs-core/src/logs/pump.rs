@@ -1,7 +1,6 @@
-//! The thread: waits for news, reads, writes.
-//!
-//! It is the only one that touches the files and the console while streams are followed, so neither a console that
-//! nobody reads nor a log directory on a dead network mount reaches the supervisor.
+//! The logs thread, which waits for news, reads the files and writes to the console. While streams are followed, only
+//! this thread accesses the files and the console. So neither a console that is not read nor a log directory on a dead
+//! network mount can block the supervisor.
 
 use std::ops::ControlFlow;
 use std::os::fd::AsFd;
@@ -15,7 +14,7 @@ use super::console::Output;
 use super::follow::{Follower, Opened, Sink};
 use super::{Notify, Shared, StreamId, lock};
 
-/// From the handle.
+/// Command from the handle.
 #[derive(Debug)]
 pub(super) enum Command {
     Follow(Vec<Opened>),
@@ -31,11 +30,11 @@ pub(super) struct Pump {
     notify: Notify,
 }
 
-/// The time between two rounds of reading the active files. Half a millisecond's lines are read and written together,
-/// which costs a fraction of doing so one by one, and nobody sees the delay.
+/// Time between two rounds of reading the active files. Reading and writing the lines of half a millisecond together is
+/// much cheaper than one by one, and the delay is not noticeable.
 const ROUND: Duration = Duration::from_micros(500);
 
-/// What a turn of the loop waits for.
+/// Events for which a turn of the loop waits.
 #[derive(Debug, Clone, Copy, Default)]
 struct News {
     commands: bool,
@@ -122,7 +121,8 @@ impl Pump {
         self.follower.add(info, (file, offset), output, now);
     }
 
-    /// In the place of one that is no longer needed, if there is any: numbers stay valid.
+    /// Adds an output and returns its index. Reuses the slot of a closed output if there is one, because the indices of
+    /// the others must not change.
     fn add_output(&mut self, output: Output) -> usize {
         if let Some(free) = self.outputs.iter().position(Output::is_free) {
             self.outputs[free] = output;

@@ -6,17 +6,17 @@ use std::path::Path;
 
 use super::lines::is_blank;
 
-/// The last `count` lines of a file, without their line ends, from its last `max_bytes` bytes.
+/// Returns the last `count` lines in the last `max_bytes` bytes of a file, without their line ends.
 ///
-/// Of a line that was overwritten by `\r` the last visible state counts. A line of which the window holds only the
-/// end counts when it is the only one. What is not a regular file has no lines.
+/// If parts of a line were overwritten with `\r`, only the last visible state is returned. A line that starts before
+/// the last `max_bytes` bytes is returned only if it is the only one. A file that is not a regular file has no lines.
 pub fn last_lines(path: &Path, count: usize, max_bytes: u64) -> io::Result<Vec<Vec<u8>>> {
     let mut file = File::open(path)?;
     let size = file.metadata()?.len();
     let start = size.saturating_sub(max_bytes);
     let mut bytes = Vec::new();
     file.seek(SeekFrom::Start(start))?;
-    // It may shrink or grow meanwhile.
+    // The file may shrink or grow in the meantime.
     file.take(size - start).read_to_end(&mut bytes)?;
     Ok(last_of(&bytes, count, start > 0))
 }
@@ -34,7 +34,7 @@ fn last_of(bytes: &[u8], count: usize, is_cut: bool) -> Vec<Vec<u8>> {
     lines[first..].iter().map(|line| last_state(line).to_vec()).collect()
 }
 
-/// What a terminal would show of the line, in the same sense as on the console.
+/// Returns the text that a terminal would show for the line, by the same rules as on the console.
 fn last_state(line: &[u8]) -> &[u8] {
     let end = line.iter().rposition(|b| *b != b'\r').map_or(0, |last| last + 1);
     let line = &line[..end];

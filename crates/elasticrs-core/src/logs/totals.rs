@@ -1,4 +1,5 @@
-//! How much was read of each stream: counters that other threads read without asking anybody.
+//! Counters of the bytes and lines that were read from each stream. Other threads can read them without a request to
+//! the log thread.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,7 +9,7 @@ use elasticrs_runtime::lock;
 
 use super::Dest;
 
-/// What was read of one worker's stream.
+/// Numbers of bytes and lines that were read from one stream of a worker.
 #[derive(Debug, Default)]
 pub(super) struct LogCounts {
     bytes: AtomicU64,
@@ -23,14 +24,14 @@ impl LogCounts {
     }
 }
 
-/// Streams that go to the console, by local rank; all attempts together.
+/// Counters of the streams that go to the console, by local rank. Each counter covers all attempts.
 #[derive(Debug, Default)]
 pub struct LogTotals {
     streams: Mutex<BTreeMap<(u32, Dest), Arc<LogCounts>>>,
 }
 
 impl LogTotals {
-    /// All that were ever followed, with their bytes and newlines so far.
+    /// Returns all streams that were ever followed, with the numbers of bytes and newlines read so far.
     pub fn all(&self) -> Vec<((u32, Dest), u64, u64)> {
         let streams = lock(&self.streams);
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);

@@ -1,11 +1,13 @@
-//! What a nursery is doing, as its sentinel sees it, in a page that both share.
+//! The current activity of a nursery, which the nursery shares with its sentinel in a page of memory.
 //!
-//! A nursery that starts a worker runs code of others (`fork` handlers, an exec on a network file system), and may hang there.
-//! Then it sees neither the end of its agent nor the deadline of the fence. At the first step of a start it sets a timer, which both share as
-//! well, and stops it after the last one. So the sentinel wakes up only if a start takes longer than [`PATIENCE_MS`].
+//! A nursery that starts a worker runs foreign code (`fork` handlers) and system calls that can block, such as `exec`
+//! on a network file system. While it hangs there, it notices neither the death of its agent nor the fence deadline. So
+//! the nursery sets a timer, which it shares with the sentinel, before the first step of a start, and stops it after
+//! the last step. The sentinel therefore wakes up only if a start takes longer than [`PATIENCE_MS`].
 //!
-//! The page holds one number: what the nursery does ([`IMPORTS`], [`WAITS`], [`DONE`]), or the number of the step that it
-//! is at. Only the nursery writes it, before it sets the timer or stops it; the sentinel stops the timer before it reads.
+//! The page holds one number: an activity (`IMPORTS`, `WAITS`, `DONE`), or the number of the current step of a
+//! start. Only the nursery writes the page, before it sets or stops the timer. The sentinel stops the timer before it
+//! reads the page.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,64 +20,66 @@ use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFl
 use crate::sys::page::Page;
 use crate::sys::timer;
 
-/// A step of a start that takes longer may hang. The end of the agent is followed by the end of everything within 100 ms.
+/// Time in milliseconds after which a step of a start is considered to hang if it has not finished. It is short,
+/// because all processes must be killed within 100 ms of the agent's death.
 pub const PATIENCE_MS: u16 = 50;
 
 const IMPORTS: u64 = 0;
 const WAITS: u64 = 1;
 const DONE: u64 = 2;
 
-/// What is shared.
+/// The shared page and timer.
 #[derive(Debug)]
 pub struct Activity {
     page: Page,
     timer: TimerFd,
-    /// The number of the last step (the nursery's side).
+    /// Number of the last step. Used by the nursery only.
     step: u64,
 }
 
-/// What the nursery does.
+/// Activity of a nursery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Doing {
-    /// It does not watch its agent yet, but dies with it.
+    /// The nursery imports modules. It does not watch its agent yet, but is killed when the agent dies.
     Imports,
-    /// It watches its agent and the fence, and acts by itself.
+    /// The nursery waits for requests. It watches its agent and the fence deadline, and acts on both itself.
     Waits,
-    /// The step of a start with this number, which differs from all others.
+    /// The nursery performs this step of starting a worker. Every step has a different number.
     Starts(u64),
-    /// It has ended all that was below it, and ends.
+    /// The nursery has killed all of its descendants and is about to exit.
     Done,
 }
 
 impl Activity {
-    /// Of a nursery that imports.
+    /// Creates a page and a timer for a nursery that imports modules.
     ///
     /// # Errors
-    /// No descriptor or no memory.
+    /// No file descriptor or memory is available.
     pub fn new() -> io::Result<Self> {
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         let timer = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags)?;
         Ok(Self { page: Page::of_our_own(c"nursery-activity")?, timer, step: DONE })
     }
 
-    /// Descriptors of its own for another process: page and timer.
+    /// Returns duplicates of the descriptors of the page and the timer, to be sent to another process.
     ///
     /// # Errors
-    /// No descriptor.
+    /// No file descriptor is available.
     pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(vec![self.page.as_fd().try_clone_to_owned()?, self.timer.as_fd().try_clone_to_owned()?])
     }
 
-    /// The one whose descriptors these are.
+    /// Maps the page and takes over the timer from descriptors that were made by `descriptors` in another process.
     ///
     /// # Errors
-    /// They are not; there is no memory. `EMFILE` when they did not all arrive.
+    /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if the number of descriptors is
+    /// wrong, because some were lost on the way.
     pub fn from_descriptors(fds: Vec<OwnedFd>) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self { page: Page::map(page)?, timer: timer::from_descriptor(timer)?, step: DONE })
     }
 
-    /// The nursery begins the next step of a start.
+    /// Records that the nursery begins the next step of a start.
     pub fn step(&mut self) {
         let is_first = matches!(self.look(), Doing::Waits);
         self.step += 1;
@@ -85,7 +89,7 @@ impl Activity {
         }
     }
 
-    /// The nursery waits; all starts have ended.
+    /// Records that the nursery waits for requests, because it has finished all starts.
     pub fn wait(&mut self) {
         if !matches!(self.look(), Doing::Waits) {
             self.tell(WAITS);
@@ -93,12 +97,12 @@ impl Activity {
         }
     }
 
-    /// The nursery has ended all that was below it.
+    /// Records that the nursery has killed all of its descendants.
     pub fn end(&self) {
         self.tell(DONE);
     }
 
-    /// What it does.
+    /// Returns the nursery's activity.
     pub fn look(&self) -> Doing {
         match self.page.number().load(Ordering::SeqCst) {
             IMPORTS => Doing::Imports,
@@ -108,7 +112,8 @@ impl Activity {
         }
     }
 
-    /// The same, after the timer has expired; it expires again if a start goes on.
+    /// Returns the nursery's activity after the timer has expired. Sets the timer again if the nursery is still
+    /// starting a worker.
     pub fn look_again(&self) -> Doing {
         self.look_no_more();
         let doing = self.look();
@@ -118,7 +123,7 @@ impl Activity {
         doing
     }
 
-    /// Readable when [`Self::look_again`] is due.
+    /// Descriptor that becomes readable when [`Self::look_again`] should be called.
     pub fn timer(&self) -> BorrowedFd<'_> {
         self.timer.as_fd()
     }
@@ -128,7 +133,7 @@ impl Activity {
     }
 
     fn look_later(&self) {
-        // The only errors are those of a time or a descriptor that is none.
+        // Ignore the result, because an error is only possible for an invalid time or descriptor.
         let _ = self.timer.set(
             Expiration::OneShot(TimeSpec::from(Duration::from_millis(PATIENCE_MS.into()))),
             TimerSetTimeFlags::empty(),
@@ -136,7 +141,7 @@ impl Activity {
     }
 
     fn look_no_more(&self) {
-        // As above.
+        // Ignore the result, as above.
         let _ = self.timer.unset();
     }
 }

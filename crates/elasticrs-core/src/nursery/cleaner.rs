@@ -1,11 +1,13 @@
-//! Processes that clean up after others: they wait for the end of those, and unlink then what was shared.
+//! Cleaners: processes that wait until other processes have exited, and then unlink the shared memory of those
+//! processes.
 //!
-//! There are two in Python programs: multiprocessing's resource tracker (joblib's as well), at the end of a pipe, and
-//! torch's `torch_shm_manager`. Killed with the others, they would leave the memory behind until the machine restarts. So
-//! whoever ends everything ends the others first, and waits for these a moment.
+//! Python programs have two kinds of cleaners: the resource tracker of multiprocessing (and joblib), which reads from a
+//! pipe, and torch's `torch_shm_manager`. If a cleaner is killed together with the others, the shared memory stays
+//! allocated until the machine restarts. So a sweep kills all other processes first and gives the cleaners a moment to
+//! finish.
 //!
-//! They are known by what the kernel says of them, never by their command line, which cannot be read safely. Whoever is
-//! taken for one and is none costs that moment.
+//! Cleaners are recognised by data from the kernel, never by their command line, because reading the command line may
+//! block. If another process is mistaken for a cleaner, the only cost is this moment.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,21 +20,24 @@ use nix::sys::signal::Signal;
 use super::tree::{self, Target};
 use crate::procfs;
 
-/// What a cleaner may take when all others have ended.
+/// Time for which a sweep waits for a cleaner after all other processes have exited.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// `torch_shm_manager` begins two seconds after its last client has ended: another one might come.
+/// Time for which a sweep waits for `torch_shm_manager`, which starts to clean up two seconds after its last client has
+/// exited, because another client might connect.
 const MANAGER_PATIENCE: Duration = Duration::from_secs(3);
-/// For the end of those that were killed when they had taken too long.
+/// Time for which a sweep waits for cleaners to exit after it has killed them for taking too long.
 pub const LAST_MOMENT: Duration = Duration::from_secs(1);
-/// The longest that cleaners can prolong a sweep.
+/// Maximum time by which cleaners can prolong a sweep.
 pub const LONGEST: Duration = MANAGER_PATIENCE.saturating_add(LAST_MOMENT);
 
 /// The kernel keeps 15 bytes of `torch_shm_manager`.
 const MANAGER: &str = "torch_shm_manag";
-/// A tracker has the pipe's end, and may have a copy of its standard error; a start and a warning open files.
+/// Maximum number of open descriptors of a resource tracker besides the three standard ones. A tracker has the read end
+/// of its pipe and possibly a copy of standard error. It also opens files briefly while it starts or prints a warning.
 const FEW_DESCRIPTORS: usize = 4;
 
-/// How long a cleaner may take when all others have ended; `None`: the process is none.
+/// Returns the time for which a sweep waits for this process once all other processes have exited. `None` if the
+/// process is not a cleaner.
 pub fn patience_with(target: &Target) -> Option<Duration> {
     if target.name() == MANAGER && program(target.pid).is_some_and(|path| path.ends_with("torch_shm_manager")) {
         return Some(MANAGER_PATIENCE);
@@ -41,13 +46,13 @@ pub fn patience_with(target: &Target) -> Option<Duration> {
         .then_some(PATIENCE)
 }
 
-/// True for a process that holds little but the end of a pipe. A tracker that is about to unlink has closed that, and is
-/// known by its program.
+/// True if the process holds little more than the read end of a pipe. A tracker that is about to unlink memory has
+/// closed the pipe already, so it is recognised by its program.
 fn is_tracker(pid: i32) -> bool {
     let Some(Ok(entries)) = procfs::folder(pid).map(|folder| fs::read_dir(folder.join("fd"))) else { return false };
     let paths = entries.flatten().map(|entry| entry.path()).filter(|path| !is_standard(path));
     let paths: Vec<PathBuf> = paths.take(FEW_DESCRIPTORS + 1).collect();
-    // One that is ending has no program any more.
+    // A process that is exiting has no program anymore.
     let may_be_python = || program(pid).is_none_or(|path| is_python(&path));
     paths.len() <= FEW_DESCRIPTORS && (paths.iter().any(|path| reads_a_pipe(path)) || may_be_python())
 }
@@ -57,7 +62,7 @@ fn is_standard(path: &Path) -> bool {
 }
 
 fn reads_a_pipe(path: &Path) -> bool {
-    // The mode of the link is that of the descriptor.
+    // The permission bits of the link show whether the descriptor is open for reading or writing.
     let may_write = fs::symlink_metadata(path).is_ok_and(|link| link.permissions().mode() & 0o200 != 0);
     !may_write && fs::read_link(path).is_ok_and(|target| target.as_os_str().as_encoded_bytes().starts_with(b"pipe:"))
 }
@@ -72,17 +77,18 @@ fn program(pid: i32) -> Option<PathBuf> {
     fs::read_link(procfs::folder(pid)?.join("exe")).ok()
 }
 
-/// How long whoever ends everything still waits for cleaners.
+/// State of waiting for cleaners during a sweep.
 #[derive(Debug, Default)]
 pub struct Patience {
     alone_since: Option<Instant>,
     is_over: bool,
-    /// Cleaners that were seen, by pid and start: one that is ending has no descriptor and no program any more.
+    /// Patience for each cleaner that was seen, keyed by pid and start time. Cleaners are remembered because an exiting
+    /// process has no descriptors and no program, so it can no longer be recognised.
     seen: BTreeMap<(i32, u64), Duration>,
 }
 
 impl Patience {
-    /// True for a cleaner that may go on.
+    /// True for a cleaner that may still continue.
     pub fn spares(&mut self, target: &Target, now: Instant) -> bool {
         let Some(started) = target.started() else { return false };
         if let Some(patience) = patience_with(target) {
@@ -92,20 +98,21 @@ impl Patience {
         !self.is_over && patience.is_some_and(|&span| self.alone_since.is_none_or(|since| now < since + span))
     }
 
-    /// From now on nobody but cleaners is left; true the first time.
+    /// Records that only cleaners are left. Returns true on the first call.
     pub fn begin(&mut self, now: Instant) -> bool {
         let is_first = self.alone_since.is_none();
         self.alone_since.get_or_insert(now);
         is_first
     }
 
-    /// Nobody is spared any more; true the first time.
+    /// Records that cleaners are no longer spared. Returns true on the first call.
     pub fn end(&mut self) -> bool {
         !std::mem::replace(&mut self.is_over, true)
     }
 }
 
-/// All processes below `root` in the process groups that `is_meant` names, but for cleaners that do not lead theirs.
+/// Returns all processes below `root` whose process group is accepted by `is_meant`, except cleaners that do not lead
+/// their process group.
 pub fn others_in_groups(root: i32, is_meant: impl Fn(i32) -> bool) -> Vec<Target> {
     let me = std::process::id().cast_signed();
     let is_other = |target: &Target| {

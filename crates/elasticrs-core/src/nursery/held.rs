@@ -1,5 +1,6 @@
-//! Processes that have ended and that their parent cannot collect: a tracer (a debugger at its prompt, a profiler that was
-//! stopped) sees the end first, and does not look.
+//! Exited processes that their parent cannot reap, because a tracer holds them. A tracer is notified of the exit before
+//! the parent is. It may fail to handle the exit, such as a debugger that waits at its prompt, or a profiler that was
+//! stopped.
 
 use std::fs;
 use std::time::Duration;
@@ -9,10 +10,11 @@ use crate::exit::WorkerExit;
 use crate::procfs;
 use crate::stat::Stat;
 
-/// A tracer that lives collects within milliseconds; what it leaves for so long is told, and waited for no more.
+/// Time after which an exited process that its tracer has not released is reported and no longer waited for. A tracer
+/// that works releases the process within milliseconds.
 pub const LIMIT: Duration = Duration::from_secs(1);
 
-/// The field of the exit status; 0 for who may not read it.
+/// Index of the exit status in `/proc/PID/stat`. The kernel shows 0 there to processes that may not read it.
 const EXIT_CODE: usize = 52;
 
 /// A process that has exited but cannot be reaped yet, because a tracer holds it.
@@ -40,7 +42,7 @@ pub fn by_tracer(pid: i32) -> Option<Held> {
     (tracer != 0).then(|| Held { exit, tracer, told: tell(pid, &stat.name, tracer) })
 }
 
-/// The line for a process that a sweep did not wait for; its tracer may be of another pid namespace.
+/// Returns the line that reports a process for which a sweep did not wait. The tracer may be in another pid namespace.
 pub fn told(pid: i32) -> String {
     by_tracer(pid)
         .map_or_else(|| tell(pid, &Stat::of(pid).map(|stat| stat.name).unwrap_or_default(), 0), |held| held.told)
@@ -54,7 +56,8 @@ fn tell(pid: i32, name: &str, tracer: i32) -> String {
     format!("{name} (pid {pid}) has ended, but {tracer} traces it and does not wait for it: it stays until then")
 }
 
-/// The same permission as for the exit status. A process that has ended has no directory any more, which is asked later.
+/// True if this process may read the exit status of `pid`. Tested with the link `cwd`, which needs the same permission:
+/// for an exited process, the permission is checked first, and then the missing directory is reported as ENOENT.
 fn may_read(pid: i32) -> bool {
     let link = procfs::folder(pid).map(|folder| fs::read_link(folder.join("cwd")));
     link.is_some_and(|link| link.is_err_and(|error| error.raw_os_error() == Some(libc::ENOENT)))

@@ -1,12 +1,11 @@
-//! One end of the socket between agent and nursery: frames, descriptors, and no blocking.
+//! One end of the socket between agent and nursery: sends and receives frames and descriptors without blocking.
 //!
-//! Bytes are queued here, not in the kernel: neither end ever waits for the other one to read. The owner of the end
-//! drives it: [`Link::receive`] when the socket is readable, [`Link::flush`] when it is writable and
-//! [`Link::has_unsent`].
+//! Unsent bytes are queued in this process, so neither end ever waits for the other one to read. The owner calls
+//! [`Link::receive`] when the socket is readable, and [`Link::flush`] when it is writable and [`Link::has_unsent`].
 //!
-//! How descriptors find their frame: a sender gives a frame's descriptors to the `sendmsg` that carries the frame's
-//! first byte, and the kernel ends a `recvmsg` behind the segment that carries descriptors. So each frame with
-//! descriptors makes exactly one batch (possibly cut off) on the receiver's side, in order.
+//! Descriptors are matched with their frame as follows. The sender passes them with the `sendmsg` that carries the
+//! first byte of the frame. The kernel ends a `recvmsg` after a segment that carries descriptors. So each frame with
+//! descriptors produces exactly one batch of descriptors at the receiver, in order. The batch may be truncated.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -92,15 +91,15 @@ impl<Out: Message + Serialize, In: Message + DeserializeOwned> Link<Out, In> {
         Ok(())
     }
 
-    /// Whether [`Link::flush`] is due once the socket is writable.
+    /// True if [`Link::flush`] should be called once the socket is writable.
     pub fn has_unsent(&self) -> bool {
         !self.unsent.is_empty()
     }
 
-    /// The next message and its descriptors; `None` when there is no whole one yet.
+    /// Returns the next message and its descriptors. `None` if no complete message has arrived yet.
     ///
-    /// There are fewer descriptors than [`Message::descriptors`] when this process may not open more.
-    /// `UnexpectedEof` when the other end is closed, `InvalidData` for what is no message.
+    /// Returns fewer descriptors than [`Message::descriptors`] if this process has reached its limit of open files. The
+    /// error is `UnexpectedEof` if the other end is closed, and `InvalidData` if the bytes are not a valid message.
     pub fn receive(&mut self) -> io::Result<Option<(In, Vec<OwnedFd>)>> {
         loop {
             if let Some(message) = self.received.next()? {
@@ -141,7 +140,7 @@ impl Frame {
         let bytes = [IoSlice::new(&self.bytes[self.sent..])];
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
         self.sent += sendmsg::<()>(socket.as_raw_fd(), &bytes, control, flags, None)?;
-        // The descriptors were sent along with the first byte.
+        // Do not send the descriptors again, because they were attached to the first byte.
         self.fds.clear();
         Ok(())
     }
@@ -236,7 +235,7 @@ mod tests {
 
     fn arbitrary_request() -> impl Strategy<Value = Request> {
         prop_oneof![
-            // Larger than a socket buffer now and then, so that frames are sent and received in parts.
+            // Some messages are larger than a socket buffer, so that frames are sent and received in parts.
             (0..5_u32, prop_oneof![4 => 0..200_usize, 1 => 200_000..600_000_usize])
                 .prop_map(|(n, size)| spawn(n, size)),
             (any::<i32>(), any::<i32>()).prop_map(|(pid, signal)| Request::SignalGroup { pid, signal }),
@@ -338,7 +337,7 @@ mod tests {
         agent.send(&spawn(3, 0), nulls(3)).unwrap();
         agent.send(&spawn(2, 0), nulls(2)).unwrap();
         let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-        // Free for one more descriptor: the lowest free number is the limit's last one.
+        // Leaves room for exactly one more descriptor, because the limit is set just above the lowest free number.
         let free = OwnedFd::from(File::open("/dev/null").unwrap()).as_raw_fd();
         let limit = libc::rlim_t::try_from(free).unwrap() + 1;
         let (soft, _) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();

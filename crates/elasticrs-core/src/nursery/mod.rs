@@ -1,36 +1,39 @@
-//! The small process between agent and workers that leaves nothing behind.
+//! The nursery: a small process between agent and workers that makes sure that no process of a job is left behind.
 //!
 //! ```text
 //! agent ──(socket: requests, replies, descriptors)── nursery ── worker 0 … worker N-1 ── their descendants
 //! ```
 //!
-//! The nursery is single-threaded, the parent of all workers, and a child subreaper: what a worker leaves behind
-//! becomes its child, and `wait4` = `ECHILD` proves that nothing is left. It watches the agent by a pidfd; when the
-//! agent dies, it ends everything and itself.
+//! The nursery is single-threaded, the parent of all workers, and a child subreaper. Orphaned descendants of a worker
+//! therefore become its children, and `wait4` = `ECHILD` proves that none is left. The nursery watches the agent
+//! through a pidfd. When the agent dies, the nursery kills all of its descendants and exits.
 //!
-//! 1. A worker dies with the nursery (`PR_SET_PDEATHSIG`), the nursery's descendants with the agent.
-//! 2. Only the nursery reaps workers, so a pid that it has not reaped is the process that it means.
-//! 3. Every exit of a worker is told once, after its `Spawned`.
-//! 4. A sweep that ends without `stuck` and `spared` has seen `ECHILD`.
-//! 5. A nursery that is told nothing does nothing: no timer runs while no sweep does, but for the fence's, once in a lease.
-//! 6. An agent that does not read stops neither the reaping nor the killing.
-//! 7. What it holds for the agent is closed after a dead agent's workers and their descendants have ended, not before.
-//! 8. No worker runs on past the deadline of the fence, whether or not the agent runs.
+//! 1. A worker dies with the nursery (`PR_SET_PDEATHSIG`). All descendants of the nursery are killed when the agent
+//!    dies.
+//! 2. Only the nursery reaps workers, so the pid of a worker that it has not reaped is not reused.
+//! 3. Every exit of a worker is reported once, after the worker's `Spawned`.
+//! 4. A sweep whose result has no `stuck` and no `spared` processes has seen `ECHILD`.
+//! 5. An idle nursery does not wake up. No timer runs outside of a sweep, except the timer of the fence, which expires
+//!    once per lease.
+//! 6. An agent that does not read its socket stops neither the reaping nor the killing.
+//! 7. Connections that the nursery holds for the agent are closed only after the workers of a dead agent and their
+//!    descendants have exited.
+//! 8. No worker runs past the fence deadline, whether or not the agent is running.
 //!
-//! | module | side |
+//! | module | used by |
 //! | --- | --- |
 //! | [`protocol`], [`link`] | both: messages, frames, descriptors |
-//! | [`server`] | the nursery's program |
-//! | [`launch`] | the agent: starting a nursery |
-//! | [`report`] | the agent: which module has ended a nursery that imports |
-//! | [`sweep`] | both: what to do when the nursery itself was lost |
-//! | [`held`] | both: who has ended and is held by a tracer |
-//! | [`connections`] | both: what keeps the agent's session with its store |
+//! | [`server`] | the nursery: its program |
+//! | [`launch`] | the agent: starts a nursery |
+//! | [`report`] | the agent: finds the module that has killed a nursery during the imports |
+//! | [`sweep`] | both: kills the processes of a nursery that died |
+//! | [`held`] | both: exited processes that a tracer holds |
+//! | [`connections`] | both: connections that keep the agent's session with its store open |
 //! | [`fence`] | both: the deadline that they share |
-//! | [`activity`] | both, for a sentinel: whether the nursery starts workers |
-//! | [`start`] | both: what the nursery is told at its start |
-//! | [`token`], [`tree`] | both: who descends from whom |
-//! | [`cleaner`] | both: who is ended last |
+//! | [`activity`] | both, for a sentinel: shows if the nursery is starting workers |
+//! | [`start`] | both: the command-line argument of the nursery |
+//! | [`token`], [`tree`] | both: find descendants |
+//! | [`cleaner`] | both: processes that are killed last |
 
 pub mod activity;
 pub mod cleaner;

@@ -1,7 +1,7 @@
-//! The report of a nursery that imports, as far as the agent's core has to know it: one JSON record a line.
+//! The import report of a warm nursery, as far as the agent needs it. The report has one JSON record per line.
 //!
-//! Each import begins with `{"importing": NAME}`. If that stays the last record, the module has ended the process. Another
-//! process then imports the rest.
+//! Each import begins with the record `{"importing": NAME}`. If this stays the last record, the module has killed the
+//! process. A replacement process then imports the remaining modules.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -14,13 +14,13 @@ use crate::exit::WorkerExit;
 const IMPORTING: &[u8] = b"{\"importing\":";
 const ENDED: &[u8] = b"{\"ended\":";
 
-/// How a process has ended while it imported.
+/// Reason for the end of a process during its imports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     Exit(WorkerExit),
-    /// Another program took its place.
+    /// The process executed another program.
     Executes,
-    /// It closed the socket.
+    /// The process closed its connection to the agent.
     Closes,
 }
 
@@ -68,9 +68,9 @@ pub fn blame(report: impl AsFd, since: u64, end: End) -> bool {
     write(report, record.as_bytes()) == Ok(record.len())
 }
 
-/// Adds why the import cannot go on.
+/// Appends a record with the reason why the import cannot continue.
 pub fn fail(report: impl AsFd, why: &str) {
-    // Otherwise the user is told how the process has ended, which is true as well.
+    // Ignore an error, because the user is then still told how the process exited.
     let _ = write(report, format!("{{\"failed\": \"{why}\"}}\n").as_bytes());
 }
 

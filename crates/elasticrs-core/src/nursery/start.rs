@@ -1,4 +1,4 @@
-//! What a nursery is told on its command line.
+//! The command-line argument with which a nursery is started.
 
 use std::fmt;
 
@@ -9,16 +9,17 @@ use super::token::Token;
 /// One argument: `TOKEN` or `TOKEN/DESCRIPTORS`, in decimal; a sentinel's begins with `!`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Start {
-    /// What marks all that will descend from it.
+    /// Token that marks all descendants of the nursery.
     pub token: Token,
-    /// The soft limit of descriptors of its workers, where the agent has another one itself.
+    /// Soft limit of descriptors for the workers. `None` if they get the same limit as the agent.
     pub descriptors: Option<u64>,
-    /// It has no workers. When its agent is gone, it ends whatever carries the token.
+    /// True for a sentinel. A sentinel has no workers, and kills all processes that carry the token when its agent is
+    /// gone.
     pub is_sentinel: bool,
 }
 
 impl Start {
-    /// Reads what `Display` wrote; `None` for anything else.
+    /// Parses the output of `Display`. `None` for any other text.
     pub fn parse(text: &str) -> Option<Self> {
         let (is_sentinel, text) = text.strip_prefix('!').map_or((false, text), |rest| (true, rest));
         let (token, descriptors) = match text.split_once('/') {
@@ -28,11 +29,11 @@ impl Start {
         Some(Self { token: Token::parse(token)?, descriptors, is_sentinel })
     }
 
-    /// Gives this process the limit that workers are to inherit.
+    /// Sets the limit of descriptors that workers inherit.
     pub fn limit_descriptors(&self) -> nix::Result<()> {
         let Some(soft) = self.descriptors else { return Ok(()) };
         let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-        // The hard one may have been lowered since.
+        // The hard limit may have been lowered since the agent sent the soft limit.
         setrlimit(Resource::RLIMIT_NOFILE, soft.min(hard), hard)
     }
 }

@@ -1,7 +1,7 @@
-//! Ending what a lost nursery has left behind, from the agent or a sentinel.
+//! Kills the leftover processes of a dead nursery, from the agent or a sentinel.
 //!
-//! Workers die with their nursery, but what they had started goes to the next subreaper (the agent, where the process
-//! is its own) or to init. Both functions block for as long as the processes take to end, at most `give_up`.
+//! Workers die with their nursery. The processes that they started become children of the next subreaper (the agent, if
+//! it owns its process) or of init. Both functions block until these processes have exited, for at most `give_up`.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -16,42 +16,44 @@ use super::tree::{self, Ended, Listed, Target};
 use crate::sys::wait::{self, Waited};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// A process that forks, exits and goes on in its child is always among the newest: those are looked at first, and
-/// several times, because reading all of `/proc` takes longer than such a process lives.
+/// Number of the newest processes to check first. A process that forks, exits and continues in its child is always
+/// among the newest. The check is repeated several times, because such a process lives for a shorter time than it takes
+/// to read all of `/proc`.
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// How long a look may take before it does nothing more.
+/// Time after which a slow check sends no more signals.
 const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
-/// What a sweep has done.
+/// Result of a sweep.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// Who had to be killed.
+    /// Processes that had to be killed.
     pub ended: Ended,
-    /// Who was not gone after `give_up`.
+    /// Processes that were still there after `give_up`.
     pub stuck: Vec<Descendant>,
-    /// Children that have ended and that a tracer does not let go.
+    /// Exited children that a tracer has not released.
     pub held: Vec<i32>,
 }
 
-/// One look at the processes that may have to go.
+/// Result of checking the processes once.
 #[derive(Debug, Default)]
 struct Look {
     alive: BTreeSet<i32>,
-    /// Somebody is spared who cleans up.
+    /// True if a cleaner was spared.
     cleaners: bool,
-    /// Children that have ended and that cannot be collected.
+    /// Exited children that cannot be reaped.
     held: Vec<i32>,
-    /// Somebody vanished while we looked, and may have left children that were not seen.
+    /// True if a process exited during the check. Its children may have been missed.
     unsure: bool,
 }
 
-/// Kills every other process that carries the token, wherever it is in the tree: the nursery too, if it lives.
+/// Kills every other process that carries the token, wherever it is in the process tree. This includes the nursery if
+/// it is alive.
 ///
-/// For host applications, whose children may not be reaped by anybody else. Two looks in a row that find nobody count
-/// as the end; that is no proof: a process that forks and exits faster than a look can slip through. A look costs
-/// about 15 µs for each process of the machine.
+/// For host applications, whose children only the application may reap. Stops after two checks in a row that find no
+/// process. That is not a proof, because a process that forks and exits faster than a check can escape it. A check
+/// takes about 15 µs for each process of the machine.
 pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
@@ -69,10 +71,10 @@ pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
     })
 }
 
-/// Kills and reaps every process below this one, apart from the `known` children and what is below them.
+/// Kills and reaps all descendants of this process, except the children in `known` and their descendants.
 ///
-/// For an agent that is a child subreaper and owns its process. Spared is what carries no token and is in no session
-/// of `workers`: it left on purpose, or was never a nursery's.
+/// For an agent that is a child subreaper and owns its process. Processes that carry no token and are in no session of
+/// `workers` are spared, because they left the job on purpose or never belonged to a nursery.
 pub fn sweep_children_of_self(known: &[i32], workers: &[i32], give_up: Duration) -> Outcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
@@ -104,14 +106,14 @@ impl Look {
         if Token::of(pid) != Some(token) {
             return;
         }
-        // The token is read again behind the descriptor: the pid may have changed its owner.
+        // Read the token again after opening the descriptor, because the pid may have been reused.
         match Target::open_any(pid) {
             Some(target) if Token::of(pid) == Some(token) => {
                 if !tree::has_died(pid, target.status) {
                     self.kill(pid, &target, ended);
                 }
             }
-            // It ended while we looked.
+            // The process exited during the check.
             _ => self.unsure = true,
         }
     }
@@ -123,7 +125,7 @@ impl Look {
             return;
         }
         if now > ended.acts_until {
-            // Something held this look up, and whoever waited for it has gone on.
+            // This check was delayed so long that the caller has stopped waiting for it.
             return;
         }
         target.signal(Signal::SIGKILL);
@@ -138,7 +140,7 @@ impl Look {
 struct Tally {
     seen: BTreeSet<i32>,
     ended: Ended,
-    /// With cleaners, when nobody else is left.
+    /// State of waiting for cleaners when no other processes are left.
     patience: Patience,
     acts_until: Instant,
 }
@@ -171,7 +173,8 @@ fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcom
             let ended = tally.ended.without(&stuck);
             return Outcome { ended, stuck: stuck.into_iter().map(tree::describe).collect(), held: look.held };
         }
-        // Whoever forks faster than we look must be looked at again at once; nobody tells us when the others end.
+        // Check again at once while new processes appear, because they may fork faster than this process checks.
+        // Otherwise sleep, because the exits of these processes cause no notification.
         if empty == 0 && tally.seen.len() == known {
             std::thread::sleep(pause);
             pause = (2 * pause).min(LONGEST_PAUSE);

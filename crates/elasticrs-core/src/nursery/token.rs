@@ -1,10 +1,10 @@
-//! The token: a second identity of everything that descends from a nursery.
+//! The token: a number that identifies all descendants of a nursery.
 //!
-//! It is the soft limit of `RLIMIT_RTTIME`, set to 2⁶² plus a random number of microseconds (146,000 years of unbroken
-//! real-time computing, so that it limits nothing). Every descendant inherits it; it is readable by everybody in
-//! `/proc/PID/limits`, and neither `env -i` nor a process that is not dumpable hides it.
+//! The token is stored in the soft limit of `RLIMIT_RTTIME`, as 2⁶² plus a random number of microseconds. That is
+//! 146,000 years of uninterrupted real-time computing, so it limits nothing. Every descendant inherits the limit. All
+//! processes can read it in `/proc/PID/limits`, and neither `env -i` nor a process that is not dumpable hides it.
 //!
-//! A process that means to outlive its job leaves its session and resets the limit to `unlimited` (`ulimit -S -R
+//! A process that intends to outlive its job leaves its session and resets the limit to `unlimited` (`ulimit -S -R
 //! unlimited` in bash).
 
 use std::fs;
@@ -17,12 +17,12 @@ use crate::sys::rlimit;
 
 const BASE: u64 = 1 << 62;
 
-/// A value that no other nursery of this machine has.
+/// Random number that no other nursery of this machine uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Token(u64);
 
 impl Token {
-    /// A new one.
+    /// Creates a random token.
     pub fn random() -> io::Result<Self> {
         let mut bytes = [0; 8];
         fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
@@ -30,12 +30,12 @@ impl Token {
         Ok(Self(BASE + (u64::from_le_bytes(bytes) >> 3)))
     }
 
-    /// Reads what `Display` wrote; `None` for what is no token.
+    /// Parses the output of `Display`. `None` if the text is not a token.
     pub fn parse(text: &str) -> Option<Self> {
         text.parse().ok().and_then(Self::from_limit)
     }
 
-    /// `None` for a limit that is no token's.
+    /// Returns the token that a resource limit stands for. `None` if the limit is an ordinary one.
     fn from_limit(limit: u64) -> Option<Self> {
         (BASE..BASE + (1 << 61)).contains(&limit).then_some(Self(limit))
     }
@@ -46,7 +46,8 @@ impl Token {
         setrlimit(Resource::RLIMIT_RTTIME, self.0, hard)
     }
 
-    /// The token that a process carries, whichever nursery's. `None` as well when the process is gone.
+    /// Returns the token that a process carries, no matter from which nursery. `None` if the process carries none or is
+    /// gone.
     pub fn of(pid: i32) -> Option<Self> {
         soft_limit(pid).and_then(Self::from_limit)
     }
@@ -57,7 +58,7 @@ impl Token {
     }
 }
 
-/// The soft limit that carries a token; `None` when the process is gone, or must not be asked.
+/// Returns the soft limit that stores the token. `None` if the process is gone or may not be inspected.
 fn soft_limit(pid: i32) -> Option<u64> {
     if procfs::is_own() {
         in_limits(&procfs::read(pid, "limits")?)

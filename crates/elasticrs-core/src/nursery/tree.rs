@@ -1,9 +1,11 @@
-//! Who descends from whom, read from `/proc`.
+//! Lists the descendants of a process, read from `/proc`.
 //!
-//! A listing is never a proof of emptiness: processes come and go while it is made. It tells whom to signal next.
+//! A listing never proves that no process is left, because processes start and exit while it is made. It only tells
+//! which processes to signal next.
 //!
-//! Without a `/proc` of our own ([`procfs::is_own`]) the kernel is asked for each pid whether it is a child of ours. Who is
-//! further down is not seen, but becomes a child of this process, a subreaper, when those above it have ended.
+//! If `/proc` does not show this pid namespace ([`procfs::is_own`]), the kernel is asked for each pid whether it is a
+//! child of this process. Indirect descendants are not found then. They become children of this process, a subreaper,
+//! when their ancestors have exited.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,30 +25,31 @@ use crate::stat::{START_TIME, Stat};
 use crate::sys::features::Features;
 use crate::sys::{pidfd, wait};
 
-/// Fields of `/proc/PID/stat`: signals, of which the lowest 31.
+/// Field numbers in `/proc/PID/stat` of the masks of blocked and ignored signals. The masks contain the lowest 31
+/// signals.
 const BLOCKED: usize = 32;
 const IGNORED: usize = 33;
 
-/// No kernel gives out a higher pid.
+/// Upper bound of all pids that a kernel assigns.
 const HIGHEST_PID: i32 = 4 << 20;
 
 /// A process below the root of a listing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Listed {
     pub pid: i32,
-    /// Its parent when it was listed.
+    /// Parent of the process when it was listed.
     pub parent: i32,
 }
 
-/// What `/proc/PID/stat` says.
+/// The fields of `/proc/PID/stat` that are used here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Status {
-    /// One letter, that of the main thread: `R`, `S`, `D`, `T`, `Z`, …
+    /// State of the main thread as a letter: `R`, `S`, `D`, `T`, `Z`, …
     pub state: char,
     pub parent: i32,
     pub group: i32,
     pub session: i32,
-    /// How many threads there are, those included that have ended and were not collected.
+    /// Number of threads, including exited threads that have not been reaped.
     pub threads: i32,
 }
 
@@ -66,7 +69,7 @@ impl Status {
         })
     }
 
-    /// What the kernel says of a child, or of the process of this pidfd, without `/proc`.
+    /// Returns the status of a child, or of the process behind the pidfd, without using `/proc`.
     fn asked(pid: i32, pidfd: Option<&OwnedFd>) -> Option<Self> {
         let (parent, has_ended) = match pidfd {
             Some(pidfd) => (0, poll(&mut [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)], PollTimeout::ZERO) == Ok(1)),
@@ -77,14 +80,15 @@ impl Status {
         Some(Self { state: if has_ended { 'Z' } else { 'S' }, parent, group, session, threads: 1 })
     }
 
-    /// It has ended, and waits for its parent to see it. While there is another thread, only the main one has ended
-    /// (`pthread_exit` in `main`): the process goes on.
+    /// True if the process has exited and waits to be reaped. A process whose main thread has exited (`pthread_exit` in
+    /// `main`) is still running while it has other threads.
     pub fn has_ended(self) -> bool {
         matches!(self.state, 'Z' | 'X') && self.threads <= 1
     }
 }
 
-/// As [`Status::has_ended`], or all of its threads have ended and a tracer has not collected them.
+/// True if the process has exited, as in [`Status::has_ended`], or if all of its threads have exited but are held by a
+/// tracer.
 pub fn has_died(pid: i32, status: Status) -> bool {
     let has_ended = |thread: &Path| Stat::in_folder(thread).is_none_or(|stat| matches!(stat.field(3), Some('Z' | 'X')));
     status.has_ended()
@@ -92,24 +96,26 @@ pub fn has_died(pid: i32, status: Status) -> bool {
             && threads(pid).is_some_and(|mut threads| threads.all(|thread| has_ended(&thread)))
 }
 
-/// All processes below `root`, parents before their children, without those in `except` and what is below them.
+/// Iterates over all descendants of `root`, parents before their children. Skips the processes in `except` and their
+/// descendants.
 ///
-/// Each is found when it is asked for, after its own children were: whoever kills what it gets makes room on the CPUs
-/// before the rest is looked for, and loses nobody by it.
+/// Each process is looked up when the iterator reaches it, after its children have been listed. So the caller can kill
+/// each process at once without losing its children, and the CPUs are freed for the rest of the search.
 pub fn descendants(root: i32, except: &[i32]) -> Descendants {
     let all = match procfs::is_own() {
         true if Features::get().proc_children => None,
         true => Some(all_by_parent()),
         false => Some(BTreeMap::from([(std::process::id().cast_signed(), children_of_ours())])),
     };
-    // A pid that is used again while the listing is made could close a circle.
+    // Remember the pids that were visited, because a pid that is reused during the listing could create a cycle.
     let known = except.iter().copied().chain([root]).collect();
     let mut walk = Descendants { all, known, pending: Vec::new() };
     walk.add_children(root);
     walk
 }
 
-/// The children of this process, zombies as well. The kernel may miss one in its list while others end.
+/// Returns the children of this process, including zombies. The kernel may omit a child from its list while other
+/// children exit.
 pub fn children_of_self() -> Vec<i32> {
     descendants(std::process::id().cast_signed(), &[]).pending.into_iter().map(|listed| listed.pid).collect()
 }
@@ -175,7 +181,7 @@ fn children_of_ours() -> Vec<i32> {
         |pids: RangeInclusive<i32>| pids.filter(|pid| wait::child_has_ended(*pid).is_some()).collect::<Vec<_>>();
     let newest = newest_pid();
     let found = among(1..=newest);
-    // After the highest pid the kernel begins again with the lowest: older processes may have higher ones.
+    // After the highest pid, the kernel starts again at the lowest. Older processes may therefore have higher pids.
     if found.is_empty() { among(newest + 1..=HIGHEST_PID) } else { found }
 }
 
@@ -188,7 +194,7 @@ pub fn pids() -> Vec<i32> {
     entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// The pid that was given out last in this pid namespace, whichever `/proc` shows.
+/// Returns the most recently assigned pid in this pid namespace, even if `/proc` belongs to another namespace.
 pub fn newest_pid() -> i32 {
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let pid = load.split_whitespace().next_back().and_then(|pid| pid.parse().ok());
@@ -196,31 +202,32 @@ pub fn newest_pid() -> i32 {
     pid.or_else(|| Builder::new().spawn(|| gettid().as_raw()).ok()?.join().ok()).unwrap_or(HIGHEST_PID)
 }
 
-/// A descendant that can be signalled without hitting somebody else who got its pid.
+/// A descendant that can be signalled safely, even if its pid has been reused.
 #[derive(Debug)]
 pub struct Target {
     pub(super) pid: i32,
-    /// `None` for a child of this process, which holds its pid until it is reaped here.
+    /// Pidfd of the process. `None` for a child of this process, because the pid of a child is not reused until it is
+    /// reaped.
     pidfd: Option<OwnedFd>,
     /// Read after the descriptor was opened.
     pub status: Status,
-    /// `None` without a `/proc` of our own.
+    /// `None` if `/proc` does not show this pid namespace.
     stat: Option<Stat>,
 }
 
 impl Target {
-    /// `None` when the process is gone or no longer where it was listed.
+    /// Opens a listed process. `None` if the process is gone or its parent has changed.
     pub fn open(me: i32, listed: Listed) -> Option<Self> {
         let pid = listed.pid;
         let pidfd = if listed.parent == me { None } else { Some(pidfd::open(pid).ok()?) };
         let target = Self::behind(pid, pidfd)?;
         let parent = target.status.parent;
-        // A process that got the pid after the listing has another parent: the listed one is still there, or its
-        // children are ours.
+        // If the pid was reused after the listing, the process usually has another parent: the listed parent still
+        // exists, or its children are now children of this process.
         (parent == listed.parent || parent == me).then_some(target)
     }
 
-    /// Any process; the caller checks, after this, that it is the one that it means.
+    /// Opens any process. The caller must check afterwards that it is the intended process.
     pub fn open_any(pid: i32) -> Option<Self> {
         Self::behind(pid, Some(pidfd::open(pid).ok()?))
     }
@@ -240,38 +247,39 @@ impl Target {
         self.stat.as_ref().map_or("", |stat| &stat.name)
     }
 
-    /// When it began, in ticks after the machine's start.
+    /// Returns the start time of the process, in clock ticks since boot.
     pub fn started(&self) -> Option<u64> {
         self.stat.as_ref()?.field(START_TIME)
     }
 
-    /// True when this signal does nothing to it: it is ignored or blocked.
+    /// True if the process ignores or blocks this signal.
     pub fn disregards(&self, signal: Signal) -> bool {
         let Some(stat) = &self.stat else { return false };
         let has = |field| stat.field::<u64>(field).is_some_and(|signals| signals & 1 << (signal as i32 - 1) != 0);
         has(BLOCKED) || has(IGNORED)
     }
 
-    /// Sends a signal; a process that has ended meanwhile is passed over.
+    /// Sends a signal. Ignores a process that has exited in the meantime.
     pub fn signal(&self, signal: Signal) {
         let sent = match &self.pidfd {
             Some(pidfd) => pidfd::send_signal(pidfd, signal as i32),
             None => signal::kill(Pid::from_raw(self.pid), signal),
         };
-        // Gone, or it has changed its user (set-user-id): the sweep goes on and reports what does not end.
+        // The process is gone, or belongs to another user now (set-user-id). The sweep continues, and reports the
+        // process if it does not exit.
         debug_assert!(matches!(sent, Ok(()) | Err(Errno::ESRCH | Errno::EPERM)), "kill({}): {sent:?}", self.pid);
     }
 }
 
-/// A process as people are told of it.
+/// Describes a process for a message to the user.
 ///
-/// By the kernel's short name: the command line is in the process's own memory, and whoever reads it waits for as long as
-/// the process changes that, for ever when it hangs there.
+/// Uses the kernel's short name, because the command line is in the process's own memory. Reading it blocks while the
+/// process changes its memory map, and forever if the process hangs there.
 pub fn describe(pid: i32) -> Descendant {
     Descendant { pid, command: Stat::of(pid).map(|stat| stat.name).unwrap_or_default() }
 }
 
-/// Those that had to be signalled: the first few by name, the rest as a number.
+/// Processes that had to be signalled: the first ones by name, the others as a count.
 #[derive(Debug, Default)]
 pub struct Ended {
     /// The first 64.
@@ -282,7 +290,7 @@ pub struct Ended {
 impl Ended {
     const NAMED: usize = 64;
 
-    /// One more.
+    /// Adds a process.
     pub fn add(&mut self, target: &Target) {
         if self.named.len() < Self::NAMED {
             self.named.push(Descendant { pid: target.pid, command: target.name().to_owned() });
@@ -291,7 +299,7 @@ impl Ended {
         }
     }
 
-    /// Without those that did not end.
+    /// Removes the processes that have not exited.
     #[must_use]
     pub fn without(mut self, stuck: &[i32]) -> Self {
         self.named.retain(|ended| !stuck.contains(&ended.pid));
@@ -299,7 +307,7 @@ impl Ended {
         self
     }
 
-    /// How many more.
+    /// Returns the number of processes that are not listed by name.
     pub fn more(&self) -> u32 {
         u32::try_from(self.others.len()).unwrap_or(u32::MAX)
     }
@@ -314,7 +322,8 @@ mod tests {
         use std::io::{Read, Write};
         use std::process::{Command, Stdio};
         let mut child = Command::new("cat").arg("-u").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        // What it echoes proves that it runs: right after the exec a process has no command line yet.
+        // Wait for the echo, which proves that `cat` is running, because right after the exec a process has no command
+        // line yet.
         child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
         child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
         let (me, pid) = (std::process::id().cast_signed(), child.id().cast_signed());

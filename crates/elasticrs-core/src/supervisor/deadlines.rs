@@ -7,33 +7,36 @@ use std::time::{Duration, Instant};
 pub enum Timer {
     /// Deadline by which all workers must be running.
     Start,
-    /// Time to check the fence's deadline, which may pass while the nursery is blocked in a start.
+    /// Time to check whether the fence deadline has passed. The supervisor checks this during a start, because the
+    /// nursery may be blocked in that start.
     Fence,
     /// Deadline for the imports of a warm nursery.
     Warm,
     /// Time at which an import that is still running is reported to the user.
     SlowImport,
-    /// End of the grace after the first stop signal, when SIGKILL is sent.
+    /// End of the grace period that starts with the first stop signal. The workers that are still running then get
+    /// SIGKILL.
     Kill,
     /// Deadline for workers to exit after SIGKILL. The supervisor does not wait for them any longer.
     GiveUp,
     /// Deadline for the nursery's reply to a sweep.
     Sweep,
-    /// Time to compare what was told with what the kernel says.
+    /// Time to check whether the nursery has reported all exits that the kernel shows.
     Check,
-    /// Somebody may hang by then.
+    /// Time to check for workers that hang.
     Hang,
-    /// The worker of this local rank has raised, and must have ended by then.
+    /// Time to sample the worker of this local rank, which should be exiting after an uncaught exception.
     Exit(u32),
-    /// The worker of this local rank is reported as paused.
+    /// Time at which the worker of this local rank, which is stopped, is reported as paused.
     Paused(u32),
-    /// The worker of this local rank has failed and must have ended by then.
+    /// Deadline for the worker of this local rank, which has failed, to exit.
     Condemned(u32),
-    /// The process in the place of this local rank must run by then.
+    /// Deadline by which the replacement for the worker of this local rank must be running.
     Replace(u32),
 }
 
-/// What SIGKILL has not ended by then (state D) is given up.
+/// Time limit for processes to exit after SIGKILL. The supervisor does not wait longer for processes that hang in the
+/// kernel (state D).
 pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
 
 /// At most one deadline for each [`Timer`].

@@ -321,7 +321,8 @@ impl Spy {
         Ok(Self { child, report, start })
     }
 
-    /// Kills `py-spy` and returns the innermost frame, if it has been written. The output stays in the report.
+    /// Kills `py-spy` and returns the innermost frame from its output. Returns `None` if `py-spy` has not written that
+    /// frame. The output stays in the report file.
     fn end(mut self) -> Option<String> {
         reap(self.child);
         let mut bytes = Vec::new();

@@ -71,7 +71,8 @@ impl Sample {
         self.written += count("wchar:");
         for thread in threads(pid).into_iter().flatten().take(MAX_THREADS) {
             self.waits_for_disk |= Stat::in_folder(&thread).and_then(|stat| stat.field(3)) == Some('D');
-            // The three fields are nanoseconds on a CPU, nanoseconds ready to run, and the number of time slices.
+            // The fields of `schedstat` are nanoseconds on a CPU, nanoseconds ready to run, and the number of time
+            // slices.
             let schedule = std::fs::read_to_string(thread.join("schedstat")).unwrap_or_default();
             self.delayed += schedule.split_whitespace().nth(1).and_then(|value| value.parse().ok()).unwrap_or(0);
         }
@@ -149,7 +150,7 @@ mod tests {
         let mut copies = |count| {
             input.write_all(b"a").unwrap();
             std::io::Read::read_exact(&mut output, &mut byte).unwrap();
-            // The kernel counts a byte after its reader may have seen it.
+            // Poll, because the kernel may count a written byte only after the byte has been read.
             let deadline = Instant::now() + HANG;
             loop {
                 let sample = sample(pid);

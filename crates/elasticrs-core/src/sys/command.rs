@@ -9,8 +9,8 @@ use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getpid, getppid};
 
-/// What is started by it is killed when the thread ends that starts it, so also when this process is killed. Signals that
-/// the thread blocks are not blocked there.
+/// Kills the child when the thread that starts it ends, which includes the death of this process. Signals that the
+/// thread blocks are not blocked in the child.
 pub fn die_with_thread(command: &mut Command) -> &mut Command {
     let parent = getpid();
     let arm = move || {

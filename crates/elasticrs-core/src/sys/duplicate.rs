@@ -13,6 +13,6 @@ pub fn duplicate(number: RawFd) -> io::Result<OwnedFd> {
     if own < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: just made, and nobody else knows it.
+    // SAFETY: the descriptor was just created, and no other code owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(own) })
 }

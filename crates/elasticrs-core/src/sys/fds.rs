@@ -24,7 +24,7 @@ pub fn take_inherited<const N: usize>(numbers: [RawFd; N]) -> nix::Result<[Owned
         return Err(Errno::EALREADY);
     }
     for number in numbers {
-        // SAFETY: `F_SETFD` neither closes nor keeps it; a number that is not open gives EBADF.
+        // SAFETY: `F_SETFD` does not close the descriptor. A number that is not open gives EBADF.
         Errno::result(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) })?;
     }
     // SAFETY: all are open, and by the guard and the contract above nothing in this process owns them yet.
@@ -43,7 +43,8 @@ pub fn close_from(first: RawFd) -> io::Result<()> {
         .filter(|&fd| fd >= first)
         .collect();
     for fd in open {
-        // SAFETY: by the contract above nobody owns it; the listing's own descriptor is closed already (EBADF).
+        // SAFETY: by the contract above, no code owns the descriptor. The descriptor of the listing is closed already,
+        // so closing it again gives EBADF.
         unsafe { libc::close(fd) };
     }
     Ok(())

@@ -8,13 +8,14 @@ use nix::sys::wait::{Id, WaitPidFlag, waitid};
 
 use super::{fds, pidfd};
 
-/// What is newer than the floor, and has a fallback.
+/// Features that are newer than the oldest supported kernel. Each has a fallback.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "each is an answer of its own")]
 pub struct Features {
     /// `close_range` (Linux 5.9); otherwise `/proc/self/fd` is read.
     pub close_range: bool,
-    /// `PIDFD_SIGNAL_PROCESS_GROUP` (Linux 6.9); otherwise the nursery signals groups, while it holds their leaders.
+    /// `PIDFD_SIGNAL_PROCESS_GROUP` (Linux 6.9). Without this feature, the nursery signals process groups by number,
+    /// which is safe while it has not reaped their leaders.
     pub pidfd_group_signal: bool,
     /// A memory file may be executed (`vm.memfd_noexec` below 2); otherwise the nursery runs from a file.
     pub memfd_exec: bool,

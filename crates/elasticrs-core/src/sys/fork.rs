@@ -1,4 +1,4 @@
-//! Creating a process that goes on where its parent is, instead of executing a program.
+//! Starts a child that continues the parent's program instead of executing another one.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -14,8 +14,8 @@ use super::spawn::{Child, Failure};
 use super::stage::Stage;
 use super::{pidfd, wait};
 
-/// Forks this process, which has one thread, with all that its language and libraries want done at a fork. The result is
-/// that of `fork`.
+/// Forks this process, which has one thread, and runs the fork handlers of its language runtime and libraries. Returns
+/// the result of `fork`.
 pub type Forker = Box<dyn FnMut() -> nix::Result<i32>>;
 
 /// `fork` alone, for a program in Rust that has one thread.
@@ -27,46 +27,49 @@ pub fn plain() -> nix::Result<i32> {
     }
 }
 
-/// Who returns.
+/// The process in which `fork` has returned.
 pub enum Forked {
-    /// The parent, when the child runs.
+    /// The parent, with the running child.
     Parent(Settling),
     /// The child.
     Child(Outlet),
 }
 
-/// Where the child tells the stages that can block for ever, and that it has settled, or that it cannot begin.
+/// The pipe on which a forked child announces stages that can block forever, and then reports that it has settled or
+/// has failed.
 #[derive(Debug)]
 pub struct Outlet(OwnedFd);
 
-/// What goes through it is the number of a stage, or one of these. Behind the second follow the stage, the descriptor, and the
-/// error's number.
+/// Bytes on the pipe other than the number of a stage. `FAILED` is followed by the stage, the descriptor, and the error
+/// number.
 const SETTLED: u8 = 0;
 const FAILED: u8 = u8::MAX;
 
 impl Outlet {
-    /// Moves it out of the way of descriptors with lower numbers.
+    /// Moves the pipe to a descriptor number of at least `floor`, so that it is not overwritten by the worker's
+    /// descriptors.
     pub fn move_above(&mut self, floor: RawFd) -> nix::Result<()> {
         let moved = fcntl(&self.0, FcntlArg::F_DUPFD_CLOEXEC(floor))?;
-        // SAFETY: just made, and nobody else knows it.
+        // SAFETY: the descriptor was just created, and no other code owns it.
         self.0 = unsafe { OwnedFd::from_raw_fd(moved) };
         Ok(())
     }
 
-    /// It runs.
+    /// Reports that the child has settled.
     pub fn close(self) {
-        // A parent that is gone does not ask.
+        // Ignore an error, because it means that the parent is gone.
         let _ = File::from(self.0).write_all(&[SETTLED]);
     }
 
-    /// It does not, and ends.
+    /// Reports the failure and exits.
     pub fn fail(self, failure: Failure) -> ! {
         let Failure { stage, errno, descriptor } = failure;
         let mut told = [FAILED, stage as u8, u8::try_from(descriptor).unwrap_or(0), 0, 0, 0, 0];
         told[3..].copy_from_slice(&(errno as i32).to_ne_bytes());
-        // A parent that is gone does not ask.
+        // Ignore an error, because it means that the parent is gone.
         let _ = File::from(self.0).write_all(&told);
-        // SAFETY: nothing of the parent's is to run here: no handlers of its end, no destructors.
+        // SAFETY: `_exit` is used because neither exit handlers nor destructors of the parent's program should run
+        // here.
         unsafe { libc::_exit(127) }
     }
 }
@@ -77,7 +80,7 @@ impl AsFd for Outlet {
     }
 }
 
-/// A child that runs and has not settled yet.
+/// A running child that has neither settled nor failed yet.
 #[derive(Debug)]
 pub struct Settling {
     child: Child,
@@ -85,8 +88,9 @@ pub struct Settling {
 }
 
 impl Settling {
-    /// Waits until it has settled or ended; `announce` gets the number of each stage that can block for ever, before.
-    /// If nobody needs it any more, it is killed: a process of `needed_by` has ended, or a connection was closed.
+    /// Waits until the child has settled or exited. Calls `announce` with the number of each stage that can block
+    /// forever, before that stage. Kills the child if it is no longer needed, because the process of `needed_by` has
+    /// exited or its connection was closed.
     pub fn wait(mut self, needed_by: [BorrowedFd<'_>; 2], mut announce: impl FnMut(u8)) -> Result<Child, Failure> {
         let mut failure = None;
         while self.has_told(needed_by) {
@@ -104,15 +108,16 @@ impl Settling {
         }
         wait::reap(self.child.pid);
         let Some([stage, descriptor, errno @ ..]) = failure else {
-            // It has ended in what a library does at a fork. Its exit code may be that of a worker that succeeds.
+            // The child exited in a fork handler of a library. Do not report its exit code, because that may be 0, like
+            // the exit code of a worker that succeeds.
             return Err(failed(Errno::ECHILD));
         };
         let stage = Stage::from_byte(stage).unwrap_or(Stage::Clone);
         Err(Failure { stage, errno: Errno::from_raw(i32::from_ne_bytes(errno)), descriptor: descriptor.into() })
     }
 
-    /// Waits for something to read. False if the child has ended instead; a process that it has started may still hold
-    /// the pipe.
+    /// Waits until the pipe is readable. Returns false if the child has exited without a report. The end of the pipe
+    /// does not show that, because a process that the child started may hold the pipe open.
     fn has_told(&self, [process, connection]: [BorrowedFd<'_>; 2]) -> bool {
         let mut polled = [
             PollFd::new(self.told.as_fd(), PollFlags::POLLIN),
@@ -130,7 +135,7 @@ impl Settling {
                 return told;
             }
             is_needed = false;
-            // The only error is ESRCH: it has ended, which is seen next.
+            // The only possible error is ESRCH, which means that the child has exited. The next poll notices that.
             let _ = pidfd::send_signal(&self.child.pidfd, libc::SIGKILL);
         }
     }
@@ -140,7 +145,7 @@ fn failed(errno: Errno) -> Failure {
     Failure { stage: Stage::Clone, errno, descriptor: 0 }
 }
 
-/// Forks. Both have the mask of signals of before.
+/// Forks. The parent and the child both get the signal mask from before the call.
 pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
     let (told, outlet) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(failed)?;
     let pid = forker().map_err(failed)?;
@@ -149,7 +154,7 @@ pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
         return Ok(Forked::Child(Outlet(outlet)));
     }
     let pidfd = pidfd::open(pid).map_err(|errno| {
-        // It cannot have gone: only we reap it.
+        // The child still exists, because only this process reaps it.
         let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         wait::reap(pid);
         failed(errno)

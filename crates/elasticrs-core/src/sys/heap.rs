@@ -1,4 +1,4 @@
-//! The memory that the allocator keeps of what was freed.
+//! Returns freed memory, which the allocator keeps, to the kernel.
 
 /// Gives the kernel back all whole pages that nothing lives in.
 ///

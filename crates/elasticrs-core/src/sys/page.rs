@@ -13,14 +13,14 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::stat::Mode;
 
-/// What is mapped; the kernel rounds it up to its own pages.
+/// Size of the mapping in bytes. The kernel rounds the size up to whole pages.
 const LENGTH: NonZeroUsize = NonZeroUsize::new(SIZE as usize).expect("a constant above zero");
 const SIZE: u16 = 4096;
 const WORDS: usize = SIZE as usize / size_of::<u64>();
 /// A file that cannot shrink cannot turn an access into SIGBUS.
 const SEALS: SealFlag = SealFlag::F_SEAL_SEAL.union(SealFlag::F_SEAL_SHRINK).union(SealFlag::F_SEAL_GROW);
 
-/// Shared memory behind a descriptor (close-on-exec): numbers, of which some uses need only the first.
+/// Shared memory behind a close-on-exec descriptor. It is an array of numbers, of which some users need only the first.
 #[derive(Debug)]
 pub struct Page {
     memory: NonNull<AtomicU64>,
@@ -33,10 +33,11 @@ unsafe impl Send for Page {}
 unsafe impl Sync for Page {}
 
 impl Page {
-    /// A new one, all zero, for a process that may do anything with it: nobody can shrink the file under our mapping.
+    /// Creates a page of zeros that can be shared with an untrusted process. The file is sealed, so that no process can
+    /// shrink it while it is mapped here.
     ///
     /// # Errors
-    /// No descriptor or no memory; the system has no sealed memory.
+    /// No descriptor or memory is available, or the system does not support sealed memory.
     pub fn sealed(name: &CStr) -> io::Result<Self> {
         let file = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
         nix::unistd::ftruncate(&file, i64::from(SIZE))?;
@@ -44,14 +45,14 @@ impl Page {
         Self::map(file)
     }
 
-    /// As [`Self::sealed`], for processes of this program alone: where there is no sealed memory, it is a file that nobody
-    /// else can open.
+    /// Creates a page like [`Self::sealed`], but only for processes of this program. If sealed memory is unsupported,
+    /// the page is a file that no other program can open.
     ///
     /// # Errors
-    /// No descriptor or no memory.
+    /// No descriptor or memory is available.
     pub fn of_our_own(name: &CStr) -> io::Result<Self> {
         match Self::sealed(name) {
-            // Switched off by a filter of system calls.
+            // Sealed memory is disabled by a seccomp filter.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => {
                 let file = nameless_file()?;
                 nix::unistd::ftruncate(&file, i64::from(SIZE))?;
@@ -61,10 +62,11 @@ impl Page {
         }
     }
 
-    /// The one behind a descriptor that another process has sent.
+    /// Maps the page behind a descriptor that another process has sent.
     ///
     /// # Errors
-    /// `EINVAL` for anything but a file that one of these made; no memory.
+    /// `EINVAL` if the descriptor does not belong to a file that one of these functions made. Also fails if no memory
+    /// is available.
     pub fn map(file: OwnedFd) -> io::Result<Self> {
         let facts = nix::sys::stat::fstat(&file)?;
         let is_safe = sealed_by(&file).map_or(facts.st_nlink == 0, |seals| seals.contains(SEALS));
@@ -80,14 +82,15 @@ impl Page {
 
     /// The number at its beginning.
     pub fn number(&self) -> &AtomicU64 {
-        // SAFETY: page-aligned, large enough, mapped while `self` lives, and every value is one of the type. The other
-        // process uses it as an atomic as well.
+        // SAFETY: the address is page-aligned, the mapping is large enough and stays mapped while `self` lives, and
+        // every value is a valid `u64`. The other process accesses the number atomically as well.
         unsafe { self.memory.as_ref() }
     }
 
-    /// All of it as numbers.
+    /// Returns the whole page as numbers.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: as for `number`; the mapping has room for so many, and is never written but as atomics by us.
+        // SAFETY: as for `number`. The mapping has room for `WORDS` numbers, and this process writes them only
+        // atomically.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), WORDS) }
     }
 }

@@ -1,13 +1,13 @@
-//! `poll` over descriptors that somebody else owns.
+//! Calls `poll` on descriptors that other code owns.
 
 use std::io;
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-/// What ended the wait.
+/// Reason for the end of a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Polled {
-    /// The descriptor at this index is readable, has hung up, or is none any more.
+    /// The descriptor at this index is readable, has hung up, or is closed.
     Ready(usize),
     TimedOut,
     /// A signal handler ran.

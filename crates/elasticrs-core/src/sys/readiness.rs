@@ -17,7 +17,7 @@ pub unsafe trait OwnsDescriptor: AsRawFd {}
 
 // SAFETY: an owned descriptor is open until it is dropped, and cannot be replaced.
 unsafe impl OwnsDescriptor for OwnedFd {}
-// SAFETY: as above; the count keeps it alive.
+// SAFETY: as above. The reference count keeps the descriptor open.
 unsafe impl OwnsDescriptor for Arc<OwnedFd> {}
 // SAFETY: the link owns its socket and never replaces it.
 unsafe impl OwnsDescriptor for AgentLink {}
@@ -27,6 +27,6 @@ unsafe impl OwnsDescriptor for AgentLink {}
 /// # Errors
 /// Epoll refuses it, or is out of watches.
 pub fn register<T: OwnsDescriptor>(inner: T, interest: Interest) -> io::Result<AsyncFd<T>> {
-    // SAFETY: the trait promises what is asked for.
+    // SAFETY: `OwnsDescriptor` guarantees the requirements of this call.
     unsafe { AsyncFd::register_with_interest(inner, interest) }.map_err(io::Error::from)
 }

@@ -5,11 +5,11 @@ use std::ptr;
 use nix::errno::Errno;
 use nix::sys::resource::Resource;
 
-/// The soft limit of a process. `EPERM` for one of another user (which may have taken it by its program), without the
-/// permission for it (`CAP_SYS_RESOURCE`).
+/// Returns the soft limit of a process. The error is `EPERM` if the process belongs to another user, for example
+/// because it executed a set-user-id program, and this process lacks `CAP_SYS_RESOURCE`.
 pub fn soft(pid: i32, resource: Resource) -> nix::Result<u64> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: nothing is set; what is read is written to a live local.
+    // SAFETY: no new limit is passed, and the old limit is written to a live local variable.
     Errno::result(unsafe { libc::prlimit(pid, resource as _, ptr::null(), &raw mut limit) })?;
     Ok(limit.rlim_cur)
 }

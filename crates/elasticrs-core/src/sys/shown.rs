@@ -1,4 +1,4 @@
-//! What `/proc/PID/cmdline` and `environ` show of a fork that goes on as another program.
+//! Changes what `/proc/PID/cmdline` and `environ` show for a forked process that continues as another program.
 
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
@@ -19,15 +19,15 @@ struct Map {
     /// Null with size 0: as it is.
     auxiliary: u64,
     auxiliary_size: u32,
-    /// Not a descriptor: as it is.
+    /// -1 keeps the current executable.
     executable: i32,
 }
 
-/// Shows this environment from now on, and these arguments if they are others than now. What is left alone can still be
-/// overwritten by programs that change their title.
+/// Sets the environment that `/proc` shows, and the arguments if they differ from the current ones. Arguments that are
+/// unchanged keep their memory, so that programs that change their title can still overwrite them.
 ///
 /// # Errors
-/// The kernel has no checkpoint and restore, or `/proc` is not there.
+/// The kernel lacks checkpoint and restore, or `/proc` is not mounted.
 pub fn show(argv: &[OsString], env: &[OsString]) -> nix::Result<()> {
     let (arguments, environment) = (block(argv), block(env));
     let mut map = current()?;
@@ -45,11 +45,11 @@ fn block(strings: &[OsString]) -> Vec<u8> {
     strings.iter().flat_map(|string| [string.as_bytes(), b"\0"].concat()).collect()
 }
 
-/// Puts it where it stays for as long as this process; returns its bounds.
+/// Copies the block to memory that is never freed. Returns the bounds of that memory.
 fn place(block: &[u8]) -> nix::Result<[u64; 2]> {
     let length = NonZeroUsize::new(block.len()).ok_or(Errno::EINVAL)?;
     let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-    // SAFETY: new memory, which nobody else knows, of the length that is written.
+    // SAFETY: the memory was just mapped with the length of `block`, and no other code uses it.
     let start = unsafe {
         let memory = mmap_anonymous(None, length, access, MapFlags::MAP_PRIVATE)?;
         memory.as_ptr().cast::<u8>().copy_from_nonoverlapping(block.as_ptr(), block.len());
@@ -58,7 +58,7 @@ fn place(block: &[u8]) -> nix::Result<[u64; 2]> {
     Ok([start, start + block.len() as u64])
 }
 
-/// Where everything is now.
+/// Returns the current memory layout.
 fn current() -> nix::Result<Map> {
     let stat = read("stat")?;
     // The name in parentheses may hold anything, and is followed by the third field.
@@ -66,7 +66,7 @@ fn current() -> nix::Result<Map> {
     let text = str::from_utf8(&stat[after..]).map_err(|_| Errno::EINVAL)?;
     let fields: Vec<u64> = text.split_ascii_whitespace().map(|field| field.parse().unwrap_or(0)).collect();
     let field = |number: usize| fields.get(number - 3).copied().ok_or(Errno::EINVAL);
-    // SAFETY: it moves nothing where it is given null, and returns the end of the heap.
+    // SAFETY: with a null argument, `brk` changes nothing and returns the end of the heap.
     let end_of_heap = unsafe { libc::syscall(libc::SYS_brk, 0) };
     Ok(Map {
         code: [field(26)?, field(27)?],

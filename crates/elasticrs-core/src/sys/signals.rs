@@ -11,12 +11,14 @@ pub fn set_default(number: Signal) -> nix::Result<()> {
     unsafe { signal(number, SigHandler::SigDfl) }.map(drop)
 }
 
-/// The handlers of these two never interrupt each other: they run in the order of the signals.
+/// Makes each of the two signals block the other while its handler runs, so that the handlers run in the order of the
+/// signals.
 pub fn take_turns(one: Signal, other: Signal) -> nix::Result<()> {
     for (number, waits) in [(one as i32, other as i32), (other as i32, one as i32)] {
-        // SAFETY: integers and a handler that may be none, for which zero is a value.
+        // SAFETY: the struct consists of integers and an optional handler, for which zero is a valid value.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: the pointers are to a live local, or null; the handler is the one that was there.
+        // SAFETY: each pointer is null or points to a live local variable. The handler is the one that was installed
+        // before.
         Errno::result(unsafe { libc::sigaction(number, ptr::null(), &raw mut action) })?;
         // SAFETY: as above; the signal is a valid one.
         Errno::result(unsafe { libc::sigaddset(&raw mut action.sa_mask, waits) })?;

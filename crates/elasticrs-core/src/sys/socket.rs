@@ -1,7 +1,7 @@
-//! Receiving bytes with descriptors from a Unix socket.
+//! Receives bytes and descriptors from a Unix socket.
 //!
-//! nix's `recvmsg` refuses to look at the control data once it was cut off, and so leaks the descriptors that did
-//! arrive; here they are always owned.
+//! nix's `recvmsg` does not return the control data if it was truncated, so it leaks the descriptors that did arrive.
+//! Here, every received descriptor is owned.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -12,12 +12,12 @@ use nix::errno::Errno;
 /// The most descriptors that the kernel carries with one message (`SCM_MAX_FD`).
 pub const MAX_DESCRIPTORS: usize = 253;
 
-/// One chunk of a stream.
+/// A chunk of a stream.
 #[derive(Debug)]
 pub struct Chunk {
-    /// How many bytes; 0 at the end of the stream.
+    /// Number of bytes. 0 at the end of the stream.
     pub bytes: usize,
-    /// What came with them, close-on-exec.
+    /// Descriptors that arrived with the bytes. They are close-on-exec.
     pub fds: Vec<OwnedFd>,
     /// Descriptors were dropped, because this process may not open more.
     pub truncated: bool,
@@ -65,7 +65,7 @@ unsafe fn descriptors(header: &libc::msghdr) -> Vec<OwnedFd> {
         let (level, kind, length) =
             unsafe { ((*message).cmsg_level, (*message).cmsg_type, (*message).cmsg_len as usize) };
         if (level, kind) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
-            // SAFETY: the arithmetic of the macros on a valid header.
+            // SAFETY: these macros only compute addresses from a valid header.
             let (data, start) = unsafe { (libc::CMSG_DATA(message), libc::CMSG_LEN(0) as usize) };
             for offset in (0..length.saturating_sub(start)).step_by(size_of::<RawFd>()) {
                 // SAFETY: within the message's data; the kernel installed this descriptor for us alone.
@@ -74,7 +74,7 @@ unsafe fn descriptors(header: &libc::msghdr) -> Vec<OwnedFd> {
                 });
             }
         }
-        // SAFETY: `message` came from the same header.
+        // SAFETY: `message` belongs to `header`.
         message = unsafe { libc::CMSG_NXTHDR(header, message) };
     }
     fds

@@ -3,7 +3,7 @@
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
-/// What can fail when a worker is started. The numbers are those of the stage pipe.
+/// Steps of starting a worker that can fail. Their numbers are written to the stage pipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Stage {
@@ -11,7 +11,7 @@ pub enum Stage {
     Clone = 1,
     /// `setsid`.
     NewSession = 2,
-    /// `prctl(PR_SET_PDEATHSIG)`, or the parent was gone already.
+    /// `prctl(PR_SET_PDEATHSIG)` failed, or the parent had already exited.
     ParentDeathSignal = 3,
     /// Opening the file of a standard descriptor.
     OpenLog = 4,
@@ -23,29 +23,29 @@ pub enum Stage {
     Exec = 7,
     /// The agent could not receive the pidfd (its own descriptor limit).
     Receive = 8,
-    /// Not begun: the deadline of the fence has passed.
+    /// The start was not attempted, because the fence deadline has passed.
     Fence = 9,
     /// `sched_setaffinity`.
     Affinity = 10,
-    /// `fork`, with what libraries want done in the parent.
+    /// `fork`, including the fork handlers of libraries in the parent.
     Fork = 11,
-    /// The same, while the worker before has not settled.
+    /// `fork`, as above, while the previous worker has not settled yet.
     NextFork = 12,
-    /// What libraries want done in the child of a `fork`.
+    /// The fork handlers of libraries in the child.
     Forked = 13,
 }
 
 impl Stage {
-    /// Why it failed, in words.
+    /// Returns the reason for the failure in words.
     pub fn reason(self, errno: Errno) -> &'static str {
         match (self, errno) {
             // The kernel's own words are "Try again".
             (Self::Clone, Errno::EAGAIN) => "the limit on processes is reached (RLIMIT_NPROC or a pids.max)",
-            // The kernel's own words are "No child processes".
+            // Replaces the kernel's text, "No child processes".
             (Self::Clone, Errno::ECHILD) => "it ended when it was forked",
             // Not an error of the kernel's.
             (Self::Clone, Errno::ECANCELED) => "what was imported has refused it (os.fork raised an exception)",
-            // The kernel's own words are "Invalid argument".
+            // Replaces the kernel's text, "Invalid argument".
             (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed here",
             (Self::Fence, _) => "the lease of the connection to the store has run out",
             _ => errno.desc(),

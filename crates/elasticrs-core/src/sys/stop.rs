@@ -1,9 +1,9 @@
-//! SIGSTOP to this process, but for a SIGCONT that came before it.
+//! Stops this process with SIGSTOP, unless a SIGCONT has already arrived.
 //!
-//! A process that catches SIGTSTP, and has work to do before it stops, loses a SIGCONT of that time: its SIGSTOP comes
-//! later, and nobody continues what was continued already. The kernel knows better: it discards a pending SIGTSTP on
-//! each SIGCONT, also where it is blocked. So the caller holds a SIGTSTP of its own back, and whoever looks at that
-//! after the SIGSTOP was sent knows whether a SIGCONT came before. It has to be another process.
+//! A process that handles SIGTSTP may have work to do before it stops itself with SIGSTOP. If SIGCONT arrives during
+//! that work, it has no effect, and the process then stops for good. The kernel helps to detect this: each SIGCONT
+//! discards a pending SIGTSTP, even a blocked one. So the caller keeps a blocked SIGTSTP pending. If it is gone after
+//! SIGSTOP was sent, a SIGCONT has arrived before. Another process must check this, because this one is stopped.
 
 use std::ffi::{CString, c_int, c_long, c_void};
 
@@ -13,7 +13,7 @@ use nix::sys::signal::Signal;
 use super::spawn::{Stack, set_signal_mask};
 use super::{signals, wait};
 
-/// Enough for all that comes before the masks in `/proc/PID/status`.
+/// Size of a buffer that holds `/proc/PID/status` up to and including the signal masks.
 const STATUS: usize = 4096;
 
 struct Shared {
@@ -22,14 +22,14 @@ struct Shared {
     buffer: [u8; STATUS],
 }
 
-/// Stops this process, and returns when it goes on. Not for long if SIGCONT has come since SIGTSTP is pending for the
-/// calling thread, which has to block it.
+/// Stops this process and returns when it is continued. The calling thread must block SIGTSTP and have it pending. If
+/// SIGCONT has arrived since SIGTSTP became pending, the process is continued at once.
 pub fn stop_unless_continued() -> nix::Result<()> {
     let parent = nix::unistd::getpid().as_raw();
     let status = CString::new(format!("/proc/{parent}/task/{}/status", nix::unistd::gettid()));
     let mut shared = Shared { parent, status: status.map_err(|_| Errno::EINVAL)?, buffer: [0; STATUS] };
     let stack = Stack::new()?;
-    // Without a signal at its end: nobody else may hear of it, or reap it.
+    // The helper process has no exit signal, so no other code is notified of its exit or reaps it.
     let flags = libc::CLONE_VM | libc::CLONE_VFORK;
     let before = set_signal_mask(u64::MAX);
     // SAFETY: the stack is a live mapping that nobody else uses; `shared` outlives the call, and the child uses it only
@@ -48,7 +48,8 @@ pub fn order_signals() -> nix::Result<()> {
 
 /// The child: as in [`super::spawn`], raw system calls only.
 extern "C" fn child_main(argument: *mut c_void) -> c_int {
-    // SAFETY: the parent passes a pointer to its `Shared` and stands still, so this is the only reference.
+    // SAFETY: the parent passes a pointer to its `Shared` and is suspended until the child has exited, so this is the
+    // only reference.
     let shared = unsafe { &mut *argument.cast::<Shared>() };
     signal(shared.parent, libc::SIGSTOP);
     if !is_pending(read(shared), libc::SIGTSTP) {
@@ -64,7 +65,7 @@ fn signal(pid: c_int, number: c_int) {
 
 fn read(shared: &mut Shared) -> &[u8] {
     let Shared { status, buffer, .. } = shared;
-    // SAFETY: a live string. The descriptor goes with the child.
+    // SAFETY: `status` is a live string. The descriptor is closed when the child exits.
     let fd = unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, status.as_ptr(), libc::O_RDONLY) };
     // SAFETY: the kernel writes into the buffer, of the length given.
     let count: c_long = unsafe { libc::syscall(libc::SYS_read, fd, buffer.as_mut_ptr(), buffer.len()) };
@@ -72,8 +73,8 @@ fn read(shared: &mut Shared) -> &[u8] {
     buffer.get(..usize::try_from(count).unwrap_or(0)).unwrap_or_default()
 }
 
-/// Whether this signal is pending for the thread with this status; true where the status does not say, as there is no
-/// reason to go on then. Neither allocates nor panics.
+/// True if the signal is pending according to this status of a thread. Also true if the status cannot be parsed,
+/// because there is then no evidence that the process should continue. Neither allocates nor panics.
 fn is_pending(status: &[u8], number: c_int) -> bool {
     const NAME: &[u8] = b"SigPnd:\t";
     let at = status.windows(NAME.len()).position(|window| window == NAME);

@@ -4,9 +4,9 @@ use std::os::fd::OwnedFd;
 
 use nix::sys::timerfd::TimerFd;
 
-/// The timer behind a descriptor that was received. `EINVAL` when it is none.
+/// Converts a received descriptor to a timer. The error is `EINVAL` if the descriptor is not a timer.
 pub fn from_descriptor(fd: OwnedFd) -> nix::Result<TimerFd> {
-    // SAFETY: the call below checks what is asked for, before anybody else gets it.
+    // SAFETY: the call below verifies that the descriptor is a timer before the value is used elsewhere.
     let timer = unsafe { TimerFd::from_owned_fd(fd) };
     timer.get()?;
     Ok(timer)

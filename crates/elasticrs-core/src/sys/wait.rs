@@ -8,19 +8,19 @@ use nix::unistd::Pid;
 
 use crate::exit::Usage;
 
-/// What `wait4` found.
+/// Result of `wait4`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Waited {
-    /// A child has ended (and is reaped now), was stopped, or goes on.
+    /// A child has exited (and was reaped), was stopped, or was continued.
     Changed {
         pid: i32,
         status: i32,
-        /// What it and its waited-for children used.
+        /// Resources used by the child and the descendants that it has waited for.
         usage: Usage,
     },
     /// There are children, and none has changed.
     Pending,
-    /// `ECHILD`: there is no child at all. In a subreaper the proof that nothing is left.
+    /// There is no child (`ECHILD`). In a subreaper, this proves that no descendant is left.
     NoChildren,
 }
 
@@ -29,7 +29,7 @@ pub fn any_child() -> Waited {
     wait(-1, libc::WNOHANG | libc::WUNTRACED | libc::WCONTINUED)
 }
 
-/// True if the process has ended; it is not reaped. `None` when it is no child of this one.
+/// True if the process has exited. Does not reap the process. `None` if it is not a child of this process.
 pub fn child_has_ended(pid: i32) -> Option<bool> {
     peek(Id::Pid(Pid::from_raw(pid)))
 }
@@ -44,17 +44,17 @@ fn peek(id: Id<'_>) -> Option<bool> {
     match waitid(id, flags) {
         Ok(WaitStatus::StillAlive) => Some(false),
         Err(Errno::ECHILD) => None,
-        // An error as well: nix has no words for an end by a real-time signal.
+        // An error also means that the process has exited, because nix cannot represent a death by a real-time signal.
         Ok(_) | Err(_) => Some(true),
     }
 }
 
-/// Reaps one child, blocking until it has ended. For children that are known to be ending.
+/// Reaps one child. Blocks until the child has exited, so it is only meant for children that are about to exit.
 pub fn reap(pid: i32) -> Waited {
     wait(pid, 0)
 }
 
-/// Reaps one child if it has ended.
+/// Reaps one child if it has exited.
 pub fn try_reap(pid: i32) -> Waited {
     wait(pid, libc::WNOHANG)
 }

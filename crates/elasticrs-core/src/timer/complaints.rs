@@ -1,11 +1,11 @@
-//! Counts what was refused, and what has only to be told, and says so rarely.
+//! Counts rejected requests and expired timers without a signal, and reports them at a limited rate.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::record::Refusal;
 
-/// The same complaint comes at most so often.
+/// Minimum time between two reports of the same kind.
 pub const INTERVAL: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Default)]
@@ -15,14 +15,14 @@ struct Kind {
     last: Option<Instant>,
 }
 
-/// What was refused so far, by kind.
+/// Numbers of rejected requests, by kind.
 #[derive(Debug, Default)]
 pub struct Complaints {
     kinds: BTreeMap<Refusal, Kind>,
 }
 
 impl Complaints {
-    /// Counts one; a text when the user should hear of it. `claim` is what was refused, for people.
+    /// Counts a rejected request. Returns a message if the user should be notified now. `claim` describes the request.
     pub fn add(&mut self, refusal: Refusal, now: Instant, claim: impl FnOnce() -> String) -> Option<String> {
         let kind = self.kinds.entry(refusal).or_default();
         kind.count += 1;
@@ -36,17 +36,18 @@ impl Complaints {
     }
 }
 
-/// So many timers without a signal are told in one [`INTERVAL`]: a program may let thousands of them in a second.
+/// Maximum number of expired timers without a signal that are reported in each [`INTERVAL`]. A program may cause
+/// thousands of them in a second.
 pub const MAX_TOLD: u32 = 64;
 
-/// What is to be said of those that were not told.
+/// Returns the message for the expired timers that were not reported one by one.
 pub fn more_timers(count: u64) -> Option<String> {
     let timers = if count == 1 { "timer" } else { "timers" };
     (count > 0)
         .then(|| format!("{count} more {timers} expired without a signal: at most {MAX_TOLD} a minute are reported"))
 }
 
-/// The beginning of a line of unknown content, fit for a terminal.
+/// Returns the beginning of a line, made safe for a terminal.
 pub fn excerpt(line: &[u8]) -> String {
     const SHOWN: usize = 120;
     let more = if line.len() > SHOWN { "…" } else { "" };

@@ -11,30 +11,32 @@ use nix::fcntl::{FcntlArg, Flock, FlockArg, fcntl};
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 
-/// Room for some 5,000 records: workers go on while this process waits for a CPU. As much as an ordinary user may have.
+/// Capacity of the FIFO in bytes. It has room for about 5,000 records, so that workers do not block while this process
+/// waits for a CPU. A user without privileges may not request more.
 pub const CAPACITY: i32 = 1 << 20;
 
-/// A FIFO that only this process reads. It is removed when this is dropped, together with the directory made for it.
+/// A FIFO that only this process reads. Dropping it removes the FIFO and the directory that was made for it.
 #[derive(Debug)]
 pub struct Fifo {
     path: PathBuf,
     directory: Option<PathBuf>,
-    /// Open for both directions, so that it never ends for want of writers. The lock tells others of our kind.
+    /// The FIFO, opened for reading and writing, so that reading never hits the end of the file when there are no
+    /// writers. The lock shows other processes of this program that the FIFO is in use.
     file: Flock<File>,
 }
 
 impl Fifo {
-    /// Makes one: at `path`, or in a directory of its own that only this user can enter.
+    /// Creates a FIFO at `path`, or in a new directory that only this user can enter.
     ///
-    /// What a server that was killed has left is taken over: a FIFO of this user that nobody else may open, and nobody reads.
-    /// Anything else is left alone.
-    /// Fails with `EEXIST` when something else is at `path`, with `EBUSY` when somebody reads the FIFO there.
+    /// Takes over the FIFO of a server that was killed: a FIFO of this user that no other user may open and that no
+    /// process reads. Any other existing file is left alone. Fails with `EEXIST` if another file is at `path`, and with
+    /// `EBUSY` if another process reads the FIFO there.
     pub fn create(path: Option<&Path>) -> io::Result<Self> {
         let Some(path) = path else {
             let directory = make_directory()?;
             let path = directory.join("timers");
             return Self::at(path, Some(directory.clone())).inspect_err(|_| {
-                // What made it fail is what the caller should hear of.
+                // Ignore an error of the clean-up, because the caller needs the original error.
                 let _ = fs::remove_dir(&directory);
             });
         };
@@ -47,25 +49,26 @@ impl Fifo {
             made => {
                 made?;
                 take(&path).inspect_err(|error| {
-                    // Whoever has taken it before us uses it.
+                    // Do not remove the FIFO if another process has locked it before.
                     if error.kind() != io::ErrorKind::ResourceBusy {
-                        // What made it fail is what the caller should hear of.
+                        // Ignore an error of the clean-up, because the caller needs the original error.
                         let _ = fs::remove_file(&path);
                     }
                 })
             }
         }?;
-        // Refused when this user's pipes hold too much already: then it holds less.
+        // Ignore an error, which occurs if this user's pipes use too much memory already. The FIFO then has a smaller
+        // capacity.
         let _ = fcntl(&*file, FcntlArg::F_SETPIPE_SZ(CAPACITY));
         Ok(Self { path, directory, file })
     }
 
-    /// Where it is.
+    /// Returns the path of the FIFO.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A descriptor of its own for whoever waits.
+    /// Returns a duplicate of the descriptor, to be polled.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         self.file.as_fd().try_clone_to_owned()
     }
@@ -78,7 +81,7 @@ impl Fifo {
 
 impl Drop for Fifo {
     fn drop(&mut self) {
-        // Whoever has put something else there may keep it; whoever has removed it has done our work.
+        // Remove the FIFO only if it is still the same file. It may have been replaced or removed already.
         if self.is_still_there() {
             let _ = fs::remove_file(&self.path);
         }
@@ -88,7 +91,7 @@ impl Drop for Fifo {
     }
 }
 
-/// Opens the FIFO there for this process alone.
+/// Opens and locks an existing FIFO for this process alone.
 fn take(path: &Path) -> io::Result<Flock<File>> {
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
     let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
@@ -105,7 +108,7 @@ fn in_use() -> io::Error {
 
 fn check_abandoned(path: &Path) -> io::Result<()> {
     let there = fs::symlink_metadata(path)?;
-    // One that is open to others was made by somebody else.
+    // Reject a FIFO that other users can open, because this program did not create it.
     let is_ours = there.mode() == libc::S_IFIFO | 0o600 && there.uid() == nix::unistd::geteuid().as_raw();
     if !is_ours {
         return Err(Errno::EEXIST.into());
@@ -113,7 +116,7 @@ fn check_abandoned(path: &Path) -> io::Result<()> {
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
     match OpenOptions::new().write(true).custom_flags(flags).open(path) {
         Ok(_) => Err(in_use()),
-        // Nobody has it open for reading.
+        // No process has the FIFO open for reading.
         Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(()),
         Err(error) => Err(error),
     }
@@ -198,7 +201,7 @@ mod tests {
         let (ours, theirs) = (directory.path().join("ours"), directory.path().join("theirs"));
         mkfifo(&theirs, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-        // What is open stays so.
+        // Open descriptors stay open.
         setrlimit(Resource::RLIMIT_NOFILE, 0, hard).unwrap();
         let refused = [&ours, &theirs].map(|path| Fifo::create(Some(path)).unwrap_err().raw_os_error());
         setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();

@@ -25,19 +25,19 @@ use std::time::Duration;
 
 use elasticrs_runtime::clock::nanoseconds;
 
-/// The watch is called at least this often.
+/// Maximum time between two calls of [`Watch::look`].
 pub const LOOK_EVERY: Duration = Duration::from_secs(5);
-/// Two looks are at least so far apart.
+/// Minimum time between two calls of [`Watch::look`].
 pub const LEAST_WAIT: Duration = Duration::from_millis(1);
-/// How often the watch is called while a rank is replaced, at most.
+/// Minimum time between two calls of [`Watch::look`] while a rank is being replaced.
 pub const LOOK_FOR_ABSENT: Duration = Duration::from_millis(100);
-/// A gap of so much more means that this process, and perhaps the whole machine, was stopped.
+/// If a call of [`Watch::look`] is late by more than this, this process or the whole machine was stopped.
 const SLACK: Duration = Duration::from_secs(1);
-/// The learned limit is never below this, unless the user says what is.
+/// Minimum of a learned limit, unless the user sets another minimum.
 pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
-/// The limit while too little is known to learn from.
+/// Limit that applies until [`ENOUGH_STEPS`] steps are known.
 pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
-/// How many steps have to be known.
+/// Number of steps that must be known before a limit is learned from them.
 pub const ENOUGH_STEPS: usize = 16;
 
 /// Time limit between two heartbeats of a rank.
@@ -45,14 +45,15 @@ pub const ENOUGH_STEPS: usize = 16;
 pub enum StepLimit {
     /// A fixed limit.
     Fixed(Duration),
-    /// A limit that is learned from the job's steps and is never below this duration. See [`learned`].
+    /// A limit that is learned from the durations of the job's steps, see [`learned`]. The limit is never shorter than
+    /// this duration.
     Learned(Duration),
 }
 
 /// Time limits for the ranks of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Limit between two signs of life of a rank.
+    /// Limit between two heartbeats of a rank. If no rank sends heartbeats, limit between two lines of output.
     pub step: StepLimit,
     /// Limit from the start of the group to the first sign of life of a rank. `None` for no limit.
     pub startup: Option<Duration>,
@@ -78,62 +79,63 @@ pub struct Beat {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Section {
     pub name: String,
-    /// From entering it, or the last heartbeat in it; `None`: it may take any time.
+    /// Limit in nanoseconds, measured from the start of the section or the last heartbeat in it. `None` for no limit.
     pub limit: Option<u64>,
 }
 
-/// What is known of a rank at a look.
+/// State of a rank at the time of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Seen {
     Ended,
-    /// It has not given any heartbeat.
+    /// The rank has sent no heartbeat yet.
     Nothing,
-    /// It has.
+    /// The rank has sent heartbeats, and this is the last one.
     Beat(Beat),
 }
 
-/// What a rank did not do in time.
+/// Event that a rank was expected to cause, but did not cause in time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missed {
-    /// Its first heartbeat.
+    /// The first heartbeat of the rank.
     Startup,
-    /// The next heartbeat.
+    /// The next heartbeat of the rank.
     Step,
-    /// The end of a section.
+    /// The end of the section that the rank is in.
     Section,
     /// The exit of the rank's process, after its program had returned.
     Exit,
-    /// A line of output. All other ranks missed theirs, too.
+    /// The next line of output. Used only if no rank sends heartbeats. A line of any rank counts for all ranks, so all
+    /// ranks have missed it.
     Line,
 }
 
-/// A rank of which at least half of its limit has passed.
+/// A rank that has used at least half of its limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overdue {
-    /// Its index among the ranks.
+    /// Index of the rank.
     pub rank: usize,
     pub missed: Missed,
-    /// Its last sign of life, or the start of the group.
+    /// Time of the rank's last sign of life, or of its start.
     pub since: u64,
     pub limit: Duration,
-    /// All of it has passed.
+    /// True if the whole limit has passed.
     pub is_due: bool,
 }
 
-/// The outcome of a look.
+/// Result of [`Watch::look`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nobody hangs; look again then.
+    /// No rank hangs. Contains the time of the next check.
     LookAgain(u64),
-    /// Some do; these are late, the one with the oldest sign of life first.
+    /// At least one rank hangs. Contains all late ranks, and the rank with the oldest sign of life comes first.
     Hung(Vec<Overdue>),
 }
 
-/// The limit that follows from how long steps took: the longest of `least`, ten times the median, three times the
-/// longest. `None` when too few are known.
+/// Returns the limit for a step, learned from the durations of earlier steps: ten times the median, or three times the
+/// longest step, or `least`, whichever is longest. `None` if fewer than [`ENOUGH_STEPS`] durations are known.
 ///
-/// The median makes it follow the job, whatever single steps did. The longest is there for what belongs to the job and
-/// happens now and then, such as an evaluation every hundred steps.
+/// The median adapts the limit to the job and ignores single outliers. The longest step accounts for regular events of
+/// the job that take longer, such as an evaluation every hundred steps.
 pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     if steps.len() < ENOUGH_STEPS {
         return None;
@@ -145,7 +147,8 @@ pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     Some(Duration::from_nanos(nanoseconds).max(least))
 }
 
-/// Time that does not count for a sign of life: more of it is added while there is no newer one.
+/// Time that does not count as silence of a rank, for example because the group was suspended. Belongs to the sign of
+/// life at `since` and expires with the next one.
 #[derive(Debug, Clone, Copy, Default)]
 struct Credit {
     since: u64,
@@ -157,25 +160,25 @@ impl Credit {
         if self.since == since { self.amount } else { 0 }
     }
 
-    /// All that has passed until `now`, at most.
+    /// Adds to the credit of the sign of life at `since`. The credit never exceeds the time from `since` to `now`.
     fn add(&mut self, since: u64, amount: u64, now: u64) {
         let amount = self.of(since).saturating_add(amount).min(now.saturating_sub(since));
         *self = Self { since, amount };
     }
 }
 
-/// The state between the looks at one group.
+/// State of the hang detection for one group.
 #[derive(Debug)]
 pub struct Watch {
     limits: Limits,
     started: u64,
-    /// By rank, when its process began.
+    /// Start time of the process of each rank.
     starts: Vec<u64>,
     /// Ranks that are being replaced.
     absent: BTreeSet<usize>,
-    /// Whether one was lost since the last look.
+    /// True if a rank has failed since the last check.
     has_lost: bool,
-    /// One credit for each rank, and one more for output lines.
+    /// Credit of each rank, followed by the credit for lines of output.
     credits: Vec<Credit>,
     looked: u64,
     frozen_at: Option<u64>,
@@ -225,7 +228,7 @@ impl Watch {
         self.frozen_at.get_or_insert(now);
     }
 
-    /// It goes on.
+    /// Records that the group is resumed.
     pub fn thaw(&mut self, now: u64, seen: &[Seen], line: Option<u64>) {
         if let Some(since) = self.frozen_at.take() {
             self.forgive(now.saturating_sub(since), now, seen, line);
@@ -233,13 +236,13 @@ impl Watch {
         }
     }
 
-    /// Whether what was seen of the processes after a look at `looked` says who hangs. It does not if the group was
-    /// suspended since: all of them stood still, and it was us who stopped them.
+    /// Returns true if evidence that was taken after a check at the time `looked` can be used. Returns false if the
+    /// group has been suspended since, because all processes were stopped then.
     pub fn holds(&self, looked: u64) -> bool {
         self.frozen_at.is_none() && self.thawed <= looked
     }
 
-    /// Judges. `line` is when the last line of any rank came.
+    /// Checks all ranks at the time `now`. `line` is the time of the last line of output of any rank.
     pub fn look(&mut self, now: u64, seen: &[Seen], line: Option<u64>) -> Verdict {
         if self.frozen_at.is_some() {
             return Verdict::LookAgain(now.saturating_add(nanoseconds(LOOK_EVERY)));
@@ -252,16 +255,16 @@ impl Watch {
         Verdict::Hung(late)
     }
 
-    /// Returns the ranks for which a rank of another node may be waiting. That rank has been silent for `silence`. A
-    /// local rank is returned if half of `silence`, or half of its own limit, has passed since its last sign of life.
-    /// The rank with the oldest sign of life comes first.
+    /// Returns the local ranks for which a rank of another node may be waiting, because that rank has been silent for
+    /// `silence` nanoseconds. Includes each local rank that has been silent for at least half of `silence` or half of
+    /// its own limit. The local rank that has been silent the longest comes first.
     pub fn suspects(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
 
-    /// Returns the ranks to which no limit applies because they have sent no heartbeat, although the limit for steps
-    /// has passed since their start. Also returns that limit. `None` if there are no such ranks, or if they were
-    /// already returned.
+    /// Returns the unwatched ranks, and the limit for steps. A rank is unwatched if it has been running for longer than
+    /// that limit without sending a heartbeat, and no other limit applies to it. Returns `None` if there are no such
+    /// ranks, or if an earlier call has returned such ranks.
     pub fn unwatched(&mut self, now: u64, seen: &[Seen], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         if self.unwatched_told || self.frozen_at.is_some() {
@@ -297,7 +300,8 @@ impl Watch {
         (!ranks.is_empty() && self.frozen_at.is_none()).then_some((ranks, limit))
     }
 
-    /// Returns the late ranks, and the time at which the next one will be due.
+    /// Returns the ranks that have been silent for at least half of their limit or half of `silence`, and the earliest
+    /// time at which a rank will reach its limit.
     fn late(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
         let is_first = std::mem::take(&mut self.has_lost);
         let gap = if is_first { u64::MAX } else { now.saturating_sub(self.looked) };
@@ -332,7 +336,8 @@ impl Watch {
         (late, next)
     }
 
-    /// Who is back. Where no rank has a heartbeat, a line is a sign of life of all.
+    /// Forgets the absent ranks whose new process has given a sign of life. If no rank sends heartbeats, a line of
+    /// output counts as a sign of life of all ranks.
     fn find_absent(&mut self, seen: &[Seen], line: Option<u64>) {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
         let starts = &self.starts;
@@ -356,7 +361,7 @@ impl Watch {
         }
     }
 
-    /// What each rank has to do, since when, and how long it may take.
+    /// Returns the event that is expected from each rank, with the start and the length of its limit.
     fn terms(&self, seen: &[Seen], line: Option<u64>, step: Duration) -> Vec<Overdue> {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
         let mut terms = Vec::new();
@@ -399,8 +404,9 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> V
     let somebody_beats = seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
-        // The return of the program does not count as a sign of life, because the signal that requests its stacks may
-        // have interrupted its wait.
+        // Compare the last heartbeat before the program returned. The return itself does not prove that the program was
+        // not hanging, because the signal that requests the stacks may have interrupted the call in which the program
+        // hung.
         (_, Some(Seen::Beat(beat))) if beat.is_exiting => beat.before_exit.is_none_or(|last| last <= overdue.since),
         (_, Some(Seen::Beat(beat))) => beat.last <= overdue.since,
         (_, Some(Seen::Nothing | Seen::Ended) | None) => true,
@@ -408,51 +414,52 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> V
     late
 }
 
-/// What evidence says of a rank, for [`blame`].
+/// Evidence about a rank, for [`blame`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Suspect {
-    /// More than half of its limit has passed.
+    /// True if at least half of the rank's limit has passed.
     pub is_late: bool,
-    /// All of it has passed.
+    /// True if the whole limit has passed.
     pub is_due: bool,
     pub is_stopped: bool,
     pub step: Option<u64>,
     pub last: u64,
-    /// Where its main thread stands.
+    /// Innermost frame of the rank's main thread.
     pub frame: Option<String>,
 }
 
-/// A rank that hangs on another node, as that node names it.
+/// A rank that hangs on another node, as reported by that node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Elsewhere {
-    /// For how long it has given no sign of life.
+    /// Time since the rank's last sign of life.
     pub silence: Duration,
     pub step: Option<u64>,
-    /// Where its main thread stands.
+    /// Innermost frame of the rank's main thread.
     pub frame: Option<String>,
 }
 
-/// What speaks against a rank; what says more comes first.
+/// Reason for blaming a rank, the strongest reason first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ground {
-    /// A signal has stopped it.
+    /// The rank was stopped by a signal.
     Stopped,
-    /// It is steps behind all others.
+    /// The rank is at an earlier step than all others.
     Behind,
-    /// All others stand at one place of the program, or wait in torch, and it elsewhere.
+    /// All other ranks are at the same place in the program or wait in torch, and this rank is somewhere else.
     Elsewhere,
-    /// Its sign of life is the oldest, and no other stands where it does.
+    /// The rank has the oldest sign of life, and no other rank is at the same place in the program.
     Apart,
-    /// Its sign of life is the oldest.
+    /// The rank has the oldest sign of life.
     Oldest,
 }
 
-/// Which of several ranks keeps the others waiting, by index, and why it: most of those that are late wait in a collective for it.
+/// Returns the index of the rank for which the others are waiting, and the reason for blaming it. Most late ranks are
+/// only waiting for that rank in a collective.
 ///
-/// In this order: one that a signal has stopped; the one that is steps behind all others; the only one that stands
-/// elsewhere in the program than all the others, of three or more; the only one that does not wait in torch for others;
-/// the one with the oldest sign of life, first of those whose limit has passed. Where several are behind the others, it is
-/// one of them. `None` when nobody is late.
+/// The first of these criteria that fits decides: a rank that was stopped by a signal; the only rank at the earliest
+/// step; the only one of three or more ranks that is at another place in the program; the only rank that does not wait
+/// in torch for others; the rank with the oldest sign of life, with ranks whose whole limit has passed first. If
+/// several ranks are at the earliest step, one of them is blamed. Returns `None` if no rank is late.
 pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     if let Some((stopped, _)) = late().find(|(_, suspect)| suspect.is_stopped) {
@@ -460,7 +467,7 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     }
     let least = late().filter_map(|(_, suspect)| suspect.step).min();
     let behind: Vec<usize> = late().filter(|(_, suspect)| suspect.step == least).map(|(index, _)| index).collect();
-    // Who has said no step may be in an earlier one.
+    // A rank that has not reported a step may be at an earlier one.
     let are_comparable = late().count() > 1 && late().all(|(_, suspect)| suspect.step.is_some());
     if let ([only], true) = (behind.as_slice(), are_comparable) {
         return Some((*only, Ground::Behind));
@@ -478,17 +485,19 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     })
 }
 
-/// Which of these keeps a rank of another node waiting, which is named there; `None` when that one is to blame.
+/// Returns the index of the local rank for which the rank `elsewhere` on another node is waiting, and the reason.
+/// Returns `None` if that other rank is to blame itself.
 pub fn blame_beside(suspects: &[Suspect], elsewhere: &Elsewhere) -> Option<(usize, Ground)> {
     let Elsewhere { step, frame, .. } = elsewhere;
-    // Of equals it is the one that is named already.
+    // Put the rank of the other node first, so that it is blamed if several ranks are equally suspect.
     let named = Suspect { is_late: true, is_due: true, step: *step, frame: frame.clone(), ..Suspect::default() };
     let all: Vec<Suspect> = [named].into_iter().chain(suspects.iter().cloned()).collect();
     let (index, ground) = blame(&all)?;
     Some((index.checked_sub(1)?, ground))
 }
 
-/// The only one that stands elsewhere than all the others, of three or more; or the only one that does not wait in torch.
+/// Returns the only one of three or more ranks that is at another place in the program, or else the only rank that does
+/// not wait in torch.
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     let placed: Vec<(usize, &str)> =
@@ -499,7 +508,7 @@ fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
         let first = others.next();
         placed.len() >= 3 && others.all(|other| Some(other) == first)
     });
-    // One that nobody could ask may not wait, too.
+    // A rank whose frame is unknown may also not be waiting in torch.
     let are_known = placed.len() > 1 && placed.len() == late().count();
     odd.or_else(|| only(&placed, |frame| !waits(frame)).filter(|_| are_known)).map(|(index, _)| index)
 }
@@ -509,7 +518,7 @@ fn only<'a>(placed: &[(usize, &'a str)], is: impl Fn(&str) -> bool) -> Option<(u
     found.next().copied().filter(|_| found.next().is_none())
 }
 
-/// Whether this is where torch waits for other ranks: in a collective, or in those of a backward pass.
+/// Returns true if this is a frame in which torch waits for other ranks: in a collective, also during a backward pass.
 fn waits(frame: &str) -> bool {
     frame.contains("/torch/distributed/") || frame.ends_with(" in _engine_run_backward")
 }

@@ -35,7 +35,7 @@ impl Lines {
             return;
         }
         if self.partial.len() + bytes.len() > MAX_LINE {
-            // Told at once: its end may never come.
+            // Report the line at once, because its end may never arrive.
             line(None);
             self.partial.clear();
             self.skipping = true;

@@ -1,22 +1,24 @@
-//! Expiration timers of workers: what they ask for through a FIFO, and when that is due.
+//! Expiration timers: workers set them through a FIFO, and the agent acts when they expire.
 //!
-//! A worker writes a line to the FIFO when it enters a block that may hang, and another one when it leaves it. The lines
-//! are those of `torch.distributed.elastic.timer.FileTimerClient`. What is here is pure, apart from [`fifo`]: [`lines`]
-//! cuts bytes into lines, [`record`] reads them, [`table`] keeps the deadlines, [`complaints`] counts what was refused.
-//! The supervisor's runtime thread owns one of each, binds the records to processes, and reaps.
+//! A worker writes a line to the FIFO when it enters a block that may hang, and another line when it leaves the block.
+//! The format is that of `torch.distributed.elastic.timer.FileTimerClient`. All code except [`fifo`] is pure: [`lines`]
+//! splits bytes into lines, [`record`] parses them, [`table`] keeps the deadlines, and [`complaints`] counts rejected
+//! records. The supervisor's runtime thread owns one of each, matches records to processes, and kills processes whose
+//! timer has expired.
 //!
 //! Invariants, cited by the tests:
 //!
-//! - **TIM-1** a timer is due when its span of *monotonic* time has passed since its record was read (or since it was
-//!   asked for, where the record says so), and time in which the group is suspended does not count;
-//! - **TIM-2** whatever was written before a deadline counts before it: the FIFO is read empty before anybody is reaped;
-//! - **TIM-3** nobody is ever signalled but workers of the running group and their descendants, and those through
-//!   a pidfd that was opened when their first record was read;
-//! - **TIM-4** no bytes, in no amount, do more than be counted and complained of: memory is bounded by constants;
-//! - **TIM-5** the timers of a process end with it.
+//! - **TIM-1** A timer expires when its duration has passed on the *monotonic* clock since its record was read, or
+//!   since it was requested if the record contains that time. Time for which the group is suspended does not count.
+//! - **TIM-2** A record that was written before a deadline counts before it, because the FIFO is read empty before any
+//!   process is killed.
+//! - **TIM-3** Only workers of the running group and their descendants are ever signalled, through a pidfd that was
+//!   opened when their first record was read.
+//! - **TIM-4** Invalid input, in any amount, is only counted and reported. Memory is bounded by constants.
+//! - **TIM-5** The timers of a process are removed when it exits.
 //!
-//! Heartbeats are the other half: a worker leaves them in a page of memory ([`pages`]), and [`hang`] says who gave none
-//! for too long.
+//! Heartbeats are the other part: a worker stores them in a page of memory ([`pages`]), and [`hang`] finds the workers
+//! that missed their heartbeat deadline.
 
 pub mod complaints;
 pub mod fifo;

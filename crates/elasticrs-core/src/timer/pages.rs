@@ -1,8 +1,9 @@
-//! The page of memory in which a worker leaves its heartbeats.
+//! The page of memory in which a worker stores its heartbeats.
 //!
-//! Words of 64 bits, in the worker's order. The worker's side is `python/elasticrs/timer/heartbeats.py`; nobody waits for
-//! anybody, and whatever is in a page is only ever taken for what it says. It is the worker's memory, so what cannot be
-//! a time of one of its heartbeats is left out: one word of garbage must not make a rank immune, or teach a limit.
+//! The page consists of 64-bit words in the worker's byte order. The worker's side is
+//! `python/elasticrs/timer/heartbeats.py`. Neither side waits for the other. The page belongs to the worker, so values
+//! that cannot be the time of one of its heartbeats are ignored. Otherwise an invalid word could hide a hang, or
+//! distort a learned limit.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -22,9 +23,9 @@ const NAME: usize = 8;
 const NAME_WORDS: usize = 8;
 const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
-/// Limit value of a section without a limit.
+/// Number in the limit field of the page if the section has no limit.
 const UNLIMITED: u64 = u64::MAX;
-/// A heartbeat may come between the reading of the clock and that of the page.
+/// Tolerance in nanoseconds, because a heartbeat may be stored after the clock was read and before the page is read.
 const SLACK: u64 = 1_000_000_000;
 
 /// The page of one worker.
@@ -35,15 +36,15 @@ pub struct HeartbeatPage {
 }
 
 impl HeartbeatPage {
-    /// A new one, empty, for a worker that is started after `made`.
-    /// Fails where the system has no memory that the worker cannot take from under us.
+    /// Creates an empty page for a worker that is started after `made`. Fails if the system has no memory that can be
+    /// sealed, because the worker could otherwise truncate the page.
     pub fn new(made: u64) -> io::Result<Self> {
         Page::sealed(c"elasticrs-heartbeats").map(|page| Self { page, made })
     }
 
-    /// A descriptor for the worker, and what it finds in `ELASTICRS_HEARTBEAT` when the descriptor has this number:
-    /// number, device and inode, so that another file under that number is not taken for it. Without a `number` it is the
-    /// one that the descriptor has here, for workers that inherit it.
+    /// Returns a descriptor for the worker, and the value of `ELASTICRS_HEARTBEAT`. The value contains the descriptor's
+    /// number in the worker, the device and the inode, so that another file with the same number is not mistaken for
+    /// the page. Without `number`, it contains the number in this process, for workers that inherit the descriptor.
     pub fn share(&self, number: Option<RawFd>) -> io::Result<(OwnedFd, String)> {
         let descriptor = self.page.as_fd().try_clone_to_owned()?;
         let facts = fstat(&descriptor)?;
@@ -51,7 +52,7 @@ impl HeartbeatPage {
         Ok((descriptor, format!("{number}:{}:{}", facts.st_dev, facts.st_ino)))
     }
 
-    /// The page behind a descriptor of [`Self::share`], of a worker that begins after `made`.
+    /// Maps the page behind a descriptor of [`Self::share`], for a worker that starts after `made`. The error is
     /// `EINVAL` for any other file.
     pub fn of(descriptor: OwnedFd, made: u64) -> io::Result<Self> {
         Page::map(descriptor).map(|page| Self { page, made })
@@ -63,18 +64,20 @@ impl HeartbeatPage {
         self.read_by(|index| words[index].load(Ordering::Acquire), now)
     }
 
-    /// The worker gives a heartbeat before it sets the limit that begins then. In the other order, a limit that is seen
-    /// has its heartbeat: a long step is not judged by the short limit of the section that ended it.
+    /// Reads the page. The limit is read before the heartbeats, because the worker stores a heartbeat before the new
+    /// limit. A limit that is seen therefore has its heartbeat. Otherwise a long step could be judged by the short
+    /// limit of the section that ended it.
     fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> Seen {
         let (limit, exit) = (load(LIMIT), load(EXIT));
         let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
         let step = load(STEP);
-        // Not the place that the count names: the worker's stores may be seen in another order.
+        // Read all times and take the latest. The count does not reliably locate the latest time, because the worker's
+        // stores may become visible in another order.
         let can_be = |time: &u64| *time != 0 && (self.made..=now.saturating_add(SLACK)).contains(time);
         let mut times: Vec<u64> = (TIMES..TIMES + TIMES_KEPT).map(&mut load).filter(can_be).collect();
         times.sort_unstable();
         let Some(last) = times.last().copied().filter(|_| load(COUNT) > 0) else { return Seen::Nothing };
-        // An odd time ends a step; an even one begins or ends a section.
+        // An odd time marks the end of a step. An even time marks the start or the end of a section.
         let steps = times.windows(2).filter(|pair| pair[1] & 1 == 1).map(|pair| pair[1] - pair[0]).collect();
         let section =
             (limit != 0).then(|| Section { name: name_of(&name), limit: (limit != UNLIMITED).then_some(limit) });
@@ -139,11 +142,11 @@ mod tests {
         put(&page, TIMES + 3, 1001);
         put(&page, TIMES + 4, 1501);
         assert_eq!(page.read(2000), Seen::Beat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
-        // It came after the clock was read.
+        // This heartbeat was stored after the clock was read.
         assert_eq!(page.read(1400), Seen::Beat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
     }
 
-    /// The stores of `heartbeats.py`, in its order, against a reading that they fall into at any place.
+    /// Runs the stores of `heartbeats.py` in their order, interleaved with a reading in every possible way.
     #[test]
     fn a_limit_is_never_seen_without_the_heartbeat_that_began_it() {
         const STARTED: u64 = 1001;
@@ -161,7 +164,7 @@ mod tests {
             let mut left = stores[before..].iter();
             let mut number = 0;
             let load = |index: usize| {
-                // From its first one on, one store before each load: all of them in the end.
+                // Apply one store before each load, starting at the load `first`, until all stores are applied.
                 if number >= first {
                     left.by_ref().take(1).for_each(|(index, value)| words[*index] = *value);
                 }

@@ -1,35 +1,36 @@
-//! One line of the FIFO: a worker acquires a timer, or releases it.
+//! One line of the FIFO, with which a worker acquires or releases a timer.
 //!
-//! The fields are those of torch's client: `version`, `pid`, `scope_id`, `expiration_time` (seconds since 1970; negative:
-//! release) and `signal`. Ours adds what torch's server does not look at: `deadline_ns` (the same moment on the monotonic
-//! clock), `start_time` (field 22 of `/proc/PID/stat`), and `at` (where in the program).
+//! The fields of torch's client are `version`, `pid`, `scope_id`, `expiration_time` (seconds since 1970, negative to
+//! release) and `signal`. This library's client adds fields that torch's server ignores: `deadline_ns` (the expiration
+//! on the monotonic clock), `start_time` (field 22 of `/proc/PID/stat`), and `at` (the place in the program).
 
 use memchr::memmem;
 use serde::Deserialize;
 
 use crate::signal::Signal;
 
-/// What a worker asked for.
+/// A request of a worker.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Record {
     pub pid: i32,
     /// The name of the timer, unique in its process.
     pub scope: Box<str>,
     pub request: Request,
-    /// When the writer started, in the kernel's ticks since boot: tells it from a later process with its pid.
+    /// Start time of the writer, in the kernel's clock ticks since boot. Distinguishes the writer from a later process
+    /// with the same pid.
     pub start_time: Option<u64>,
 }
 
-/// What to do with a timer.
+/// Operation on a timer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request {
-    /// Start it, in place of an earlier one of the same process and scope.
+    /// Starts a timer, and replaces an earlier timer of the same process and scope.
     Acquire {
-        /// When it is due, in seconds since 1970, for people; and for the program where there is no `deadline_ns`.
+        /// Expiry in seconds since 1970. Used in messages, and as the deadline if `deadline_ns` is `None`.
         expires: f64,
-        /// The same on the monotonic clock, in nanoseconds.
+        /// Deadline in nanoseconds on the monotonic clock.
         deadline_ns: Option<u64>,
-        /// What to send when it is due; `None`: tell only.
+        /// Signal to send at the deadline. `None` to only report the expiry.
         signal: Option<Signal>,
         /// File and line of the block.
         at: Option<Box<str>>,
@@ -76,10 +77,12 @@ struct Wire {
     at: Option<Box<str>>,
 }
 
-/// How every record of both clients begins. A JSON string cannot hold it, as its quotes would be escaped.
+/// Beginning of every record of both clients. It cannot occur inside a JSON string, because its quotes would be escaped
+/// there.
 const BEGIN: &[u8] = br#"{"version""#;
 
-/// Reads one line; twice, when a writer died within its record and another one's follows in the same line.
+/// Reads one line. Reports two results if a writer died in the middle of its record, so that the next writer's record
+/// follows in the same line.
 pub fn read(line: &[u8], mut found: impl FnMut(Result<Record, Refusal>)) {
     let whole = parse(line);
     let rest = match whole {
@@ -95,7 +98,7 @@ pub fn read(line: &[u8], mut found: impl FnMut(Result<Record, Refusal>)) {
 /// Reads one record.
 pub fn parse(line: &[u8]) -> Result<Record, Refusal> {
     let wire: Wire = serde_json::from_slice(line).map_err(|_| {
-        // As Python writes them; they are not JSON.
+        // Spellings of Python's `json` module, which are not valid JSON.
         let is_no_number =
             [&b": NaN"[..], b": Infinity", b": -Infinity"].iter().any(|n| memmem::find(line, n).is_some());
         if is_no_number { Refusal::NotFinite } else { Refusal::Malformed }

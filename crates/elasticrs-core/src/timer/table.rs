@@ -10,29 +10,29 @@ use elasticrs_runtime::clock::Stamp;
 
 use crate::signal::Signal;
 
-/// No more timers than this at a time, all processes together.
+/// Maximum number of live timers of all processes.
 pub const MAX_TIMERS: usize = 16_384;
 
-/// What is due, and for whom.
+/// A timer that has expired.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Due {
     pub pid: i32,
     pub scope: Arc<str>,
     pub terms: Terms,
-    /// How many other timers of the same process are live.
+    /// Number of other live timers of the same process.
     pub others: usize,
 }
 
-/// What belongs to a timer, apart from its deadline.
+/// Data of a timer, except its deadline.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Terms {
-    /// When it is due by the wall clock of the worker, in seconds since 1970; for people.
+    /// Expiry on the worker's wall clock, in seconds since 1970. Used in messages only.
     pub expires: f64,
     pub signal: Option<Signal>,
     pub at: Option<Box<str>>,
 }
 
-/// When it is due in nanoseconds of the table's time, and a number that tells timers of one moment apart.
+/// Deadline in nanoseconds of the table's clock, and a number that distinguishes timers with the same deadline.
 type Position = (u64, u64);
 
 #[derive(Debug)]
@@ -48,22 +48,22 @@ pub struct Timers {
     queue: BTreeMap<Position, (i32, Arc<str>)>,
     last: u64,
     frozen_at: Option<u64>,
-    /// For how long the time of the table has stood still, in nanoseconds.
+    /// How long the table's clock has been paused, in nanoseconds.
     paused: u64,
 }
 
 impl Timers {
-    /// How many there are.
+    /// Returns the number of live timers.
     pub fn len(&self) -> usize {
         self.queue.len()
     }
 
-    /// Whether there are none.
+    /// True if no timer is live.
     pub fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
 
-    /// Whether this process has any.
+    /// True if this process has a live timer.
     pub fn has(&self, pid: i32) -> bool {
         self.by_process.contains_key(&pid)
     }
@@ -98,19 +98,19 @@ impl Timers {
         Some(scope)
     }
 
-    /// The process has ended.
+    /// Removes the timers of a process that has exited.
     pub fn remove_process(&mut self, pid: i32) {
         for timer in self.by_process.remove(&pid).into_iter().flat_map(HashMap::into_values) {
             self.queue.remove(&timer.position);
         }
     }
 
-    /// All have ended. Time goes on.
+    /// Removes all timers and resumes the clock.
     pub fn clear(&mut self) {
         *self = Self { last: self.last, ..Self::default() };
     }
 
-    /// The next deadline; `None` while time stands still or nothing is live.
+    /// Returns the next deadline. `None` if the clock is paused or no timer is live.
     pub fn next(&self) -> Option<Stamp> {
         let (&(due, _), _) = self.queue.first_key_value()?;
         self.frozen_at.is_none().then_some(Stamp(due.saturating_add(self.paused)))
@@ -132,12 +132,12 @@ impl Timers {
         Some(Due { pid, scope, terms, others })
     }
 
-    /// Time stands still from `now` on.
+    /// Pauses the clock at `now`.
     pub fn freeze(&mut self, now: Stamp) {
         self.frozen_at.get_or_insert(now.0);
     }
 
-    /// Time goes on: what was live is due later by the pause.
+    /// Resumes the clock. Live timers expire later by the length of the pause.
     pub fn thaw(&mut self, now: Stamp) {
         if let Some(since) = self.frozen_at.take() {
             self.paused += now.0.saturating_sub(since);
@@ -145,7 +145,8 @@ impl Timers {
     }
 }
 
-/// A time of the wall clock on the monotonic one, as both are now: steps of the wall clock before or after do not count.
+/// Converts a wall-clock time to the monotonic clock by the current offset between both. Steps of the wall clock before
+/// or after this call have no effect.
 pub fn on_monotonic(expires: f64, wall_now: f64, now: Stamp) -> Stamp {
     let span = (expires - wall_now) * 1e9;
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "casts of floats saturate")]
@@ -249,7 +250,7 @@ mod tests {
     }
 
     proptest! {
-        /// The model: what remains of each timer's span, in a list that is looked through.
+        /// Compares the table with a model: a list of the remaining time of each timer, which is searched linearly.
         #[test]
         fn it_does_as_a_list_would(steps in proptest::collection::vec(step(), 0..200)) {
             let (mut timers, mut now, mut frozen) = (Timers::default(), 1000_u64, false);
@@ -258,7 +259,8 @@ mod tests {
                 match step {
                     Step::Acquire(pid, scope, span) => {
                         let scope = scope.to_string();
-                        // While time stands still nobody runs who could ask; what was under way counts from the thaw.
+                        // No process runs while the clock is paused, so none can start a timer. A request that was
+                        // already on its way counts from the resumption.
                         if !frozen {
                             timers.acquire(pid, &scope, Stamp(now + span), terms());
                             model.insert((pid, scope), span);

@@ -266,8 +266,8 @@ impl Connection {
             self.hub.settled().await;
             let is_sent = match self.outbox.flush(&self.stream, pushed) {
                 Ok(is_sent) => is_sent,
-                // The client closed the connection before it was reset. Continue, because its last requests and the end
-                // of the stream can still be read.
+                // A broken pipe means that the client closed the connection before the connection was reset. Continue,
+                // because the client's last requests and the end of its stream can still be read.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => true,
                 Err(error) => return Err(error.into()),
             };

@@ -4,7 +4,7 @@
 //! state. Each commit appends a record. When the file has doubled, and at each start, the store replaces it by a new
 //! file with the current state. The store locks its file; it locks a new file before it moves the file into place.
 //!
-//! - **DISK-1** a change survives any crash of the process or the machine once [`StateFile::commit`] has returned; if
+//! - **DISK-1** a change survives any crash of the process or the machine once `StateFile::commit` has returned; if
 //!   the file was damaged after that, it is refused, or the loss is reported;
 //! - **DISK-2** a batch is read as a whole or not at all;
 //! - **DISK-3** a file that is damaged, truncated, in use or not a state file is left unchanged;
@@ -147,7 +147,7 @@ impl Image {
         }
     }
 
-    /// Returns the whole state as items, with `entries` instead of the image's own keys.
+    /// Returns the whole state as items of the state file. The keys come from `entries`, not from this image.
     pub(super) fn items(&self, entries: &BTreeMap<Arc<str>, Stored>) -> impl Iterator<Item = Item> {
         let store = Item::Store { run_id: self.run_id.clone(), ids: self.ids.clone() };
         let session = |(id, granted): (&SessionId, &Granted)| Item::Session { id: *id, granted: Some(granted.clone()) };
@@ -244,10 +244,10 @@ impl StateFile {
     }
 
     /// Replaces the file by a new one with this whole state, and returns when the new file is on disk. If the new file
-    /// cannot be written, the next attempt is due when the old file has doubled again.
+    /// cannot be written, the old file stays in use, and the next attempt is due when the old file has doubled in size.
     ///
     /// # Errors
-    /// The old file is no longer at its path, or it is unknown which file is.
+    /// Fails if the old file is no longer at its path, or if it is unknown which file is at that path.
     pub(super) fn replace(&mut self, whole: impl Iterator<Item = Item>) -> Result<Replaced, StateError> {
         match Self::begin(self.path.clone(), Some(&self.file), whole) {
             Ok(new) => {
@@ -262,7 +262,8 @@ impl StateFile {
         }
     }
 
-    /// Writes the final synced length to disk, so that a copy without the last record is later recognized as truncated.
+    /// Writes the final synced length to disk. If a copy of the file lacks the last record, this length shows that the
+    /// copy is truncated.
     pub(super) fn finish(&mut self) -> Result<(), StateError> {
         self.note_synced().and_then(|()| self.file.sync_data()).map_err(|source| self.failed(source))
     }
@@ -285,8 +286,8 @@ impl StateFile {
             return Err((failed("write", &path, Errno::ENOENT.into()), Harm::Unknown));
         };
         let mut begun = Self { path, file, dropped: 0, end: HEAD, digest: Digest::default(), begun: HEAD };
-        // Every store locks the new file before it replaces the state, so the file at `path` does not change from here
-        // on.
+        // This store now holds the lock on the new file. No other store can replace the file at `path`, because it
+        // would need the same lock.
         let is_there = match held {
             Some(held) => stands_at(&begun.path, held),
             None => begun.path.try_exists().map(|is_there| !is_there),
@@ -297,8 +298,9 @@ impl StateFile {
                 .fill(whole)
                 .map_err(harm(Harm::None))
                 .and_then(|()| put_in_place(&next, &begun.path).map_err(harm(Harm::Unknown))),
+            // Another file is at `path`. It replaced `held`, or it was created after the store had found no file there.
             Ok(false) if begun.path.exists() => Err((Errno::EWOULDBLOCK.into(), Harm::Unknown)),
-            // `held` was removed or replaced; or another file exists at `path`, although none was found before.
+            // There is no file at `path`, because the file `held` was removed.
             Ok(false) => Err((Errno::ENOENT.into(), Harm::Unknown)),
             Err(error) => Err((error, Harm::Unknown)),
         };
@@ -461,8 +463,8 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
         let damaged = || StateError::Damaged { path: path.to_owned(), at };
         let left = about.len() - at;
         let Some(record) = next_record(&mut reader, left, most, &mut digest).map_err(cannot_read)? else {
-            // Drop the bytes behind the synced length. They are usually from a commit that had not returned when the
-            // store stopped, so no client knows its changes.
+            // The file ends with an incomplete record. Ignore it: the store stopped before it had written the whole
+            // commit, so it has not confirmed these changes to any client.
             return if at < synced { Err(damaged()) } else { Ok(Some((image, left))) };
         };
         image.apply(Cursor::whole::<Vec<Item>>(&record).map_err(|Malformed(_)| damaged())?);

@@ -167,7 +167,8 @@ impl Hub {
     /// now on to reconnect.
     pub(super) fn going_on_with(mut self, file: StateFile, mut image: Image) -> Self {
         self.shared.get_mut().next_session = image.next_session;
-        // Use the same start time for all sessions, so that those that do not reconnect end in one revision.
+        // Use the same start time for all sessions, so that all sessions that do not reconnect expire together, in one
+        // revision.
         let now = boot_now();
         self.shared.get_mut().leases.look(now);
         for (session, granted) in &image.sessions {

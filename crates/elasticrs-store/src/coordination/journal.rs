@@ -103,8 +103,8 @@ impl Journal {
         }
     }
 
-    /// Writes all unsaved changes to disk. Returns a message for the user if the file could not be replaced by a
-    /// shorter one. The store keeps running then, because the old file works as long as it has room to grow.
+    /// Writes all unsaved changes to disk. Returns a message for the user if the state file should have been replaced
+    /// by a shorter one, but the new file could not be written. The store then continues with the old file.
     pub(super) fn save(&self, state: &State, next_session: SessionId) -> Result<Option<String>, StateError> {
         let Kept { file, image, keys, sessions } = &mut *self.kept.borrow_mut();
         (image.revision, image.next_session) = (state.revision(), next_session);

@@ -1,7 +1,7 @@
 //! The store in which the agents of a job meet.
 //!
 //! Keys with revisions, transactions, watches that push, and sessions: a session is a lease, and what it leased ends with
-//! it. [`state`], [`watches`] and [`leases`] decide, as plain functions; [`server`] and [`client`] carry out.
+//! it. `state`, `watches` and [`leases`] decide, as plain functions; [`server`] and [`client`] carry out.
 //! The bytes between them are in [`protocol`] and [`wire`].
 //!
 //! A server's hub owns keys, watches and leases; a connection's task owns its socket, and shares with the hub only what it has

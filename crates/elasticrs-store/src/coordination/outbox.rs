@@ -93,7 +93,7 @@ impl Outbox {
         self.next.get()
     }
 
-    /// Sets the number of received bytes that wait for the rest of their request.
+    /// Sets the number of received bytes that belong to an incomplete request.
     pub(super) fn set_unparsed(&self, bytes: usize) {
         self.connection.set(CONNECTION_COST + bytes);
     }
@@ -108,7 +108,8 @@ impl Outbox {
         if self.is_closing.replace(true) {
             return;
         }
-        // Keep a message that was partly sent, because the client could not tell the next message apart from it.
+        // Keep a message that was partly sent, because the client would otherwise read the next message as the rest of
+        // it.
         self.queue.borrow_mut().truncate(usize::from(self.sent.get() > 0));
         let mut last = if self.has_begun.get() { Vec::new() } else { MAGIC.to_vec() };
         last.extend(Answer::Refused { kind, message: message.into() }.encode());

@@ -16,7 +16,7 @@ pub const VERSION: (u16, u16) = (3, 0);
 /// A challenge, a proof: as long as SHA-256.
 pub type Digest = [u8; 32];
 
-/// Secret for resuming a session, in addition to its number.
+/// Secret that a client sends, together with the number of its session, to resume the session.
 pub type Secret = [u8; 32];
 
 /// Names a store from its start to its end.

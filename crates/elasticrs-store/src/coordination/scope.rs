@@ -18,8 +18,8 @@ use super::types::{Compare, Op, Txn};
 /// Derives the token of a scope, as hexadecimal text.
 pub fn scoped_token(token: &[u8], scope: &str) -> String {
     let mut mac = keyed(token);
-    // This prefix keeps scope tokens apart from proofs, which use the same key: the data of a proof starts with a
-    // random challenge.
+    // Start with this constant, so that no scope token equals a proof of the handshake. Both are made with the store's
+    // token, but the data of a proof starts with a random challenge.
     mac.update(b"scope\0");
     mac.update(scope.as_bytes());
     mac.finalize().into_bytes().iter().fold(String::new(), |mut text, byte| {
@@ -66,7 +66,8 @@ mod tests {
     use super::super::types::Watch;
     use super::*;
 
-    /// Returns one request for each place in which a request can have a key or prefix, with `key` in that place.
+    /// Returns one request for each field that holds a key or a prefix. That field is set to `key`, and all other keys
+    /// of the request are inside the scope.
     fn requests(key: &str) -> Vec<Request> {
         let (name, inside): (Arc<str>, Arc<str>) = (key.into(), "/own/x".into());
         let compares = [

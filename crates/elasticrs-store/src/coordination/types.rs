@@ -88,7 +88,7 @@ pub struct Txn {
 /// Prefix of the keys that a session may use. `None` if it may use all keys.
 pub type Scope = Option<Arc<str>>;
 
-/// The key, or the keys with a prefix, whose changes a client is notified of.
+/// The keys that a client watches: a single key, or all keys with a prefix.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Watch {
     /// A key, or a key prefix.

@@ -188,7 +188,7 @@ pub(super) enum Stage {
     Resolve,
     Connect,
     Tls(SocketAddr),
-    /// Connected; the first calls are being made.
+    /// The connection is open, and the first calls on it are in progress.
     Calls(SocketAddr),
 }
 

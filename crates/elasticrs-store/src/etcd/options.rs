@@ -25,7 +25,7 @@ pub struct Options {
     pub read_timeout: Duration,
     /// Keep-alives stop when the user has not asked for events for so long; `None`: never.
     pub stall_timeout: Option<Duration>,
-    /// `None`: nobody looks after this session, nor this one after others.
+    /// The sessions with which this session has links, if its guard sends last words. `None` for no links.
     pub links: Option<Site>,
 }
 

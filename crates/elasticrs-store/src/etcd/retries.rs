@@ -24,7 +24,7 @@ pub(super) struct Outage {
     pub(super) pause: u64,
 }
 
-/// Time limit of one request, and its failures since the first attempt.
+/// The retries of one request: when to give up, and the reason of the last failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Retries {
     limit: Duration,

@@ -16,39 +16,39 @@ use super::hub::{Closed, Hub, Peer};
 use super::map::Id;
 use super::wire::{Parser, Request};
 
-/// The most that is read at once, by whichever connection.
+/// Size in bytes of the read buffer that all connections share.
 pub(super) const CHUNK: usize = 128 * 1024;
-/// With more than this still to send, no further request is looked at.
+/// Number of unsent bytes above which no further request is executed.
 const MAX_UNSENT: usize = 64 * 1024;
-/// What a connection may keep of its buffers while it is idle.
+/// Maximum capacity in bytes that an idle connection keeps in its buffers.
 const MAX_IDLE: usize = 16 * 1024;
 
-/// How far a connection has come.
+/// Progress of a connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
     Greeted,
     Left,
 }
 
-/// A connection and what is known of its two directions; the socket is closed with it.
+/// A connection with the state of both of its directions. Dropping it closes the socket.
 pub(super) struct Connection {
     id: Id,
     stream: TcpStream,
     hub: Rc<RefCell<Hub>>,
     peer: Rc<Peer>,
     parser: Parser,
-    /// The head of a request that is not whole yet, or requests that wait until output was taken.
+    /// The start of an incomplete request, or requests that wait until the peer has taken earlier replies.
     unparsed: Vec<u8>,
-    /// How much of the peer's output is sent already.
+    /// Number of bytes of the peer's output that were sent already.
     sent: usize,
-    /// What our buffers count for in the store's budget.
+    /// Bytes of this connection's buffers that are charged to the store's budget.
     charged: usize,
     woken: Vec<Id>,
     stall: Option<Stall>,
 }
 
-/// The peer takes nothing. Two half-times must pass, so that a clock that jumps (this process was stopped) does not count
-/// as a long silence.
+/// Detects a peer that accepts no bytes. Two intervals of half the limit must pass, so that a clock jump (this process
+/// was stopped) does not count as a long silence.
 struct Stall {
     timer: Pin<Box<Sleep>>,
     is_second_half: bool,
@@ -56,7 +56,8 @@ struct Stall {
 
 impl Connection {
     pub(super) fn new(id: Id, stream: TcpStream, peer: Rc<Peer>, hub: Rc<RefCell<Hub>>) -> Self {
-        // Refused by the kernel only for a connection that is gone, and then reading tells.
+        // Ignore an error, because the kernel only refuses this for a connection that is gone, which the next read
+        // reports.
         let _ = stream.set_nodelay(true);
         Self {
             id,
@@ -72,11 +73,11 @@ impl Connection {
         }
     }
 
-    /// Serves it to its end. A client that leaves between two requests is no error.
+    /// Serves the connection until it ends. A client that disconnects between two requests is not an error.
     pub(super) async fn serve(&mut self) -> Result<(), Closed> {
         let limit = self.hub.borrow().limits.greeting;
         match self.serve_within(limit).await {
-            // How the connection of a worker that was killed ends.
+            // This is how the connection of a killed worker ends.
             Err(Closed::Lost(error)) if matches!(error.kind(), ConnectionReset | BrokenPipe) => Ok(()),
             result => result,
         }
@@ -113,7 +114,7 @@ impl Connection {
                 0 if self.unparsed.is_empty() => return Poll::Ready(Ok(Until::Left)),
                 0 => return Poll::Ready(Err(Closed::Truncated)),
                 CHUNK => {
-                    // Others get their turn before the next one.
+                    // Let other tasks run before the next read.
                     self.send(cx)?;
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
@@ -123,10 +124,10 @@ impl Connection {
         }
     }
 
-    /// Reads once, and carries out what is whole; returns how many bytes came.
+    /// Reads once and executes the complete requests. Returns the number of bytes that were read.
     fn receive(&mut self, cx: &mut Context<'_>) -> Poll<Result<usize, Closed>> {
         let mut scratch = std::mem::take(&mut self.hub.borrow_mut().scratch);
-        // Empty after a panic of another connection.
+        // The buffer is empty if another connection panicked while using it.
         scratch.resize(CHUNK, 0);
         let result = self.receive_into(&mut scratch, cx);
         self.hub.borrow_mut().scratch = scratch;
@@ -148,7 +149,7 @@ impl Connection {
         Poll::Ready(Ok(bytes.len()))
     }
 
-    /// Whether anything was whole.
+    /// Executes pending requests. Returns true if any was complete.
     fn work_off_unparsed(&mut self) -> Result<bool, Closed> {
         let mut unparsed = std::mem::take(&mut self.unparsed);
         let used = self.work_off(&unparsed)?;
@@ -161,7 +162,8 @@ impl Connection {
         Ok(used > 0)
     }
 
-    /// Carries out the requests at the head of `bytes`, as long as their replies are few; returns the length of these.
+    /// Executes the requests at the start of `bytes` until too many reply bytes are pending. Returns the length of the
+    /// executed requests.
     fn work_off(&mut self, bytes: &[u8]) -> Result<usize, Closed> {
         let mut hub = self.hub.borrow_mut();
         let mut out = self.peer.out.borrow_mut();
@@ -200,7 +202,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends what can be sent; returns whether further requests may be looked at.
+    /// Sends as many bytes as the socket accepts. Returns true if further requests may be executed.
     fn send(&mut self, cx: &mut Context<'_>) -> Result<bool, Closed> {
         let mut out = self.peer.out.borrow_mut();
         while self.sent < out.len() {
@@ -245,7 +247,7 @@ impl Connection {
 }
 
 impl Drop for Connection {
-    /// However it ends, also by a panic: what it held is given back.
+    /// Returns the memory that was charged to the budget, even after a panic.
     fn drop(&mut self) {
         if let Ok(mut hub) = self.hub.try_borrow_mut() {
             hub.map.stop_waiting(self.id);

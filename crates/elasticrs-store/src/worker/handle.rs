@@ -34,7 +34,8 @@ enum State {
 
 /// A store for the workers of one round.
 ///
-/// Dropping it does what [`Self::close`] does. In a process made by `fork` it does nothing: the server is the parent's.
+/// Dropping the store has the effect of [`Self::close`]. In a forked child, dropping does nothing, because the server
+/// belongs to the parent.
 pub struct WorkerStore {
     port: u16,
     limits: Limits,
@@ -43,9 +44,9 @@ pub struct WorkerStore {
 }
 
 impl WorkerStore {
-    /// Binds and listens: from now on clients can connect, and are answered from [`Self::serve`] on.
+    /// Binds and listens. Clients can connect from now on, and are answered once [`Self::serve`] has been called.
     ///
-    /// Without a `host` it listens on every address.
+    /// Without a `host`, the store listens on all addresses.
     pub fn new(host: Option<&str>, port: Port, limits: Limits) -> Result<Self, ListenError> {
         let listener = listen(host, port)?;
         let failed = |source: io::Error| ListenError { host: host.map(str::to_owned), port, source };
@@ -53,13 +54,13 @@ impl WorkerStore {
         Ok(Self { port, limits, state: Mutex::new(State::Listening(listener)), owner: std::process::id() })
     }
 
-    /// Where it listens.
+    /// Returns the port on which the store listens.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Answers on this thread from now on. `tell` gets a line for the user when a connection is closed for what it did.
-    /// Fails when it is served already, or closed, or the thread has ended.
+    /// Serves clients on this thread from now on. `tell` is called with a message for the user when a connection is
+    /// closed because of its behaviour. Fails if the store is already served or closed, or if the thread has ended.
     pub fn serve(&self, on: &dyn Spawn, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();
@@ -67,8 +68,8 @@ impl WorkerStore {
         })
     }
 
-    /// The same, but another thread answers, from the first client on: `hand_over` gives it the task then. Until that,
-    /// `on` looks whether anybody comes.
+    /// Does the same as [`Self::serve`], but another thread serves the clients. The task is passed to `hand_over` when
+    /// the first client connects. Until then, `on` waits for that client.
     pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();
@@ -100,14 +101,14 @@ impl WorkerStore {
         Ok(())
     }
 
-    /// Who waits for which keys: by address and pid of the client, in words; not all when there are many. Empty when nobody
-    /// is served.
+    /// Returns the keys for which each client waits. A client is described by its address and pid. The lists are
+    /// shortened if there are many. Empty if the store is not being served.
     pub fn waiting(&self) -> BTreeMap<String, Vec<String>> {
         let questions = match &*lock(&self.state) {
             State::Serving(questions) if self.is_ours() => questions.clone(),
             _ => return BTreeMap::new(),
         };
-        // Where a server has ended, nobody waits for anything.
+        // If the server has ended, no client waits for a key.
         ask(&questions, Question::Waiting).unwrap_or_default()
     }
 
@@ -118,12 +119,12 @@ impl WorkerStore {
         }
         let state = std::mem::replace(&mut *lock(&self.state), State::Closed);
         if let State::Serving(questions) = state {
-            // A server that has ended, with its thread, has closed everything by itself.
+            // If the server's thread has ended, it has already closed everything.
             ask(&questions, Question::Close);
         }
     }
 
-    /// Whether this process made it; a child made by `fork` did not.
+    /// True if this process created the store, false in a forked child.
     pub fn is_ours(&self) -> bool {
         std::process::id() == self.owner
     }

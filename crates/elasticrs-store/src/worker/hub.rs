@@ -1,4 +1,4 @@
-//! What the tasks of a store share.
+//! State that is shared by the tasks of a store.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
@@ -14,18 +14,18 @@ use elasticrs_runtime::notices::Notices;
 use super::map::{Id, Map, Refused};
 use super::wire::WireError;
 
-/// How much of who waits for what is told.
+/// Maximum number of waiting clients to report.
 const TOLD_WAITERS: usize = 256;
 const TOLD_KEYS: usize = 16;
 
-/// How much peers may take.
+/// Limits on the use of the store by its peers.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Bytes of everything that is stored, on its way in or on its way out.
+    /// Maximum number of bytes for all stored values, requests and replies.
     pub bytes: usize,
-    /// A connection that has not shown by then that it is a client is closed.
+    /// Time limit for a connection to prove that it is a client. The connection is closed after that.
     pub greeting: Duration,
-    /// A connection that has not taken a byte of its replies for so long is closed.
+    /// Time limit for a connection to accept a byte of its replies. The connection is closed after that.
     pub stall: Duration,
 }
 
@@ -48,25 +48,25 @@ pub enum Closed {
     Truncated,
     #[error("it did not take its replies for {} s", .0.as_secs_f32())]
     Stalled(Duration),
-    /// It was reset, or the kernel gave up on it.
+    /// The connection was reset or timed out.
     #[error("{0}")]
     Lost(#[from] io::Error),
 }
 
-/// What all tasks of a store use; none holds on to it across an `await`.
+/// State that is shared by all tasks of a store. No task borrows it across an `await`.
 pub(super) struct Hub {
     pub(super) map: Map,
     pub(super) peers: HashMap<Id, Rc<Peer>>,
-    /// Connections read into this one, so that those that are idle need no buffer.
+    /// Read buffer that all connections share, so that idle connections need no buffer.
     pub(super) scratch: Vec<u8>,
     pub(super) limits: Limits,
     pub(super) notices: Rc<Notices>,
 }
 
-/// What the tasks of other connections may touch.
+/// The part of a connection that tasks of other connections may access.
 pub(super) struct Peer {
     pub(super) address: SocketAddr,
-    /// The client's pid, as the clients of torch 2.5 and later tell it.
+    /// Pid of the client, as sent by the clients of torch 2.5 and later.
     pub(super) pid: Cell<Option<u32>>,
     pub(super) out: RefCell<Vec<u8>>,
     pub(super) waker: RefCell<Option<Waker>>,

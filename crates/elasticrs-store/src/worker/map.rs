@@ -1,7 +1,7 @@
-//! What the store holds, who waits for what, and what a request does to both. Pure.
+//! The contents of the store, the clients that wait for keys, and the effect of each request on both. Pure.
 //!
-//! A request gives bytes for the connection that sent it, and names the connections whose wait is over: each of these gets
-//! one [`READY`] byte. A connection waits for one thing at a time.
+//! A request produces bytes for the connection that sent it, and a list of connections whose wait is over. Each of
+//! these gets one `READY` byte. A connection waits for one thing at a time.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io::Write as _;
@@ -9,15 +9,15 @@ use std::rc::Rc;
 
 use super::wire::{Keys, MAX_MESSAGE, Pairs, Request, put_bytes, put_number};
 
-/// The reply to a wait that is over, and to a check that found everything.
+/// Reply that ends a wait, and reply to a check that found all keys.
 pub(super) const READY: u8 = 0;
 const MISSING: u8 = 1;
 const CANCELLED: u8 = 1;
 
-/// The longest value that is stored: one that was appended to, and can still be read.
+/// Maximum length of a stored value that requests to append can produce, so that it can still be read in one reply.
 pub const MAX_VALUE_STORED: usize = MAX_MESSAGE - 8;
 
-/// What an entry takes besides its bytes, about.
+/// Approximate memory in bytes that an entry uses in addition to its key and value.
 const OVERHEAD: usize = 96;
 
 /// A connection.
@@ -25,7 +25,7 @@ pub type Id = u64;
 
 type Key = Rc<[u8]>;
 
-/// Why a request cannot be answered; it has changed nothing.
+/// Reason why a request was rejected. A rejected request has no effect.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     #[error("the value of {0:?} is not a number")]
@@ -39,7 +39,7 @@ pub enum Refused {
     Value(usize),
 }
 
-/// Bytes that are in use for whatever peers have sent, and how many may be.
+/// Number of bytes that are in use for data of the peers, and the limit.
 #[derive(Debug, Default)]
 pub struct Budget {
     used: usize,
@@ -47,7 +47,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Takes bytes. After an error nothing was taken.
+    /// Adds to the number of bytes in use. Has no effect if it fails.
     pub(super) fn charge(&mut self, bytes: usize) -> Result<(), Refused> {
         self.check(bytes)?;
         self.used += bytes;
@@ -79,7 +79,7 @@ struct Waiting {
     what: What,
     /// Waits in the order in which they began.
     ticket: u64,
-    /// What was missing at the beginning, without repetition.
+    /// Keys that were missing when the wait started, without duplicates.
     keys: Vec<Key>,
     still_missing: usize,
     charged: usize,
@@ -93,7 +93,7 @@ pub struct Map {
     values: HashMap<Key, Vec<u8>>,
     queues: HashMap<Key, VecDeque<Vec<u8>>>,
     waiting: HashMap<Id, Waiting>,
-    /// By [`What`].
+    /// Waiting clients, indexed by [`What`].
     waiters: [Waiters; 2],
     tickets: u64,
     budget: Budget,
@@ -105,15 +105,15 @@ impl Map {
         Self { budget: Budget { used: 0, limit }, ..Self::default() }
     }
 
-    /// The bytes in use; those that are on the way in or out may be added to it.
+    /// Returns the budget, so that the caller can charge the bytes of requests and replies as well.
     pub fn budget(&mut self) -> &mut Budget {
         &mut self.budget
     }
 
-    /// Carries a request out.
+    /// Executes a request of the connection `from`.
     ///
-    /// Args: `from` sent it and gets what is appended to `reply`; the waits of those appended to `woken` are over.
-    /// After an error nothing has changed, and the connection is to be closed.
+    /// Appends the reply to `reply`, and the connections whose wait is over to `woken`. If it fails, the request had no
+    /// effect, and the caller must close the connection.
     pub fn apply(
         &mut self,
         from: Id,
@@ -157,7 +157,8 @@ impl Map {
         Ok(())
     }
 
-    /// Who waits, in the order in which they began, with at most `most` of the keys that each still misses.
+    /// Returns the waiting connections, in the order in which they started to wait. Each has at most `most` of the keys
+    /// that it still misses.
     pub(super) fn waiters(&self, most: usize) -> Vec<(Id, Vec<&[u8]>)> {
         let mut found: Vec<_> = self.waiting.iter().collect();
         found.sort_unstable_by_key(|(_, waiting)| waiting.ticket);
@@ -192,7 +193,7 @@ impl Map {
     }
 
     fn multi_set(&mut self, pairs: &Pairs<'_>, woken: &mut Vec<Id>) -> Result<(), Refused> {
-        // All or nothing: room for everything is made sure of before anything is stored.
+        // Check the budget for all pairs before storing any, so that the request has either its full effect or none.
         self.budget.check(pairs.clone().map(|(key, value)| cost(key, value)).sum())?;
         for (key, value) in pairs.clone() {
             self.set(key, value, woken)?;
@@ -208,7 +209,7 @@ impl Map {
         }
         self.budget.charge(value.len())?;
         if length > old.capacity() {
-            // Not by doubling: what is spare is not counted.
+            // Do not double the capacity, because unused capacity is not charged to the budget.
             old.reserve_exact(value.len().max(old.len() / 8));
         }
         old.extend_from_slice(value);
@@ -234,7 +235,7 @@ impl Map {
             self.set(key, desired, woken)?;
             put_bytes(reply, desired);
         } else {
-            // As torch's server: what was expected, where there is no such key.
+            // If the key does not exist, reply with the expected value, as torch's server does.
             let current = self.values.get(key).map_or(expected, Vec::as_slice);
             self.check_reply(8 + current.len())?;
             put_bytes(reply, current);
@@ -368,7 +369,7 @@ impl Map {
         Ok(())
     }
 
-    /// A key was written: it is missing no longer, for anybody.
+    /// Updates all waits for a key that now exists.
     fn wake_all(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         for id in self.waiters[What::Keys as usize].remove(key).unwrap_or_default().into_values() {
             if self.has_found(id) {
@@ -377,7 +378,8 @@ impl Map {
         }
     }
 
-    /// A queue has one value more: enough for one of those who wait, the oldest that waits for nothing else.
+    /// Updates the waits for a queue to which a value was added, the oldest first, until one of them is over. One value
+    /// is enough for only one client.
     fn wake_one(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         while let Some(waiters) = self.waiters[What::Keys as usize].get_mut(key) {
             let Some((_, id)) = waiters.pop_first() else { break };
@@ -390,7 +392,7 @@ impl Map {
         }
     }
 
-    /// One key less is missing; whether that was the last.
+    /// Records that a connection waits for one key less. Returns true if that was its last missing key.
     fn has_found(&mut self, id: Id) -> bool {
         let waiting = self.waiting.get_mut(&id).expect("who is among the waiters of a key waits");
         waiting.still_missing -= 1;
@@ -401,14 +403,14 @@ impl Map {
         is_over
     }
 
-    /// Forgets a wait of which no key is left among the waiters.
+    /// Removes a wait that has no missing keys.
     fn end_wait(&mut self, id: Id) {
         if let Some(waiting) = self.waiting.remove(&id) {
             self.budget.release(waiting.charged);
         }
     }
 
-    /// A connection has ended, or waits no more.
+    /// Removes the wait of a connection, because the connection has ended or has cancelled its wait.
     pub fn stop_waiting(&mut self, id: Id) {
         let Some(waiting) = self.waiting.remove(&id) else { return };
         self.budget.release(waiting.charged);
@@ -436,7 +438,7 @@ fn text(key: &[u8]) -> String {
     String::from_utf8_lossy(key).chars().take(80).collect()
 }
 
-/// As torch's server reads numbers: blanks, a sign, digits; what follows does not matter.
+/// Parses a number as torch's server does: leading blanks, a sign, digits. Ignores all that follows.
 fn parse_number(value: &[u8]) -> Option<i64> {
     let value = value.trim_ascii_start();
     let signs = usize::from(matches!(value.first(), Some(b'+' | b'-')));

@@ -86,7 +86,7 @@ fn encode(op: &Op) -> Vec<u8> {
     out
 }
 
-/// What an operation did: the reply, and who was woken.
+/// Result of an operation: the reply, and the connections that were woken.
 type Done = Result<(Vec<u8>, Vec<Id>), Refused>;
 
 fn apply(map: &mut Map, from: Id, op: &Op) -> Done {
@@ -103,12 +103,12 @@ fn apply(map: &mut Map, from: Id, op: &Op) -> Done {
     Ok((reply, woken))
 }
 
-/// The same store, written for being read: every wait is a set of keys, looked through on every change.
+/// A simple model of the store. Each wait is a set of keys, and all waits are searched on every change.
 #[derive(Default)]
 struct Model {
     values: BTreeMap<u8, Vec<u8>>,
     queues: BTreeMap<u8, VecDeque<Vec<u8>>>,
-    /// In the order in which they began: who, whether it is a barrier's, and for what.
+    /// The waits, in the order in which they started: the connection, true for a barrier, and the keys.
     waits: Vec<(Id, bool, BTreeSet<u8>)>,
 }
 
@@ -302,7 +302,7 @@ proptest! {
             let expected: Vec<Id> = model.waits.iter().map(|wait| wait.0).collect();
             prop_assert_eq!(waiting, expected);
         }
-        // Whatever was taken is given back with the last of it.
+        // All memory must be released once everything is removed.
         for from in 0..4 {
             map.stop_waiting(from);
         }

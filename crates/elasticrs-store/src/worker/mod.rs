@@ -1,15 +1,17 @@
 //! The store of the workers: a server for the clients of torch's `TCPStore` (2.4 and later).
 //!
-//! [`WorkerStore`] is the handle: it binds and listens when it is made, and answers once it is given a thread. [`wire`]
-//! cuts bytes into requests, [`map`] says what a request does, `server` moves bytes between sockets and these two.
+//! [`WorkerStore`] is the handle. It binds and listens when it is created, and serves clients once it is given a
+//! thread. [`wire`] splits bytes into requests, [`map`] executes requests, and `server` moves bytes between the sockets
+//! and these two.
 //!
 //! Invariants, cited by the tests:
 //!
-//! - **WS-1** what a connection gets does not depend on how its bytes were cut into segments;
-//! - **WS-2** the replies of a connection come in the order of its requests;
-//! - **WS-3** no memory is taken because a peer *says* that much will come; what is taken counts towards one limit;
-//! - **WS-4** whatever a connection does wrong ends that connection alone;
-//! - **WS-5** when the store is closed, so are the listener and every connection, at once.
+//! - **WS-1** The replies do not depend on how the bytes of a connection were split into segments.
+//! - **WS-2** The replies of a connection are sent in the order of its requests.
+//! - **WS-3** Memory is never reserved because a peer announces a length. All memory that is used counts towards one
+//!   limit.
+//! - **WS-4** An error of a connection closes only that connection.
+//! - **WS-5** Closing the store closes the listener and every connection at once.
 
 mod connection;
 mod handle;

@@ -1,8 +1,8 @@
-//! The store on sockets: a task that accepts, and one for each connection, all on one thread.
+//! Serves the store over sockets: one task that accepts, and one task per connection, all on one thread.
 //!
-//! A connection's task alone touches its socket. What it has to say to another connection (a wait is over) it appends to
-//! that one's output, and wakes its task. Nothing here waits for a peer: a connection whose output is not taken is not read
-//! from, and is closed when that lasts too long.
+//! Only a connection's own task uses its socket. To notify another connection (its wait is over), a task appends bytes
+//! to the output of that connection and wakes its task. No task waits for a peer. A connection that does not take its
+//! output is not read from, and it is closed if that lasts too long.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -24,19 +24,20 @@ use super::connection::{CHUNK, Connection};
 use super::hub::{Hub, Limits, Peer};
 use super::map::{Id, Map};
 
-/// What the thread of the store is asked.
+/// Requests to the thread of the store.
 pub(super) enum Question {
     Waiting(SyncSender<BTreeMap<String, Vec<String>>>),
     Close(SyncSender<()>),
 }
 
-/// Waits until somebody connects, so that a store that nobody uses needs no thread; `None`: it was closed before.
+/// Waits for the first client, so that an unused store needs no thread. Returns `None` if the store is closed before.
 pub(super) async fn first_client(
     listener: std::net::TcpListener,
     mut questions: UnboundedReceiver<Question>,
 ) -> Option<(std::net::TcpListener, UnboundedReceiver<Question>)> {
     let listener = Arc::new(OwnedFd::from(listener));
-    // Without a watch it is handed over at once; whoever serves it finds out what is wrong, and says so.
+    // If the listener cannot be watched, hand the store over at once. The thread that serves it then finds and reports
+    // the error.
     if let Ok(watched) = register(Arc::clone(&listener), Interest::READABLE) {
         loop {
             let question = tokio::select! {
@@ -44,7 +45,7 @@ pub(super) async fn first_client(
                 question = questions.recv() => question?,
                 _ = watched.readable() => break,
             };
-            // Whoever has asked may have given up since.
+            // Ignore send errors, because the asking thread may have stopped waiting.
             match question {
                 Question::Waiting(reply) => drop(reply.send(BTreeMap::new())),
                 Question::Close(reply) => {
@@ -58,7 +59,7 @@ pub(super) async fn first_client(
     Some((Arc::into_inner(listener)?.into(), questions))
 }
 
-/// The task of a store: ends when it is told to, or when the handle is gone.
+/// Runs a store until it is told to close or its handle is dropped.
 pub(super) async fn run(
     listener: std::net::TcpListener,
     limits: Limits,
@@ -83,12 +84,12 @@ pub(super) async fn run(
     };
     connections.shutdown().await;
     if let Some(reply) = closed {
-        // Whoever asked may have given up since.
+        // Ignore send errors, because the asking thread may have stopped waiting.
         let _ = reply.send(());
     }
 }
 
-/// Ends with whom to tell that everything is closed.
+/// Serves clients. Returns the sender that must be notified once everything is closed.
 async fn serve(
     door: &mut Door,
     hub: &Rc<RefCell<Hub>>,
@@ -101,7 +102,7 @@ async fn serve(
         tokio::select! {
             biased;
             question = questions.recv() => match question {
-                // Whoever has asked may have given up since.
+                // Ignore send errors, because the asking thread may have stopped waiting.
                 Some(Question::Waiting(reply)) => { let _ = reply.send(hub.borrow().waiting()); }
                 Some(Question::Close(reply)) => return Some(reply),
                 None => return None,
@@ -120,7 +121,7 @@ fn admit(hub: &Rc<RefCell<Hub>>, connections: &mut JoinSet<()>, id: Id, stream: 
     let hub = Rc::clone(hub);
     connections.spawn_local(async move {
         let mut connection = Connection::new(id, stream, Rc::clone(&peer), Rc::clone(&hub));
-        // Said before the socket is closed: who sees it closed can know why.
+        // Report the reason before closing the socket, so that it is known by the time the client notices.
         if let Err(reason) = connection.serve().await {
             let notices = Rc::clone(&hub.borrow().notices);
             notices.say(format!("the workers' store has closed the connection from {peer}: {reason}"));

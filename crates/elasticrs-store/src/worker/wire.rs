@@ -3,7 +3,7 @@
 //! The protocol has no frames: an opcode, then its fields. Integers are little-endian; keys and values are a `u64` length
 //! and that many bytes; a list is a `u64` count and its items.
 
-/// What a client sends after the opcode of `VALIDATE`.
+/// Number that a client sends after the opcode of `VALIDATE`.
 pub const MAGIC: u32 = 0x3C85_F7CE;
 /// The longest key, in bytes.
 pub const MAX_KEY: u64 = 8192;
@@ -32,8 +32,8 @@ pub enum WireError {
     Long,
 }
 
-/// A whole request; keys and values are in the buffer that it was parsed from. The names are those of the protocol, and
-/// `Map::apply` says what each does.
+/// A complete request, which borrows its keys and values from the buffer. The names are those of the protocol.
+/// `Map::apply` documents the effect of each request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request<'a> {
     Validate,
@@ -69,7 +69,7 @@ impl<'a> Iterator for Keys<'a> {
     }
 }
 
-/// The keys of a request with their values, in its order.
+/// The pairs of key and value in a request, in their order in the request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pairs<'a>(Fields<'a>);
 
@@ -88,7 +88,7 @@ enum Field {
     Fixed(usize),
 }
 
-/// The fields after the opcode, and whether a count comes first that says how often.
+/// The fields after the opcode of a request. They may be preceded by a count of their repetitions.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     fields: &'static [Field],
@@ -109,12 +109,12 @@ fn shape(opcode: u8) -> Result<Shape, WireError> {
     Ok(Shape { fields, is_list: matches!(opcode, 5 | 6 | 10 | 11) })
 }
 
-/// How far the request at the head of a buffer is known to be whole: what was looked at once is not looked at again,
-/// however small the pieces in which a large request arrives.
+/// Progress of checking whether the request at the start of a buffer is complete. Bytes that were checked are not
+/// checked again, no matter how small the pieces are in which a large request arrives.
 #[derive(Debug)]
 struct Scan {
     shape: Shape,
-    /// Times that the fields are still to come; `None` before the count was read.
+    /// Number of remaining repetitions of the fields. `None` until the count has been read.
     left: Option<u64>,
     field: usize,
     at: usize,
@@ -127,7 +127,7 @@ impl Scan {
         Ok(Self { shape, left, field: 0, at: 1 })
     }
 
-    /// Whether the request is whole; its length is then `self.at`.
+    /// Returns true if the request is complete. Its length is then `self.at`.
     fn advance(&mut self, buffer: &[u8]) -> Result<bool, WireError> {
         let left = match self.left {
             Some(left) => left,
@@ -164,7 +164,8 @@ impl Scan {
         Ok(true)
     }
 
-    /// The bytes of the present field with its length, when that is known already.
+    /// Returns the number of bytes of the current field, including its length prefix. `None` if the prefix is
+    /// incomplete.
     fn length(&self, buffer: &[u8]) -> Result<Option<usize>, WireError> {
         let (limit, error): (u64, fn(u64) -> WireError) = match self.shape.fields[self.field] {
             Field::Fixed(length) => return Ok(Some(length)),
@@ -191,13 +192,13 @@ pub struct Parser {
 }
 
 impl Parser {
-    /// Whether the client has shown that it is one.
+    /// True if the client has sent a valid `VALIDATE` request.
     pub fn is_validated(&self) -> bool {
         self.is_validated
     }
 
-    /// The request at the head of `buffer` and its length, or `None` when it is not whole yet: then the next call must be
-    /// with the same bytes and more behind them. Fails when the bytes can be no request, whatever follows.
+    /// Returns the request at the start of `buffer` and its length. `None` if the request is incomplete. The next call
+    /// must then pass the same bytes followed by more. Fails if the bytes cannot be the start of a request.
     pub fn next<'a>(&mut self, buffer: &'a [u8]) -> Result<Option<(Request<'a>, usize)>, WireError> {
         let Some(&opcode) = buffer.first() else { return Ok(None) };
         if !self.is_validated {
@@ -217,7 +218,7 @@ impl Parser {
     }
 }
 
-/// Bytes that are not the head of a `VALIDATE` are refused as soon as one of them shows it.
+/// Rejects bytes that are not the start of a `VALIDATE` request at the first byte that differs.
 fn check_greeting(buffer: &[u8]) -> Result<(), WireError> {
     let magic = MAGIC.to_le_bytes();
     let greeting = [0, magic[0], magic[1], magic[2], magic[3]];
@@ -252,7 +253,7 @@ fn decode(opcode: u8, body: &[u8]) -> Result<Request<'_>, WireError> {
     })
 }
 
-/// Reads fields that were found whole before.
+/// Reads the fields of a request that is known to be complete.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Fields<'a>(&'a [u8]);
 

@@ -7,7 +7,7 @@ use super::*;
 
 const GREETING: [u8; 5] = [0, 0xCE, 0xF7, 0x85, 0x3C];
 
-/// A request as it is sent: its keys and values, and a number where it has one.
+/// A request as it is sent: its keys and values, and its number if it has one.
 #[derive(Debug, Clone, PartialEq)]
 struct Sent {
     opcode: u8,
@@ -77,7 +77,7 @@ fn sent() -> impl Strategy<Value = Sent> {
     })
 }
 
-/// Feeds the pieces as a connection would; `true` when the requests were those that were sent.
+/// Feeds the pieces to the parser as a connection would. Returns `true` if the parsed requests equal the expected ones.
 fn parse(pieces: &[&[u8]], expected: &[Sent]) -> Result<bool, WireError> {
     let mut parser = Parser::default();
     let mut buffer = Vec::new();

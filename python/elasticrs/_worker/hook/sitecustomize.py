@@ -1,17 +1,17 @@
 """Runs at the start of a worker's interpreter, so that an uncaught exception reaches the failure report.
 
-Python imports a module of this name by itself; :func:`elasticrs._worker.hook_environment` puts this directory
-in front of ``PYTHONPATH``. The file stands alone: it must work in any Python from 3.8 on, with elasticrs not
-importable there. What it promises:
+Python imports a module of this name automatically, and :func:`elasticrs._worker.hook_environment` puts this
+directory first in ``PYTHONPATH``. The file is self-contained: it must work in any Python from 3.8 on, even if
+elasticrs cannot be imported there. It guarantees:
 
-- **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are as they would be without it, before the
-  user's own ``sitecustomize`` or anything else of the user's runs; so children of the worker do not run it.
+- **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are restored before the user's own
+  ``sitecustomize`` or other code of the user runs, so children of the worker do not run this hook.
 - **HOOK-2** the user's ``sitecustomize`` is found, run and, when it fails, reported by ``site`` as always.
-- **HOOK-3** the hook that was in ``sys.excepthook`` still prints; ours only writes the error file, and only
-  in the process in which it was installed (not in one forked from it).
-- **HOOK-4** what is needed only after a failure is loaded only then.
-- **HOOK-5** a finder stands in ``sys.meta_path`` only where the agent watches heartbeats, and only until
-  ``torch.optim.optimizer`` is imported; it finds nothing by itself.
+- **HOOK-3** the previous ``sys.excepthook`` still prints the exception. Ours only writes the error file, and
+  only in the process in which it was installed, not in forked children.
+- **HOOK-4** modules that are needed only after a failure are imported only then.
+- **HOOK-5** a finder is in ``sys.meta_path`` only if the agent watches heartbeats, and only until
+  ``torch.optim.optimizer`` is imported. It finds no modules itself.
 - **HOOK-6** if the program has a Python handler for SIGUSR1 or SIGUSR2, that signal is ignored while the
   interpreter shuts down, because the interpreter then restores the default action, which would kill a worker
   that is about to exit with 0.
@@ -39,19 +39,20 @@ def _step_aside() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
     elif len(entries) == 1:
         os.environ.pop("PYTHONPATH", None)
-    else:  # Named twice: the variable was there, and empty.
+    else:  # The variable named this folder twice, so it was set but empty before.
         os.environ["PYTHONPATH"] = ""
 
 
 def undisturbed(write: "Callable[[], None]") -> None:
-    """Call ``write``; Python handlers of signals that come meanwhile run when it has returned.
+    """Call ``write`` and delay Python signal handlers until ``write`` has returned.
 
-    Handlers run in the main thread between any two instructions, and may raise: torch's for SIGCHLD does when
-    a data loader has died. A mask does not keep them away: the kernel gives the signal to another thread, and
-    the interpreter still runs the handler in the main one. So each is replaced by one that notes the signal.
+    Handlers run in the main thread between any two instructions and may raise, as torch's SIGCHLD handler
+    does when a data loader has died. A signal mask does not prevent that, because the kernel delivers the
+    signal to another thread and the interpreter still runs the handler in the main thread. Each handler is
+    therefore replaced by one that only records the signal.
 
     Args:
-        write: is only called if this is not the main thread.
+        write: function to call. Outside of the main thread, it is called without delaying any handler.
 
     Raises:
         BaseException: what ``write`` or a handler has raised.
@@ -99,7 +100,9 @@ def undisturbed(write: "Callable[[], None]") -> None:
 
 
 def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
-    """Begin again when the handler of a signal has raised in the middle; return what the last one raised."""
+    """Run ``action``, and run it again whenever a signal handler raises inside it. Return the last exception
+    of a handler.
+    """
     raised = None
     for _ in range(100):
         try:
@@ -112,14 +115,18 @@ def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
 
 
 def _is_end(frame: "types.FrameType") -> bool:
-    """False if the program runs on: it called ``sys.excepthook`` itself, or a callback of it has raised."""
+    """Return true if the exception ends the program. Return false if the program continues, because it called
+    ``sys.excepthook`` itself or because a callback raised.
+    """
     while frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_name not in ("<module>", "_run_module_as_main")
 
 
 def _ignore_requests() -> None:
-    """Ignore SIGUSR1 and SIGUSR2 from now on if the program has a Python handler for them (HOOK-6)."""
+    """Ignore SIGUSR1 and SIGUSR2 while the interpreter shuts down, if the program handles them in Python
+    (HOOK-6).
+    """
     from _signal import SIG_IGN, SIGUSR1, SIGUSR2, getsignal, signal
 
     for signum in (SIGUSR1, SIGUSR2):
@@ -165,8 +172,8 @@ def _install(path: str) -> None:
     def at_exit() -> None:
         if os.getpid() == pid:
             _ignore_requests()
-        # The program may have replaced our `sys.excepthook`. The interpreter stores the exception in any
-        # case.
+        # Look at `sys.last_value` as well, because the program may have replaced our `sys.excepthook`. The
+        # interpreter stores every uncaught exception in `sys.last_value`.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not recorded:
             record(error, is_end=True)
@@ -181,11 +188,13 @@ def _install(path: str) -> None:
         # exit.
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:
-        return  # Continue, because only the stack of a crash will be missing from the report.
+        # Return without an error, because without this file only the stacks of a crash or of a hang are
+        # missing from the report.
+        return
     if not faulthandler.is_enabled():
         faulthandler.enable(descriptor)
-    # Write the stacks of all threads on this signal, which the agent sends when a rank hangs. See
-    # `stacks.py`.
+    # Write the stacks of all threads when signal SIGRTMIN + 12 arrives. The agent sends this signal when a
+    # rank hangs. See `stacks.py`.
     from _signal import SIG_DFL, SIGRTMIN, getsignal
 
     if getsignal(SIGRTMIN + 12) == SIG_DFL:
@@ -221,14 +230,16 @@ class _OptimizerImport:
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            return  # A loader in C: the steps give no heartbeats, which the agent tells.
+            # The loader is written in C and has no `exec_module` to replace. Optimizer steps then give no
+            # heartbeats, and the agent reports that.
+            return
 
 
 def _beat_with_steps(optimizers: object) -> None:
     try:
         from elasticrs._worker.optimizer_steps import beat_with_steps
     except ImportError:
-        return  # This Python has no elasticrs. The agent tells that the rank is not watched.
+        return  # elasticrs is not installed in this Python. The agent reports that the rank is not watched.
     beat_with_steps(optimizers)
 
 
@@ -236,7 +247,7 @@ def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if "ELASTICRS_HEARTBEAT" in os.environ and os.environ.get("ELASTICRS_AUTO_HEARTBEAT") != "0":
-        # A fork of the warm nursery may have it from there.
+        # The warm nursery may have imported the optimizers before it forked this worker.
         if _OptimizerImport.name in sys.modules:
             _beat_with_steps(sys.modules[_OptimizerImport.name])
         else:
@@ -244,7 +255,8 @@ def _start() -> None:
     del sys.modules["sitecustomize"]
     failed = True
     try:
-        # Raises when the user has none; `site` takes that, like everything else, as if it came from theirs.
+        # The import raises if the user has no `sitecustomize`. `site` handles any exception as if the user's
+        # file had raised it.
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 
         failed = False
@@ -252,11 +264,12 @@ def _start() -> None:
         failed = missing.name != "sitecustomize"
         raise
     finally:
-        # With -v `site` hands the error to `sys.excepthook`, and goes on.
+        # With `-v`, `site` passes the error to `sys.excepthook` and the program continues.
         if path and not (failed and sys.flags.verbose):
             _install(path)
 
 
-# `@record` imports the file under another name, for the function above.
+# Do nothing when `@record` imports this file. It uses a different module name and needs only the function
+# `undisturbed`.
 if __name__ == "sitecustomize":
     _start()

@@ -81,8 +81,8 @@ class Watch:
             return []
         shared = numpy.mtrand._rand._bit_generator
         found = [shared]
-        # The first value is the seed of numpy's shared generator. Search all objects, which is slow, only if
-        # there are more values.
+        # Search all objects for numpy generators only if more than one seed was recorded, because the search
+        # is slow. The first recorded seed is that of numpy's shared generator.
         if len(self._entropy.drawn) > 1:
             import gc
 

@@ -72,8 +72,8 @@ class Variables(dict):  # type: ignore[type-arg]
         # Read from this object instead of `os.environ`, because reads of `os.environ` may be recorded.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
-        # Make Arrow's variable visible to C now. OpenBLAS can wait, because workers set its thread count
-        # later.
+        # Show the script's value of Arrow's variable to C code from now on. The variable of OpenBLAS stays
+        # hidden, because workers set the thread count of OpenBLAS after the fork.
         if name == _ARROW:
             self._hidden.pop(name, None)
         self.hide()
@@ -90,7 +90,9 @@ class Variables(dict):  # type: ignore[type-arg]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Restore the environment that the first line of the script has to see."""
+        """Restore the environment for the first line of the script: undo the assignments of the preload
+        steps, and stop recording which variables are read.
+        """
         for name, value in self._before.items():
             del os.environ[name]
             os.environb.update({} if value is None else {os.fsencode(name): value})

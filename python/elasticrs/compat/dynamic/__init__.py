@@ -1,3 +1,3 @@
-"""The rendezvous over a user's own back end: state, decisions, turns. The handler is
+"""Rendezvous over a user's own back end: its state, decisions and turns. The handler is in
 :mod:`elasticrs.compat.dynamic_rendezvous`.
 """

@@ -1,7 +1,8 @@
-"""Events of a rendezvous over a back end: torch's names, at the points where torch records them.
+"""Rendezvous events of a handler over a back end. Their names and the moments of recording are those of
+torch.
 
-They cost nothing unless a handler is registered for ``dynamic_rendezvous``. Names are those of
-torch's classes, as who reads events knows them.
+Recording costs nothing unless a handler is registered for ``dynamic_rendezvous``. The names are those of
+torch's classes, because readers of these events know them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Recorder(Record):
     def tell(
         self, what: str, message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None
     ) -> None:
-        """Record an event of this class and method in torch; a failure takes the handled exception along."""
+        """Record an event under the name of torch's class and method. With state FAILED, the event includes
+        the exception that is being handled.
+        """
         if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
             return
         event = RdzvEvent(
@@ -85,7 +88,7 @@ class Recorder(Record):
 
     @contextmanager
     def failures(self, what: str) -> Iterator[None]:
-        """Record what is raised in here, by this method of the handler."""
+        """Record exceptions that are raised inside this block as failures of a method of the handler."""
         try:
             yield
         except Exception as error:

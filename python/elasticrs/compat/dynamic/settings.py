@@ -12,16 +12,16 @@ def _read_only(name: str) -> property:
 
 
 class RendezvousTimeout:
-    """How long the parts of a rendezvous may take; parts of seconds are fine.
+    """Time limits for the steps of a rendezvous. Fractions of seconds are allowed.
 
     Args:
-        join: until enough nodes have met; 600 s.
-        last_call: for further nodes, once enough have met; 30 s.
-        close: for closing; 30 s.
-        heartbeat: for one sign of life; 5 s.
+        join: time limit until enough nodes have joined; 600 s by default.
+        last_call: time for further nodes to join once there are enough; 30 s by default.
+        close: time limit for closing; 30 s by default.
+        heartbeat: time limit for sending a heartbeat; 5 s by default.
 
     Raises:
-        ValueError: a time that is not positive.
+        ValueError: a time is not positive.
     """
 
     _ZERO = timedelta(0)
@@ -60,13 +60,14 @@ class RendezvousSettings:
     """The settings of a rendezvous.
 
     Args:
-        run_id: the name of the job.
-        min_nodes: fewest nodes.
-        max_nodes: most nodes.
-        timeout: how long its parts may take.
-        keep_alive_interval: between two signs of life of a node.
-        keep_alive_max_attempt: a node that misses so many is taken for dead.
-        cas_backoff_max_seconds: the longest random pause after a write that another node has overtaken.
+        run_id: name of the job.
+        min_nodes: minimum number of nodes.
+        max_nodes: maximum number of nodes.
+        timeout: time limits of its steps.
+        keep_alive_interval: interval between two heartbeats of a node.
+        keep_alive_max_attempt: number of missed heartbeats after which a node is considered dead.
+        cas_backoff_max_seconds: longest random pause after a write that failed because another node wrote
+            first.
     """
 
     run_id: str
@@ -79,10 +80,10 @@ class RendezvousSettings:
 
 
 def check(settings: RendezvousSettings) -> None:
-    """Refuse settings that make no sense, in torch's words where torch refuses them.
+    """Reject invalid settings, with torch's error messages where torch also rejects them.
 
     Raises:
-        ValueError: one of them does not.
+        ValueError: a setting is invalid.
     """
     low, high, backoff = settings.min_nodes, settings.max_nodes, settings.cas_backoff_max_seconds
     if not settings.run_id:

@@ -1,11 +1,11 @@
-"""How a failure travels from a worker to the agent, and from there to whoever started the agent.
+"""Failures: how they get from a worker to the agent, and from the agent to its parent process.
 
-A worker writes its exception to an error file: through the hook of :mod:`elasticrs._worker`, or because its
-function is decorated with :func:`record`. The agent makes a :class:`ProcessFailure` of it, adds what the
-kernel knows, and raises :class:`ChildFailedError`, whose text is the failure report. Names, file format and
-report layout are torch's.
+A worker writes its exception to an error file, either through the hook of :mod:`elasticrs._worker` or because
+its function is decorated with :func:`record`. The agent turns the file into a :class:`ProcessFailure`, adds
+information from the kernel, and raises :class:`ChildFailedError`, whose text is the failure report. The
+names, the file format and the layout of the report are those of torch.
 
-Workers import this module: it loads nothing that is needed only after a failure.
+Workers import this module, so it imports nothing that is needed only after a failure.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = [
 
 
 class ChildFailedError(Exception):
-    """Workers have failed; the text is the report.
+    """Raised when workers have failed. The text is the failure report.
 
-    Under :func:`record` it passes up without a traceback of its own in the error file: the worker's takes its
-    place.
+    Under :func:`record`, the error file contains the traceback of the failed worker instead of a traceback of
+    this exception.
 
     Args:
-        name: what was run.
-        failures: by global rank, those included that ended because elasticrs stopped them.
+        name: name of the script, program or function.
+        failures: failures by global rank, including workers that ended because elasticrs stopped them.
 
     Raises:
-        AssertionError: no failures (as in torch).
+        AssertionError: there are no failures (as in torch).
     """
 
     def __init__(self, name: str, failures: dict[int, ProcessFailure]) -> None:
@@ -55,18 +55,18 @@ class ChildFailedError(Exception):
         super().__init__(self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default would call the class with the report as its only argument.
+        # Override pickling, because the default would call the class with the report as its only argument.
         return type(self), (self.name, self.failures)
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """The global rank and the failure of the root cause; see :mod:`.root_cause` for the rule."""
+        """Return the global rank and the failure of the root cause; see :mod:`.root_cause` for the rule."""
         from elasticrs.multiprocessing.errors.root_cause import root_cause
 
         rank = root_cause(self.failures)
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
-        """The report. The arguments draw its lines."""
+        """Return the report. The arguments are the characters of its separator lines."""
         from elasticrs.multiprocessing.errors.report import format_report
 
         return format_report(self.name, self.failures, boarder_delim, section_delim)
@@ -75,14 +75,14 @@ class ChildFailedError(Exception):
 def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
     """Decorate the main function of a worker, so that its exceptions are written to the error file.
 
-    elasticrs needs this only for what its hook cannot see: a worker that is no script but a function, or a
-    handler of one's own. As in torch ``SystemExit(0)`` becomes a return of ``None``, every other exception
-    that is no ``Exception`` passes unrecorded, and of a :class:`ChildFailedError` the error file of the root
-    cause is handed on.
+    elasticrs needs this only where its hook does not apply: for a worker that is a function, or for a custom
+    error handler. As in torch, ``SystemExit(0)`` becomes a return of ``None``, other exceptions that are not
+    a subclass of ``Exception`` pass unrecorded, and for a :class:`ChildFailedError` the error file of the
+    root cause is copied.
 
     Args:
         fn: the function.
-        error_handler: writes the file; :func:`get_error_handler` makes one by default.
+        error_handler: handler that writes the file; created by :func:`get_error_handler` by default.
     """
     handler = error_handler or get_error_handler()
 
@@ -104,7 +104,7 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         except Exception as error:
             handler.record_exception(error)
             raise
-        # Outside of the `try`: an error of this hook is none of the function's.
+        # Call this outside of the `try`, because an error in this callback is not a failure of the function.
         handler.record_success()
         return result
 

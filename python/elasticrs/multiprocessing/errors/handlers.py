@@ -1,4 +1,4 @@
-"""Where the error handler comes from; the place to put another one."""
+"""Source of the error handler. Programs replace :func:`get_error_handler` to use another one."""
 
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler
 
@@ -6,5 +6,5 @@ __all__ = ["get_error_handler"]
 
 
 def get_error_handler() -> ErrorHandler:
-    """The handler that ``@record`` uses when it is given none."""
+    """Return the default error handler of ``@record``."""
     return ErrorHandler()

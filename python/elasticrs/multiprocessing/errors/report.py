@@ -33,9 +33,9 @@ def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str
     """Return the whole report.
 
     Args:
-        name: what was run.
-        failures: by global rank, not empty.
-        border: draws the outer lines; ``section`` the inner ones.
+        name: name of the script, program or function.
+        failures: failures by global rank, at least one.
+        border: character of the outer lines. ``section`` is that of the inner lines.
         section: see ``border``.
     """
     root = root_cause(failures)
@@ -117,7 +117,7 @@ def _entry(
 def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
     if failure.seen_ns is None:
         return failure.timestamp_isoformat()
-    # By the times that put them in order.
+    # Sorted by the times that determine the order of failures.
     failed, first = failed_ns(failure) or failure.seen_ns, failed_ns(root)
     seconds, rest = divmod(failure.wall_ns - failure.seen_ns + failed, 1_000_000_000)
     text = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(seconds)) + f".{rest // 1_000_000:03}"
@@ -128,7 +128,7 @@ def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
 
 
 def traceback_text(failure: ProcessFailure) -> str:
-    """Return the traceback of a failure, or what else is known of it."""
+    """Return the traceback of a failure, or other known information if there is no traceback."""
     message = failure.message
     if isinstance(message, dict):
         extra = message.get("extraInfo")
@@ -169,7 +169,8 @@ def _enriched(message: str, failure: ProcessFailure) -> str:
 
     try:
         return errors.get_error_handler().maybe_enrich_signal_failure_message(message, failure.error_file)
-    except Exception as problem:  # The user's code; the report matters more.
+    # The user's error handler raised. Ignore that, because the report matters more.
+    except Exception as problem:
         return f"{message}\n(the error handler could not add to this: {problem!r})"
 
 
@@ -216,7 +217,7 @@ def _advice(failure: ProcessFailure) -> Iterable[str]:
 
 
 def _without(traceback: str, tail: Sequence[str]) -> list[str]:
-    """The lines of stderr that the traceback does not show already."""
+    """Return the lines of stderr that the traceback does not already contain."""
     known = {line.strip() for line in traceback.split("\n")}
     if traceback.startswith("Traceback"):
         return [line for line in tail if line.strip() not in known]

@@ -1,4 +1,4 @@
-"""One program as a worker, with torch's names."""
+"""A program that runs as a worker, under torch's names."""
 
 from __future__ import annotations
 

@@ -17,28 +17,29 @@ __all__ = ["SubprocessHandler"]
 
 
 class SubprocessHandler:
-    """Starts a program in a session of its own; with it end its descendants, after success within seconds.
+    """Starts a program in a session of its own. When the program ends, its descendants are ended too; after
+    success they get a few seconds.
 
-    Descriptors are given back by the first ``poll``, ``wait`` or ``close`` after that, or with the object,
-    which ends what is still there.
+    The first ``poll``, ``wait`` or ``close`` after the end releases the descriptors. Otherwise the deletion
+    of the object does, which also kills remaining processes.
 
-    Different from torch: files are appended to, and ``proc`` is no :class:`subprocess.Popen` but has its
-    ``pid``, ``poll``, ``wait``, ``returncode`` and ``send_signal``.
+    Differences from torch: output is appended to files, and ``proc`` is not a :class:`subprocess.Popen` but
+    has its ``pid``, ``poll``, ``wait``, ``returncode`` and ``send_signal``.
 
     Args:
         entrypoint: the program.
-        args: its arguments, made to text.
+        args: arguments, which are converted to text.
         env: added to the environment of this process.
-        stdout: a file for its standard output; the one of this process when empty or ``None``.
+        stdout: path of a file for its standard output; that of this process if empty or ``None``.
         stderr: the same for standard error.
-        local_rank_id: its local rank.
-        numa_options: how it is bound to CPUs.
+        local_rank_id: local rank of the program.
+        numa_options: binding of the program to CPUs.
 
     Attributes:
         proc: the process.
 
     Raises:
-        RuntimeError: it could not be started.
+        RuntimeError: the program could not be started.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class SubprocessHandler:
         return handler
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the program's process group; does not wait.
+        """Signal the program's process group without waiting for its end.
 
         Args:
-            death_sig: the signal; SIGTERM when ``None``.
+            death_sig: signal to send; SIGTERM if ``None``.
         """
         self.proc.send_signal(death_sig or signal.SIGTERM)

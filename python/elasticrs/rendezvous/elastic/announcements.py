@@ -34,7 +34,9 @@ def utc(time_ns: int) -> str:
 
 
 def end_of(head: Head, *, names_pid: bool = True) -> str:
-    """Return text that says how the head's round ended, or the previous round if that one is running."""
+    """Return text that says how the last finished round ended. This is the head's round, or the previous
+    round if the head's round is still running.
+    """
     end = head.end or {}
     kind = end.get("kind")
     if kind == "failure":

@@ -98,7 +98,9 @@ class Create(Value):
 
 
 class Adopt(Value):
-    """Discard the data of this seat, if it holds any, and start without data in another incarnation."""
+    """Discard the data of this seat, if there are any, and start without data as a member of the cluster with
+    another incarnation.
+    """
 
     incarnation: str
 
@@ -110,7 +112,7 @@ class Lost(Value):
 
 
 class Wait(Value):
-    """Check the other seats again after a short time."""
+    """Take no decision yet. Ask the other seats again after a short time."""
 
 
 class Refuse(Value):
@@ -195,7 +197,7 @@ def majority(seats: Sequence[Seat]) -> int:
 
 
 def next_step(view: View) -> Step:
-    """Decide the next step for the agent of this seat."""
+    """Decide what the agent of the seat ``view.mine`` does next with its etcd member."""
     answers = {
         index: answer
         for index, answer in enumerate(view.answers)
@@ -223,7 +225,8 @@ def next_step(view: View) -> Step:
     if best is not None:
         return Stay() if best == view.held else Adopt(best)
     if any(members and view.mine not in members for members in joined.values()):
-        # A cluster without this seat exists, but fewer than a majority of the seats hold it. Wait for more.
+        # A cluster that this seat never joined exists, but fewer than a majority of the seats have data of
+        # that cluster. Wait until more seats have data of it.
         return Wait()
     return Create() if view.waited >= _HEAD_START * view.mine else Wait()
 
@@ -252,7 +255,10 @@ def foreign(where: str) -> str:
 
 
 def _incarnation(label: str, answer: tuple[Entry, ...]) -> str:
-    """Return the incarnation in the names of the members; empty if they are not of this job."""
+    """Return the part of the members' names that says which start of the etcd cluster they belong to.
+
+    The part is empty if the members belong to another job.
+    """
     name = answer[0].name
     return name.removeprefix(f"{label}-").rpartition("-")[0] if name.startswith(f"{label}-") else ""
 

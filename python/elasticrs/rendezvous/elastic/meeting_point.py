@@ -316,11 +316,12 @@ class MeetingPoint:
             try:
                 gateway = Gateway(etcd.files, etcd.password)
             except OSError:
-                # Start the session, because it reports which certificate or key file is invalid.
+                # Allow the session to start. It will report which certificate or key file is invalid.
                 return True
             seat = gateway.find_foreign(etcd.seats, label, seconds)
             if seat is not None:
-                # Report an error only if this lasts, because a member of an earlier job may be about to exit.
+                # Treat another job's etcd as a final error only if it stays, because it may belong to an
+                # earlier job and be about to exit.
                 since = self._foreign_since = self._foreign_since or time.monotonic()
                 kind = "not_ours" if time.monotonic() - since > _DOUBT else "refused"
                 return ConnectionLost(kind, foreign(shown_endpoint(seat.host, seat.port)))

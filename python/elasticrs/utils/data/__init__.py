@@ -1,4 +1,4 @@
-"""Samplers and iterators for data, with torch's names; torch is imported with the sampler only."""
+"""Samplers and iterators for data, under torch's names. Only the sampler imports torch."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ _T = TypeVar("_T")
 
 
 class CyclingIterator(Iterator[_T]):
-    """Goes through what a function yields for each epoch, one after the other.
+    """Iterator over several epochs. A function returns the items of each epoch.
 
-    Different from torch: an epoch of nothing is passed over without recursion.
+    Unlike in torch, empty epochs are skipped without recursion.
 
     Args:
-        n: the epoch at which it ends.
-        generator_fn: an iterator for an epoch.
-        start_epoch: the first one.
+        n: epoch at which the iterator ends.
+        generator_fn: returns the iterator for an epoch.
+        start_epoch: first epoch.
     """
 
     def __init__(self, n: int, generator_fn: Callable[[int], Iterator[_T]], start_epoch: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""A sampler that begins in the middle of an epoch, where an interrupted one ended. Imports torch."""
+"""Sampler that can resume in the middle of an interrupted epoch. Imports torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ __all__ = ["ElasticDistributedSampler"]
 
 
 class ElasticDistributedSampler(DistributedSampler[Any]):
-    """Each rank's share of the items from ``start_index`` on, in an order that only the epoch decides.
+    """Distributes the items from ``start_index`` on over the ranks, in an order that depends only on the
+    epoch.
 
     Args:
-        dataset: of a size that does not change.
-        num_replicas: how many ranks; of the process group when ``None``.
-        rank: of the caller; of the process group when ``None``.
-        start_index: of the first item.
+        dataset: dataset of a fixed size.
+        num_replicas: number of ranks; that of the process group if ``None``.
+        rank: rank of the caller; that in the process group if ``None``.
+        start_index: index of the first item.
 
     Raises:
-        TypeError: a dataset without a size.
-        ValueError: ``start_index`` is beyond its end.
+        TypeError: the dataset has no size.
+        ValueError: ``start_index`` is beyond the end of the dataset.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         generator.manual_seed(self.epoch)
         left = torch.randperm(self._size - self.start_index, generator=generator)
         indices: list[int] = left.add(self.start_index).tolist()
-        # Every rank gets as many; torch does not repeat often enough when there are fewer items than ranks.
+        # Repeat items until every rank gets the same number. Torch does not repeat often enough if there are
+        # fewer items than ranks.
         while len(indices) < self.total_size:
             indices += indices[: self.total_size - len(indices)]
         return iter(indices[self.rank : self.total_size : self.num_replicas])

@@ -1,25 +1,27 @@
-//! Fewer pages to copy at each fork: a warm nursery gets huge pages while its workers run and it has nothing to do.
+//! Moves the memory of a warm nursery to huge pages while its workers run and it has nothing else to do. Each fork then
+//! has fewer pages to copy.
 
 use std::time::Duration;
 
 use super::Nursery;
 use crate::sys::collapse;
 
-/// Between two pages, so that the workers get the CPU, and everything else comes first.
+/// Pause between two pages. It leaves the CPU to the workers and lets the nursery handle events first.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// How far it has come.
+/// Progress of the compaction.
 #[derive(Debug)]
 pub(super) enum Compaction {
-    /// Nobody was forked yet: the first attempt must not wait for it.
+    /// No worker was forked yet, and compaction must not delay the first one.
     Later,
-    /// The places that are left.
+    /// Addresses that are still to be compacted.
     Now(Vec<usize>),
     Done,
 }
 
 impl Nursery {
-    /// How long it may sleep, if there is something left to do.
+    /// Returns the time for which the nursery may sleep before it compacts the next page. `None` if no compaction is in
+    /// progress.
     pub(super) fn pause_of_compaction(&self) -> Option<Duration> {
         matches!(self.compaction, Compaction::Now(_)).then_some(PAUSE)
     }
@@ -34,7 +36,7 @@ impl Nursery {
     pub(super) fn step_compaction(&mut self) {
         let Compaction::Now(places) = &mut self.compaction else { return };
         match places.pop() {
-            // Where there are no huge pages, or not now, the small ones do.
+            // Ignore errors, because small pages work as well if huge pages are unsupported or not available now.
             Some(place) => drop(collapse::collapse(place)),
             None => self.compaction = Compaction::Done,
         }

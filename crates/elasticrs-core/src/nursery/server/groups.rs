@@ -1,4 +1,5 @@
-//! Signals to the process groups of workers: SIGKILL, and all for an agent whose kernel cannot send them through a pidfd.
+//! Sends signals to the process groups of workers. Used for every SIGKILL, and for all signals if the agent's kernel
+//! cannot send them through a pidfd.
 
 use nix::sys::signal::Signal;
 
@@ -7,17 +8,19 @@ use crate::nursery::cleaner;
 use crate::sys::signals;
 
 impl Nursery {
-    /// The group may be gone, or have changed its user: the agent sees who does not end.
+    /// Sends a signal to the process group of a worker. Errors are ignored: the group may be gone, or may belong to
+    /// another user now. The agent notices workers that do not exit.
     pub(super) fn signal_group(&mut self, pid: i32, signal: i32) {
         if signal != libc::SIGKILL && self.workers.contains(&pid) {
             let _ = signals::kill_group(pid, signal);
         } else if self.sessions.contains(&pid) {
-            // Its number may mean somebody else by now; and SIGKILL is not for those that clean up.
+            // Signal the members one by one later, because the group's number may have been reused, and because SIGKILL
+            // must spare cleaners.
             self.left_groups.insert(pid, signal);
         }
     }
 
-    /// Looks once for all processes of groups that are signalled in this way, and signals each by itself.
+    /// Scans the processes once for all groups that are signalled process by process, and signals their members.
     pub(super) fn signal_left_groups(&mut self) {
         let groups = std::mem::take(&mut self.left_groups);
         if groups.is_empty() {

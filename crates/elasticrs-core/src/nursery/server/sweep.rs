@@ -1,8 +1,9 @@
-//! Ending all descendants until none is left.
+//! Kills all descendants until none is left.
 //!
-//! Each step reaps, looks at who is there, and signals by the phase: nobody while lingering, SIGTERM once to each
-//! during the grace, SIGKILL after it. [Cleaners](crate::nursery::cleaner) come last. The only proof of the end is `ECHILD`. Where exempt processes keep it away, two
-//! looks in a row that find nobody else take its place.
+//! Each step reaps exited children, lists the remaining processes, and signals them according to the phase: none during
+//! the linger time, SIGTERM once during the grace time, and SIGKILL after that. [Cleaners](crate::nursery::cleaner) are
+//! killed last. Only `ECHILD` proves that no process is left. If exempt processes prevent `ECHILD`, two checks in a row
+//! that find no other process count instead.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -16,11 +17,11 @@ use crate::nursery::protocol::Descendant;
 use crate::nursery::token::Token;
 use crate::nursery::tree::{self, Ended, Listed, Status, Target};
 
-/// A process that descends from a child, not from us, ends without a signal to us; this often we look.
+/// Interval for checking processes that are not children of this process, because their exit causes no signal here.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 const FIRST_LOOK: Duration = Duration::from_micros(200);
 
-/// When what happens.
+/// Deadlines of the phases of a sweep.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Deadlines {
     term: Instant,
@@ -30,7 +31,7 @@ pub(super) struct Deadlines {
 
 impl Deadlines {
     pub(super) fn new(now: Instant, linger: Duration, grace: Duration, give_up: Duration) -> Self {
-        // A span beyond the clock's range is as good as a year.
+        // Limit a duration that exceeds the clock's range to a year.
         let after = |start: Instant, span| start.checked_add(span).unwrap_or(start + Duration::from_secs(31_536_000));
         let term = after(now, linger);
         let kill = after(term, grace);
@@ -53,36 +54,36 @@ pub(super) struct Sweep {
     deadlines: Deadlines,
     /// The last request that this answers.
     number: Option<u32>,
-    /// Only what this worker has left is ended, and those that live are spared.
+    /// If set, the sweep kills only leftover processes of this worker, and spares living workers.
     left_by: Option<i32>,
-    /// Who got SIGTERM, and who SIGKILL, so far.
+    /// Pids to which SIGTERM was sent, and those to which SIGKILL was sent.
     termed: BTreeSet<i32>,
     killed: BTreeSet<i32>,
     ended: Ended,
-    /// With cleaners, when nobody else is left.
+    /// State of waiting for cleaners when no other processes are left.
     patience: Patience,
-    /// So many looks in a row have found nobody but cleaners and exempt processes.
+    /// Number of checks in a row that have found only cleaners and exempt processes.
     quiet_looks: u8,
-    /// Children that had ended at the last look. The next one finds only those that a tracer does not let go.
+    /// Children that had exited by the last check. If the next check finds them again, a tracer holds them.
     corpses: BTreeSet<i32>,
-    /// Since when there is nobody else.
+    /// Time since which only such children have been left.
     only_held: Option<Instant>,
     pause: Duration,
 }
 
-/// What a look has found.
+/// Result of checking the processes once.
 #[derive(Debug, Default)]
 struct Look {
     others: Vec<Listed>,
     exempt: Vec<i32>,
-    /// Somebody is spared who cleans up.
+    /// True if a cleaner was spared.
     cleaners: bool,
-    /// They have ended, and `wait4` does not give them.
+    /// Exited children that `wait4` does not return.
     held: Vec<i32>,
-    /// Somebody ended meanwhile, and may have left children to us that were not seen. A zombie that waits for another
-    /// parent than us left them already.
+    /// True if a process exited during the check. Its children, which are now children of this process, may have been
+    /// missed. A zombie whose parent is another process has passed on its children already.
     unsure: bool,
-    /// Somebody was signalled for the first time.
+    /// True if a process was signalled for the first time.
     new: bool,
 }
 
@@ -103,7 +104,8 @@ impl Sweep {
         }
     }
 
-    /// Takes the earlier one of each deadline, or becomes a sweep of all.
+    /// Does nothing if `left_by` is set. Otherwise moves each deadline forward if the new one is earlier, and extends
+    /// the sweep to all workers.
     pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if left_by.is_some() {
             return;
@@ -121,13 +123,13 @@ impl Sweep {
         self.pause = Duration::ZERO;
     }
 
-    /// How long nothing needs to be done unless a child changes.
+    /// Returns the time until the sweep must act, unless a child changes state before.
     pub(super) fn wait(&self, now: Instant) -> Duration {
         let until = self.deadlines.next(now).map_or(Duration::ZERO, |at| at - now);
         until.min(self.pause)
     }
 
-    /// The number of the request, and who has ended; `stuck` have not.
+    /// Returns the number of the request and the processes that have exited, which are those not in `stuck`.
     pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Ended) {
         let stuck: Vec<i32> = stuck.iter().map(|stuck| stuck.pid).collect();
         (self.number, self.ended.without(&stuck))
@@ -143,7 +145,7 @@ impl Sweep {
         self.left_by
     }
 
-    /// Nobody but those who clean up is left.
+    /// True if only cleaners are left.
     pub(super) fn is_quiet(&self) -> bool {
         self.quiet_looks >= 2
     }
@@ -170,7 +172,7 @@ impl Sweep {
             self.pause = Duration::ZERO;
             return Verdict::GoOn;
         }
-        // Of workers that live there is no end to wait for.
+        // Do not wait for processes of living workers, because those continue to run.
         let may_stay = self.left_by.is_some() || !look.exempt.is_empty() || !look.held.is_empty();
         let only_harmless = is_quiet && !look.cleaners && may_stay;
         self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));
@@ -181,7 +183,8 @@ impl Sweep {
             let stuck = look.others.iter().map(|listed| listed.pid).collect();
             return Verdict::Over { stuck: describe(stuck), spared: describe(look.exempt), held: look.held };
         }
-        // Whoever forks faster than we look must be looked at again at once; otherwise their ends wake us.
+        // Check again at once while new processes appear, because they may fork faster than this process checks.
+        // Otherwise their exits wake this process up.
         self.pause = match (look.new, self.pause) {
             (true, _) => Duration::ZERO,
             (false, pause) if pause.is_zero() => FIRST_LOOK,
@@ -230,21 +233,23 @@ impl Sweep {
         look
     }
 
-    /// True for the session of a worker that has ended, and whose turn it is not.
+    /// True if this session belongs to another worker that has exited, whose leftover processes this sweep does not
+    /// kill.
     fn is_left_by_another(&self, nursery: &Nursery, session: i32) -> bool {
         self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
     }
 
-    /// Says whether the process is one that had not got this signal before.
+    /// Signals the process. Returns true if this signal was not sent to the process before.
     fn signal(&mut self, nursery: &Nursery, pid: i32, target: &Target, signal: Signal) -> bool {
         let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
         let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
         if signal == Signal::SIGKILL {
-            // Every time: the pid may be another process by now, and a second SIGKILL does no harm.
+            // Send SIGKILL every time, because the pid may belong to another process now. A second SIGKILL does no
+            // harm.
             target.signal(signal);
         } else if is_new {
             target.signal(signal);
-            // A stopped process does not see the signal before it goes on.
+            // Continue the process as well, because a stopped process does not handle the signal.
             target.signal(Signal::SIGCONT);
         }
         if is_new && !was_named && !nursery.workers.contains(&pid) && !nursery.orphaned {

@@ -229,8 +229,8 @@ impl Task {
             // Ignore notices from processes that do not belong to a worker.
             let Some(local_rank) = running.worker_of(pid) else { continue };
             let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
-            // The limit only applies while the process is alive. If several processes of one worker raise, the first
-            // one counts as long as it is alive.
+            // Apply the time limit only to a process that is alive. If several processes of one worker raise an
+            // exception, watch only the first of them for as long as that process is alive.
             let limit = match process {
                 Some(process) if self.exits.has_ended(local_rank) => {
                     self.exits.forget(local_rank);
@@ -247,8 +247,8 @@ impl Task {
         }
     }
 
-    /// Samples a worker that has raised, on another thread. Includes all processes of the worker, because others than
-    /// the one that raised may still be saving, for example if the worker is a shell.
+    /// Measures on another thread whether a worker that has raised an exception is still busy. All processes of the
+    /// worker are measured, because the worker may be a shell whose child is saving a checkpoint.
     pub(super) fn sample_exit(&mut self, local_rank: u32) {
         let Current::Running(running) = &self.current else { return };
         let mut members = running.members.iter().map(|member| member.pid);

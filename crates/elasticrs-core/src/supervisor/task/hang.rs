@@ -105,7 +105,7 @@ fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::R
     Ok(Arc::new(page))
 }
 
-/// Evidence that is being taken, by one thread for each worker.
+/// Evidence that is being gathered about workers, with one thread for each worker.
 pub(super) struct Gathering {
     threads: JoinSet<Vec<Found>>,
     /// Local ranks of the workers that are being examined.
@@ -168,8 +168,8 @@ impl Task {
         self.gathering = Some(gathering);
     }
 
-    /// Abandons the evidence, because it is not needed anymore. Only closing waits for the threads, because `py-spy` is
-    /// a child of this process and must be reaped.
+    /// Stops waiting for the evidence, because it is not needed anymore. The threads finish in the background. Closing
+    /// the supervisor waits for them, because `py-spy` is a child of this process and must be reaped.
     pub(super) fn give_up_evidence(&mut self) {
         let Some(mut gathering) = self.gathering.take() else { return };
         gathering.patience.given_up.store(true, Ordering::Relaxed);

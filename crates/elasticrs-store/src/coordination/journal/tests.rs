@@ -150,7 +150,7 @@ fn who_waits_for_the_disk_is_not_overtaken_by_later_changes() {
     // Another client makes a change before the waiting task runs.
     change();
     assert!(settled.as_mut().poll(&mut context).is_ready());
-    // A wait that starts now includes that change.
+    // A new call of `settled` also waits for the change of the other client.
     assert!(std::pin::pin!(journal.settled()).poll(&mut context).is_pending());
 }
 
