@@ -20,9 +20,9 @@ UNSAFE_HOMES = (
 
 
 CORE_DOORS = (
-    *("agent/health_check_server", "agent/signals", "agent/tracker"),
+    *("agent/health_check_server", "agent/signals", "agent/tracker", "agent/workers"),
     *("multiprocessing/keeper", "multiprocessing/supervised_group"),
-    *("native_session", "ports", "timer/file_server", "workers"),
+    *("store/session", "timer/file_server", "workers/ports", "workers/process"),
 )
 """The modules of the package that may import the extension, but for type checkers."""
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.scale.children import Lines, write_line
 from benchmarks.scale.server import raise_descriptors
 from elasticrs import _core
-from elasticrs.coordination import Put, Reply, Txn, Unwatch, Watch
-from elasticrs.native_session import NativeSession
 from elasticrs.rendezvous.elastic import machine, messages
 from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
-from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings, ThisAgent
+from elasticrs.rendezvous.elastic.rendezvous import Rendezvous, ThisAgent
+from elasticrs.rendezvous.elastic.settings import Settings
+from elasticrs.store.coordination import Put, Reply, Txn, Unwatch, Watch
+from elasticrs.store.session import NativeSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable

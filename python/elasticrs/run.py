@@ -19,14 +19,15 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import config as defaults
 from elasticrs import lazy
 from elasticrs._worker.run_path import run_script_path
-from elasticrs.config import UsageError
+from elasticrs.job import config as defaults
+from elasticrs.job.config import UsageError
+from elasticrs.job.options import OPTIONS
 from elasticrs.launcher import command_line
-from elasticrs.launcher.arguments import LOG_OPTIONS, Namespace, values_of
+from elasticrs.launcher.arguments import LOG_OPTIONS
+from elasticrs.launcher.namespace import Namespace, values_of
 from elasticrs.launcher.parser import OLD_LAUNCHERS, get_args_parser
-from elasticrs.options import OPTIONS
 
 if TYPE_CHECKING:
     import argparse
@@ -104,7 +105,7 @@ def determine_local_world_size(nproc_per_node: str | int) -> int:
     Raises:
         ValueError: the device is missing on this machine, or the word is unknown.
     """
-    from elasticrs import devices
+    from elasticrs.host import devices
 
     with suppress(ValueError):
         return int(nproc_per_node)
@@ -286,7 +287,7 @@ def _get_logs_specs_class(logs_specs_name: str | None) -> type[LogsSpecs]:
 
 
 def _logs_specs(values: Namespace, nproc: int) -> LogsSpecs:
-    from elasticrs.config import LogSettings
+    from elasticrs.job.config import LogSettings
     from elasticrs.multiprocessing.plugins import make_logs_specs
 
     settings = LogSettings(specs=values.logs_specs, **values_of(values, LOG_OPTIONS))
@@ -296,7 +297,7 @@ def _logs_specs(values: Namespace, nproc: int) -> LogsSpecs:
 def _numa_options(mode: str | None) -> Any:
     if mode is None:
         return None
-    from elasticrs.numa import AffinityMode, NumaOptions
+    from elasticrs.host.numa import AffinityMode, NumaOptions
 
     return NumaOptions(AffinityMode(mode))
 
@@ -315,7 +316,7 @@ def _command(values: Namespace, use_env: bool) -> tuple[Callable[..., Any] | str
 
 
 def _say(values: Namespace, line: str) -> None:
-    from elasticrs.console import Console
+    from elasticrs.report.console import Console
 
     Console(log_prefix=values.log_prefix).say(line)
 

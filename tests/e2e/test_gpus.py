@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrs.devices import CountError, has_slices, visible_gpus, worker_count
+from elasticrs.host.devices import CountError, has_slices, visible_gpus, worker_count
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(150)]
 

@@ -58,7 +58,7 @@ def test_nobody_is_loaded_who_is_told_nothing():
         "elasticrs.metrics",
         "elasticrs.agent.job_",
         "elasticrs.agent.observer_factory",
-        "elasticrs.warm",
+        "elasticrs.workers.warm",
     )
     assert not {name for name in loaded("--no-python", "true") if name.startswith(watchers)}
 

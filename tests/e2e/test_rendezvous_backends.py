@@ -71,7 +71,7 @@ def broken():
     raise OSError("no luck")
 """
 
-OURS = ("elasticrs.rendezvous", "elasticrs.compat.file_store", "", "elasticrs.rendezvous_handlers")
+OURS = ("elasticrs.rendezvous", "elasticrs.store.file_store", "", "elasticrs.rendezvous_handlers")
 TORCHS = ("torch.distributed.elastic.rendezvous", "torch.distributed", ", -1", "torchrun.handlers")
 
 SHOW = """

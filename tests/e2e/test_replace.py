@@ -100,7 +100,7 @@ def test_nccl_ends_no_worker_whose_collective_is_aborted(launch, worker_script, 
 def test_workers_that_fail_before_all_have_met_again_cost_one(launch, worker_script):
     meets = """
     import os
-    from elasticrs.node_page import page_of
+    from elasticrs.workers.node_page import page_of
     page = page_of(os.environ)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         page.place(int(os.environ["LOCAL_RANK"]), 3, 1)
@@ -188,7 +188,7 @@ def test_what_cannot_be_replaced_is_refused_at_the_start(launch, worker_script, 
     assert "--on-failure" in line
 
 
-@pytest.mark.parametrize(("uses", "lines"), [("", 1), ("from elasticrs.node_page import page_of", 0)])
+@pytest.mark.parametrize(("uses", "lines"), [("", 1), ("from elasticrs.workers.node_page import page_of", 0)])
 def test_the_end_of_a_job_in_which_no_worker_trained_says_so(launch, worker_script, uses, lines):
     script = worker_script(f"""
         import os

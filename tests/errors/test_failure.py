@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.logs import discard_empty_fault_file, fault_file
 from elasticrs.multiprocessing.errors import ProcessFailure
+from elasticrs.workers.logs import discard_empty_fault_file, fault_file
 
 NESTED = {"message": {"message": "E: x", "extraInfo": {"py_callstack": "stack", "timestamp": "12"}}}
 

@@ -14,10 +14,10 @@ import pytest
 
 from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.failed_attempt import failures
+from elasticrs.job.ranks import NodeShare, assign
 from elasticrs.multiprocessing import errors
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
-from elasticrs.plan import Plan
-from elasticrs.ranks import NodeShare, assign
+from elasticrs.workers.plan import Plan
 
 NOW = time.monotonic_ns()
 MS = 1_000_000

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from elasticrs.agent.attempt import Attempt, phases
 from elasticrs.agent.timeline import records, write
-from elasticrs.plan import Plan
+from elasticrs.workers.plan import Plan
 
 
 def failed_and_restarted() -> list[Attempt]:

@@ -55,7 +55,7 @@ def samples_of():
 RATES = """
     # What elasticrs.train does.
     import os, signal
-    from elasticrs.node_page import page_of
+    from elasticrs.workers.node_page import page_of
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     page, rank = page_of(os.environ), int(os.environ["LOCAL_RANK"])
     page.place(rank, 3, 1)

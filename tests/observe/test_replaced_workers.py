@@ -13,7 +13,7 @@ from helpers.schema import schemas
 
 from elasticrs.agent.attempt import Attempt, JobResult
 from elasticrs.agent.job_metrics import MetricRecorder
-from elasticrs.agent.state import Phase
+from elasticrs.agent.state_machine import Phase
 from elasticrs.metrics.api import add_sink, remove_sink
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -24,7 +24,7 @@ EVENT, INNER = schemas("events.md")
 WORKER = """
     # Meets the others as elasticrs.train does: a node of two workers, whose ranks are not in order.
     import os, signal
-    from elasticrs.node_page import page_of
+    from elasticrs.workers.node_page import page_of
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
     page = page_of(os.environ)
     local, life = int(os.environ["LOCAL_RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -103,7 +103,7 @@ def test_the_report_tells_two_apart_that_had_a_rank_one_after_the_other(launch, 
     script = worker_script("""
         # Uses elasticrs.train
         import os, signal
-        from elasticrs.node_page import page_of
+        from elasticrs.workers.node_page import page_of
         page_of(os.environ).place(7, 8, 1 + int(os.environ["LOCAL_RANK"]))
         os.write(1, f"UP {os.environ['LOCAL_RANK']} {os.getpid()}.\\n".encode())
         signal.pause()

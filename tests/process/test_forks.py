@@ -11,7 +11,7 @@ import pytest
 from helpers import functions, procs
 from helpers.launcher import Launched
 
-from elasticrs.config import START_METHODS
+from elasticrs.job.config import START_METHODS
 from elasticrs.multiprocessing import DefaultLogsSpecs, start_processes
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup
 

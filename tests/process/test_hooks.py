@@ -8,7 +8,7 @@ import pytest
 from helpers import ports, procs
 from helpers.schema import schemas
 
-from elasticrs.stop_requests import ECHO
+from elasticrs.host.stop_requests import ECHO
 
 HOST = '''
 import json, os, signal, sys

@@ -12,8 +12,9 @@ from types import FrameType
 import pytest
 from helpers import functions, procs
 
-from elasticrs import multiprocessing, stop_requests
-from elasticrs.config import START_METHODS
+from elasticrs import multiprocessing
+from elasticrs.host import stop_requests
+from elasticrs.job.config import START_METHODS
 from elasticrs.multiprocessing import (
     DefaultLogsSpecs,
     PContext,

@@ -15,7 +15,7 @@ import pytest
 from helpers import functions, held, procs
 
 from elasticrs import _core
-from elasticrs.config import START_METHODS
+from elasticrs.job.config import START_METHODS
 from elasticrs.multiprocessing import (
     DefaultLogsSpecs,
     LogsDest,

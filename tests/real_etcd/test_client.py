@@ -6,7 +6,7 @@ import pytest
 from helpers.procs import wait_until
 
 from elasticrs import _core
-from elasticrs.coordination import MAX_OPERATIONS
+from elasticrs.store.coordination import MAX_OPERATIONS
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from helpers.etcd_fixtures import serving
 from helpers.nodes import FAIL, RANKS, READY, SUCCEED, Worker, finish
 from helpers.procs import assert_gone, reap_adopted, wait_until
 
-from elasticrs.native_session import Server
+from elasticrs.store.session import Server
 from elasticrs.utils.distributed import get_socket_with_port
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(120)]

@@ -12,7 +12,7 @@ SCRIPT = """
     import torch
     from torch import distributed
     from elasticrs import _core
-    from elasticrs.native_session import Client
+    from elasticrs.store.session import Client
     from elasticrs.train import AgentCoordinator, State, train
     from elasticrs.train.agent import agent_place
     from elasticrs.train.meeting_url import parse

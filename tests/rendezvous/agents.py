@@ -1,7 +1,8 @@
 """Members of a rendezvous for tests, from settings in one flat list."""
 
 from elasticrs.rendezvous.elastic.machine import Member
-from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings, ThisAgent
+from elasticrs.rendezvous.elastic.rendezvous import Rendezvous, ThisAgent
+from elasticrs.rendezvous.elastic.settings import Settings
 
 
 def member(agent, node, *, port=29400, host="head", backend="c10d", node_rank=None, local_addr=None, **given):

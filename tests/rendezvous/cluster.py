@@ -1,10 +1,10 @@
 """A few agents on the simulated store: everything is delivered at once, in order; the test is the clock."""
 
-from elasticrs.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.machine import step
 from elasticrs.rendezvous.elastic.records import Head
+from elasticrs.store.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 
 from . import agents
 from .store import Conn, Store

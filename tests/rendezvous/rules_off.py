@@ -7,24 +7,24 @@ import contextlib
 import sys
 from unittest import mock
 
-from elasticrs.coordination import CreatedAt, Delete
 from elasticrs.rendezvous.elastic import (
-    by_hand,
     connecting,
     formation,
     joining,
     leader,
     leaving,
-    oversight,
+    round_control,
+    round_outcome,
     rounds,
     seating,
+    static_ranks,
     succession,
-    verdict,
 )
 from elasticrs.rendezvous.elastic.keys import agent_of
+from elasticrs.rendezvous.elastic.leader_view import View
+from elasticrs.rendezvous.elastic.member import Member
 from elasticrs.rendezvous.elastic.messages import Outcome
-from elasticrs.rendezvous.elastic.state import Member
-from elasticrs.rendezvous.elastic.view import View
+from elasticrs.store.coordination import CreatedAt, Delete
 
 from .store import Conn, Store
 from .world import World
@@ -80,38 +80,38 @@ def verdict_does_not_wait(view):
     return set()
 
 
-@instead_of(verdict.is_explained)
+@instead_of(round_outcome.is_explained)
 def losses_are_charged(view):
     return False
 
 
-@instead_of(verdict.is_explained)
+@instead_of(round_outcome.is_explained)
 def any_absence_explains(view):
     return bool(view.absent)
 
 
-@instead_of(verdict.witnesses)
+@instead_of(round_outcome.witnesses)
 def verdict_on_a_stale_view(view):
     return []
 
 
-_claim = by_hand.claim
+_claim = static_ranks.claim
 _registered = joining.registered
 _resume = Conn.resume
 
 
-@instead_of(by_hand.claim)
+@instead_of(static_ranks.claim)
 def anybody_may_have_a_rank(member, registration, node_rank):
     _, put = _claim(member, registration, node_rank)
     return CreatedAt(member.keys.job, member.link.job_revision), put
 
 
-@instead_of(by_hand.may_be_lent)
+@instead_of(static_ranks.may_be_lent)
 def a_lent_port_is_another_program_s(member, kind):
     return False
 
 
-@instead_of(oversight.missing_ranks)
+@instead_of(round_control.missing_ranks)
 def finished_members_count_as_lost(view):
     return view.absent
 
@@ -159,7 +159,7 @@ def earlier_causes_are_kept_back(member, number):
     return None
 
 
-@instead_of(verdict.first_cause)
+@instead_of(round_outcome.first_cause)
 def the_first_report_is_the_first_cause(view, head):
     return head.cause
 
@@ -175,7 +175,7 @@ def any_settings_will_do(member, job):
     return None
 
 
-@instead_of(oversight.may_grow)
+@instead_of(round_control.may_grow)
 def grows_against_the_setting(member, view, head):
     return bool(view.waiting) and not view.done
 
@@ -221,7 +221,7 @@ def leases_do_not_end(self, conn):
     conn.dead = True
 
 
-@instead_of(verdict.is_charged)
+@instead_of(round_outcome.is_charged)
 def failures_are_free(view, head):
     return False
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from elasticrs.coordination import Connected, ConnectionLost, Delete, DeletePrefix, Put
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Phase, step
+from elasticrs.store.coordination import Connected, ConnectionLost, Delete, DeletePrefix, Put
 from rendezvous import agents
 from rendezvous.cluster import Cluster, end_all, running
 

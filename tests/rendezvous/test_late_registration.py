@@ -1,7 +1,7 @@
 """A registration that arrives late must not take a later one of the same agent with it."""
 
-from elasticrs.coordination import ConnectionLost, Put, Txn
 from elasticrs.rendezvous.elastic import messages as m
+from elasticrs.store.coordination import ConnectionLost, Put, Txn
 from rendezvous.cluster import running
 from rendezvous.rules_off import rule_off
 

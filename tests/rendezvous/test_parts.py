@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.ranks import NodeShare, assign, node_ranks
-from elasticrs.rendezvous.elastic.addresses import is_loopback_name, master_addr
+from elasticrs.job.ranks import NodeShare, assign, node_ranks
+from elasticrs.rendezvous.elastic.addresses import is_loopback_name
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.records import (
     MAX_CAUSE,
@@ -16,6 +16,7 @@ from elasticrs.rendezvous.elastic.records import (
     bound_cause,
     cut,
     encode,
+    master_addr,
 )
 from elasticrs.rendezvous.elastic.seating import Candidate, natural, seat
 

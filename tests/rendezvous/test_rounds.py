@@ -2,9 +2,9 @@
 
 import pytest
 
-from elasticrs.coordination import Txn
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.records import Head
+from elasticrs.store.coordination import Txn
 from rendezvous.cluster import Cluster, end_all, running
 
 

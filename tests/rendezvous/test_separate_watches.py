@@ -2,10 +2,10 @@
 
 import pytest
 
-from elasticrs.coordination import Changes, Get, Put, Reply, Txn, Unwatch, Watch
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import step
 from elasticrs.rendezvous.elastic.records import Head, Slot
+from elasticrs.store.coordination import Changes, Get, Put, Reply, Txn, Unwatch, Watch
 from rendezvous.cluster import Cluster, running
 from rendezvous.store import Entry
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from elasticrs.coordination import Connected, ConnectionLost, Txn
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import step
+from elasticrs.store.coordination import Connected, ConnectionLost, Txn
 from rendezvous import agents
 from rendezvous.cluster import Cluster, end_all, running
 from rendezvous.rules_off import rule_off

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.rendezvous.elastic.keys import Keys
+from elasticrs.rendezvous.elastic.leader_view import View
 from elasticrs.rendezvous.elastic.records import Head, Node, Slot, encode
-from elasticrs.rendezvous.elastic.view import View
 from rendezvous.store import Entry
 
 KEYS = Keys("job")

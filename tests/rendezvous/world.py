@@ -7,9 +7,9 @@ fails any more, and what the job has come to is judged.
 
 import zlib
 
-from elasticrs.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Phase, step
+from elasticrs.store.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 
 from . import agents
 from .checks import Checks, ViolationError, require

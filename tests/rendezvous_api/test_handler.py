@@ -6,19 +6,27 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, Operation, SharedState
 
-from elasticrs.compat.dynamic import decisions
-from elasticrs.compat.dynamic.settings import RendezvousSettings, RendezvousTimeout
-from elasticrs.compat.dynamic.state import MAX_BYTES, Node, Place, Standing, State, decode, encode
-from elasticrs.compat.dynamic.turns import LONGEST_PAUSE, Operation, SharedState
-from elasticrs.compat.file_store import FileStore
 from elasticrs.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousParameters,
     RendezvousStateError,
 )
+from elasticrs.rendezvous.dynamic import actions
+from elasticrs.rendezvous.dynamic.rendezvous_settings import RendezvousSettings, RendezvousTimeout
+from elasticrs.rendezvous.dynamic.rendezvous_state import (
+    MAX_BYTES,
+    Node,
+    Place,
+    Standing,
+    State,
+    decode,
+    encode,
+)
 from elasticrs.rendezvous.dynamic_rendezvous import create_handler
+from elasticrs.store.file_store import FileStore
 
 from .backends import MemoryBackend
 
@@ -122,7 +130,7 @@ def test_a_back_end_that_keeps_nothing_is_not_asked_without_pause():
     backend = ForgetfulBackend()
     settings = RendezvousSettings("job", 1, 1, RendezvousTimeout(), timedelta(seconds=5), 3)
     shared = SharedState(backend, settings, Node("here", 1, 0))
-    operation = Operation(shared, decisions.join, 600.0)
+    operation = Operation(shared, actions.join, 600.0)
     pauses = [operation.turn() for _ in range(40)]
     assert backend.writes == 20
     assert sum(pauses) > 10 * LONGEST_PAUSE
@@ -232,16 +240,16 @@ def test_who_waits_for_a_full_round_becomes_a_spare():
     me, other = Node("me", 1, 0), Node("other", 1, 0)
     settings = RendezvousSettings("job", 1, 1, RendezvousTimeout(), timedelta(seconds=5), 3)
     nodes = {other: Standing(Place.PARTICIPANT, 1, 0), me: Standing(Place.WAITING, 1)}
-    view = decisions.View(me, State(1, 1, None, 0, None, nodes), 0.0, False, None, settings)
-    assert decisions.join(view, 10.0) is decisions.Action.BE_REDUNDANT
-    assert decisions.waiting(view.state, settings) == 0
+    view = actions.View(me, State(1, 1, None, 0, None, nodes), 0.0, False, None, settings)
+    assert actions.join(view, 10.0) is actions.Action.BE_REDUNDANT
+    assert actions.waiting(view.state, settings) == 0
 
 
 def test_ranks_follow_numbers_in_names():
     settings = RendezvousSettings("job", 3, 3, RendezvousTimeout(), timedelta(seconds=5), 3)
     state = State()
     for name in ("node10", "node9", "node2"):
-        state = decisions.apply(decisions.Action.PARTICIPATE, state, Node(name, 1, 0), 1, settings)
+        state = actions.apply(actions.Action.PARTICIPATE, state, Node(name, 1, 0), 1, settings)
     assert {node.addr: each.rank for node, each in state.nodes.items()} == {
         "node2": 0,
         "node9": 1,

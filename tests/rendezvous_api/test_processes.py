@@ -16,7 +16,7 @@ from rendezvous_api.backends import FileBackend
 from elasticrs.agent.server import RunResult, SimpleElasticAgent, WorkerSpec, WorkerState
 from elasticrs.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from elasticrs.rendezvous.dynamic_rendezvous import create_handler
-from elasticrs.compat.file_store import FileStore
+from elasticrs.store.file_store import FileStore
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 logging.basicConfig(level=logging.INFO)

@@ -3,14 +3,14 @@
 from datetime import timedelta
 
 import pytest
+from elasticrs.rendezvous.dynamic.turns import Operation, SharedState
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.compat.dynamic import decisions
-from elasticrs.compat.dynamic.settings import RendezvousSettings, RendezvousTimeout
-from elasticrs.compat.dynamic.state import Node, Place, decode
-from elasticrs.compat.dynamic.turns import Operation, SharedState
 from elasticrs.rendezvous import RendezvousConnectionError, RendezvousError
+from elasticrs.rendezvous.dynamic import actions
+from elasticrs.rendezvous.dynamic.rendezvous_settings import RendezvousSettings, RendezvousTimeout
+from elasticrs.rendezvous.dynamic.rendezvous_state import Node, Place, decode
 
 from .backends import MemoryBackend
 
@@ -30,16 +30,16 @@ class Player:
         self.begin()
 
     def begin(self):
-        self.round, self.wants = None, [decisions.leave, decisions.join]
+        self.round, self.wants = None, [actions.leave, actions.join]
         self.operation, self.ready = None, self.world.now
 
     def lets_in(self):
-        return decisions.waiting(self.shared.state, self.world.settings) > 0
+        return actions.waiting(self.shared.state, self.world.settings) > 0
 
     def turn(self):
         """One access of the back end."""
         if self.operation is None:
-            wanted = self.wants[0] if self.wants else decisions.keep_alive
+            wanted = self.wants[0] if self.wants else actions.keep_alive
             self.operation = Operation(self.shared, wanted, JOIN)
         try:
             pause = self.operation.turn()
@@ -60,7 +60,7 @@ class Player:
                 state = self.shared.state
                 self.round = state.round
                 self.world.formed(state)
-        elif decisions.ended(self.shared.state, self.node, self.round) or self.lets_in():
+        elif actions.ended(self.shared.state, self.node, self.round) or self.lets_in():
             self.begin()
         else:
             self.ready = self.world.now + INTERVAL / 2
@@ -142,7 +142,7 @@ def test_whatever_happens_the_living_end_up_in_one_round(low, more, steps):
     state = decode(world.backend.value)
     assert len(world.settled()) == state.size == min(len(world.alive()), world.settings.max_nodes)
     assert len(state.nodes) == len(world.alive())
-    assert decisions.waiting(state, world.settings) == 0
+    assert actions.waiting(state, world.settings) == 0
     assert all(player.error is None for player in world.alive())
 
 
@@ -191,7 +191,7 @@ def test_who_waits_for_a_round_that_fills_without_it_becomes_a_spare():
     assert len(world.settled()) == 2
     state = decode(world.backend.value)
     assert len(state.at(Place.REDUNDANT)) == 1
-    assert decisions.waiting(state, world.settings) == 0
+    assert actions.waiting(state, world.settings) == 0
     assert {second.alive, third.alive} == {True}
 
 

@@ -13,7 +13,6 @@ from importlib import metadata
 import pytest
 from helpers import ports, procs
 
-from elasticrs.compat.file_store import FileStore
 from elasticrs.rendezvous import (
     RendezvousConnectionError,
     RendezvousParameters,
@@ -31,6 +30,7 @@ from elasticrs.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 from elasticrs.store import DistStoreError
+from elasticrs.store.file_store import FileStore
 
 
 def params(backend="c10d", endpoint="", nodes=1, **config):

@@ -9,8 +9,8 @@ from helpers.groups import Group
 from helpers.procs import HANG, assert_gone, children, process
 
 from elasticrs import _core
-from elasticrs._worker import warm_environment
-from elasticrs.warm.modules import Preload
+from elasticrs.workers.environment import warm_environment
+from elasticrs.workers.warm.modules import Preload
 
 SLEEP = ["sleep", "1234"]
 # The substitution ends when the daemon, in a session of its own and an orphan, has told its pid.

@@ -19,9 +19,9 @@ from helpers import procs
 from helpers.coordination import MAGIC, MAJOR, READY, RUN, Client, Patient, RawClient, store_command, text
 
 from elasticrs import _core
-from elasticrs.coordination import Notice, Put
-from elasticrs.native_session import NativeSession
+from elasticrs.store.coordination import Notice, Put
 from elasticrs.store.requests import Requests
+from elasticrs.store.session import NativeSession
 
 pytestmark = pytest.mark.beyond_torchrun
 

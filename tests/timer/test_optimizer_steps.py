@@ -109,7 +109,7 @@ def test_without_the_option_torch_has_no_hook_and_the_import_no_finder(job):
 COMPILED = """
 import sys
 import torch
-from elasticrs._worker.optimizer_steps import beat_with_steps
+from elasticrs.timer.optimizer_steps import beat_with_steps
 
 beat_with_steps(sys.modules["torch.optim.optimizer"])
 model = torch.nn.Linear(2, 2)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-from elasticrs.native_session import Server
+from elasticrs.store.session import Server
 from elasticrs.train import NonRetryableException, groups
 from elasticrs.train.p2p import CoordinatorP2P
 

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elasticrs.train.loop import OF_OTHERS, Action, Event, Loop, step
+from elasticrs.train.state_machine import OF_OTHERS, Action, Event, Loop, step
 
 ENDS = {Action.RETURN, Action.GIVE_UP, Action.RAISE}
 AFTER = {

@@ -8,13 +8,13 @@ from contextlib import closing
 
 import pytest
 
-from elasticrs.node_page import VARIABLE, AgentPage, page_of
 from elasticrs.train import SimpleWorkerStats
 from elasticrs.train.agent import AgentCoordinator
-from elasticrs.train.by_hand import on_change
+from elasticrs.train.custom_loop import on_change
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership
 from elasticrs.train.p2p import CoordinatorP2P
+from elasticrs.workers.node_page import VARIABLE, AgentPage, page_of
 
 URL = "elasticrs://localhost:1/job?min_workers=2&max_workers=4"
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from elasticrs.native_session import Server
 from elasticrs.rendezvous.elastic.describe import describe
 from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
+from elasticrs.store.session import Server
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent.state import (
+from elasticrs.agent.state_machine import (
     MAX_PORT_RETRIES,
     SIGKILL,
     AgentState,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
+from elasticrs.job.options import OPTIONS, OURS
 from elasticrs.launcher.arguments import HelpRequested, parse, resolve
 from elasticrs.launcher.help import COMMON, TOPICS, WIDTH, help_text
-from elasticrs.options import OPTIONS, OURS
 from elasticrs.rendezvous.elastic import etcd_site
 from elasticrs.rendezvous.elastic.settings import KEYS
 

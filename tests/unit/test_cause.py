@@ -18,13 +18,13 @@ from elasticrs.agent.own_cause import (
     not_started,
     own_cause,
 )
-from elasticrs.clock import Clock
-from elasticrs.logs import LogPaths
+from elasticrs.host.clock import Clock
+from elasticrs.job.ranks import NodeShare, assign
 from elasticrs.multiprocessing.errors import ChildFailedError
-from elasticrs.plan import Plan
-from elasticrs.ranks import NodeShare, assign
 from elasticrs.rendezvous.elastic.announcements import failure_of
 from elasticrs.rendezvous.elastic.records import bound_cause
+from elasticrs.workers.logs import LogPaths
+from elasticrs.workers.plan import Plan
 
 PLACE = Place("b", "host-b", 1)
 

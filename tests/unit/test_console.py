@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elasticrs.console import Console, prefix
+from elasticrs.report.console import Console, prefix
 
 
 @pytest.fixture

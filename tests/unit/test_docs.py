@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrs.options import OPTIONS
+from elasticrs.job.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrs.options import OPTIONS
+from elasticrs.job.options import OPTIONS
 from elasticrs.rendezvous.elastic import etcd_site
 from elasticrs.rendezvous.elastic.settings import KEYS
 

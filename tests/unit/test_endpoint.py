@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 from elasticrs.rendezvous.endpoint import parse_endpoint
 
 

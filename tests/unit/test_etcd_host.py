@@ -13,7 +13,8 @@ import elasticrs
 from elasticrs.rendezvous.elastic import etcd_host
 from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
 from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
-from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings
+from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+from elasticrs.rendezvous.elastic.settings import Settings
 from elasticrs.rendezvous.etcd_process import reason
 
 ROOT = os.path.dirname(elasticrs.__path__[0])

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 from elasticrs.launcher.arguments import parse, resolve
 from elasticrs.rendezvous import RendezvousParameters
 from elasticrs.rendezvous.api import rendezvous_handler_registry
@@ -227,7 +227,7 @@ def test_the_command_line(tmp_path):
     script.write_text("")
     argv = ["--nnodes=1:2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=https://a,https://b", "--rdzv-id=j"]
     launched = resolve(parse([*argv, "--rdzv-conf=lease_ttl=9", str(script)], {}), {"PATH": "/usr/bin"})
-    met = launched.job.rendezvous
+    met = launched.rendezvous
     assert (met.backend, met.endpoint, met.etcd.ttl, met.run_id) == ("etcd", "a:2379,b:2379", 9, "j")
     assert (launched.handler, launched.observe.rdzv_backend) == (None, "etcd")
     assert launched.notices == ["--rdzv-backend etcd-v2: elasticrs speaks etcd's v3 interface"]

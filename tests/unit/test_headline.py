@@ -2,7 +2,7 @@
 
 import pytest
 
-from elasticrs.headline import headline
+from elasticrs.report.traceback_summary import headline
 
 LIBRARY = """Traceback (most recent call last):
   File "/data/me/train.py", line 41, in <module>

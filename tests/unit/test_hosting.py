@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 from elasticrs.rendezvous.elastic.addresses import (
     is_loopback,
     is_loopback_name,
@@ -29,7 +29,8 @@ from elasticrs.rendezvous.elastic.hosting import (
     look_up,
     unresolved,
 )
-from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings
+from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+from elasticrs.rendezvous.elastic.settings import Settings
 
 ALL = ("::",)
 

@@ -8,7 +8,8 @@ from helpers import ports
 from elasticrs.rendezvous.elastic import lent_port, messages
 from elasticrs.rendezvous.elastic.driver import Driver
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
-from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings
+from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+from elasticrs.rendezvous.elastic.settings import Settings
 
 
 class Session:

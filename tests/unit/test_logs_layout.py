@@ -6,19 +6,18 @@ import stat
 
 import pytest
 
-from elasticrs.config import LogSettings, UsageError
-from elasticrs.logs import (
+from elasticrs.job.config import LogSettings, UsageError, parse_streams
+from elasticrs.job.ranks import NodeShare, assign
+from elasticrs.multiprocessing import DefaultLogsSpecs
+from elasticrs.workers.logs import (
     LogPaths,
     RunLogs,
     coloured,
     followed_files,
     layout,
     line_prefixes,
-    parse_streams,
     wants_colour,
 )
-from elasticrs.multiprocessing import DefaultLogsSpecs
-from elasticrs.ranks import NodeShare, assign
 
 
 def test_nothing_is_redirected_by_default():

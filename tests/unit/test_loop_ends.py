@@ -5,13 +5,13 @@ import os
 import pytest
 
 from elasticrs import _core
-from elasticrs.agent import state as machine
+from elasticrs.agent import state_machine as machine
 from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.loop import Agent
-from elasticrs.config import JobConfig
-from elasticrs.plan import Plan
-from elasticrs.workers import CommandWorkers, WorkerSetup
+from elasticrs.agent.workers import CommandWorkers, WorkerSetup
+from elasticrs.job.config import JobConfig
+from elasticrs.workers.plan import Plan
 
 REAL = _core.Supervisor
 

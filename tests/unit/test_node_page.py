@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs import texts
 from elasticrs.agent.checkpoint_requests import CheckpointRequests
-from elasticrs.node_page import VARIABLE, AgentPage, page_of
+from elasticrs.report import phrases
+from elasticrs.workers.node_page import VARIABLE, AgentPage, page_of
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_each_request_has_its_own_answer(requests):
         asking.ask()
         own.serve(own.asked, result)
         asking.look()
-    assert lines == [texts.checkpoint_line("failed", 0), texts.checkpoint_line("no manager", 0)]
+    assert lines == [phrases.checkpoint_line("failed", 0), phrases.checkpoint_line("no manager", 0)]
 
 
 def test_a_request_that_nobody_serves_is_told_of_once(requests, monkeypatch):

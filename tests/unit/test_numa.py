@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.devices import Gpu, visible_gpus
-from elasticrs.numa import AffinityMode, cpus_by_local_rank
+from elasticrs.host.devices import Gpu, visible_gpus
+from elasticrs.host.numa import AffinityMode, cpus_by_local_rank
 
 NONE = "/no/such/folder"
 
@@ -184,7 +184,7 @@ def test_amds_devices_are_found_by_their_compute_driver(tmp_path):
 AGAINST_TORCH = """
 import builtins, os, random, sys
 import torch.numa.binding as theirs
-from elasticrs.numa import AffinityMode, cpus_by_local_rank
+from elasticrs.host.numa import AffinityMode, cpus_by_local_rank
 
 root, nodes = sys.argv[1], list(map(int, sys.argv[2].split(",")))
 

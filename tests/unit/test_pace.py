@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from elasticrs.agent import pace
 from elasticrs.agent.pace import FIRST, INTERVAL, SPAN, THRESHOLD, Pace, slowest, step
-from elasticrs.node_page import Standing
+from elasticrs.workers.node_page import Standing
 
 
 def standing(local_rank, rate, pid=None):

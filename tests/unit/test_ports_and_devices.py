@@ -8,9 +8,9 @@ import types
 
 import pytest
 
-from elasticrs import devices
-from elasticrs.devices import Count, CountError, UnknownDeviceError, cuda_device_count, worker_count
-from elasticrs.ports import ReservedPort
+from elasticrs.host import devices
+from elasticrs.host.devices import Count, CountError, UnknownDeviceError, cuda_device_count, worker_count
+from elasticrs.workers.ports import ReservedPort
 
 
 @pytest.fixture

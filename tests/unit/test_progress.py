@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.compat.progress import UNLIMITED, Progress
+from elasticrs.agent.server.progress import UNLIMITED, Progress
 
 
 class Clock:

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.ranks import NodeShare, assign
-from elasticrs.worker_env import worker_env
+from elasticrs.job.ranks import NodeShare, assign
+from elasticrs.workers.environment import worker_env
 
 nodes = st.lists(
     st.builds(NodeShare, st.sampled_from(["trainer", "reader"]), st.integers(1, 5)), min_size=1, max_size=6

@@ -5,7 +5,6 @@ import socket
 
 import pytest
 
-from elasticrs.compat.prefix_store import with_prefix
 from elasticrs.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -15,9 +14,10 @@ from elasticrs.rendezvous import (
     RendezvousStoreInfo,
 )
 from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
+from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 from elasticrs.rendezvous.registry import get_rendezvous_handler
-from elasticrs.rendezvous.static import OneNodeRendezvous
 from elasticrs.store import DistNetworkError, Store
+from elasticrs.store.prefix_store import with_prefix
 
 
 def params(backend="c10d", endpoint="", min_nodes=1, max_nodes=1, **config):

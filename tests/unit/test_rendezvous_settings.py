@@ -7,8 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elasticrs.config import UsageError
-from elasticrs.rendezvous.elastic.settings import KEYS, Rendezvous, Settings, read_settings
+from elasticrs.job.config import UsageError
+from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+from elasticrs.rendezvous.elastic.settings import KEYS, Settings, read_settings
 
 NAMES = [key.name for key in KEYS]
 

@@ -11,12 +11,11 @@ import pytest
 from helpers import http_client
 
 import elasticrs.launch as distrib_launch
-from elasticrs import logs
-from elasticrs.config import DEFAULT_SIGNALS
+from elasticrs.job.config import DEFAULT_SIGNALS
+from elasticrs.job.options import OPTIONS, OURS
 from elasticrs.launcher import command_line
 from elasticrs.launcher.arguments import parse
 from elasticrs.multiprocessing import DefaultLogsSpecs, Std
-from elasticrs.options import OPTIONS, OURS
 from elasticrs.run import (
     _get_logs_specs_class,
     _values,
@@ -29,6 +28,7 @@ from elasticrs.run import (
     parse_min_max_nnodes,
     run_script_path,
 )
+from elasticrs.workers import logs
 
 ARGV = ["--nproc_per_node=2", "--max-restarts", "3", "-t", "0:1", "-m", "train", "--x", "1"]
 
@@ -241,7 +241,7 @@ def test_main_without_arguments_is_the_command_line(launch, worker_script, modul
 OLD_PROGRAM = """
 import sys
 import elasticrs.launch as distrib_launch
-from elasticrs import logs
+from elasticrs.workers import logs
 
 script, *options = sys.argv[1:]
 distrib_launch.launch(distrib_launch.parse_args(["--nproc-per-node=2", *options, script, "own"]))

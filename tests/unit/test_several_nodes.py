@@ -2,7 +2,7 @@
 
 import pytest
 
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 from elasticrs.launcher.arguments import parse, resolve
 from elasticrs.rendezvous import RendezvousParameters
 from elasticrs.rendezvous.elastic.describe import PYTHON, describe
@@ -40,7 +40,7 @@ def test_a_plain_launch_meets_nobody(launch):
         ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
         ("--rdzv-backend=elasticrs", "--rdzv-endpoint=[::1]:0", "--nnodes=1"),
     ):
-        assert launch(*argv).job.rendezvous is None, argv
+        assert launch(*argv).rendezvous is None, argv
 
 
 @pytest.mark.parametrize("backend", ["c10d", "elasticrs"])
@@ -53,19 +53,19 @@ def test_nodes_meet_at_the_endpoint(launch, backend):
         "--rdzv-id=j",
         "--local-addr=me",
     )
-    job = launch(*argv).job
-    met = job.rendezvous
+    launched = launch(*argv)
+    job, met = launched.job, launched.rendezvous
     assert (met.backend, met.host, met.port, met.endpoint) == ("c10d", "node1", 29400, "node1:29400")
     assert (met.min_nodes, met.max_nodes, met.run_id, job.run_id) == (2, 4, "j", "j")
     assert (met.node_rank, met.local_addr, met.settings.order_hint) == (None, "me", 0)
     assert job.master_port is None
-    assert launch(*argv, "--rdzv-endpoint=[fd00::1]:7").job.rendezvous.endpoint == "[fd00::1]:7"
+    assert launch(*argv, "--rdzv-endpoint=[fd00::1]:7").rendezvous.endpoint == "[fd00::1]:7"
 
 
 def test_one_node_with_an_endpoint_may_be_met(launch):
-    met = launch(*C10D).job.rendezvous
+    met = launch(*C10D).rendezvous
     assert (met.min_nodes, met.max_nodes, met.endpoint) == (1, 1, "node1:29400")
-    assert launch("--rdzv-backend=c10d", "--rdzv-endpoint=localhost").job.rendezvous.port == 29400
+    assert launch("--rdzv-backend=c10d", "--rdzv-endpoint=localhost").rendezvous.port == 29400
 
 
 def test_settings_come_along(launch):
@@ -76,16 +76,16 @@ def test_settings_come_along(launch):
         "--node-rank=3",
         "--shutdown-timeout=7",
         "--exit-barrier-timeout=9",
-    ).job.rendezvous.settings
+    ).rendezvous.settings
     assert (made.join_timeout, made.token, made.drain, made.order_hint) == (0.5, b"a=b", "job", 3)
     assert (made.settle, made.exit_barrier_timeout) == (7 + 2 * 5 + 5, 9)
     barrier = "--rdzv-conf=exit_barrier_timeout=2"
-    assert launch(*C10D, barrier).job.rendezvous.settings.exit_barrier_timeout == 2
+    assert launch(*C10D, barrier).rendezvous.settings.exit_barrier_timeout == 2
     both = launch(*C10D, barrier, "--exit-barrier-timeout=9", TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT="6")
-    assert both.job.rendezvous.settings.exit_barrier_timeout == 9
-    assert launch(*C10D, "--rdzv-conf=order_hint=8", "--node-rank=3").job.rendezvous.settings.order_hint == 8
-    assert launch(*C10D, "--rdzv-conf=drain=job").job.rendezvous.settings.drain == "job"
-    assert launch(*C10D, "--rdzv-conf=drain=job", "--drain=node").job.rendezvous.settings.drain == "node"
+    assert both.rendezvous.settings.exit_barrier_timeout == 9
+    assert launch(*C10D, "--rdzv-conf=order_hint=8", "--node-rank=3").rendezvous.settings.order_hint == 8
+    assert launch(*C10D, "--rdzv-conf=drain=job").rendezvous.settings.drain == "job"
+    assert launch(*C10D, "--rdzv-conf=drain=job", "--drain=node").rendezvous.settings.drain == "node"
 
 
 def test_variables_say_the_same(launch):
@@ -100,30 +100,30 @@ def test_variables_say_the_same(launch):
         PET_DRAIN="job",
         PET_EXIT_BARRIER_TIMEOUT="4",
         ELASTICRS_TOKEN="t",
-    ).job.rendezvous
+    ).rendezvous
     assert (job.min_nodes, job.max_nodes, job.endpoint, job.run_id) == (2, 3, "node1:7", "j")
     made = job.settings
     assert (made.join_timeout, made.order_hint, made.drain, made.token) == (5, 2, "job", b"t")
     assert (made.exit_barrier_timeout, job.local_addr) == (4, "me")
-    barrier = launch(*C10D, TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT="6").job.rendezvous.settings
+    barrier = launch(*C10D, TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT="6").rendezvous.settings
     assert barrier.exit_barrier_timeout == 6
 
 
 def test_static_ranks_are_given_by_hand(launch):
     launched = launch("--nnodes=3", "--node-rank=2", "--master-addr=node1", "--master-port=7", "--rdzv-id=j")
-    met = launched.job.rendezvous
+    met = launched.rendezvous
     assert (met.backend, met.endpoint, met.node_rank, met.settings.order_hint) == ("static", "node1:7", 2, 2)
     assert (met.min_nodes, met.max_nodes) == (3, 3)
     assert (launched.job.master_addr, launched.job.master_port) == ("node1", 7)
     assert launched.notices == []
-    assert launch("--nnodes=2", "--master-addr=fd00::1").job.rendezvous.endpoint == "[fd00::1]:29500"
-    assert launch("--nnodes=2", "--rdzv-endpoint=node1:8").job.rendezvous.endpoint == "node1:8"
-    hinted = launch("--nnodes=2", "--node-rank=1", "--rdzv-conf=order_hint=5").job.rendezvous
+    assert launch("--nnodes=2", "--master-addr=fd00::1").rendezvous.endpoint == "[fd00::1]:29500"
+    assert launch("--nnodes=2", "--rdzv-endpoint=node1:8").rendezvous.endpoint == "node1:8"
+    hinted = launch("--nnodes=2", "--node-rank=1", "--rdzv-conf=order_hint=5").rendezvous
     assert hinted.settings.order_hint == 1
     variables = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node1", "PET_MASTER_PORT": "7"}
     assert (
-        launch(**variables).job.rendezvous
-        == launch("--nnodes=2", "--node-rank=1", "--master-addr=node1", "--master-port=7").job.rendezvous
+        launch(**variables).rendezvous
+        == launch("--nnodes=2", "--node-rank=1", "--master-addr=node1", "--master-port=7").rendezvous
     )
 
 
@@ -274,7 +274,7 @@ def test_a_file_and_a_registered_backend_have_a_handler_of_their_own(launch):
         ):
             launched = launch(*argv, "--rdzv-endpoint=there", "--nnodes=1:3", "--exit-barrier-timeout=5")
             handler = launched.handler
-            assert launched.job.rendezvous is None
+            assert launched.rendezvous is None
             assert (handler.endpoint, handler.nodes, handler.exit_barrier_timeout) == ("there", (1, 3), 5)
         with pytest.raises(UsageError, match=f"expected {BACKENDS}, of_a_program"):
             launch("--rdzv-backend=of_nobody")

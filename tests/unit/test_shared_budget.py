@@ -19,7 +19,7 @@ from elasticrs.agent.shared_budget import (
     WorkerFailed,
     step,
 )
-from elasticrs.agent.state import (
+from elasticrs.agent.state_machine import (
     SIGKILL,
     SIGTERM,
     GroupEnded,

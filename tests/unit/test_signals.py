@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.agent.signals import without_what_was_taken_back
-from elasticrs.stop_requests import ECHO, StopRequests
+from elasticrs.host.stop_requests import ECHO, StopRequests
 
 PRELUDE = """
 import ctypes, os, select, signal, sys, threading
@@ -293,7 +293,7 @@ def send():
     os.kill(os.getpid(), signal.SIGTERM)
 # Of these hooks the last that was registered is called first: this one is called when signals are blocked.
 os.register_at_fork(before=send)
-from elasticrs.compat.raised_signals import raised_signals
+from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.multiprocessing import SignalException
 def fork():
     if os.fork() == 0:
@@ -322,7 +322,7 @@ def test_a_signal_during_a_fork_is_raised_and_is_not_the_childs(fork):
 
 TWO_AT_ONCE = """
 import signal
-from elasticrs.compat.raised_signals import raised_signals
+from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.multiprocessing import SignalException
 with raised_signals([signal.SIGTERM, signal.SIGHUP]):
     try:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from elasticrs.agent.attempt import Attempt, JobResult
-from elasticrs.agent.state import Phase
+from elasticrs.agent.state_machine import Phase
 from elasticrs.agent.story import Story, productive_ns
-from elasticrs.plan import Plan
-from elasticrs.ranks import NodeShare, assign
-from elasticrs.texts import goodput
+from elasticrs.job.ranks import NodeShare, assign
+from elasticrs.report.phrases import goodput
+from elasticrs.workers.plan import Plan
 
 S = 1_000_000_000
 
@@ -21,8 +21,8 @@ def attempt_of(round_, restarts, **stamps):
     return attempt
 
 
-def last_line(phase, attempts, *, rendezvous=object(), began_s_ago=1):  # noqa: B008 -- anything but None
-    job = SimpleNamespace(rendezvous=rendezvous, on_failure="restart", max_restarts=3)
+def last_line(phase, attempts, *, is_multi_node=True, began_s_ago=1):
+    job = SimpleNamespace(is_multi_node=is_multi_node, replaces_workers=False, max_restarts=3)
     result, said = JobResult(phase=phase, attempts=attempts), []
     story = Story(job, result, said.append, owns_process=True)
     story._begun_ns = time.monotonic_ns() - began_s_ago * S
@@ -46,7 +46,7 @@ def test_rounds_without_a_charge_are_changes_of_nodes(round_, restarts, said):
 
 
 def test_attempts_of_a_node_by_itself_are_no_changes_of_nodes():
-    assert "nodes" not in last_line(Phase.SUCCEEDED, [attempt_of(4, 0)], rendezvous=None)
+    assert "nodes" not in last_line(Phase.SUCCEEDED, [attempt_of(4, 0)], is_multi_node=False)
 
 
 def test_the_goodput_of_a_short_job_is_not_told():

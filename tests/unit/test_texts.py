@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from elasticrs.texts import (
+from elasticrs.report.phrases import (
     duration,
     how_it_ended,
     how_the_nursery_ended,

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from elasticrs._value import Record, Value, fresh
+from elasticrs.job.value import Record, Value, fresh
 
 
 class Point(Value):

@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 from elasticrs.launcher.arguments import parse, resolve
 
 ENV = {"PATH": "/usr/bin:/bin"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticrs import warm
+from elasticrs.workers import warm
 
 LIBRARY = tuple(f"library{number}" for number in range(6))
 """Modules in another folder."""

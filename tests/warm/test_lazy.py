@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from elasticrs.warm.modules import lazily_imported
+from elasticrs.workers.warm.modules import lazily_imported
 
 DYNAMO = "torch._dynamo"
 
@@ -25,7 +25,7 @@ def test_words_of_a_source(source, names):
 
 
 def test_what_uses_no_torch_gets_none_of_it(tmp_path):
-    from elasticrs import warm
+    from elasticrs.workers import warm
 
     script = tmp_path / "train.py"
     script.write_text("from scipy import optimize")
@@ -43,7 +43,7 @@ def test_what_uses_no_torch_gets_none_of_it(tmp_path):
     ],
 )
 def test_what_a_function_may_set_before_torch_reads_it_is_not_preloaded(tmp_path, lines, why):
-    from elasticrs import warm
+    from elasticrs.workers import warm
 
     script = tmp_path / "train.py"
     script.write_text(f"import os, torch\n{lines}\ntorch.optim.SGD\n")
@@ -54,7 +54,7 @@ def test_what_a_function_may_set_before_torch_reads_it_is_not_preloaded(tmp_path
 
 PROBE = """
 import json, os, runpy, sys
-from elasticrs import warm
+from elasticrs.workers import warm
 
 script = sys.argv[1]
 for name in warm.preload("auto", warm.entry_of_script(script)).modules:

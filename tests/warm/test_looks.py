@@ -9,7 +9,7 @@ import pytest
 from helpers import procs
 
 from elasticrs.agent.warming import Warming
-from elasticrs.warm import sources
+from elasticrs.workers.warm import sources
 
 SAID = "warm: the files of imported modules cannot be looked at within 0.5 s: an edited one goes unnoticed"
 NOTHING_BESIDE = SimpleNamespace(take_over=lambda: False)

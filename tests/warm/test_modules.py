@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs import warm
-from elasticrs.config import UsageError
-from elasticrs.warm.steps import Import, steps
+from elasticrs.job.config import UsageError
+from elasticrs.workers import warm
+from elasticrs.workers.warm.steps import Import, steps
 
 
 def imports(source, package=""):

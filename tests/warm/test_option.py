@@ -2,7 +2,7 @@
 
 import pytest
 
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 from elasticrs.launcher import LaunchConfig, elastic_launch
 from elasticrs.launcher.arguments import parse, resolve
 

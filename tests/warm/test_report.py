@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.agent.warming import Warming
-from elasticrs.warm import report
-from elasticrs.warm.report import LeftOut, Ready, Report
-from elasticrs.warm.sources import remember
+from elasticrs.workers.warm import import_report
+from elasticrs.workers.warm.import_report import LeftOut, Ready, Report
+from elasticrs.workers.warm.sources import remember
 
 READY = {
     "seconds": 4.25,
@@ -51,14 +51,14 @@ def test_all_that_was_told():
         LeftOut("ends", "it ends the process at import (exit code 3)"),
     )
     ready = Ready(4.25, ("/lib",), 1, {"/a.py": (7, 8), "/b.py": None})
-    assert report.read(lines(TOLD)) == Report({"json": 1.0, "torch.nn": 3.21}, left_out, None, ready)
+    assert import_report.read(lines(TOLD)) == Report({"json": 1.0, "torch.nn": 3.21}, left_out, None, ready)
 
 
 @given(st.integers(0, len(lines(TOLD))))
 def test_a_torn_line_says_nothing(size):
     data = lines(TOLD)
     whole = data[:size].count(b"\n")
-    assert report.read(data[:size]) == report.read(lines(TOLD[:whole]))
+    assert import_report.read(data[:size]) == import_report.read(lines(TOLD[:whole]))
 
 
 JSON = st.recursive(
@@ -72,7 +72,7 @@ RECORDS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
 
 @given(st.lists(RECORDS), st.binary())
 def test_nothing_in_the_file_is_trusted(records, junk):
-    found = report.read(lines(records) + junk)
+    found = import_report.read(lines(records) + junk)
     if found.ready is not None:
         remember(found.ready.stamps, found.ready.prefixes, found.imported).changes()
     shown = [line for one in found.left_out for line in (one.name, one.why, *one.traceback)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.warm.sources import CHECKS_IF_MISSING, TOUCHED, Settling, remember, stamp
+from elasticrs.workers.warm.sources import CHECKS_IF_MISSING, TOUCHED, Settling, remember, stamp
 
 SITE = "lib/python3/site-packages"
 

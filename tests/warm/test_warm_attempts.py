@@ -48,7 +48,7 @@ def test_an_interpreter_that_is_a_script_gets_no_nursery(launch, worker_script, 
 
 def test_an_old_python_can_read_our_part_which_then_says_that_it_is_old():
     """With a syntax error there, Python would go on to the user's script."""
-    source = Path(_worker.__file__).parent / "warm/sitecustomize.py"
+    source = Path(_worker.__file__).parent / "nursery/sitecustomize.py"
     assert ast.parse(source.read_text(), feature_version=(3, 4))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.procs import HANG
 
-from elasticrs._worker import hook_environment
+from elasticrs.workers.environment import hook_environment
 
 HOOK = str(Path(hook_environment({})["PYTHONPATH"]))
 NAMES = ["python3.8", "python3.9", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14"]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elasticrs.train import NonRetryableException, SimpleWorkerStats, StopException, p2p
-from elasticrs.train.by_hand import on_change
+from elasticrs.train.custom_loop import on_change
 
 torch.set_num_threads(1)
 

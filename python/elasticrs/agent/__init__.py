@@ -1,7 +1,7 @@
 """The agent of one node: it starts and monitors the workers and decides how to react to failures.
 
-:mod:`~elasticrs.agent.state` makes the decisions and :mod:`~elasticrs.agent.loop` executes them. The classes
-that users subclass are in :mod:`elasticrs.agent.server`.
+:mod:`~elasticrs.agent.state_machine` makes the decisions and :mod:`~elasticrs.agent.loop` executes them. The
+classes that users subclass are in :mod:`elasticrs.agent.server`.
 """
 
 from elasticrs import lazy

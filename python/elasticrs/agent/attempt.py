@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from elasticrs import texts
-from elasticrs._value import Record, Value, fresh
 from elasticrs.agent.evidence import read_counters
-from elasticrs.agent.state import Phase
-from elasticrs.clock import Clock
-from elasticrs.logs import error_file_of
+from elasticrs.agent.state_machine import Phase
+from elasticrs.host.clock import Clock
+from elasticrs.job.value import Record, Value, fresh
+from elasticrs.report import phrases
+from elasticrs.workers.logs import error_file_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.agent.cause import Cause
-    from elasticrs.logs import LogPaths
-    from elasticrs.node_page import Met
-    from elasticrs.plan import Plan
+    from elasticrs.workers.logs import LogPaths
+    from elasticrs.workers.node_page import Met
+    from elasticrs.workers.plan import Plan
 
 
 class Overdue(Value):
@@ -52,7 +52,7 @@ class Attempt(Record):
         exits: exits of the workers, by local rank, in the order in which the agent saw them. Replaced workers
             are not included.
         met: last rendezvous of each worker that has exited, by local rank, if the worker took part in one and
-            recorded it; see :mod:`elasticrs.node_page`.
+            recorded it; see :mod:`elasticrs.workers.node_page`.
         replaced_workers: workers that were replaced. Each is an attempt that contains only that worker.
         first_failure: local rank of the worker that failed first.
         raised: notice of each worker that recorded an uncaught exception, by local rank.
@@ -149,11 +149,11 @@ class Attempt(Record):
         """Describe the restart that started this attempt: its total time, the time of each phase, and whether
         its workers were warm.
         """
-        span = texts.milliseconds(round(1e6 * sum(self.phases.values())))
+        span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
         is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
         since = "the workers were told to stop" if is_elsewhere else "the failure was seen"
-        return f"{span} after {since}{texts.phases(self.phases)}{how}"
+        return f"{span} after {since}{phrases.phases(self.phases)}{how}"
 
     def why_expired(self, local_rank: int) -> str | None:
         """Return the time limit for which the agent killed this worker, as text; ``None`` if it did not."""
@@ -161,7 +161,7 @@ class Attempt(Record):
         if event is None:
             return None
         if event.timer is not None:
-            return texts.timer_expired(event.timer)
+            return phrases.timer_expired(event.timer)
         if event.raised is not None:
             was = "was still exiting" if event.raised.exit == "slow" else "its exit made no progress"
             return f"it raised, and {was} {event.raised.limit:g} s later (--exit-timeout)"
@@ -185,7 +185,7 @@ class Attempt(Record):
 
     def how_it_ended(self, worker: WorkerExited) -> str:
         """Return text about how a worker ended, to append to its name."""
-        return texts.SILENT if worker.local_rank in self.silent else texts.how_it_ended(worker.exitcode)
+        return phrases.SILENT if worker.local_rank in self.silent else phrases.how_it_ended(worker.exitcode)
 
     def last_met(self, local_rank: int) -> Met | None:
         """Return the last rendezvous of a worker; ``None`` before its first one or if not recorded."""
@@ -232,7 +232,9 @@ class Attempt(Record):
         """Return text that identifies several workers to the user."""
         if self.plan.members is not None:
             return ", ".join(self.who(local_rank) for local_rank in local_ranks)
-        return texts.ranks_text(sorted(self.plan.ranks[local_rank].global_rank for local_rank in local_ranks))
+        return phrases.ranks_text(
+            sorted(self.plan.ranks[local_rank].global_rank for local_rank in local_ranks)
+        )
 
     def failed_exits(self) -> list[WorkerExited]:
         """Return the failed workers: those with an exit code other than 0, with an expired timer, or that

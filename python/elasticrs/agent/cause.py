@@ -6,8 +6,8 @@ The message is a JSON object with the known fields. Imported only after a failur
 
 from __future__ import annotations
 
-from elasticrs._value import Value
-from elasticrs.agent.state import HungElsewhere
+from elasticrs.agent.state_machine import HungElsewhere
+from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.rendezvous.elastic.records import silence_of, step_of
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from elasticrs.clock import Clock
+    from elasticrs.host.clock import Clock
 
 
 class Cause(Value):

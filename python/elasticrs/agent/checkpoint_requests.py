@@ -1,7 +1,8 @@
 """Checkpoint requests: the agent passes them on to its workers and reports the result to the user.
 
 Workers see a request at the end of a step, in the memory page that they share with the agent
-(:mod:`elasticrs.node_page`). It is enough if one worker sees the request: all workers of the job then save.
+(:mod:`elasticrs.workers.node_page`). It is enough if one worker sees the request: all workers of the job then
+save.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import time
 from contextlib import suppress
 from threading import Lock
 
-from elasticrs import texts
-from elasticrs.node_page import VARIABLE, AgentPage
+from elasticrs.report import phrases
+from elasticrs.workers.node_page import VARIABLE, AgentPage
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -84,13 +85,13 @@ class CheckpointRequests:
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)
         if served > self._told and first is not None:
-            self._say(texts.checkpoint_line(result, served_ns - first))
+            self._say(phrases.checkpoint_line(result, served_ns - first))
             for number in range(self._told + 1, served + 1):
                 self._asked_ns.pop(number, None)
             self._told, self._is_late = served, False
         elif first is not None and not self._is_late and time.monotonic_ns() - first > PATIENCE * 1e9:
             self._is_late = True
-            self._say(texts.checkpoint_is_late(PATIENCE, len(self.page.standings())))
+            self._say(phrases.checkpoint_is_late(PATIENCE, len(self.page.standings())))
         return TICK if self.are_open else float("inf")
 
     def close(self) -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from elasticrs.agent import state as machine
-from elasticrs.clock import Clock
-from elasticrs.config import SAFETY_TICK
+from elasticrs.agent import state_machine as machine
+from elasticrs.host.clock import Clock
+from elasticrs.job.config import SAFETY_TICK
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
     from elasticrs.agent.cause import Cause
-    from elasticrs.config import JobConfig
-    from elasticrs.plan import Plan
+    from elasticrs.job.config import JobConfig
+    from elasticrs.workers.plan import Plan
 
     class Planner(Protocol):
         """Source of plans."""
@@ -33,7 +33,7 @@ class Decisions(ABC):
     actions in order.
 
     Attributes:
-        plan: plan of the attempt that :class:`~elasticrs.agent.state.Start` requests.
+        plan: plan of the attempt that :class:`~elasticrs.agent.state_machine.Start` requests.
         first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
         clock: clock of the store in which the nodes met.
         has_taken_part: true if workers of this node ran in the last round.
@@ -88,8 +88,8 @@ class Decisions(ABC):
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- for others
         """Agree on ranks and addresses and return the event that answers
-        :class:`~elasticrs.agent.state.Rendezvous`. If this agent hosts the workers' store, the supervisor
-        serves it.
+        :class:`~elasticrs.agent.state_machine.Rendezvous`. If this agent hosts the workers' store, the
+        supervisor serves it.
 
         Raises:
             Exception: a user's rendezvous handler raised it.
@@ -110,11 +110,11 @@ class Decisions(ABC):
 
 
 class OneNode(Decisions):
-    """Decisions of a single-node job, made by :func:`elasticrs.agent.state.step`."""
+    """Decisions of a single-node job, made by :func:`elasticrs.agent.state_machine.step`."""
 
     def __init__(self, job: JobConfig, planner: Planner) -> None:
         self._state = machine.AgentState(
-            job.max_restarts, job.shutdown_timeout, replaces=job.on_failure == "replace"
+            job.max_restarts, job.shutdown_timeout, replaces=job.replaces_workers
         )
         self._planner = planner
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 
-from elasticrs import texts
 from elasticrs.agent.evidence import oom_note, probably_oom
-from elasticrs.logs import hang_file
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.multiprocessing.errors.report import how_it_failed
 from elasticrs.multiprocessing.errors.root_cause import root_cause, victims
 from elasticrs.multiprocessing.failed_process import failure_of
+from elasticrs.report import phrases
+from elasticrs.workers.logs import hang_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
-    from elasticrs.config import JobConfig
+    from elasticrs.job.config import JobConfig
 
 _MAX_RESTARTS = 3
 """Maximum number of restarts whose durations are listed in the report."""
@@ -52,7 +52,7 @@ def _how(attempt: Attempt, failure: ProcessFailure) -> str:
     if why is not None and not attempt.is_slow_to_exit(failure.local_rank):
         return f": {why}"
     if worker.local_rank in attempt.silent:
-        return f" {texts.SILENT}"
+        return f" {phrases.SILENT}"
     is_oom = probably_oom(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
     return how_it_failed(failure) + (" (probably by the kernel's OOM killer)" if is_oom else "")
 
@@ -256,10 +256,10 @@ def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
     if worker.local_rank in attempt.expired:
         return attempt.why_expired(worker.local_rank)
     if attempt.nursery_exitcode is not None:
-        how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+        how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
         return f"the nursery {how}, and the worker with it"
     if worker.local_rank in attempt.silent:
-        return texts.SILENT
+        return phrases.SILENT
     if worker.exitcode is None:
         return "the worker is gone, and its exit status is unknown"
     return None

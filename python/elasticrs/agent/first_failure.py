@@ -8,8 +8,8 @@ the error files as well.
 
 from __future__ import annotations
 
-from elasticrs._value import Value
-from elasticrs.headline import headline
+from elasticrs.job.value import Value
+from elasticrs.report.traceback_summary import headline
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

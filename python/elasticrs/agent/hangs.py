@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from itertools import takewhile
 
-from elasticrs.texts import printable, ranks_text
+from elasticrs.report.phrases import printable, ranks_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

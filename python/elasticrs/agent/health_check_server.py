@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs import _core, config
+from elasticrs import _core
+from elasticrs.job import config
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

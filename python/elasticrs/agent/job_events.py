@@ -11,9 +11,8 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from elasticrs import texts
 from elasticrs.agent.observer import Observer
-from elasticrs.agent.state import Phase, Rendezvous, Start
+from elasticrs.agent.state_machine import Phase, Rendezvous, Start
 from elasticrs.events import (
     STATUS,
     Event,
@@ -24,18 +23,19 @@ from elasticrs.events import (
     status_metadata,
 )
 from elasticrs.events.handlers import LineFileHandler
+from elasticrs.report import phrases
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
-    from elasticrs.agent.state import Action
-    from elasticrs.config import JobConfig, ObserveSettings
+    from elasticrs.agent.state_machine import Action
     from elasticrs.events import EventMetadataValue
+    from elasticrs.job.config import JobConfig, ObserveSettings
+    from elasticrs.job.ranks import WorkerRanks
     from elasticrs.multiprocessing.errors import ProcessFailure
-    from elasticrs.plan import Plan
-    from elasticrs.ranks import WorkerRanks
+    from elasticrs.workers.plan import Plan
 
 
 class EventRecorder(Observer):
@@ -128,7 +128,7 @@ class EventRecorder(Observer):
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
         """Record each worker that is sent SIGKILL after its grace period."""
         for local_rank, pid in zip(event.local_ranks, event.pids, strict=True):
-            message = texts.killed(attempt.who(local_rank), event)
+            message = phrases.killed(attempt.who(local_rank), event)
             self._record_watchdog("kill worker process", {"worker_pid": str(pid), "message": message})
 
     def failed(self, attempt: Attempt) -> None:
@@ -306,7 +306,7 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
     if error is not None:
         return "".join(traceback.format_exception(error))
     if result.signum is not None:
-        return f"stopped by {texts.signal_name(result.signum)}"
+        return f"stopped by {phrases.signal_name(result.signum)}"
     if not result.attempts and result.exit_code != 0:
         return result.message or "the workers could not be started"
     return None

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from elasticrs.agent.first_failure import first_seen
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.pace import slowest
-from elasticrs.agent.state import AnnounceRestart, Phase, Start, Stop
-from elasticrs.headline import headline
+from elasticrs.agent.state_machine import AnnounceRestart, Phase, Start, Stop
 from elasticrs.metrics.api import add_sink, remove_sink
+from elasticrs.report.traceback_summary import headline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.agent.health_check_server import HealthCheckServer
-    from elasticrs.agent.state import Action
-    from elasticrs.config import JobConfig
-    from elasticrs.node_page import Standing
-    from elasticrs.plan import Plan
+    from elasticrs.agent.state_machine import Action
+    from elasticrs.job.config import JobConfig
+    from elasticrs.workers.node_page import Standing
+    from elasticrs.workers.plan import Plan
 
 SCHEMA = 1
 MAX_EARLIER_FAILURES = 16
@@ -74,7 +74,7 @@ class HealthObserver(Observer):
         else:
             self._server.supervisor = supervisor
         add_sink(self._native.put)
-        if self._job.rendezvous is not None:
+        if self._job.is_multi_node:
             self._native.enter("waiting_for_nodes")
 
     def fd_ready(self, fd: int) -> bool:
@@ -158,7 +158,7 @@ class HealthObserver(Observer):
             self._native.recovered((self._attempt.stamps["started"] - self._failed_ns) / 1e9)
             self._failed_ns = None
         self._native.enter("productive")
-        if self._job.on_failure != "replace":
+        if not self._job.replaces_workers:
             # Skip this with `--on-failure replace`, because workers then get their ranks from a rendezvous of
             # their own, not from the plan.
             first = self._attempt.plan.ranks[0]
@@ -194,7 +194,7 @@ class HealthObserver(Observer):
             self._failed_ns = attempt.stamps["failure_seen"]
             self._note_failure(attempt)
         self._enter_state("SUCCEEDED" if outcome == "succeeded" else "STOPPED")
-        self._native.enter("restarting" if self._job.rendezvous is None else "waiting_for_nodes")
+        self._native.enter("restarting" if not self._job.is_multi_node else "waiting_for_nodes")
 
     def _note_failure(self, attempt: Attempt) -> None:
         local_rank = first_seen(attempt)

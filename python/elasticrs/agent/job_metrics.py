@@ -10,15 +10,15 @@ import time
 from typing import TYPE_CHECKING
 
 from elasticrs.agent.observer import Observer
-from elasticrs.agent.state import Phase, Rendezvous, Start
+from elasticrs.agent.state_machine import Phase, Rendezvous, Start
 from elasticrs.metrics.api import put_metric
 
 if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
-    from elasticrs.agent.state import Action
-    from elasticrs.config import JobConfig
-    from elasticrs.plan import Plan
+    from elasticrs.agent.state_machine import Action
+    from elasticrs.job.config import JobConfig
+    from elasticrs.workers.plan import Plan
 
 
 class MetricRecorder(Observer):

@@ -12,12 +12,12 @@ import signal
 import time
 from collections import deque
 
-from elasticrs import texts
-from elasticrs.agent import state as machine
+from elasticrs.agent import state_machine as machine
 from elasticrs.agent.signals import suspend
 from elasticrs.agent.tracker import AttemptTracker
-from elasticrs.console import Console
-from elasticrs.stop_requests import StopRequests
+from elasticrs.host.stop_requests import StopRequests
+from elasticrs.report import phrases
+from elasticrs.report.console import Console
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from elasticrs.agent.pace import Pace
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.agent.sleepers import Sleepers
-    from elasticrs.config import JobConfig
-    from elasticrs.workers import Workers
+    from elasticrs.agent.workers import Workers
+    from elasticrs.job.config import JobConfig
 
 
 class Agent:
@@ -170,7 +170,7 @@ class Agent:
                 self._look_for_sleepers(self._sleepers)
 
     def _open_checkpoints(self) -> None:
-        if self._job.on_failure == "replace":
+        if self._job.replaces_workers:
             from elasticrs.agent.checkpoint_requests import CheckpointRequests
             from elasticrs.agent.pace import Pace
 
@@ -185,7 +185,7 @@ class Agent:
         Do not send a signal, because it would kill workers that have not started training or have finished.
         """
         if not checkpoints.are_open:
-            self._console.say(texts.checkpoint_requested(signal.SIGUSR1))
+            self._console.say(phrases.checkpoint_requested(signal.SIGUSR1))
         checkpoints.ask()
 
     def _close_checkpoints(self) -> None:
@@ -194,9 +194,9 @@ class Agent:
             checkpoints.look()
             has_ended = self._result.signum is None and any(each.pids for each in self._result.attempts)
             if has_ended and not checkpoints.page.was_used:
-                self._console.say(texts.NOBODY_TRAINED)
+                self._console.say(phrases.NOBODY_TRAINED)
             if checkpoints.are_open:
-                self._console.say(texts.CHECKPOINT_NOT_MADE)
+                self._console.say(phrases.CHECKPOINT_NOT_MADE)
             checkpoints.close()
 
     def _look_for_sleepers(self, sleepers: Sleepers) -> None:
@@ -206,7 +206,7 @@ class Agent:
             return
         overdue = sleepers.look(attempt.running())
         if overdue:
-            tracker.why_unfit = texts.asleep(overdue, self._job.uninterruptible_state_timeout)
+            tracker.why_unfit = phrases.asleep(overdue, self._job.uninterruptible_state_timeout)
             self._console.say(f"{tracker.why_unfit}; stopping the workers")
             tracker.stop(machine.Stop(signal.SIGTERM, self._job.shutdown_timeout))
 
@@ -219,7 +219,7 @@ class Agent:
             self._start(action)
         elif isinstance(action, machine.Stop):
             if not action.is_announced:
-                self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
+                self._console.say(phrases.stop_line(self._decisions.signum, action.signum, action.grace))
             self._tracker.stop(action)
         elif isinstance(action, machine.Replace):
             self._tracker.replace(action)

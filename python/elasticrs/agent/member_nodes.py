@@ -12,26 +12,27 @@ from collections import deque
 from functools import partial
 
 from elasticrs.agent import shared_budget as shared
-from elasticrs.agent import state as machine
+from elasticrs.agent import state_machine as machine
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.member_workers import among_workers, variables_of_members
 from elasticrs.agent.several_nodes import SeveralNodes
-from elasticrs.plan import Plan
-from elasticrs.ranks import NodeShare
+from elasticrs.job.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.announcements import nodes
 from elasticrs.rendezvous.elastic.dead_workers import workers_of
 from elasticrs.rendezvous.elastic.settings import Settings
+from elasticrs.workers.plan import Plan
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from elasticrs.agent.cause import Cause
-    from elasticrs.budget import Meetings
-    from elasticrs.config import JobConfig
-    from elasticrs.console import Console
+    from elasticrs.job.config import JobConfig
+    from elasticrs.job.restart_budget import Meetings
     from elasticrs.rendezvous.elastic.meeting_point import Home
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs.report.console import Console
     from elasticrs.store import Store
 
 _PHASES = {"running": machine.Phase.RUNNING, "stopping": machine.Phase.STOPPING}
@@ -41,7 +42,7 @@ class MemberNodes(SeveralNodes):
     """Decides for such a node.
 
     Args:
-        job, console, planned, home: as for the base class.
+        job, rendezvous, console, planned, home: as for the base class.
     """
 
     _keeps_workers = True
@@ -49,11 +50,12 @@ class MemberNodes(SeveralNodes):
     def __init__(
         self,
         job: JobConfig,
+        rendezvous: Rendezvous,
         console: Console,
         planned: Callable[[Plan, Callable[[], Store]], None] | None = None,
         home: Home | None = None,
     ) -> None:
-        super().__init__(job, console, planned, home)
+        super().__init__(job, rendezvous, console, planned, home)
         # Do not delay rounds of agents for a late node, because the arrival of a node does not affect running
         # workers.
         waits = {"last_call_timeout": 0.0, "restart_call_timeout": 0.0}

@@ -11,11 +11,10 @@ import os
 from functools import partial
 from urllib.parse import quote, urlencode
 
-from elasticrs.agent import state as machine
+from elasticrs.agent import state_machine as machine
 from elasticrs.agent.decisions import OneNode
-from elasticrs.asked import Asked
-from elasticrs.config import LOOPBACK
-from elasticrs.native_session import scoped_token
+from elasticrs.host.background_call import Asked
+from elasticrs.job.config import LOOPBACK
 from elasticrs.rendezvous.elastic.describe import describe
 from elasticrs.rendezvous.elastic.etcd_membership import workers_password
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
@@ -23,7 +22,8 @@ from elasticrs.rendezvous.elastic.keys import workers_job, workers_scope
 from elasticrs.rendezvous.elastic.meeting_point import CannotHost, MeetingPoint
 from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.rendezvous.one_node import OneNodePlanner
-from elasticrs.worker_env import NCCL_ENDS_PROCESSES
+from elasticrs.store.session import scoped_token
+from elasticrs.workers.environment import NCCL_ENDS_PROCESSES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.decisions import Planner
-    from elasticrs.config import JobConfig
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.job.config import JobConfig
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 
 _FOR_WORKERS = frozenset(
     {

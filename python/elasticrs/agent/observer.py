@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
-    from elasticrs.agent.state import Action
-    from elasticrs.node_page import Standing
-    from elasticrs.plan import Plan
+    from elasticrs.agent.state_machine import Action
+    from elasticrs.workers.node_page import Standing
+    from elasticrs.workers.plan import Plan
 
 
 class Observer:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elasticrs.agent.health_check_server import HealthCheckServer
     from elasticrs.agent.observer import Observer
-    from elasticrs.config import JobConfig, ObserveSettings
+    from elasticrs.job.config import JobConfig, ObserveSettings
 
 
 def make_observers(

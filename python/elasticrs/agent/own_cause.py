@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import time
 
-from elasticrs._value import Value
 from elasticrs.agent.cause import Cause
 from elasticrs.agent.failed_attempt import failures
+from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
-from elasticrs.texts import how_the_nursery_ended
+from elasticrs.report.phrases import how_the_nursery_ended
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.clock import Clock
+    from elasticrs.host.clock import Clock
     from elasticrs.multiprocessing.errors import ProcessFailure
 
 MAX_MESSAGE = 1400

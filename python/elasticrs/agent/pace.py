@@ -14,14 +14,14 @@ from __future__ import annotations
 import time
 from statistics import median
 
-from elasticrs import texts
-from elasticrs._value import Value
+from elasticrs.job.value import Value
+from elasticrs.report import phrases
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from elasticrs.node_page import AgentPage, Standing
+    from elasticrs.workers.node_page import AgentPage, Standing
 
 THRESHOLD = 0.8
 """A worker is slow if its rate is less than this fraction of the median of its node, as in
@@ -109,4 +109,4 @@ class Pace:
         found = slowest(standings)
         for each in news:
             if found is not None and each.rate is not None:
-                self._say(texts.slow_worker(each.rank, each.pid, each.rate, found[1], SPAN))
+                self._say(phrases.slow_worker(each.rank, each.pid, each.rate, found[1], SPAN))

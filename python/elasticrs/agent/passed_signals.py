@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 
-from elasticrs import texts
+from elasticrs.report import phrases
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class PassedSignals:
             self._held.setdefault((signum, rank, pid), self._now())
         self._deliver(workers)
         held = [rank for number, rank, _ in self._held if number == signum]
-        self._say(texts.passed_on(signum, held))
+        self._say(phrases.passed_on(signum, held))
 
     def look(self, workers: Mapping[int, int]) -> float | None:
         """Deliver or drop held signals; return the seconds until the next call is due.
@@ -135,6 +135,6 @@ class PassedSignals:
     def _drop(self, keys: set[tuple[int, int, int]], when: str) -> None:
         for signum in sorted({key[0] for key in keys}):
             ranks = sorted(rank for number, rank, _ in keys if number == signum)
-            self._say(texts.signal_dropped(signum, ranks, when))
+            self._say(phrases.signal_dropped(signum, ranks, when))
         for key in keys:
             del self._held[key]

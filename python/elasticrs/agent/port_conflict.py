@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs.logs import last_bytes
+from elasticrs.workers.logs import last_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -10,19 +10,19 @@ import os
 import signal
 from functools import partial
 
-from elasticrs import texts
-from elasticrs.agent import state as machine
+from elasticrs.agent import state_machine as machine
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
-from elasticrs.asked import Asked
-from elasticrs.config import SAFETY_TICK
-from elasticrs.plan import Plan
-from elasticrs.ports import agent_hosts_store
-from elasticrs.ranks import NodeShare
+from elasticrs.host.background_call import Asked
+from elasticrs.job.config import SAFETY_TICK
+from elasticrs.job.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.driver import Driver
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
 from elasticrs.rendezvous.elastic.meeting_point import node_name
+from elasticrs.report import phrases
+from elasticrs.workers.plan import Plan
+from elasticrs.workers.ports import agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from elasticrs.agent.attempt import Attempt
     from elasticrs.agent.cause import Cause
     from elasticrs.agent.own_cause import Place
-    from elasticrs.clock import Clock
-    from elasticrs.config import JobConfig
-    from elasticrs.console import Console
+    from elasticrs.host.clock import Clock
+    from elasticrs.job.config import JobConfig
     from elasticrs.rendezvous.elastic.meeting_point import Home
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs.report.console import Console
     from elasticrs.store import Store
 
 _PHASES = {
@@ -67,19 +68,18 @@ class SeveralNodes(Decisions):
     def __init__(
         self,
         job: JobConfig,
+        rendezvous: Rendezvous,
         console: Console,
         planned: Callable[[Plan, Callable[[], Store]], None] | None = None,
         home: Home | None = None,
     ) -> None:
-        if job.rendezvous is None:
-            raise ValueError("a job without a rendezvous has one node")
         self._job = job
-        self._rendezvous = job.rendezvous
+        self._rendezvous = rendezvous
         self._console = console
         self.outcome: messages.Outcome | None = None
         self._planned = planned
         self._home = home
-        self._use_agent_store = job.rendezvous.backend != "static" and agent_hosts_store(os.environ)
+        self._use_agent_store = rendezvous.backend != "static" and agent_hosts_store(os.environ)
         self._supervisor: _core.Supervisor | None = None
         self._names: Asked | None = None
         self._is_told = False
@@ -175,7 +175,7 @@ class SeveralNodes(Decisions):
         if isinstance(event, machine.StartFailed):
             self._group_exists = False
             self._console.group_rank = None
-            why = event.message.removeprefix(f"{texts.NOT_STARTED}: ")
+            why = event.message.removeprefix(f"{phrases.NOT_STARTED}: ")
             return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
             # The next event reports how the group ended.
@@ -197,7 +197,7 @@ class SeveralNodes(Decisions):
             kill: list[machine.Action] = [machine.Stop(machine.SIGKILL, 0.0)] if self._group_exists else []
             return kill + self._translate(self._driver.hasten())
         self.signum = signum
-        name = texts.signal_name(signum)
+        name = phrases.signal_name(signum)
         reason, ends_the_job = name, True
         if self._rendezvous.settings.drain == "job":
             what, reason = "the job ends (drain=job)", f"{name} to node {node_name()} (drain=job)"
@@ -207,7 +207,7 @@ class SeveralNodes(Decisions):
         else:
             what, ends_the_job = "this node leaves the job", False
         if self._group_exists:
-            what += f"; {name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{texts.AGAIN}"
+            what += f"; {name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{phrases.AGAIN}"
         self._console.say(f"{name} received: {what}")
         return self._tell(messages.Leave(reason, close=ends_the_job))
 

@@ -16,8 +16,7 @@ tested by a property test:
 
 from __future__ import annotations
 
-from elasticrs._value import Value
-from elasticrs.agent.state import (
+from elasticrs.agent.state_machine import (
     SIGKILL,
     SIGTERM,
     Event,
@@ -32,13 +31,14 @@ from elasticrs.agent.state import (
     WorkerReplaced,
     WorkerSwept,
 )
-from elasticrs.budget import has_not_met_since, without
+from elasticrs.job.restart_budget import has_not_met_since, without
+from elasticrs.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Literal, TypeAlias
 
-    from elasticrs.budget import Meetings
+    from elasticrs.job.restart_budget import Meetings
 
     Group: TypeAlias = Literal["none", "running", "stopping"]
     Effect: TypeAlias = (
@@ -79,7 +79,7 @@ class NodeState(Value):
     has_finished: bool = False
 
 
-# --- events, besides those of the workers in :mod:`elasticrs.agent.state` ---
+# --- events, besides those of the workers in :mod:`elasticrs.agent.state_machine` ---
 
 
 class WorkerFailed(Event):
@@ -121,7 +121,7 @@ class JobEnded(Event):
     signum: int = SIGTERM
 
 
-# --- effects, besides the actions in :mod:`elasticrs.agent.state` ---
+# --- effects, besides the actions in :mod:`elasticrs.agent.state_machine` ---
 
 
 class Report(Value):

@@ -12,7 +12,7 @@ previous handlers.
 - **SIG-4** SIGTSTP has the same effect as in a program that does not catch it: a SIGCONT cancels it, however
   soon it comes, and several SIGTSTPs count as one;
 - **SIG-5** a child that the host application forks has the previous handlers: signals to the child never
-  arrive here (:mod:`elasticrs.forks`).
+  arrive here (:mod:`elasticrs.host.fork_handlers`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import _thread
 import os
 import signal
 
-from elasticrs.forks import is_undone, undo_in_children
+from elasticrs.host.fork_handlers import is_undone, undo_in_children
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs import texts
 from elasticrs.agent.first_failure import first_seen, how_it_failed
 from elasticrs.agent.observer import Observer
-from elasticrs.agent.state import AnnounceRestart, Phase
+from elasticrs.agent.state_machine import AnnounceRestart, Phase
+from elasticrs.report import phrases
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
-    from elasticrs.agent.state import Action
-    from elasticrs.config import JobConfig
-    from elasticrs.plan import Plan
+    from elasticrs.agent.state_machine import Action
+    from elasticrs.job.config import JobConfig
+    from elasticrs.workers.plan import Plan
 
 _QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
@@ -80,7 +80,7 @@ class Story(Observer):
             return
         self._is_restart = True
         self._say(
-            texts.restart_line(
+            phrases.restart_line(
                 self._cause(attempt),
                 attempt.signalled,
                 action.restarts_left,
@@ -106,7 +106,7 @@ class Story(Observer):
         (local_rank,) = failed.exits
         most = self._job.max_restarts
         self._say(
-            texts.replace_line(
+            phrases.replace_line(
                 self._cause(failed),
                 len(attempt.running()) - 1,
                 attempt.pids[local_rank],
@@ -120,9 +120,7 @@ class Story(Observer):
         """The workers run again."""
         attempt = result.attempts[-1]
         # On several nodes, only the node with group rank 0 prints this line.
-        is_mine = self._is_restart or (
-            self._job.rendezvous is not None and attempt.plan.ranks[0].group_rank == 0
-        )
+        is_mine = self._is_restart or (self._job.is_multi_node and attempt.plan.ranks[0].group_rank == 0)
         if is_mine and attempt.phases:
             self._is_restart = False
             self._say(f"attempt {attempt.name} is running, {attempt.how_it_began()}")
@@ -132,17 +130,19 @@ class Story(Observer):
         self.started()
         if error is not None or not result.attempts:
             return
-        took = texts.duration((time.monotonic_ns() - self._begun_ns) / 1e9)
+        took = phrases.duration((time.monotonic_ns() - self._begun_ns) / 1e9)
         used = result.attempts[-1].restarts
         if result.phase is Phase.SUCCEEDED:
             if self._tells_all:
                 restarts = f"{used} restart{'s' if used != 1 else ''} charged"
-                goodput = texts.goodput(productive_ns(result.attempts), time.monotonic_ns() - self._begun_ns)
+                goodput = phrases.goodput(
+                    productive_ns(result.attempts), time.monotonic_ns() - self._begun_ns
+                )
                 self._say(f"succeeded after {took}; {restarts}{self._node_changes()}{goodput}")
             return
         how = "stopped" if result.phase is Phase.STOPPED else "failed"
         if result.signum is not None:
-            how = f"stopped by {texts.signal_name(result.signum)}"
+            how = f"stopped by {phrases.signal_name(result.signum)}"
         folder = folder_with_files(result.attempts)
         logs = f"; logs in {folder}" if folder else ""
         charged = f"{used} of {self._job.max_restarts} restarts charged{self._node_changes()}"
@@ -156,7 +156,7 @@ class Story(Observer):
 
     def _node_changes(self) -> str:
         """Return text with the number of new rounds that were not charged as restarts."""
-        if self._job.rendezvous is None or self._job.on_failure == "replace":
+        if not self._job.is_multi_node or self._job.replaces_workers:
             return ""
         last = self._result.attempts[-1]
         count = last.round - 1 - last.restarts
@@ -164,7 +164,7 @@ class Story(Observer):
 
     def _tell_first(self, attempt: Attempt) -> None:
         # With several nodes, the rendezvous prints the first failure on every node.
-        if self._job.rendezvous is not None or not attempt.signalled:
+        if self._job.is_multi_node or not attempt.signalled:
             return
         first = first_seen(attempt)
         who = attempt.who(first, attempt.pids[first]) + how_it_failed(attempt, first)
@@ -176,7 +176,7 @@ class Story(Observer):
         failed = attempt.failed_exits()
         if attempt.first_failure is None or not failed:
             if "started" in attempt.stamps:
-                how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+                how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
                 attempt.cause = f"the nursery {how}"
             else:
                 attempt.cause = self._result.message or "the workers could not be started"

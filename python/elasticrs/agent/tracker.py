@@ -12,16 +12,17 @@ import os
 import time
 from collections import deque
 
-from elasticrs import _core, texts
-from elasticrs.agent import state as machine
+from elasticrs import _core
+from elasticrs.agent import state_machine as machine
 from elasticrs.agent.attempt import Attempt, JobResult, Overdue, phases
 from elasticrs.agent.evidence import oom_kills, read_counters
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.passed_signals import PassedSignals
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
-from elasticrs.logs import attempt_name, discard_empty_fault_file
-from elasticrs.workers import prepare_group, prepare_replacement, warm_nursery, watch_timers
+from elasticrs.agent.workers import prepare_group, prepare_replacement, warm_nursery, watch_timers
+from elasticrs.report import phrases
+from elasticrs.workers.logs import attempt_name, discard_empty_fault_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.warming import Warming
-    from elasticrs.config import JobConfig
-    from elasticrs.console import Console
-    from elasticrs.plan import Plan
-    from elasticrs.workers import Leftovers, Workers
+    from elasticrs.agent.workers import Leftovers, Workers
+    from elasticrs.job.config import JobConfig
+    from elasticrs.report.console import Console
+    from elasticrs.workers.plan import Plan
 
     class Owner(Protocol):
         """The decision maker, which also handles events that do not belong to an attempt."""
@@ -85,7 +86,7 @@ class AttemptTracker:
         self._workers = workers
         self._console = console
         self._owns_process = owns_process
-        self._replaces = job.on_failure == "replace"
+        self._replaces = job.replaces_workers
         self._restarts = 0
         self._passed = PassedSignals(self._forward, console.say)
         self.result = JobResult()
@@ -125,7 +126,7 @@ class AttemptTracker:
         Raises:
             _core.SupervisorError: no supervisor can be created.
             OSError: file descriptors have run out.
-            UsageError: see :func:`elasticrs.workers.watch_timers`.
+            UsageError: see :func:`elasticrs.agent.workers.watch_timers`.
         """
         warm = None
         if self._workers.warm_command is not None:
@@ -158,7 +159,7 @@ class AttemptTracker:
         """Add the record of a new attempt to the result."""
         is_again = any(earlier.restarts == action.restarts for earlier in self.result.attempts)
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
-        if self._job.rendezvous is not None:
+        if self._job.is_multi_node:
             name = attempt_name(action.restarts, action.round)
         attempt = Attempt(action.round, action.restarts, plan, name)
         attempt.stamps["planned"] = time.monotonic_ns()
@@ -191,7 +192,7 @@ class AttemptTracker:
 
     def not_started(self, why: str, is_transient: bool = False) -> None:
         """Record why the workers could not be started, and whether the cause may be transient."""
-        self.result.message = f"{texts.NOT_STARTED}: {why}"
+        self.result.message = f"{phrases.NOT_STARTED}: {why}"
         self.events.append(machine.StartFailed(self.result.message, is_transient))
 
     def replace(self, action: machine.Replace) -> None:
@@ -222,7 +223,7 @@ class AttemptTracker:
     def forward(self, signum: int, *, are_running: bool) -> None:
         """Pass a signal on to running workers. Drop it if none run, because there is nothing to save yet."""
         if not are_running or self.attempt is None:
-            name = texts.signal_name(signum)
+            name = phrases.signal_name(signum)
             self._console.say(f"{name} received: no workers run, so nobody gets it")
             return
         self._passed.pass_on(signum, self.attempt.running())
@@ -357,7 +358,7 @@ class AttemptTracker:
         if event.signal is not None:
             self._is_overdue(event.local_rank, Overdue(event.seen_ns, timer=event))
         else:
-            self._console.say(f"{self._who(event.local_rank, event.pid)}: {texts.timer_expired(event)}")
+            self._console.say(f"{self._who(event.local_rank, event.pid)}: {phrases.timer_expired(event)}")
         self.observers.timer_expired(event)
 
     def _on_hung(self, event: _core.WorkerHung) -> None:
@@ -374,7 +375,7 @@ class AttemptTracker:
 
     def _on_killed(self, event: _core.WorkersKilled) -> None:
         attempt = self.result.attempts[-1]
-        self._console.say(texts.killed(attempt.who_are(event.local_ranks), event))
+        self._console.say(phrases.killed(attempt.who_are(event.local_ranks), event))
         self.observers.killed(attempt, event)
 
     def _on_exit(self, event: _core.WorkerExited) -> None:
@@ -406,7 +407,7 @@ class AttemptTracker:
         self._name_descendants("ended", _named(event.ended), event.more_ended)
         self._name_descendants("could not end", _named(event.stuck))
         if event.stuck:
-            self.why_unfit = texts.stuck((rank,))
+            self.why_unfit = phrases.stuck((rank,))
         self.events.append(machine.WorkerSwept(rank, bool(event.stuck)))
 
     def _on_replaced(self, event: _core.WorkerReplaced) -> None:
@@ -457,7 +458,7 @@ class AttemptTracker:
         conflict = outcome == "failed" and is_port_conflict(attempt)
         stuck = tuple(event.stuck_ranks)
         if outcome == "lost" and not stuck and "started" not in attempt.stamps:
-            how = texts.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
+            how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
             self.not_started(f"the nursery {how}", is_transient=True)
         else:
             self.events.append(machine.GroupEnded(outcome, stuck, conflict, self.why_unfit))
@@ -474,7 +475,7 @@ class AttemptTracker:
         return True
 
     def _on_paused(self, event: _core.WorkerPaused) -> None:
-        name = texts.signal_name(event.signal)
+        name = phrases.signal_name(event.signal)
         self._console.say(
             f"{self._who(event.local_rank, event.pid)} is stopped ({name}); waiting until it continues"
         )

@@ -4,7 +4,7 @@ The workers of an attempt are forked only if no file of an imported module has c
 during an attempt, a second nursery imports them again in the background, and takes over at the next restart.
 
 - **AGAIN-1** Workers are never forked from a nursery that imported a file before its last change, as far as
-  :mod:`elasticrs.warm.sources` can see the change. They start cold instead.
+  :mod:`elasticrs.workers.warm.sources` can see the change. They start cold instead.
 - **AGAIN-2** No start waits for an import that a change has made necessary.
 - **AGAIN-3** A failed import is not repeated. Workers start cold for the rest of the job.
 """
@@ -14,10 +14,10 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs import texts
-from elasticrs.asked import Asked
-from elasticrs.warm import report, sources
-from elasticrs.warm.report import Report
+from elasticrs.host.background_call import Asked
+from elasticrs.report import phrases
+from elasticrs.workers.warm import import_report, sources
+from elasticrs.workers.warm.import_report import Report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from elasticrs._core import Supervisor, Warmed
-    from elasticrs.warm.sources import Sources, Stamp
+    from elasticrs.workers.warm.sources import Sources, Stamp
 
     _T = TypeVar("_T")
 
@@ -84,7 +84,7 @@ class Warming:
         """
         told = os.pread(self.report, os.fstat(self.report).st_size - self._read, self._read)
         self._read += len(told)
-        self.found = found = report.read(told)
+        self.found = found = import_report.read(told)
         for one in found.left_out:
             self._say(f"warm: {one.name} was left out: {one.why}")
             self._say_all(one.traceback)
@@ -96,7 +96,7 @@ class Warming:
         if event.is_beside:
             was_importing, self._is_importing, self._beside = self._is_importing, False, known
             if not was_importing:
-                how = texts.how_it_ended(event.exitcode)
+                how = phrases.how_it_ended(event.exitcode)
                 self._go_cold(f"the process that had imported the changed modules {how}")
             elif not event.is_ready:
                 why = _why_cold(found, event, _SLOWER * self._limit)
@@ -237,7 +237,7 @@ def _why_cold(found: Report, event: Warmed, limit: float) -> str:
     what = f"the import of {found.importing}" if found.importing else "its start"
     if event.hung:
         return f"{what} did not end within {limit:g} s"
-    return f"{what} {texts.how_it_ended(event.exitcode)}"
+    return f"{what} {phrases.how_it_ended(event.exitcode)}"
 
 
 def _check(known: Sources) -> tuple[Sources, Mapping[str, Stamp], float]:

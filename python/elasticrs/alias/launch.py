@@ -10,7 +10,7 @@ import os
 import sys
 
 from elasticrs import launch
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 from elasticrs.launcher.arguments import HelpRequested, parse
 
 

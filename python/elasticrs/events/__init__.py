@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from elasticrs.events.api import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
 from elasticrs.events.handlers import get_logging_handler
@@ -24,9 +24,6 @@ from elasticrs.events.hostname import fq_hostname
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from elasticrs.compat.worker_group import Worker
-    from elasticrs.ranks import WorkerRanks
 
 __all__ = [
     "Event",
@@ -39,6 +36,18 @@ __all__ = [
     "record",
     "record_rdzv_event",
 ]
+
+
+class RoleRanks(Protocol):
+    """A worker that knows its ranks: :class:`~elasticrs.job.ranks.WorkerRanks`, or torch's ``Worker``."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def role_rank(self) -> int: ...
+    @property
+    def role_world_size(self) -> int: ...
+
 
 STATUS = "torchelastic.worker.status."
 """Prefix of an event's name, before the state of an agent or a worker."""
@@ -96,7 +105,7 @@ def status_metadata(
     return {**{name: known.get(name) for name in _ORDER}, **known}
 
 
-def details_of_worker(worker: WorkerRanks | Worker, exit_code: object, pid: object) -> dict[str, object]:
+def details_of_worker(worker: RoleRanks, exit_code: object, pid: object) -> dict[str, object]:
     """Return the details of an event of a worker. Each value is a list with a single item, as in torch's
     events.
     """

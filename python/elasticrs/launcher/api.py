@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import config as defaults
-from elasticrs import events, options
+from elasticrs import events
 from elasticrs.agent.health_check_server import _AliveCallbackProxy
 from elasticrs.agent.observer_factory import check_destination
-from elasticrs.compat.local_elastic_agent import LocalElasticAgent
-from elasticrs.compat.worker_group import WorkerSpec
+from elasticrs.agent.server.local_elastic_agent import LocalElasticAgent
+from elasticrs.agent.server.worker_group import WorkerSpec
+from elasticrs.job import config as defaults
+from elasticrs.job import options
 from elasticrs.metrics import MetricsConfig, initialize_metrics
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
@@ -31,8 +32,8 @@ from elasticrs.rendezvous.endpoint import parse_endpoint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from elasticrs.compat.local_elastic_agent import HealthCheckServer
-    from elasticrs.compat.worker_group import RunResult
+    from elasticrs.agent.server.local_elastic_agent import HealthCheckServer
+    from elasticrs.agent.server.worker_group import RunResult
     from elasticrs.rendezvous.api import RendezvousHandler
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
@@ -61,7 +62,7 @@ class LaunchConfig:
         metrics_cfg: configuration for :func:`elasticrs.metrics.initialize_metrics`.
         local_addr: address of this node.
         event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
-        numa_options: binds workers to CPUs; see :class:`elasticrs.numa.NumaOptions`.
+        numa_options: binds workers to CPUs; see :class:`elasticrs.host.numa.NumaOptions`.
         signals_to_handle: names, separated by commas.
         duplicate_stdout_filters: tee'd lines that contain one of these are copied to one more file.
         duplicate_stderr_filters: the same for standard error.

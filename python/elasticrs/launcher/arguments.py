@@ -10,21 +10,22 @@ from __future__ import annotations
 import os
 import sys
 
-from elasticrs import config
-from elasticrs._value import Value
-from elasticrs.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
+from elasticrs.job import config
+from elasticrs.job.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
+from elasticrs.job.options import NEWER, OPTIONS, OURS, Option
+from elasticrs.job.value import Value
 from elasticrs.launcher.back_end import meeting_of
-from elasticrs.launcher.modules import why_no_module
+from elasticrs.launcher.module_check import why_no_module
+from elasticrs.launcher.namespace import Namespace, values_of
 from elasticrs.launcher.without_effect import hint_for_missing_script, settings_without_effect
-from elasticrs.options import NEWER, OPTIONS, OURS, Option
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from typing import Any
+    from collections.abc import Iterator, Mapping, Sequence
 
     from elasticrs.launcher.back_end import Meeting
-    from elasticrs.warm import Entry, Preload
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs.workers.warm import Entry, Preload
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help all lists the options"
@@ -38,33 +39,9 @@ JOB_OPTIONS = (
     *("hang_timeout", "hang_startup_timeout", "hang_exit_timeout", "exit_timeout", "warm_timeout"),
     "log_prefix",
 )
-"""Options that are passed unchanged as settings of :class:`~elasticrs.config.JobConfig`."""
+"""Options that are passed unchanged as settings of :class:`~elasticrs.job.config.JobConfig`."""
 LOG_OPTIONS = ("log_dir", "redirects", "tee", "local_ranks_filter", "capture_stderr")
-"""Options that are passed unchanged as settings of :class:`~elasticrs.config.LogSettings`."""
-
-
-class Namespace:
-    """The values of all options by their name with underscores, like argparse's."""
-
-    def __init__(self, **values: object) -> None:
-        self.__dict__.update(values)
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Namespace) and self.__dict__ == other.__dict__
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"Namespace({', '.join(f'{k}={v!r}' for k, v in sorted(self.__dict__.items()))})"
-
-
-def values_of(args: Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of these options as a dict."""
-    return {name: getattr(args, name) for name in names}
+"""Options that are passed unchanged as settings of :class:`~elasticrs.job.config.LogSettings`."""
 
 
 class HelpRequested(Exception):  # noqa: N818 -- not an error
@@ -93,6 +70,7 @@ class Launch(Value):
         observe: settings for events, metrics and health checks.
         runs_path: true if the command is a script and its arguments, for :func:`run_script_path`.
         start_method: start method for such a command: ``spawn``, ``fork`` or ``forkserver``.
+        rendezvous: how and where the agent meets the agents of other nodes; ``None`` without other nodes.
         handler: settings of a polled rendezvous handler; ``None`` if there is none.
     """
 
@@ -103,6 +81,7 @@ class Launch(Value):
     variables: dict[str, str]
     observe: ObserveSettings
     runs_path: bool = False
+    rendezvous: Rendezvous | None = None
     handler: HandlerSettings | None = None
     start_method: str = "spawn"
 
@@ -148,7 +127,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     timeout = args.shutdown_timeout
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
     meeting = meeting_of(args, environ, grace, notices)
-    if args.on_failure == "replace":
+    if args.on_failure is config.OnFailure.REPLACE:
         _check_replace(args, meeting)
     job = JobConfig(
         nproc,
@@ -161,7 +140,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         linger=None if args.keep_descendants else args.linger,
         master_addr=meeting.master_addr,
         master_port=meeting.master_port,
-        rendezvous=meeting.rendezvous,
+        is_multi_node=meeting.rendezvous is not None,
         cpus=_cpus(args.numa_binding, nproc, environ),
         uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
         preload=_preload(args, command),
@@ -196,6 +175,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         variables,
         _observe(args, command, meeting, environ, notices),
         args.run_path,
+        meeting.rendezvous,
         meeting.handler,
         args.start_method,
     )
@@ -369,7 +349,7 @@ def _forwarded(args: Namespace) -> tuple[int, ...]:
 def _nproc(wanted: int | str, environ: Mapping[str, str], notices: list[str]) -> int:
     if isinstance(wanted, int):
         return wanted
-    from elasticrs import devices
+    from elasticrs.host import devices
 
     name = "PET_NPROC_PER_NODE" if environ.get("PET_NPROC_PER_NODE") == wanted else "--nproc-per-node"
     try:
@@ -387,7 +367,7 @@ def _nproc(wanted: int | str, environ: Mapping[str, str], notices: list[str]) ->
 def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list[int]] | None:
     if mode is None:
         return None
-    from elasticrs.numa import cpus_by_local_rank
+    from elasticrs.host.numa import cpus_by_local_rank
 
     try:
         return cpus_by_local_rank(mode, nproc, environ)
@@ -401,7 +381,7 @@ def _check_replace(args: Namespace, meeting: Meeting) -> None:
     Raises:
         UsageError: the job does not support it.
     """
-    from elasticrs import replaceable
+    from elasticrs.job import replacement
 
     where, back_end = "--on-failure: got 'replace', but", None
     if args.no_python:
@@ -410,12 +390,12 @@ def _check_replace(args: Namespace, meeting: Meeting) -> None:
         is_file = meeting.handler is not None and args.rdzv_backend == "c10d"
         back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
     method = args.start_method if args.run_path else "spawn"
-    if why := replaceable.why_not(method, back_end):
+    if why := replacement.why_not(method, back_end):
         raise UsageError(f"{where} {why}")
 
 
 def _entry(args: Namespace, command: list[str]) -> Entry:
-    from elasticrs import warm
+    from elasticrs.workers import warm
 
     if args.no_python:
         return warm.Entry(command[0], why_cold="with --no-python the workers are no Python programs")
@@ -427,7 +407,7 @@ def _entry(args: Namespace, command: list[str]) -> Entry:
 def _preload(args: Namespace, command: list[str]) -> Preload | None:
     if args.warm == "off":
         return None
-    from elasticrs import warm
+    from elasticrs.workers import warm
 
     entry = _entry(args, command)
     try:
@@ -437,7 +417,7 @@ def _preload(args: Namespace, command: list[str]) -> Preload | None:
 
 
 def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:
-    from elasticrs.worker_env import virtual_local_rank
+    from elasticrs.workers.environment import virtual_local_rank
 
     try:
         virtual_local_rank(nproc - 1, environ)

@@ -11,17 +11,17 @@ which nodes the agent meets.
 
 from __future__ import annotations
 
-from elasticrs import config
-from elasticrs._value import Value
-from elasticrs.config import HandlerSettings, UsageError
+from elasticrs.job import config
+from elasticrs.job.config import HandlerSettings, UsageError
+from elasticrs.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-    from elasticrs.launcher.arguments import Namespace
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.launcher.namespace import Namespace
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 
 
 class Meeting(Value):

@@ -13,32 +13,32 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import texts
 from elasticrs.agent.observer_factory import check_destination, open_server
+from elasticrs.agent.server.local_elastic_agent import LocalElasticAgent
+from elasticrs.agent.server.raised_signals import raised_signals
+from elasticrs.agent.server.worker_group import WorkerSpec
 from elasticrs.agent.signals import suspend
-from elasticrs.compat.local_elastic_agent import LocalElasticAgent
-from elasticrs.compat.raised_signals import raised_signals
-from elasticrs.compat.worker_group import WorkerSpec
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 from elasticrs.launcher.api import run_agent, shut_down_after
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous import registry
 from elasticrs.rendezvous.api import RendezvousError, RendezvousHandler, RendezvousParameters, is_kind
 from elasticrs.rendezvous.elastic.describe import C10D, is_in_file
-from elasticrs.workers import SupervisorError
+from elasticrs.report import phrases
+from elasticrs.workers.process import SupervisorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
     from typing import TypeGuard
 
+    from elasticrs.agent.server.worker_group import RunResult
     from elasticrs.agent.signals import SignalPipe
-    from elasticrs.compat.worker_group import RunResult
-    from elasticrs.config import HandlerSettings
-    from elasticrs.console import Console
+    from elasticrs.agent.workers import Workers
+    from elasticrs.job.config import HandlerSettings
     from elasticrs.launcher.arguments import Launch
-    from elasticrs.workers import Workers
+    from elasticrs.report.console import Console
 
 _MISTAKES = {
     *(errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
@@ -89,7 +89,7 @@ def run_by_handler(
                 for signum in signals.take():
                     if signum in launch.job.signals:
                         raise SignalException(
-                            f"stopped by {texts.signal_name(signum)}", signal.Signals(signum)
+                            f"stopped by {phrases.signal_name(signum)}", signal.Signals(signum)
                         )
                 if signal.SIGTSTP not in launch.job.signals and signal.SIGTSTP in signals.caught:
                     signal.signal(signal.SIGTSTP, stop_for_a_while)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.signals import SignalPipe
-    from elasticrs.console import Console
+    from elasticrs.agent.workers import Workers
     from elasticrs.launcher.arguments import Launch
-    from elasticrs.logs import LogPaths
-    from elasticrs.workers import Workers
+    from elasticrs.report.console import Console
+    from elasticrs.workers.logs import LogPaths
 
     AttemptLogs = Callable[[str, dict[int, dict[str, str]]], LogPaths]
 
@@ -72,7 +72,7 @@ def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
 
 
 def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool) -> int:
-    from elasticrs.config import UsageError
+    from elasticrs.job.config import UsageError
     from elasticrs.launcher.arguments import HelpRequested, parse, resolve
 
     log_prefix = None
@@ -81,7 +81,7 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
         log_prefix = args.log_prefix
         launch = resolve(args, os.environ)
         if owns_process and not launch.runs_path:
-            from elasticrs.workers import raise_descriptor_limit
+            from elasticrs.workers.process import raise_descriptor_limit
 
             raise_descriptor_limit()
             _look_here_last()
@@ -106,10 +106,10 @@ def _look_here_last() -> None:
 
 
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
-    from elasticrs.console import Console
-    from elasticrs.workers import CommandWorkers, WorkerSetup
+    from elasticrs.agent.workers import CommandWorkers, WorkerSetup
+    from elasticrs.report.console import Console
 
-    has_peers = launch.job.rendezvous is not None or launch.handler is not None
+    has_peers = launch.job.is_multi_node or launch.handler is not None
     console = Console(log_prefix=launch.job.log_prefix, is_one_of_several=has_peers)
     if signals is None:
         console.say("not in the main thread: signals are not handled")
@@ -128,7 +128,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         console.say(notice)
     workers: Workers
     if launch.runs_path:
-        from elasticrs.multiprocessing.function_workers import script_workers
+        from elasticrs.agent.function_workers import script_workers
 
         workers = script_workers(setup, launch.command, launch.start_method)
     else:
@@ -155,7 +155,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
 
 def _run_agent(launch: Launch, workers: Workers, console: Console, signals: SignalPipe | None) -> int:
     from elasticrs.agent.loop import Agent
-    from elasticrs.workers import SupervisorError
+    from elasticrs.workers.process import SupervisorError
 
     agent = Agent(
         launch.job,
@@ -210,8 +210,8 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
     folder at the end if it has no files.
     """
     if launch.logs.specs is None:
-        from elasticrs.logs import RunLogs
-        from elasticrs.workers import directory_logs
+        from elasticrs.agent.workers import directory_logs
+        from elasticrs.workers.logs import RunLogs
 
         logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
         return directory_logs(logs), logs.remove_if_empty
@@ -223,22 +223,9 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
 
 
 def _decisions(launch: Launch, console: Console) -> Decisions:
-    if launch.job.on_failure == "replace" and launch.job.rendezvous is not None:
-        from elasticrs.agent.member_nodes import MemberNodes
+    from elasticrs.agent.decision_factory import make_decisions
 
-        return MemberNodes(launch.job, console)
-    if launch.job.on_failure == "replace":
-        from elasticrs.agent.member_workers import MemberWorkers
-
-        return MemberWorkers(launch.job)
-    if launch.job.rendezvous is not None:
-        from elasticrs.agent.several_nodes import SeveralNodes
-
-        return SeveralNodes(launch.job, console)
-    from elasticrs.agent.decisions import OneNode
-    from elasticrs.rendezvous.one_node import OneNodePlanner
-
-    return OneNode(launch.job, OneNodePlanner(launch.job))
+    return make_decisions(launch.job, launch.rendezvous, console)
 
 
 def _observers(launch: Launch, console: Console) -> Sequence[Observer]:
@@ -250,15 +237,15 @@ def _observers(launch: Launch, console: Console) -> Sequence[Observer]:
 
 
 def _environment(launch: Launch) -> dict[str, str]:
-    from elasticrs._worker import hook_environment, inherited_environment
+    from elasticrs.workers.environment import hook_environment, inherited_environment
 
     return hook_environment({**inherited_environment(), **launch.variables})
 
 
 def _check_limits(launch: Launch) -> None:
-    from elasticrs.config import UsageError
-    from elasticrs.logs import followed_files
-    from elasticrs.workers import check_limits
+    from elasticrs.job.config import UsageError
+    from elasticrs.workers.logs import followed_files
+    from elasticrs.workers.process import check_limits
 
     nproc = launch.job.nproc
     try:
@@ -292,7 +279,7 @@ def _print_help(what: str, topic: str) -> int:
 
 
 def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
-    from elasticrs.console import Console
+    from elasticrs.report.console import Console
 
     console = Console(log_prefix=log_prefix)
     console.write(console.prefixed(message + os.linesep), _PATIENCE)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from elasticrs.options import OURS, SECTIONS
+from elasticrs.job.options import OURS, SECTIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from elasticrs.options import Option
+    from elasticrs.job.options import Option
     from elasticrs.rendezvous.elastic.settings import Key
 
 WIDTH = 80

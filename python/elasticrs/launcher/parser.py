@@ -7,8 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from elasticrs.config import UsageError
-from elasticrs.options import OPTIONS, SHELLS, Option
+from elasticrs.job.config import UsageError
+from elasticrs.job.options import OPTIONS, SHELLS, Option
 
 if TYPE_CHECKING:
     from collections.abc import Callable

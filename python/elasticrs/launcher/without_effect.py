@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 
-from elasticrs.config import PREFIX_NAMES
-from elasticrs.options import OPTIONS
+from elasticrs.job.config import PREFIX_NAMES
+from elasticrs.job.options import OPTIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from elasticrs.launcher.arguments import Namespace
+    from elasticrs.launcher.namespace import Namespace
 
 _HARDLY_OF_A_SCRIPT = frozenset((
     *("nproc-per-node", "nnodes", "standalone", "max-restarts", "on-failure", "hang-timeout", "no-python"),

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from elasticrs.host.numa import NumaOptions
     from elasticrs.multiprocessing.api import (
         DefaultLogsSpecs,
         LogsDest,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         to_map,
     )
     from elasticrs.multiprocessing.errors import ProcessFailure
-    from elasticrs.numa import NumaOptions
 
 __all__ = [
     "DefaultLogsSpecs",

@@ -20,29 +20,29 @@ from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elasticrs import lazy, logs
-from elasticrs.config import DEFAULT_SIGNALS, LogSettings
+from elasticrs import lazy
+from elasticrs.host.stop_requests import StopRequests
+from elasticrs.job.config import DEFAULT_SIGNALS, LogSettings, parse_streams
 from elasticrs.multiprocessing import interrupts
 from elasticrs.multiprocessing.tail_log import TailLog
-from elasticrs.stop_requests import StopRequests
+from elasticrs.workers import logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
-    from elasticrs.multiprocessing.contexts import MultiprocessContext, SubprocessContext
     from elasticrs.multiprocessing.errors import ProcessFailure
 
 __all__ = [
     "DefaultLogsSpecs",
     "LogsDest",
     "LogsSpecs",
-    "MultiprocessContext",
+    "MultiprocessContext",  # noqa: F822 -- imported by `__getattr__`
     "PContext",
     "RunProcsResult",
     "SignalException",
     "Std",
-    "SubprocessContext",
+    "SubprocessContext",  # noqa: F822 -- imported by `__getattr__`
     "get_std_cm",
     "to_map",
 ]
@@ -101,7 +101,7 @@ class Std(IntFlag):
             ValueError: the value has another form.
         """
         try:
-            found = logs.parse_streams(vm)
+            found = parse_streams(vm)
         except ValueError as error:
             raise ValueError(f"{vm} does not match: {error}") from None
         if isinstance(found, int):

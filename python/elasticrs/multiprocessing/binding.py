@@ -7,7 +7,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elasticrs.numa import NumaOptions
+    from elasticrs.host.numa import NumaOptions
 
 
 def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] | None:
@@ -19,7 +19,7 @@ def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] 
     """
     if options is None:
         return None
-    from elasticrs.numa import cpus_by_local_rank
+    from elasticrs.host.numa import cpus_by_local_rank
 
     try:
         # Use the value, because torch's modes are a different enum with the same values.

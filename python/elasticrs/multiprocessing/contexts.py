@@ -10,27 +10,27 @@ import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from elasticrs._worker import hook_environment, inherited_environment
-from elasticrs.config import check_start_method, default_stop_scope
+from elasticrs.job.config import check_start_method, default_stop_scope
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, clean_up, get_std_cm, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.multiprocessing.failed_process import failure_of
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup
 from elasticrs.multiprocessing.tail_log import replaced_streams
-from elasticrs.texts import SILENT
-from elasticrs.workers import console_stream, process_spec
+from elasticrs.report.phrases import SILENT
+from elasticrs.workers.environment import hook_environment, inherited_environment
+from elasticrs.workers.process import console_stream, process_spec
 
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable
 
     from elasticrs._core import LogStream, WorkerExited
+    from elasticrs.host.numa import NumaOptions
     from elasticrs.multiprocessing.api import LogsSpecs
     from elasticrs.multiprocessing.foreign import ForeignPrograms
     from elasticrs.multiprocessing.start_methods import FunctionStart
     from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
-    from elasticrs.numa import NumaOptions
 
 __all__ = ["MultiprocessContext", "SubprocessContext"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from elasticrs.multiprocessing.errors import ProcessFailure
-from elasticrs.workers import last_lines
+from elasticrs.workers.process import last_lines
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from elasticrs._value import Record, fresh
+from elasticrs.job.value import Record, fresh
 from elasticrs.multiprocessing import api
 from elasticrs.multiprocessing.subprocess_handler import handlers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elasticrs.host.numa import NumaOptions
     from elasticrs.multiprocessing.api import PContext
-    from elasticrs.numa import NumaOptions
 
 
 def replaced_factory() -> Callable[..., Any] | None:

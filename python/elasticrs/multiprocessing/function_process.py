@@ -20,7 +20,7 @@ from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spaw
 from multiprocessing.context import set_spawning_popen
 from typing import TYPE_CHECKING, Any
 
-from elasticrs._value import Value
+from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors import record
 
 if TYPE_CHECKING:

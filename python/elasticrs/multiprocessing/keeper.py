@@ -32,9 +32,9 @@ from multiprocessing import resource_tracker, spawn
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
-from elasticrs._value import Value
-from elasticrs.console import Console
+from elasticrs.job.value import Value
 from elasticrs.multiprocessing.redirects import descriptors
+from elasticrs.report.console import Console
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,14 +10,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._worker.error_file import may_be_replaced
-from elasticrs.config import UsageError
-from elasticrs.logs import STDERR, LogPaths
+from elasticrs.job.config import UsageError
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, Std
+from elasticrs.workers.logs import STDERR, LogPaths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from elasticrs.config import LogSettings
+    from elasticrs.job.config import LogSettings
     from elasticrs.multiprocessing.api import LogsSpecs
 
 GROUPS = ("elasticrs.logs_specs", "torchrun.logs_specs")

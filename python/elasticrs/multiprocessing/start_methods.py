@@ -19,8 +19,7 @@ from contextlib import suppress
 from multiprocessing import forkserver, spawn, util
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from elasticrs._value import Value, fresh
-from elasticrs._worker import TOKEN_VARIABLE
+from elasticrs.job.value import Value, fresh
 from elasticrs.multiprocessing import keeper
 from elasticrs.multiprocessing.function_process import (
     PreparedFunction,
@@ -30,7 +29,8 @@ from elasticrs.multiprocessing.function_process import (
 )
 from elasticrs.multiprocessing.interrupts import call_kept
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup
-from elasticrs.workers import process_spec
+from elasticrs.workers.environment import TOKEN_VARIABLE
+from elasticrs.workers.process import process_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

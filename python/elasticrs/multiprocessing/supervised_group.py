@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from elasticrs import _core
 from elasticrs.multiprocessing.interrupts import waiting
 from elasticrs.multiprocessing.not_started import not_started
-from elasticrs.workers import adopt, end_at_once
+from elasticrs.workers.process import adopt, end_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -329,7 +329,7 @@ rendezvous_handler_registry = RendezvousHandlerRegistry()
 
 
 def _free_port() -> int:
-    from elasticrs.ports import ReservedPort
+    from elasticrs.workers.ports import ReservedPort
 
     reserved = ReservedPort()
     reserved.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 
 EXPECTED = "HOST[:PORT]"
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from elasticrs._value import Value
-from elasticrs.coordination import Delete, DeletePrefix, Get, Put
-from elasticrs.native_session import NativeSession
+from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.etcd_site import JOB_TTL, EtcdSite
+from elasticrs.store.coordination import Delete, DeletePrefix, Get, Put
 from elasticrs.store.requests import LostError, Requests
+from elasticrs.store.session import NativeSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs.coordination import Compare, Operation, Reply
-    from elasticrs.native_session import Client
+    from elasticrs.store.coordination import Compare, Operation, Reply
+    from elasticrs.store.session import Client
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from elasticrs._value import Value
+from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic import etcd_membership as membership
 from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat, View

@@ -6,8 +6,8 @@ import json
 import os
 import socket
 
-from elasticrs.logs import last_bytes
 from elasticrs.rendezvous.etcd_keeper import end, spawn
+from elasticrs.workers.logs import last_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

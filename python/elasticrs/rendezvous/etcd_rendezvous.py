@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
-from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings
+from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+from elasticrs.rendezvous.elastic.settings import Settings
 from elasticrs.rendezvous.etcd_client import EtcdClient
 
 if TYPE_CHECKING:

@@ -6,17 +6,17 @@ import binascii
 from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.compat.dynamic_rendezvous import RendezvousBackend, Token
-from elasticrs.coordination import Get, ModifiedAt, Put
 from elasticrs.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+from elasticrs.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 from elasticrs.rendezvous.elastic import etcd_site
 from elasticrs.rendezvous.etcd_client import EtcdClient
+from elasticrs.store.coordination import Get, ModifiedAt, Put
 from elasticrs.store.requests import LostError
 
 if TYPE_CHECKING:
-    from elasticrs.coordination import Entry, Reply
     from elasticrs.rendezvous.api import RendezvousParameters
     from elasticrs.rendezvous.etcd_store import EtcdStore
+    from elasticrs.store.coordination import Entry, Reply
 
 __all__ = ["EtcdRendezvousBackend", "create_backend"]
 

@@ -10,9 +10,9 @@ import functools
 from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any
 
-from elasticrs._value import Value
-from elasticrs.coordination import HasValue, Put, Reply
+from elasticrs.job.value import Value
 from elasticrs.rendezvous.etcd_client import EtcdClient
+from elasticrs.store.coordination import HasValue, Put, Reply
 from elasticrs.store.store import DEFAULT_TIMEOUT, Store
 from elasticrs.store.timed import DistStoreError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import datetime
     from collections.abc import Callable, Sequence
 
-    from elasticrs.coordination import Compare, Operation, Result
+    from elasticrs.store.coordination import Compare, Operation, Result
 
     _Base = object
 else:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from elasticrs.plan import Plan
-from elasticrs.ports import StorePort, agent_hosts_store
-from elasticrs.ranks import NodeShare, assign
+from elasticrs.job.ranks import NodeShare, assign
+from elasticrs.workers.plan import Plan
+from elasticrs.workers.ports import StorePort, agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs import _core
-    from elasticrs.config import JobConfig
+    from elasticrs.job.config import JobConfig
 
 
 class OneNodePlanner:

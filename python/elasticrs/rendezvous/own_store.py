@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from elasticrs.native_session import Client, Server
+from elasticrs.store.session import Client, Server
 
 if TYPE_CHECKING:
     from elasticrs.store import Store

@@ -12,10 +12,10 @@ import logging
 import os
 import warnings
 
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
 from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
 from elasticrs.rendezvous.elastic.describe import BACKENDS, PYTHON, Words, check_backend, describe, is_in_file
-from elasticrs.rendezvous.static import OneNodeRendezvous
+from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 
 __all__ = ["get_rendezvous_handler"]
 
@@ -103,8 +103,8 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
 def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     if not is_in_file(params.config):
         return _create(params)
-    from elasticrs.compat.c10d_rendezvous_backend import create_file_backend
-    from elasticrs.compat.dynamic_rendezvous import create_handler
+    from elasticrs.rendezvous.c10d_rendezvous_backend import create_file_backend
+    from elasticrs.rendezvous.dynamic_rendezvous import create_handler
 
     backend, store = create_file_backend(params)
     return create_handler(store, backend, params)

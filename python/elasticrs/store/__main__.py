@@ -15,8 +15,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from elasticrs.config import DEFAULT_PORT
-from elasticrs.native_session import Server, raise_descriptor_limit
+from elasticrs.job.config import DEFAULT_PORT
+from elasticrs.store.session import Server, raise_descriptor_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

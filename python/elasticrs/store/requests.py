@@ -6,12 +6,12 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from elasticrs.coordination import Changes, Connected, ConnectionLost, Reply, Txn, Unwatch, Watch
+from elasticrs.store.coordination import Changes, Connected, ConnectionLost, Reply, Txn, Unwatch, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs.coordination import Compare, Operation, Request, Session
+    from elasticrs.store.coordination import Compare, Operation, Request, Session
 
 
 _CLOSED = "the store object is closed"

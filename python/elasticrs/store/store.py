@@ -5,18 +5,9 @@ from __future__ import annotations
 import datetime
 from typing import TYPE_CHECKING
 
-from elasticrs.coordination import (
-    Delete,
-    Exists,
-    Get,
-    HasValue,
-    Missing,
-    ModifiedAt,
-    Put,
-    Range,
-)
-from elasticrs.native_session import Client, NativeSession
+from elasticrs.store.coordination import Delete, Exists, Get, HasValue, Missing, ModifiedAt, Put, Range
 from elasticrs.store.requests import LostError, Requests
+from elasticrs.store.session import Client, NativeSession
 from elasticrs.store.timed import (
     DistNetworkError,
     QueueEmptyError,
@@ -28,7 +19,7 @@ from elasticrs.store.timed import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs.coordination import Compare, Operation, Reply
+    from elasticrs.store.coordination import Compare, Operation, Reply
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 _LENGTH = 4

@@ -27,9 +27,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs.timer.file_server import FileTimerServer
-
-__all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
+# `__getattr__` imports the server.
+__all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]  # noqa: F822
 
 _SIGKILL = 9
 _PIPE_BUF = 4096

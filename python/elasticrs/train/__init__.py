@@ -16,7 +16,7 @@ from elasticrs.train.worker_stats import SimpleWorkerStats, WorkerStats
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs.train.agent import AgentCoordinator
-    from elasticrs.train.by_hand import Participant, on_change
+    from elasticrs.train.custom_loop import Participant, on_change
     from elasticrs.train.p2p import CoordinatorP2P
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 
 _HOMES = {
     "elasticrs.train.agent": ("AgentCoordinator",),
-    "elasticrs.train.by_hand": ("Participant", "on_change"),
+    "elasticrs.train.custom_loop": ("Participant", "on_change"),
     "elasticrs.train.p2p": ("CoordinatorP2P",),
 }
 _SUBMODULES = (

@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from elasticrs._value import Value
-from elasticrs._worker import TOKEN_VARIABLE
-from elasticrs.node_page import page_of
+from elasticrs.job.value import Value
 from elasticrs.train.meeting_url import JOB_VARIABLE, MEMBER_VARIABLE
 from elasticrs.train.p2p import CoordinatorP2P
+from elasticrs.workers.environment import TOKEN_VARIABLE
+from elasticrs.workers.node_page import page_of
 
 __all__ = ["AgentCoordinator"]
 

@@ -34,9 +34,9 @@ from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from elasticrs._value import Value
-from elasticrs.node_page import VARIABLE
+from elasticrs.job.value import Value
 from elasticrs.train.coordinator import FinalState
+from elasticrs.workers.node_page import VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

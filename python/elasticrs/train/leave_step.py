@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticrs._value import Record
+from elasticrs.job.value import Record
 
 if TYPE_CHECKING:
     from typing import Literal, TypeAlias

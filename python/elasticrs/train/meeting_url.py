@@ -11,19 +11,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from elasticrs._value import Value
-from elasticrs._worker import TOKEN_VARIABLE
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
+from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.describe import Words, describe
 from elasticrs.rendezvous.elastic.etcd_membership import WORKERS, workers_prefix
 from elasticrs.rendezvous.elastic.keys import workers_scope
 from elasticrs.rendezvous.elastic.settings import seconds
 from elasticrs.train.membership import STUCK_TIMEOUT
+from elasticrs.workers.environment import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 
 _SCHEMES = {"elasticrs": "c10d", "etcd": "etcd"}
 _EXPECTED = "elasticrs://HOST:PORT/JOB?min_workers=N&max_workers=M or etcd://HOST[:PORT]/JOB?…"

@@ -22,7 +22,7 @@ import time
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from elasticrs._value import Record, fresh
+from elasticrs.job.value import Record, fresh
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
 from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
 from elasticrs.store import DistError
@@ -32,11 +32,11 @@ from elasticrs.train.leave_step import AT_ONCE, LeaveStep, agreed, heard, said
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from elasticrs.node_page import WorkerPage
     from elasticrs.rendezvous.elastic.messages import Stop
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.store import Store
     from elasticrs.train.final_state import Late
+    from elasticrs.workers.node_page import WorkerPage
 
 __all__ = ["Membership", "Round"]
 

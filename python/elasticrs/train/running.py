@@ -1,4 +1,4 @@
-"""``train`` and ``run_train``: carry out what :mod:`elasticrs.train.loop` decides."""
+"""``train`` and ``run_train``: carry out what :mod:`elasticrs.train.state_machine` decides."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.metrics import api as metrics
-from elasticrs.train import forked, heartbeats, loop
+from elasticrs.train import forked, state_machine, step_heartbeats
 from elasticrs.train.checkpoint import get_checkpoint_manager
 from elasticrs.train.checkpoint.saving import CheckpointSaver, load_newest
 from elasticrs.train.coordinator import Coordinator
 from elasticrs.train.errors import NonRetryableException, StopException
-from elasticrs.train.loop import Action, Event, Loop
 from elasticrs.train.measuring import GROUP, Measured, Times
 from elasticrs.train.request_signals import RequestSignals
 from elasticrs.train.state import State, is_torchelastic_program, why_not_saved
+from elasticrs.train.state_machine import Action, Event, Loop
 from elasticrs.train.votes import Vote, disagreement, have_ended_together, numbers_of, vote_of
 from elasticrs.train.worker_stats import WorkerStats
 
@@ -226,8 +226,8 @@ class _Run:
         try:
             with self._signals:
                 while True:
-                    self._loop, actions = loop.step(self._loop, event)
-                    if actions is loop.ONE_STEP:
+                    self._loop, actions = state_machine.step(self._loop, event)
+                    if actions is state_machine.ONE_STEP:
                         event = self._step()
                         continue
                     for action in actions:
@@ -253,7 +253,7 @@ class _Run:
 
     def _meet(self) -> Event:
         self._error, self._snapshot, self._is_meeting = None, _NOTHING, False
-        heartbeats.begin_meeting()
+        step_heartbeats.begin_meeting()
         self._listen()
         try:
             self._close_steps()
@@ -441,13 +441,13 @@ class _Run:
                 self._times.put("train_step", began)
             if stats is not None and not isinstance(stats, WorkerStats):
                 raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
-            heartbeats.step_is_done()
+            step_heartbeats.step_is_done()
             coordinator.monitor_progress(self._state, stats)
             is_saved = None if self._checkpoints is None else self._save_if_due(self._checkpoints)
             if coordinator.should_rendezvous(self._state):
                 return self._leave_round(is_saved)
             coordinator.report_progress(self._state)
-            return loop.STEPPED
+            return state_machine.STEPPED
         except Exception as error:
             return self._judge(error)
 

@@ -6,7 +6,7 @@ not waits for it; the other one fails in its next collective, so all meet anew, 
 
 from __future__ import annotations
 
-from elasticrs._value import Value
+from elasticrs.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Helpers with torch's names, for programs that use them: stores, ports, macros, loggers, samplers."""
 
 from elasticrs import lazy
-from elasticrs.utils.api import get_env_variable_or_raise, get_socket_with_port, macros
+from elasticrs.utils.api import get_env_variable_or_raise, get_socket_with_port
+from elasticrs.workers.arguments import macros
 
 __all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from elasticrs.workers.arguments import macros
 
 if TYPE_CHECKING:
     import socket
@@ -29,23 +30,3 @@ def get_socket_with_port() -> socket.socket:
     from elasticrs.utils.distributed import get_socket_with_port as bound
 
     return bound()
-
-
-class macros:  # noqa: N801 -- torch's name
-    """Macros in the arguments of workers."""
-
-    local_rank = "${local_rank}"
-
-    @staticmethod
-    def substitute(args: list[Any], local_rank: str) -> list[Any]:
-        """Return the arguments with ``${local_rank}`` replaced. Other macros, and arguments that are not
-        text, are unchanged.
-
-        Args:
-            args: arguments of a worker.
-            local_rank: local rank of that worker.
-        """
-        return [
-            Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg
-            for arg in args
-        ]

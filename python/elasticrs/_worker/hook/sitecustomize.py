@@ -237,7 +237,7 @@ class _OptimizerImport:
 
 def _beat_with_steps(optimizers: object) -> None:
     try:
-        from elasticrs._worker.optimizer_steps import beat_with_steps
+        from elasticrs.timer.optimizer_steps import beat_with_steps
     except ImportError:
         return  # elasticrs is not installed in this Python. The agent reports that the rank is not watched.
     beat_with_steps(optimizers)

@@ -1,6 +1,6 @@
 """Agents with torch's names, for programs that launch jobs or subclass agents.
 
-The implementation is in :mod:`elasticrs.compat`.
+The implementation is in :mod:`elasticrs.agent.server`.
 """
 
 from elasticrs.agent.server import health_check_server  # noqa: F401 -- as torch's package has it

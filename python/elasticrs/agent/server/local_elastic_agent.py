@@ -1,8 +1,374 @@
-"""Torch's name of :mod:`elasticrs.compat.local_elastic_agent`; the same module."""
+"""Torch's ``LocalElasticAgent``: the agent for the functions or programs of one node, with torch's arguments
+and hooks.
 
-import sys
+If the user has replaced no hook and no rendezvous handler, the agent waits for events, as the command line
+does (:class:`~elasticrs.agent.server.event_runner.EventRunner`). Otherwise its hooks decide. The workers are
+the same in both cases.
+"""
 
-from elasticrs.compat import local_elastic_agent
-from elasticrs.compat.local_elastic_agent import *  # noqa: F403 -- for type checkers
+from __future__ import annotations
 
-sys.modules[__name__] = local_elastic_agent
+import logging
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.agent.health_check_server import HealthCheckServer as OurServer
+from elasticrs.agent.health_check_server import (
+    _AliveCallbackProxy,  # noqa: F401 -- here in torch
+    server_of_environment,
+)
+from elasticrs.agent.observer_factory import make_observers_of_hooks
+from elasticrs.agent.server.event_runner import EventRunner
+from elasticrs.agent.server.given_context import GivenContext, start_by
+from elasticrs.agent.server.local_job import LocalJob
+from elasticrs.agent.server.polled_workers import PolledWorkers
+from elasticrs.agent.server.raised_signals import raised_signals
+from elasticrs.agent.server.simple_elastic_agent import (
+    DEFAULT_ROLE,
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from elasticrs.agent.signals import suspend
+from elasticrs.agent.sleepers import Sleepers
+from elasticrs.events.hostname import fq_hostname
+from elasticrs.job import config as defaults
+from elasticrs.metrics import prof
+from elasticrs.multiprocessing import start_processes
+from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
+from elasticrs.report import phrases
+from elasticrs.report.console import Console
+from elasticrs.workers.process import check_limits
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from elasticrs.agent.signals import SignalPipe
+    from elasticrs.multiprocessing.api import LogsSpecs
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+
+    class HealthCheckServer(Protocol):
+        """Interface of a health check server, as in torch."""
+
+        def start(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+
+__all__ = [
+    "TORCHELASTIC_ENABLE_FILE_TIMER",
+    "TORCHELASTIC_HEALTH_CHECK_PORT",
+    "TORCHELASTIC_TIMER_FILE",
+    "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
+    "LocalElasticAgent",
+]
+
+TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
+TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
+TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = defaults.UNINTERRUPTIBLE_STATE_VARIABLE
+
+_log = logging.getLogger("elasticrs.agent")
+
+_OWN_START = start_processes
+"""The original function, to find out if a program has replaced it. If so, torch's polling loop is used."""
+
+
+class LocalElasticAgent(SimpleElasticAgent):
+    """Runs the workers of one node.
+
+    A subclass that overrides one of torch's hooks, and a rendezvous handler that is not ours, get torch's
+    loop (:class:`SimpleElasticAgent`), which calls all hooks; see :func:`why_hooks_decide`.
+
+    Args:
+        spec: specification of the workers.
+        logs_specs: destination of the workers' output.
+        start_method: for functions: ``spawn``, ``fork`` or ``forkserver``.
+        exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment or 300 when
+            ``None``.
+        log_line_prefix_template: template of the prefix of tee'd lines.
+        shutdown_timeout: seconds between the signal and SIGKILL; from the environment or 30 when ``None``.
+        health_check_server: started before the workers and stopped after them: anything with ``start`` and
+            ``stop``.
+        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep before the job
+            fails; from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`` when ``None``; not looked at when 0 or
+            negative.
+        signals_to_handle: names; from ``TORCHELASTIC_SIGNALS_TO_HANDLE``, or the usual four, when ``None``.
+        signals_to_forward: see :class:`elasticrs.launcher.LaunchConfig`, as for the next one.
+        stop_scope: receiver of the first signal of a stop.
+
+    Raises:
+        ValueError: an argument is not supported by this release, or a name is not a signal.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float | None = None,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float | None = None,
+        health_check_server: HealthCheckServer | None = None,
+        uninterruptible_state_timeout: float | None = None,
+        *,
+        signals_to_handle: str | None = None,
+        signals_to_forward: str | None = None,
+        stop_scope: str | None = None,
+    ) -> None:
+        super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
+        self._local = LocalJob(
+            spec,
+            logs_specs,
+            start_method=start_method,
+            prefix_template=log_line_prefix_template,
+            shutdown_timeout=self._shutdown_timeout,
+            uninterruptible_state_timeout=uninterruptible_state_timeout,
+            signals_to_handle=signals_to_handle,
+            signals_to_forward=signals_to_forward,
+            stop_scope=stop_scope,
+        )
+        self._rdzv_handler = spec.rdzv_handler
+        self._health_check_server = health_check_server
+        self._given_barrier_timeout = exit_barrier_timeout
+        self._sleepers = Sleepers(self._local.uninterruptible_state_timeout)
+        self._pcontext: PolledWorkers | GivenContext | None = None
+        self._runner: EventRunner | None = None
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run until the workers have succeeded, or failed too often.
+
+        Raises:
+            SignalException: a signal asked the agent to stop. The workers have been stopped.
+            RendezvousError: the rendezvous failed, or is closed.
+            RuntimeError: the workers could not be started; for a program that is not there or may not be run
+                also a ``FileNotFoundError`` or ``PermissionError``.
+            ValueError: the machine's limits do not allow that many; or workers cannot be replaced one by
+                one, as ``on_failure`` wants it.
+        """
+        why = why_hooks_decide(self)
+        if why is not None and self._worker_group.spec.on_failure == defaults.OnFailure.REPLACE:
+            raise ValueError(
+                f"on_failure: got 'replace', but {why}; in torch's loop only all workers can be restarted"
+            )
+        self._setup_healthcheck()
+        try:
+            if why is not None:
+                _log.debug("the agent's hooks decide: %s", why)
+                with raised_signals(self._local.signals, self._local.forwarded, self._pass_on):
+                    result: RunResult = super().run(role)
+                    return result
+            self._check_limits()
+            self._runner = runner = EventRunner(
+                self._worker_group, self._local, self._rendezvous_settings(), self._server_of_ours()
+            )
+            try:
+                return self._run_and_shut_down(runner.run, is_observed=True)
+            finally:
+                self._remaining_restarts = self._worker_group.spec.max_restarts - runner.restarts
+        finally:
+            pcontext, self._pcontext = self._pcontext, None
+            if pcontext is not None:
+                pcontext.release()
+            if self._health_check_server is not None:
+                self._health_check_server.stop()
+
+    def request_checkpoint(self) -> None:
+        """Request a checkpoint from the workers, which must use :func:`elasticrs.train.train`. May be called
+        from any thread. Not in torch.
+
+        All workers of the job, on all nodes, save at the end of the same step, usually the second one from
+        now. The agent prints a line when the checkpoint is saved, or why there is none. A request survives
+        the death of a worker, and overlapping requests share a checkpoint.
+
+        Raises:
+            RuntimeError: no running worker can receive the request. ``on_failure="replace"`` is needed.
+        """
+        agent = None if self._runner is None else self._runner.agent
+        checkpoints = None if agent is None else agent.checkpoints
+        if checkpoints is None:
+            raise RuntimeError('no workers run that could be asked: they need on_failure="replace"')
+        checkpoints.ask()
+
+    def _pass_on(self, signum: int) -> None:
+        # A context that the user has supplied cannot pass on signals.
+        if isinstance(self._pcontext, PolledWorkers):
+            self._pcontext.pass_on(signum)
+
+    def _suspend(self, signals: SignalPipe) -> None:
+        """Stop the workers and this process until the process is continued."""
+        if isinstance(self._pcontext, PolledWorkers):
+            self._pcontext.suspend(signals)
+        else:
+            suspend(None, signals)
+        self._progress.renew()
+
+    def _check_limits(self) -> None:
+        spec = self._worker_group.spec
+        check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
+
+    def _rendezvous_settings(self) -> Rendezvous | None:
+        """Return the settings of our own rendezvous handler, so that the agent reacts to events instead of
+        polling the handler. Return ``None`` for other handlers.
+        """
+        rendezvous: Rendezvous | None = getattr(self._worker_group.spec.rdzv_handler, "rendezvous", None)
+        if rendezvous is None:
+            return None
+        settings = rendezvous.settings.adapted(
+            grace=self._shutdown_timeout, exit_barrier_timeout=self._given_barrier_timeout
+        )
+        return rendezvous.replaced(settings=settings)
+
+    def _setup_healthcheck(self) -> None:
+        """Start the caller's health check server, or the one that ``TORCHELASTIC_HEALTH_CHECK_PORT``
+        configures.
+
+        Called once, before the first rendezvous; torch calls it before each start of workers.
+        """
+        if self._health_check_server is None:
+            try:
+                made = server_of_environment(os.environ, self._get_alive_time)
+                if made is not None:
+                    made.open()
+                    self._health_check_server = made
+            except (OSError, ValueError) as error:
+                Console(log_prefix=self._worker_group.spec.log_prefix).say(f"no health check server: {error}")
+        ours = self._server_of_ours()
+        if ours is not None and why_hooks_decide(self) is None:
+            # The loop answers.
+            ours.open()
+        elif self._health_check_server is not None:
+            if ours is not None:
+                ours.find_overdue = self._progress.overdue
+            self._health_check_server.start()
+
+    @staticmethod
+    def _get_current_time_secs() -> int:
+        return int(time.time())
+
+    def _get_fq_hostname(self) -> str:
+        return fq_hostname()
+
+    def _server_of_ours(self) -> OurServer | None:
+        server = self._health_check_server
+        is_ours = isinstance(server, OurServer) and type(server).start is OurServer.start
+        return server if isinstance(server, OurServer) and is_ours else None
+
+    # --- torch's hooks, for the polling loop ---
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        self._check_limits()
+        result: RunResult = super()._invoke_run(role)
+        attempt = self._pcontext.attempt if self._pcontext is not None else None
+        if result.is_failed() and not result.failures and attempt is not None:
+            from elasticrs.agent.failed_attempt import failures
+
+            # The failure did not start with a worker, for example because the nursery died. Report what is
+            # known of the failed workers.
+            result.failures = failures(attempt)
+        return result
+
+    def _tell_restart(self, state: WorkerState) -> None:
+        """See the base class. If a worker caused the restart, the observers print the line instead, because
+        they know the rank and the reason.
+        """
+        left, workers = self._remaining_restarts, self._pcontext
+        if not (isinstance(workers, PolledWorkers) and workers.announce(left)):
+            super()._tell_restart(state)
+
+    @prof
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec, local = worker_group.spec, self._local
+        restarts = spec.max_restarts - self._remaining_restarts
+        if start_processes is not _OWN_START:
+            self._pcontext = start_by(start_processes, spec, local, worker_group.plan(), restarts)
+            pids: dict[int, Any] = self._pcontext.pids()
+            return pids
+        if self._pcontext is None:
+            job = local.config()
+            console = Console(log_prefix=job.log_prefix)
+            observers = make_observers_of_hooks(job, local.observe(), console.say, self._server_of_ours())
+            self._pcontext = PolledWorkers(job, local.workers(job), console, local.with_console(observers))
+        return self._pcontext.start(worker_group.plan(), restarts)
+
+    @prof
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 -- torch's signature
+        self._shutdown(timeout=self._shutdown_timeout)
+
+    @prof
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        pcontext = self._pcontext
+        if pcontext is None:
+            raise RuntimeError("no workers were started")
+        ids = {worker.id for worker in worker_group.workers}
+        if ids != set(pcontext.pids().values()):
+            _log.error(
+                "the worker ids %s are not those of the processes that were started: %s", ids, pcontext.pids()
+            )
+            return RunResult(WorkerState.UNKNOWN)
+        # After the first failure the other workers are being stopped. Wait for them, because the result
+        # includes how they end.
+        with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):
+            found = pcontext.wait(-1 if pcontext.has_failed else 0)
+        if found is None:
+            return self._check_sleepers(pcontext)
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        if found.is_failed():
+            failures = {ranks[local]: failure for local, failure in found.failures.items()}
+            return RunResult(WorkerState.FAILED, failures=failures)
+        values = {ranks[local]: value for local, value in found.return_values.items()}
+        return RunResult(WorkerState.SUCCEEDED, return_values=values)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, timeout)
+
+    def _pause(self, seconds: float) -> None:
+        if self._pcontext is None:
+            super()._pause(seconds)
+        else:
+            self._pcontext.wait_for_news(seconds)
+
+    def _check_sleepers(self, pcontext: PolledWorkers | GivenContext) -> RunResult:
+        overdue = self._sleepers.look(pcontext.pids())
+        if not overdue:
+            return RunResult(WorkerState.HEALTHY)
+        # Allow no restart, because such a process may hold kernel resources that its replacement would need.
+        self._remaining_restarts = 0
+        _log.error(
+            "%s; no restart follows", phrases.asleep(overdue, self._local.uninterruptible_state_timeout)
+        )
+        return RunResult(WorkerState.UNHEALTHY)
+
+
+_HOOKS = (
+    *("_assign_worker_ranks", "_construct_event", "_exit_barrier", "_get_worker_state"),
+    *("_initialize_workers", "_invoke_run", "_monitor_workers", "_record_flakiness_metric"),
+    *("_record_metric_with_condition", "_record_metrics", "_record_worker_events", "_rendezvous"),
+    *("_restart_workers", "_shutdown", "_start_workers", "_stop_workers", "record_duration"),
+)
+_OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
+"""The original hooks, before a subclass, a patched class or an object replaces any of them."""
+
+
+def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
+    """Return why the agent runs its polling hooks, or ``None`` if it can use the event-driven loop.
+
+    A hook may be replaced in a subclass, in the class or in an object. Events also require one of our
+    rendezvous handlers. A handler over a user's back end must be polled.
+    """
+    if agent._local.made is not None:
+        return "the command line has chosen a handler that is polled"
+    if start_processes is not _OWN_START:
+        return "start_processes was replaced"
+    for name, hook in _OWN_HOOKS.items():
+        if getattr(getattr(agent, name), "__func__", None) is not hook:
+            return f"{name} was replaced"
+    handler = agent._worker_group.spec.rdzv_handler
+    is_ours = type(handler).__module__.partition(".")[0] == __name__.partition(".")[0]
+    tells = isinstance(handler, OneNodeRendezvous) or getattr(handler, "rendezvous", None) is not None
+    return None if is_ours and tells else f"{type(handler).__qualname__} has to be asked"

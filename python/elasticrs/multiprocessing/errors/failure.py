@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs.logs import fault_file, last_bytes
-from elasticrs.texts import describe_exit
+from elasticrs.report.phrases import describe_exit
+from elasticrs.workers.logs import fault_file, last_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

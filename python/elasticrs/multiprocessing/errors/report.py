@@ -13,7 +13,7 @@ import time
 
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, in_order, root_cause, victims
-from elasticrs.texts import describe_exit, how_it_ended, ranks_text, signal_name
+from elasticrs.report.phrases import describe_exit, how_it_ended, ranks_text, signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def how_it_failed(failure: ProcessFailure) -> str:
     # If the agent killed a worker that was exiting after an exception, the exception is the reason.
     ended_by_itself = failure.sent_signal is None and bool(failure.signal_number())
     if (failure.error_file != NOT_AVAILABLE or failure.cause) and not ended_by_itself:
-        from elasticrs.headline import headline
+        from elasticrs.report.traceback_summary import headline
 
         said = headline(traceback_text(failure))
         if said is not None:

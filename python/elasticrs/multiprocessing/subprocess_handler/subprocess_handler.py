@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup, SupervisedProcess
-from elasticrs.workers import process_spec
+from elasticrs.workers.process import process_spec
 
 if TYPE_CHECKING:
-    from elasticrs.numa import NumaOptions
+    from elasticrs.host.numa import NumaOptions
 
 __all__ = ["SubprocessHandler"]
 

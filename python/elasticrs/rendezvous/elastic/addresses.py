@@ -5,10 +5,6 @@ from __future__ import annotations
 import _socket
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from elasticrs.rendezvous.elastic.records import Node
 
 
 def plain(name: str) -> str:
@@ -52,19 +48,3 @@ def is_usable_elsewhere(address: str) -> bool:
     if data is None or not any(data) or is_loopback(address):
         return False
     return data[:2] != b"\xa9\xfe" if len(data) == 4 else (data[0], data[1] & 0xC0) != (0xFE, 0x80)
-
-
-def master_addr(nodes: Sequence[Node]) -> str:
-    """Return the address of group rank 0 that all members can use; they are by group rank.
-
-    The user's choice for that node, else its own end of the connection to the store, which the store's host
-    has seen to work. A loopback address only serves a round on one host.
-    """
-    first = nodes[0]
-    if first.local_addr:
-        return first.local_addr
-    if not is_loopback_name(first.address):
-        return first.address
-    if any(node.host != first.host for node in nodes) and first.fallback_addr:
-        return first.fallback_addr
-    return first.address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from elasticrs.rendezvous.elastic.records import blame_of
-from elasticrs.texts import SILENT, how_it_ended
+from elasticrs.report.phrases import SILENT, how_it_ended
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def how_it_failed(cause: Mapping[str, Any]) -> str:
     exitcode = cause.get("exitcode")
     if len(lines) > 1 and (exitcode is None or (isinstance(exitcode, int) and exitcode >= 0)):
         # The worker raised an exception and was not killed, so use the headline of its traceback.
-        from elasticrs.headline import headline
+        from elasticrs.report.traceback_summary import headline
 
         return f": {headline(str(cause['message']))}"
     return f" {how_it_ended(exitcode) if 'exitcode' in cause else 'failed'}"

@@ -6,8 +6,9 @@ to be gone before it registers again (**JOIN-1**).
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic import by_hand
+from elasticrs.rendezvous.elastic import static_ranks
 from elasticrs.rendezvous.elastic.announcements import utc
+from elasticrs.rendezvous.elastic.member import Phase
 from elasticrs.rendezvous.elastic.messages import (
     Announce,
     BindStore,
@@ -16,12 +17,11 @@ from elasticrs.rendezvous.elastic.messages import (
     Disconnect,
     Outcome,
 )
-from elasticrs.rendezvous.elastic.state import Phase
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.coordination import ConnectionLost
-    from elasticrs.rendezvous.elastic.state import Member
+    from elasticrs.rendezvous.elastic.member import Member
+    from elasticrs.store.coordination import ConnectionLost
 
 FIRST_DELAY = 0.02
 LONGEST_DELAY = 0.5
@@ -69,7 +69,7 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
     """Connecting failed, or the connection is lost."""
     if member.phase in (Phase.NEW, Phase.EXIT, Phase.FENCED):
         return
-    is_final = event.kind in FINAL and not by_hand.may_be_lent(member, event.kind)
+    is_final = event.kind in FINAL and not static_ranks.may_be_lent(member, event.kind)
     if is_final and not member.joining.was_registered:
         member.link = None
         member.exit(Outcome("refused", event.message))
@@ -77,7 +77,7 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
     if event.kind == OTHER and member.leaving is None:
         # Going on there would restart the counts of rounds and restarts, by which scripts fence.
         _give_up(member, Outcome("lost", event.message))
-    lose(member, by_hand.why_lost(member, event))
+    lose(member, static_ranks.why_lost(member, event))
 
 
 def fence(member: Member, why: str) -> None:

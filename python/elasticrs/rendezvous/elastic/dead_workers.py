@@ -14,8 +14,8 @@ from elasticrs.rendezvous.elastic.keys import Keys, workers_job
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.coordination import Operation
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs.store.coordination import Operation
 
 
 def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:

@@ -19,10 +19,11 @@ The command line and the Python API come through here, so that both accept the s
 
 from __future__ import annotations
 
-from elasticrs._value import Record, Value, fresh
-from elasticrs.config import DEFAULT_PORT, DEFAULT_SHUTDOWN_TIMEOUT, UsageError
+from elasticrs.job.config import DEFAULT_PORT, DEFAULT_SHUTDOWN_TIMEOUT, UsageError
+from elasticrs.job.value import Record, Value, fresh
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
-from elasticrs.rendezvous.elastic.settings import Rendezvous, read_settings
+from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+from elasticrs.rendezvous.elastic.settings import read_settings
 from elasticrs.rendezvous.endpoint import parse_endpoint
 
 TYPE_CHECKING = False

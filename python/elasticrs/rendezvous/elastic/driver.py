@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from elasticrs.coordination import Changes, ConnectionLost, Notice, Txn, Unwatch, Watch
-from elasticrs.ports import StorePort
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.dead_workers import forget_worker, workers_keys
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
@@ -19,16 +17,18 @@ from elasticrs.rendezvous.elastic.meeting_point import CannotHost, Home, Meeting
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import Head
 from elasticrs.rendezvous.elastic.timers import Timers
+from elasticrs.store.coordination import Changes, ConnectionLost, Notice, Txn, Unwatch, Watch
+from elasticrs.workers.ports import StorePort
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticrs import _core
-    from elasticrs.coordination import StoreEvent
     from elasticrs.rendezvous.elastic.hosting import Found
     from elasticrs.rendezvous.elastic.messages import Action, Event, LoopAction
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs.store.coordination import StoreEvent
 
 _FAREWELL = "farewell"
 """The driver's own timer: so long the host of the store waits for the others to read how the job ended."""

@@ -18,7 +18,7 @@ from elasticrs.rendezvous.etcd_keeper import end
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[2]); "

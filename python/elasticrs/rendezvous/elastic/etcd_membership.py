@@ -22,7 +22,7 @@ quorum.
 
 from __future__ import annotations
 
-from elasticrs._value import Value
+from elasticrs.job.value import Value
 from elasticrs.rendezvous.endpoint import shown_endpoint
 
 TYPE_CHECKING = False

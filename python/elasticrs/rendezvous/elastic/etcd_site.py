@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 
-from elasticrs._value import Value
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
+from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
 from elasticrs.rendezvous.elastic.etcd_membership import Seat, password_of
 from elasticrs.rendezvous.elastic.settings import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs.native_session import Client
+    from elasticrs.store.session import Client
 
 DEFAULT_PORT = 2379
 JOB_TTL = 7200.0
@@ -177,7 +177,7 @@ class EtcdSite(Value):
         Raises:
             OSError: no descriptor is left.
         """
-        from elasticrs.native_session import Client
+        from elasticrs.store.session import Client
 
         return Client.etcd(
             self.endpoints,

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from elasticrs.coordination import Delete, DeletePrefix, Put
-from elasticrs.ranks import NodeShare, node_ranks
-from elasticrs.rendezvous.elastic import by_hand, seating, verdict
-from elasticrs.rendezvous.elastic.addresses import master_addr
+from elasticrs.job.ranks import NodeShare, node_ranks
+from elasticrs.rendezvous.elastic import round_outcome, seating, static_ranks
 from elasticrs.rendezvous.elastic.announcements import named, nodes
 from elasticrs.rendezvous.elastic.keys import agent_of
 from elasticrs.rendezvous.elastic.leader import close, forget, guards, has_passed, here, write
+from elasticrs.rendezvous.elastic.member import Purpose
 from elasticrs.rendezvous.elastic.messages import Announce
-from elasticrs.rendezvous.elastic.records import Head, Slot, encode
-from elasticrs.rendezvous.elastic.state import Purpose
+from elasticrs.rendezvous.elastic.records import Head, Slot, encode, master_addr
+from elasticrs.store.coordination import Delete, DeletePrefix, Put
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.coordination import Operation
-    from elasticrs.rendezvous.elastic.leader import Leader
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
-    from elasticrs.rendezvous.elastic.state import Member
-    from elasticrs.rendezvous.elastic.view import View
+    from elasticrs.rendezvous.elastic.leader_state import Leader
+    from elasticrs.rendezvous.elastic.leader_view import View
+    from elasticrs.rendezvous.elastic.member import Member
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs.store.coordination import Operation
 
 MEMBERS_PER_TXN = 99
 """With their part of the table, 100 operations; etcd's default limit is 128."""
@@ -89,7 +88,7 @@ def _tell_of_more(member: Member, view: View) -> None:
     member.do(Announce(f"{text}, or as soon as all {most} are there ({name})"))
 
 
-def _judged(member: Member, leader: Leader, view: View, head: Head) -> verdict.Verdict:
+def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.Verdict:
     """Return the verdict on the ended round; judged again only when its inputs have changed.
 
     Nodes that come one by one to replace many lost ones do not change it, and finding it looks at every
@@ -100,7 +99,7 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> verdict.V
     was_short = member.age.was_short
     rests_on = (view.head_revision, was_short, sizes, frozenset(view.farewells))
     if leader.judged is None or leader.judged[0] != rests_on:
-        judged = verdict.judge(view, head, member.settings, member.agent.max_restarts, was_short)
+        judged = round_outcome.judge(view, head, member.settings, member.agent.max_restarts, was_short)
         leader.judged = rests_on, judged
     return leader.judged[1]
 
@@ -122,7 +121,7 @@ def _is_time(member: Member, leader: Leader, view: View) -> bool:
 
 def _shown(view: View, rendezvous: Rendezvous) -> list[str]:
     if rendezvous.is_static:
-        return by_hand.shown(view)
+        return static_ranks.shown(view)
     return sorted(view.nodes[each].shown for each in view.candidates)
 
 
@@ -133,7 +132,7 @@ def _too_few(member: Member, view: View) -> str:
     if count:
         text += f": {named(_shown(view, rendezvous))}"
     if rendezvous.is_static:
-        text += f"; no node has node rank {by_hand.missing(view, rendezvous.max_nodes)}"
+        text += f"; no node has node rank {static_ranks.missing(view, rendezvous.max_nodes)}"
     lost = [view.seats[rank].name for rank in sorted(view.missing)]
     if lost:
         text += f"; lost in round {view.round}: {named(lost)}"

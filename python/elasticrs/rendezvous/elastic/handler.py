@@ -21,7 +21,6 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from elasticrs.ports import agent_hosts_store
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -36,11 +35,12 @@ from elasticrs.rendezvous.api import (
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.driver import Driver
 from elasticrs.rendezvous.elastic.meeting_point import Home, node_name
+from elasticrs.workers.ports import agent_hosts_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.store import Store
 
 __all__ = ["ElasticRendezvousHandler", "error_of"]

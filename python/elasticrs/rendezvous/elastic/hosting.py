@@ -27,8 +27,8 @@ import _socket
 import errno
 import os
 
-from elasticrs._value import Value
-from elasticrs.config import UsageError
+from elasticrs.job.config import UsageError
+from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.addresses import (
     is_loopback,
     is_loopback_name,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dataclasses import KW_ONLY
     from typing import Protocol
 
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 
     class Resolver(Protocol):
         """What decisions ask about names and addresses."""

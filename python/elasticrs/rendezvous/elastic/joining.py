@@ -8,7 +8,15 @@
 
 from __future__ import annotations
 
-from elasticrs.coordination import (
+from elasticrs.rendezvous.elastic import static_ranks
+from elasticrs.rendezvous.elastic.announcements import closed_line
+from elasticrs.rendezvous.elastic.connecting import fence, retry
+from elasticrs.rendezvous.elastic.leaving import outcome_of
+from elasticrs.rendezvous.elastic.member import Purpose, Registration
+from elasticrs.rendezvous.elastic.messages import Outcome
+from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, damage, encode, job_of
+from elasticrs.rendezvous.elastic.validation import DamagedError
+from elasticrs.store.coordination import (
     CreatedAt,
     Delete,
     DeletePrefix,
@@ -20,21 +28,13 @@ from elasticrs.coordination import (
     Put,
     Range,
 )
-from elasticrs.rendezvous.elastic import by_hand
-from elasticrs.rendezvous.elastic.announcements import closed_line
-from elasticrs.rendezvous.elastic.checked import DamagedError
-from elasticrs.rendezvous.elastic.connecting import fence, retry
-from elasticrs.rendezvous.elastic.leaving import outcome_of
-from elasticrs.rendezvous.elastic.messages import Outcome
-from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, damage, encode, job_of
-from elasticrs.rendezvous.elastic.state import Purpose, Registration
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs.coordination import Compare, Entry, Operation, Reply
-    from elasticrs.rendezvous.elastic.state import Link, Member
+    from elasticrs.rendezvous.elastic.member import Link, Member
+    from elasticrs.store.coordination import Compare, Entry, Operation, Reply
 
 FORGET_EARLIER = 60
 """How many of its earlier registrations an agent deletes; a late request comes within seconds."""
@@ -193,7 +193,7 @@ def register(member: Member, link: Link) -> None:
     otherwise: list[Operation] = []
     node_rank = member.rendezvous.node_rank
     if node_rank is not None:
-        is_mine, claim = by_hand.claim(member, registration, node_rank)
+        is_mine, claim = static_ranks.claim(member, registration, node_rank)
         compares.append(is_mine)
         # The last results are the registration and its predecessor.
         ops.insert(0, claim)
@@ -219,7 +219,7 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
     """The registration is confirmed: T1 may have been carried out more than once, with the last put here."""
     assert own is not None
-    by_hand.registered(member)
+    static_ranks.registered(member)
     registration.create_revision = own.create_revision
     member.joining.was_registered = True
     member.joining.trouble = None
@@ -240,7 +240,7 @@ def refused(member: Member, link: Link, registration: Registration, reply: Reply
     if own is not None:
         registered(member, registration, own)
         return True
-    by_hand.refused(member, reply.entry(1))
+    static_ranks.refused(member, reply.entry(1))
     retry(member)
     return False
 

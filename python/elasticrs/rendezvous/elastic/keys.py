@@ -5,11 +5,11 @@ A **member** is ``<agent>/<incarnation>``: one registration of one agent process
 
 from __future__ import annotations
 
-from elasticrs.coordination import DeletePrefix
+from elasticrs.store.coordination import DeletePrefix
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.coordination import Operation
+    from elasticrs.store.coordination import Operation
 
 _MAX_DIGITS = 15
 _WORKERS = "#workers"

@@ -7,16 +7,16 @@
 
 from __future__ import annotations
 
-from elasticrs.coordination import Get, ModifiedAt, Put
+from elasticrs.rendezvous.elastic.member import Leaving, Phase, Purpose
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import Head, cut, encode
-from elasticrs.rendezvous.elastic.state import Leaving, Phase, Purpose
+from elasticrs.store.coordination import Get, ModifiedAt, Put
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.coordination import Entry, Reply
+    from elasticrs.rendezvous.elastic.member import Link, Member, Registration
     from elasticrs.rendezvous.elastic.messages import Leave
-    from elasticrs.rendezvous.elastic.state import Link, Member, Registration
+    from elasticrs.store.coordination import Entry, Reply
 
 MAX_REASON = 256
 

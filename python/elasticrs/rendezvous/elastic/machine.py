@@ -18,27 +18,27 @@ leads), and ``oversight`` with ``formation`` and ``verdict`` (what ends, forms a
 
 from __future__ import annotations
 
-from elasticrs.coordination import Changes, Connected, ConnectionLost, Reply
 from elasticrs.rendezvous.elastic import (
-    by_hand,
     connecting,
     joining,
     leaving,
     messages,
-    oversight,
+    round_control,
     rounds,
+    static_ranks,
     succession,
 )
+from elasticrs.rendezvous.elastic.member import Link, Member, Phase, Purpose
 from elasticrs.rendezvous.elastic.messages import Outcome
-from elasticrs.rendezvous.elastic.state import Link, Member, Phase, Purpose
+from elasticrs.store.coordination import Changes, Connected, ConnectionLost, Reply
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from elasticrs.coordination import Entry
+    from elasticrs.rendezvous.elastic.member import Registration
     from elasticrs.rendezvous.elastic.messages import Action, Event
-    from elasticrs.rendezvous.elastic.state import Registration
+    from elasticrs.store.coordination import Entry
 
 __all__ = ["Member", "Phase", "step"]
 
@@ -119,7 +119,7 @@ def _changes(member: Member, event: Changes) -> None:
     member.joining.seen(event.revision)
     _take_in(member, link, registration, event.changes)
     if member.leader is not None:
-        oversight.changed(member, member.leader, event)
+        round_control.changed(member, member.leader, event)
 
 
 def _snapshot(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
@@ -128,7 +128,7 @@ def _snapshot(member: Member, link: Link, registration: Registration, reply: Rep
     joining.job_seen(member, link, entries.get(member.keys.job))
     _take_in(member, link, registration, entries.values())
     if member.leader is not None:
-        oversight.snapshot(member, member.leader, reply)
+        round_control.snapshot(member, member.leader, reply)
 
 
 def _take_in(member: Member, link: Link, registration: Registration, entries: Iterable[Entry]) -> None:
@@ -215,7 +215,7 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
         case Purpose.SEE_ALL:
             _snapshot(member, link, registration, reply)
         case Purpose.LEAD if registration.leader is not None:
-            oversight.written(member, registration.leader, reply)
+            round_control.written(member, registration.leader, reply)
 
 
 # --- the rest ---
@@ -241,7 +241,7 @@ def _timer_fired(member: Member, name: str) -> None:
     if handler is not None:
         handler(member)
     elif member.leader is not None:
-        oversight.timer_fired(member, member.leader, name)
+        round_control.timer_fired(member, member.leader, name)
 
 
 _TIMERS: dict[str, Callable[[Member], None]] = {
@@ -253,5 +253,5 @@ _TIMERS: dict[str, Callable[[Member], None]] = {
     "barrier": rounds.barrier,
     "round_age": rounds.age_reached,
     "leave": leaving.timeout,
-    "rank": by_hand.timeout,
+    "rank": static_ranks.timeout,
 }

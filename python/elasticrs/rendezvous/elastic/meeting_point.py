@@ -10,16 +10,16 @@ import os
 import time
 from functools import partial
 
-from elasticrs._value import Record
-from elasticrs.asked import Asked
-from elasticrs.clock import Clock
-from elasticrs.coordination import Connected, ConnectionLost
-from elasticrs.native_session import Client, NativeSession, Server
+from elasticrs.host.background_call import Asked
+from elasticrs.host.clock import Clock
+from elasticrs.job.value import Record
 from elasticrs.rendezvous.elastic import hosting
 from elasticrs.rendezvous.elastic.addresses import is_unspecified, packed
 from elasticrs.rendezvous.elastic.keys import Keys
-from elasticrs.rendezvous.elastic.settings import ThisAgent
+from elasticrs.rendezvous.elastic.rendezvous import ThisAgent
 from elasticrs.rendezvous.endpoint import shown_endpoint
+from elasticrs.store.coordination import Connected, ConnectionLost
+from elasticrs.store.session import Client, NativeSession, Server
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs.coordination import Request, StoreEvent
     from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.store import Store
+    from elasticrs.store.coordination import Request, StoreEvent
 
 
 _REMEDIES = {

@@ -1,19 +1,19 @@
 """What goes into the rendezvous machine and what comes out of it, besides what goes to and from the store.
 
-That is in :mod:`elasticrs.coordination`: its requests are actions, and what it tells are events.
+That is in :mod:`elasticrs.store.coordination`: its requests are actions, and what it tells are events.
 """
 
 from __future__ import annotations
 
-from elasticrs._value import Value
+from elasticrs.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any, Literal, TypeAlias
 
-    from elasticrs.coordination import Request, StoreEvent
-    from elasticrs.ranks import NodeRanks
+    from elasticrs.job.ranks import NodeRanks
+    from elasticrs.store.coordination import Request, StoreEvent
 
     Cause: TypeAlias = Mapping[str, Any]
     # fmt: off

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 
-from elasticrs._value import Value
-from elasticrs.rendezvous.elastic import checked
+from elasticrs.job.value import Value
+from elasticrs.rendezvous.elastic import validation
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
-from elasticrs.rendezvous.elastic.checked import DamagedError, decode
 from elasticrs.rendezvous.elastic.keys import is_member
+from elasticrs.rendezvous.elastic.validation import DamagedError, decode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any, Literal, TypeAlias
 
-    from elasticrs.coordination import Entry
+    from elasticrs.store.coordination import Entry
 
     State: TypeAlias = Literal["RUNNING", "ENDED", "CLOSED"]
 
@@ -30,7 +30,7 @@ PROTOCOL = 1
 MAX_HEAD = 4096
 MAX_CAUSE = 2304
 MAX_TEXT = 384
-CAUSE_FIELDS = [name for name in checked.CAUSE if name not in ("frame", "lines")]
+CAUSE_FIELDS = [name for name in validation.CAUSE if name not in ("frame", "lines")]
 """What is kept of a cause that is too large in any case."""
 
 MAX_NAME = 128
@@ -171,8 +171,8 @@ class Node(Value):
         Raises:
             DamagedError: they are no registration.
         """
-        fields = checked.fields(decode(value), _NODE, _NODE_REQUIRED)
-        return Node(**{**fields, "cause": checked.cause(fields.get("cause"))})
+        fields = validation.fields(decode(value), _NODE, _NODE_REQUIRED)
+        return Node(**{**fields, "cause": validation.cause(fields.get("cause"))})
 
     @property
     def shown(self) -> str:
@@ -239,10 +239,10 @@ class Head(Value):
         """
         if len(value) > MAX_HEAD:
             raise DamagedError(f"it has {len(value)} bytes")
-        fields = checked.fields(decode(value), _HEAD, ("state", "round"))
-        fields["cause"] = checked.cause(fields.get("cause"))
+        fields = validation.fields(decode(value), _HEAD, ("state", "round"))
+        fields["cause"] = validation.cause(fields.get("cause"))
         if fields.get("end") is not None:
-            fields["end"] = checked.fields(fields["end"], _END, ("kind",))
+            fields["end"] = validation.fields(fields["end"], _END, ("kind",))
         return Head(**{**fields, "master": tuple(fields.get("master", ("", 0)))})
 
     @staticmethod
@@ -293,7 +293,7 @@ class Slot(Value):
         Raises:
             DamagedError: they are no slot.
         """
-        return Slot(*checked.row(decode(value), _SLOT))
+        return Slot(*validation.row(decode(value), _SLOT))
 
     def fits(self, head: Head, nproc: int) -> bool:
         """True if that many workers at these ranks are part of the head's round."""
@@ -314,7 +314,7 @@ def table_of(value: bytes) -> list[Seat]:
     rows = decode(value)
     if not isinstance(rows, list):
         raise DamagedError("not a list")
-    seats = [Seat(*checked.row(row, _SEAT)) for row in rows]
+    seats = [Seat(*validation.row(row, _SEAT)) for row in rows]
     if not all(is_member(seat.member) for seat in seats):
         raise DamagedError("a seat without a member")
     return seats
@@ -326,7 +326,7 @@ def holder_of(value: bytes) -> tuple[str, str]:
     Raises:
         DamagedError: the bytes do not tell.
     """
-    agent, _, shown = checked.row(decode(value), (checked.TEXT,) * 3)
+    agent, _, shown = validation.row(decode(value), (validation.TEXT,) * 3)
     return agent, shown
 
 
@@ -349,34 +349,50 @@ def check_done(value: bytes) -> None:
         raise DamagedError("not the summary of a node")
 
 
-_COUNT, _TEXT, _PORT = checked.COUNT, checked.TEXT, checked.PORT
-_NAME, _ADDRESS = checked.NAME, checked.ADDRESS
+_COUNT, _TEXT, _PORT = validation.COUNT, validation.TEXT, validation.PORT
+_NAME, _ADDRESS = validation.NAME, validation.ADDRESS
 _NODE_REQUIRED = ("name", "host", "address", "role", "nproc", "port", "idle")
 _NODE = {
     **dict.fromkeys(("name", "host"), _NAME),
     **dict.fromkeys(("address", "local_addr", "fallback_addr"), _ADDRESS),
     "role": _TEXT,
-    "nproc": checked.POSITIVE,
+    "nproc": validation.POSITIVE,
     "port": _PORT,
     "idle": _COUNT,
-    "hint": checked.INT,
-    "cause": checked.ANY,
+    "hint": validation.INT,
+    "cause": validation.ANY,
 }
 _HEAD = {
     **dict.fromkeys(("round", "used", "size", "world_size", "losses", "short_losses", "setups"), _COUNT),
-    **dict.fromkeys(("end", "cause"), checked.ANY),
-    "state": checked.one_of("RUNNING", "ENDED", "CLOSED"),
+    **dict.fromkeys(("end", "cause"), validation.ANY),
+    "state": validation.one_of("RUNNING", "ENDED", "CLOSED"),
     "form": _NAME,
-    "master": checked.row_of(_ADDRESS, _PORT),
-    "outcome": checked.one_of("succeeded", "failed", "timeout", "aborted"),
+    "master": validation.row_of(_ADDRESS, _PORT),
+    "outcome": validation.one_of("succeeded", "failed", "timeout", "aborted"),
     "reason": _TEXT,
-    "time_ns": checked.TIME,
+    "time_ns": validation.TIME,
 }
 _END = {
     **dict.fromkeys(("node", "message", "member"), _TEXT),
-    **dict.fromkeys(("fatal", "charged"), checked.FLAG),
-    "kind": checked.one_of("failure", "lost", "left", "scale", "setup", "asked"),
-    "group_rank": checked.WHOLE,
+    **dict.fromkeys(("fatal", "charged"), validation.FLAG),
+    "kind": validation.one_of("failure", "lost", "left", "scale", "setup", "asked"),
+    "group_rank": validation.WHOLE,
 }
 _SLOT = (_COUNT, _NAME, _COUNT, _COUNT, _COUNT, _COUNT)
 _SEAT = (_NAME, _NAME, _ADDRESS)
+
+
+def master_addr(nodes: Sequence[Node]) -> str:
+    """Return the address of group rank 0 that all members can use; they are by group rank.
+
+    The user's choice for that node, else its own end of the connection to the store, which the store's host
+    has seen to work. A loopback address only serves a round on one host.
+    """
+    first = nodes[0]
+    if first.local_addr:
+        return first.local_addr
+    if not is_loopback_name(first.address):
+        return first.address
+    if any(node.host != first.host for node in nodes) and first.fallback_addr:
+        return first.fallback_addr
+    return first.address

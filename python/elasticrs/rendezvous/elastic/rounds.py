@@ -9,12 +9,11 @@
 
 from __future__ import annotations
 
-from elasticrs.coordination import Get, ModifiedAt, Put
-from elasticrs.ranks import NodeRanks
+from elasticrs.job.ranks import NodeRanks
 from elasticrs.rendezvous.elastic import leaving
 from elasticrs.rendezvous.elastic.announcements import end_of, failure_of, round_line
-from elasticrs.rendezvous.elastic.checked import DamagedError
 from elasticrs.rendezvous.elastic.connecting import fence, fresh_listener, without_workers
+from elasticrs.rendezvous.elastic.member import Done, OwnFailure, Phase, Purpose, Workers
 from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
 from elasticrs.rendezvous.elastic.records import (
     Head,
@@ -25,13 +24,14 @@ from elasticrs.rendezvous.elastic.records import (
     may_be_first,
     silence_of,
 )
-from elasticrs.rendezvous.elastic.state import Done, OwnFailure, Phase, Purpose, Workers
+from elasticrs.rendezvous.elastic.validation import DamagedError
+from elasticrs.store.coordination import Get, ModifiedAt, Put
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs.coordination import Entry, Reply
+    from elasticrs.rendezvous.elastic.member import Link, Member, Registration
     from elasticrs.rendezvous.elastic.messages import (
         AskForRound,
         Cause,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         StartFailed,
         WorkerFailed,
     )
-    from elasticrs.rendezvous.elastic.state import Link, Member, Registration
+    from elasticrs.store.coordination import Entry, Reply
 
 GONE = "the store no longer has this node's registration"
 REMOVED = "the state of this job was removed"

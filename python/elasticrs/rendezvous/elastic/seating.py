@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from elasticrs._value import Value
+from elasticrs.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

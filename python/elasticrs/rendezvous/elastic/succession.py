@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from elasticrs.coordination import CreatedAt, Predecessor, Unwatch
 from elasticrs.rendezvous.elastic.connecting import fence
 from elasticrs.rendezvous.elastic.keys import is_member
-from elasticrs.rendezvous.elastic.leader import Leader
+from elasticrs.rendezvous.elastic.leader_state import Leader
+from elasticrs.rendezvous.elastic.member import Purpose
 from elasticrs.rendezvous.elastic.rounds import GONE
-from elasticrs.rendezvous.elastic.state import Purpose
+from elasticrs.store.coordination import CreatedAt, Predecessor, Unwatch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.coordination import Compare, Entry, Reply
-    from elasticrs.rendezvous.elastic.state import Member, Registration
+    from elasticrs.rendezvous.elastic.member import Member, Registration
+    from elasticrs.store.coordination import Compare, Entry, Reply
 
 
 def follow(member: Member, registration: Registration, predecessor: Entry | None) -> None:

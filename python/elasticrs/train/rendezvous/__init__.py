@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlencode
 
-from elasticrs._value import Value
+from elasticrs.job.value import Value
 from elasticrs.rendezvous.api import (
     RendezvousClosedError as RendezvousClosedException,
 )

@@ -1,0 +1,52 @@
+"""Choose the class that decides for an agent. The classes are imported when they are needed."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elasticrs.agent.decisions import Decisions, Planner
+    from elasticrs.job.config import JobConfig
+    from elasticrs.rendezvous.elastic.meeting_point import Home
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs.report.console import Console
+    from elasticrs.store import Store
+    from elasticrs.workers.plan import Plan
+
+
+def make_decisions(
+    job: JobConfig,
+    rendezvous: Rendezvous | None,
+    console: Console,
+    *,
+    planner: Planner | None = None,
+    planned: Callable[[Plan, Callable[[], Store]], None] | None = None,
+    home: Home | None = None,
+) -> Decisions:
+    """Return the decisions of an agent.
+
+    Args:
+        job: the job.
+        rendezvous: how the agent meets the agents of other nodes; ``None`` for a job on one node.
+        console: receives lines for the user.
+        planner: assigns the ranks of a job on one node; a default planner if ``None``.
+        planned: see :class:`~elasticrs.agent.several_nodes.SeveralNodes`.
+        home: see :class:`~elasticrs.agent.several_nodes.SeveralNodes`.
+    """
+    if rendezvous is None and job.replaces_workers:
+        from elasticrs.agent.member_workers import MemberWorkers
+
+        return MemberWorkers(job, planner)
+    if rendezvous is None:
+        from elasticrs.agent.decisions import OneNode
+        from elasticrs.rendezvous.one_node import OneNodePlanner
+
+        return OneNode(job, planner or OneNodePlanner(job))
+    if job.replaces_workers:
+        from elasticrs.agent.member_nodes import MemberNodes
+
+        return MemberNodes(job, rendezvous, console, planned, home)
+    from elasticrs.agent.several_nodes import SeveralNodes
+
+    return SeveralNodes(job, rendezvous, console, planned, home)

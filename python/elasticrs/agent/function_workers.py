@@ -1,0 +1,363 @@
+"""Workers that run a function, or a script through a function, with any start method.
+
+The loop of the agent never blocks on a :mod:`keeper <elasticrs.multiprocessing.keeper>`: the keeper may
+import for long before it starts workers, and leftover processes may continue for a while. Descriptors
+announce both events, like all other events.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+from enum import IntEnum, auto
+from multiprocessing import resource_tracker
+from typing import TYPE_CHECKING, Any
+
+from elasticrs._worker.run_path import run_script_path
+from elasticrs.agent.workers import Leftovers, Workers
+from elasticrs.multiprocessing import keeper
+from elasticrs.multiprocessing.function_process import command_line
+from elasticrs.multiprocessing.start_methods import BY_METHOD, PATIENCE, Functions, Kept
+from elasticrs.workers.arguments import macros
+from elasticrs.workers.process import adopt, end_at_once, heartbeat_page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from elasticrs._core import ProcessSpec, Supervisor
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.agent.workers import WorkerSetup
+    from elasticrs.multiprocessing.start_methods import FunctionStart
+    from elasticrs.workers.logs import LogPaths
+
+_HEARTBEAT = "ELASTICRS_HEARTBEAT"
+_TRACKER_TIME = 1.0
+
+
+def function_workers(
+    setup: WorkerSetup,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    start_method: str,
+    *,
+    is_script: bool = False,
+) -> FunctionWorkers:
+    """Make workers that call a function.
+
+    Args:
+        setup: data that all kinds of workers need.
+        function: function to call. It must be importable by name, except with ``fork``.
+        arguments: arguments, the same for all workers, except that ``${local_rank}`` is replaced in text, as
+            in torch.
+        start_method: ``spawn``, ``fork`` or ``forkserver``.
+        is_script: see :func:`script_workers`.
+    """
+    kind = KeptWorkers if BY_METHOD[start_method].has_keeper else FunctionWorkers
+    return kind(setup, function, arguments, start_method, is_script=is_script)
+
+
+def script_workers(setup: WorkerSetup, script: Sequence[str], start_method: str) -> FunctionWorkers:
+    """Create workers that run a script (its path and arguments) with :func:`run_script_path`. Only for a
+    process that belongs to the launcher.
+    """
+    return function_workers(setup, run_script_path, script, start_method, is_script=True)
+
+
+class FunctionWorkers(Workers):
+    """Workers that run functions and are started by the core; see :func:`function_workers`."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        start_method: str,
+        *,
+        is_script: bool,
+    ) -> None:
+        super().__init__(setup)
+        self._function = function
+        self._arguments = list(arguments)
+        self._start_method = start_method
+        self._is_script = is_script
+        if setup.preload is not None and not BY_METHOD[start_method].has_keeper:
+            self.warm_command = command_line(0, 0)
+        self._start: FunctionStart | None = None
+        # Starts of the replacement workers, by local rank.
+        self._late: dict[int, FunctionStart] = {}
+        # By local rank.
+        self._values: dict[int, bytes] = {}
+        # Heartbeat pages of workers that the core does not start, by local rank.
+        self._pages: dict[int, int] = {}
+
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
+        return self._begin(paths, environments, {})
+
+    def _begin(
+        self,
+        paths: LogPaths,
+        environments: Mapping[int, dict[str, str]],
+        keeps: Mapping[int, Sequence[int]],
+    ) -> list[ProcessSpec]:
+        # Clear the return values of the previous attempt, which may be from other ranks.
+        self._values = {}
+        self._start = self._start_of(paths, environments, keeps)
+        return self._start.prepare()
+
+    def _start_of(
+        self,
+        paths: LogPaths,
+        environments: Mapping[int, dict[str, str]],
+        keeps: Mapping[int, Sequence[int]],
+    ) -> FunctionStart:
+        functions = Functions(
+            self.setup.job.name,
+            self._function,
+            {rank: tuple(macros.substitute(self._arguments, str(rank))) for rank in environments},
+            environments,
+            {rank: paths.stdouts.get(rank, "") for rank in environments},
+            {rank: paths.stderrs.get(rank, "") for rank in environments},
+            self.setup.job.cpus,
+            keeps,
+            self.are_warm,
+        )
+        return BY_METHOD[self._start_method](functions)
+
+    def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> ProcessSpec:
+        if (before := self._late.pop(local_rank, None)) is not None:
+            before.close()
+        self._late[local_rank] = late = self._start_of(paths, {local_rank: environ}, {})
+        (process,) = late.prepare()
+        return process
+
+    def replaced(self, supervisor: Supervisor, local_rank: int) -> None:
+        """Read what this one returns."""
+        self._late[local_rank].watch(supervisor)
+
+    def _starts(self) -> list[FunctionStart]:
+        return [each for each in (self._start, *self._late.values()) if each is not None]
+
+    def started(self, supervisor: Supervisor, attempt: Attempt) -> None:  # noqa: ARG002
+        """Read what they return from now on."""
+        if self._start is not None:
+            self._start.watch(supervisor)
+
+    def fd_ready(self, supervisor: Supervisor, fd: int) -> None:  # noqa: ARG002
+        """Read a piece of a return value."""
+        for start in self._starts():
+            start.fd_ready(fd)
+
+    def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: ARG002
+        """Read the remaining return values and close everything."""
+        self._read_out()
+        for start in self._starts():
+            start.close()
+        self._late.clear()
+        self.leftovers = Leftovers(silent=self._silent())
+
+    def _read_out(self) -> None:
+        for start in self._starts():
+            if start.watcher is not None:
+                start.read_out()
+                self._values.update((rank, bytes(data)) for rank, data in start.values.items())
+
+    def _silent(self) -> list[int]:
+        """Return the local ranks of functions that exited with 0 but returned nothing, for example through
+        ``os._exit``. Scripts return nothing anyway, so none is listed for them.
+        """
+        return [] if self._is_script else [rank for rank, data in self._values.items() if not data]
+
+    def close(self) -> None:
+        """Release everything; see the base class. For a script, also stop multiprocessing's resource tracker,
+        which would outlive the launcher.
+        """
+        for start in self._starts():
+            # The supervisor is closed.
+            start.watcher = None
+            start.close()
+        self._start = None
+        self._late.clear()
+        if self._is_script:
+            stop_tracker()
+
+    def return_values(self, attempt: Attempt) -> dict[int, object]:
+        """Return the functions' return values by global rank; ``None`` for scripts.
+
+        Raises:
+            pickle.UnpicklingError: a value cannot be unpickled. Its class may raise any other exception as
+                well.
+        """
+        ranks = attempt.global_ranks()
+        if self._is_script:
+            return dict.fromkeys(ranks.values())
+        return {ranks[rank]: pickle.loads(data) for rank, data in self._values.items()}
+
+
+class _Phase(IntEnum):
+    """Progress of the workers of one attempt."""
+
+    PREPARED = auto()
+    """The keeper has been started and has not forked the workers yet."""
+    STARTING = auto()
+    """The core's group has started, without members so far."""
+    RUNNING = auto()
+    """The group has adopted the workers."""
+    SUCCEEDED = auto()
+    """The workers have succeeded. Their leftover processes are ending, or may continue for a while."""
+    ENDING = auto()
+    """The group has ended without success, and the keeper is killing the leftover processes."""
+    ABANDONED = auto()
+    """The group has ended before it had members, and the keeper may continue to import for long."""
+
+
+class KeptWorkers(FunctionWorkers):
+    """Workers whose parent is a keeper. The core's group adopts them before they begin to run."""
+
+    _phase = _Phase.PREPARED
+    _was_stopped = False
+    _supervisor: Supervisor | None = None
+    _attempt: Attempt | None = None
+    _why_not_started: str | None = None
+
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
+        """Start the keeper, which forks the workers; see the base class. The workers wait until the core
+        watches them.
+        """
+        self._phase, self._was_stopped = _Phase.PREPARED, False
+        self.are_started, self._why_not_started, self.leftovers = False, None, None
+        if self.setup.job.hang_timeout is not None:
+            environments = {rank: dict(environment) for rank, environment in environments.items()}
+            for rank, environment in environments.items():
+                self._pages[rank], environment[_HEARTBEAT] = heartbeat_page()
+        return self._begin(paths, environments, {rank: (page,) for rank, page in self._pages.items()})
+
+    @property
+    def _kept(self) -> Kept | None:
+        return self._start if isinstance(self._start, Kept) else None
+
+    def started(self, supervisor: Supervisor, attempt: Attempt) -> None:
+        """Note that the keeper is starting its workers; see the base class."""
+        self._supervisor, self._attempt = supervisor, attempt
+        if self._kept is not None:
+            self._phase = _Phase.STARTING
+            supervisor.watch_fd(self._kept.control)
+
+    def fd_ready(self, supervisor: Supervisor, fd: int) -> None:
+        """Handle news of the keeper; see the base class. The keeper has started the workers, or it has
+        ended.
+        """
+        kept = self._kept
+        if kept is None:
+            return
+        if self._phase is _Phase.STARTING and fd == kept.control:
+            self._take_in(supervisor, kept)
+        elif self._phase > _Phase.RUNNING and fd == kept.keeper_pidfd:
+            supervisor.unwatch_fd(fd)
+            self._finish(kept)
+        else:
+            kept.fd_ready(fd)
+
+    def _take_in(self, supervisor: Supervisor, kept: Kept) -> None:
+        """Let the group adopt the workers, and let them begin."""
+        attempt = self._attempt
+        if attempt is None or self._was_stopped:
+            # An event reports the end of the group next.
+            supervisor.unwatch_fd(kept.control)
+            return
+        try:
+            pids = kept.take_pids()
+            if pids is None:
+                return
+            supervisor.unwatch_fd(kept.control)
+            if not adopt(supervisor, pids, kept.statuses, self._pages):
+                return  # The group has already ended. An event reports that next.
+        except (OSError, RuntimeError) as error:
+            supervisor.unwatch_fd(kept.control)
+            self._why_not_started = f"the workers could not be started: {error}"
+            end_at_once(supervisor)
+            return
+        attempt.pids = list(pids.values())
+        kept.watch(supervisor)
+        self._phase, self.are_started = _Phase.RUNNING, True
+
+    def stop(self) -> None:
+        """Abandon workers that are not started yet, and end lingering processes at once; see the base class.
+
+        A second call does not wait for a keeper without workers, because its imports may hang in the kernel.
+        """
+        kept, was_stopped, self._was_stopped = self._kept, self._was_stopped, True
+        if kept is None or self._phase <= _Phase.RUNNING:
+            return
+        if was_stopped and self._phase is _Phase.ABANDONED and self._supervisor is not None:
+            self._supervisor.unwatch_fd(kept.keeper_pidfd)
+            self._finish(kept, 0.0)
+        else:
+            kept.begin_end(keeper.AT_ONCE)
+
+    def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:
+        """Read the remaining return values, and tell the keeper to end the leftover processes."""
+        self._read_out()
+        self._close_pages()
+        kept = self._kept
+        if kept is None:
+            self.leftovers = Leftovers()
+        elif self._phase is _Phase.PREPARED:
+            # The core never learned of these workers, so no further event will finish the keeper.
+            kept.begin_end(keeper.AT_ONCE)
+            self._finish(kept)
+        else:
+            linger: float | None = keeper.AT_ONCE
+            if self._phase is _Phase.STARTING:
+                supervisor.unwatch_fd(kept.control)
+                self._phase = _Phase.ABANDONED
+            elif has_succeeded:
+                self._phase = _Phase.SUCCEEDED
+                # The core may report the end of the group although a stop was already requested.
+                linger = keeper.AT_ONCE if self._was_stopped else self.setup.job.linger
+            else:
+                self._phase = _Phase.ENDING
+            kept.begin_end(keeper.LEAVE if linger is None else linger)
+            supervisor.watch_fd(kept.keeper_pidfd)
+
+    def _finish(self, kept: Kept, patience: float = PATIENCE) -> None:
+        self._start = self._supervisor = None
+        kept.finish(patience)
+        was_stopped = self._phase is _Phase.SUCCEEDED and self._was_stopped
+        self.leftovers = Leftovers(
+            *(kept.ended, kept.more_ended),
+            was_stopped=was_stopped,
+            silent=self._silent(),
+            why_not_started=self._why_not_started,
+        )
+
+    def close(self) -> None:
+        self._close_pages()
+        self._supervisor = None
+        super().close()
+
+    def _close_pages(self) -> None:
+        while self._pages:
+            os.close(self._pages.popitem()[1])
+
+
+def stop_tracker() -> None:
+    """Stop multiprocessing's resource tracker, if there is one. Only for a process that belongs to the
+    launcher.
+
+    The tracker ends when every copy of its pipe is closed. A descendant of a worker that was allowed to
+    continue may hold a copy. Then the tracker ends with that descendant, and this function does not wait for
+    it.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    pid, fd = tracker._pid, tracker._fd
+    if pid is None or fd is None:
+        return
+    tracker._pid = tracker._fd = None
+    os.close(fd)
+    pidfd = os.pidfd_open(pid)
+    try:
+        if select.select([pidfd], [], [], _TRACKER_TIME)[0]:
+            os.waitpid(pid, 0)
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,132 @@
+"""Runs the workers of torch's agent class in the event-driven loop that the command line uses."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from typing import TYPE_CHECKING
+
+from elasticrs.agent.decision_factory import make_decisions
+from elasticrs.agent.loop import Agent
+from elasticrs.agent.observer_factory import make_observers
+from elasticrs.agent.server.worker_group import RunResult, WorkerState
+from elasticrs.agent.signals import catch_signals
+from elasticrs.agent.state_machine import Phase
+from elasticrs.job.ranks import NodeShare, assign
+from elasticrs.job.value import Record
+from elasticrs.multiprocessing.api import SignalException
+from elasticrs.multiprocessing.not_started import not_started
+from elasticrs.rendezvous.api import RendezvousClosedError
+from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
+from elasticrs.report.console import Console
+from elasticrs.workers.plan import Plan
+
+if TYPE_CHECKING:
+    from elasticrs import _core
+    from elasticrs.agent.attempt import JobResult
+    from elasticrs.agent.decisions import Decisions
+    from elasticrs.agent.health_check_server import HealthCheckServer
+    from elasticrs.agent.server.local_job import LocalJob
+    from elasticrs.agent.server.worker_group import WorkerGroup
+    from elasticrs.job.config import JobConfig
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+
+
+class EventRunner(Record):
+    """Runs a job once, and keeps the worker group up to date.
+
+    Args:
+        group: worker group, as users of torch's classes see it.
+        local: settings and workers.
+        rendezvous: rendezvous of several nodes; ``None`` for a single node.
+        server: open health check server, for which the loop answers requests.
+        restarts: number of charged restarts.
+        agent: while it runs.
+    """
+
+    _group: WorkerGroup
+    _local: LocalJob
+    _rendezvous: Rendezvous | None
+    _server: HealthCheckServer | None
+    restarts: int = 0
+    agent: Agent | None = None
+
+    def run(self) -> RunResult:
+        """See :meth:`elasticrs.agent.server.LocalElasticAgent.run`."""
+        job = self._local.config(is_multi_node=self._rendezvous is not None)
+        if job.is_multi_node and self._group.spec.rdzv_handler.is_closed():
+            raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
+        signals = catch_signals((*job.signals, *job.forwarded))
+        if signals is None:
+            warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=4)
+        console = Console(log_prefix=job.log_prefix, is_one_of_several=job.is_multi_node)
+        decisions = self._decisions(job, console)
+        try:
+            observers = make_observers(job, self._local.observe(), console.say, self._server, tells_end=False)
+            self.agent = agent = Agent(
+                *(job, self._local.workers(job), decisions),
+                signals=signals,
+                owns_process=False,
+                console=console,
+                observers=self._local.with_console(observers),
+            )
+            result = agent.run()
+        finally:
+            if signals is not None:
+                signals.close()
+        return self._run_result(result, decisions)
+
+    def _decisions(self, job: JobConfig, console: Console) -> Decisions:
+        handler, group = self._group.spec.rdzv_handler, self._group
+        planner = _Planner(group, handler) if isinstance(handler, OneNodeRendezvous) else None
+        home = getattr(handler, "home", None)
+        return make_decisions(
+            job, self._rendezvous, console, planner=planner, planned=group.take_plan, home=home
+        )
+
+    def _run_result(self, result: JobResult, decisions: Decisions) -> RunResult:
+        group = self._group
+        if result.attempts:
+            self.restarts = result.attempts[-1].restarts
+        if result.phase is Phase.SUCCEEDED:
+            group.state = WorkerState.SUCCEEDED
+            return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
+        if result.signum is not None:
+            group.state = WorkerState.STOPPED
+            sigval = signal.Signals(result.signum)
+            raise SignalException(f"stopped by {sigval.name}", sigval)
+        from elasticrs.agent.failed_attempt import all_failures
+
+        group.state = WorkerState.FAILED
+        failed = all_failures(result)
+        if failed:
+            return RunResult(WorkerState.FAILED, failures=failed)
+        outcome = getattr(decisions, "outcome", None)
+        if outcome is not None and outcome.kind not in {"failed", "stuck"}:
+            from elasticrs.rendezvous.elastic.handler import error_of
+
+            raise error_of(outcome)
+        raise not_started(result.message or "the workers could not be started", result.start_errno)
+
+
+class _Planner(Record):
+    """Creates plans with the rendezvous handler of a single node."""
+
+    _group: WorkerGroup
+    _handler: OneNodeRendezvous
+
+    def next(self, supervisor: _core.Supervisor) -> Plan:
+        spec, handler = self._group.spec, self._handler
+        bootstrap = handler.next_served_by(supervisor)
+        plan = Plan(
+            assign([NodeShare(spec.role, spec.local_world_size)], 0),
+            bootstrap.master_addr,
+            bootstrap.master_port,
+            handler.store_port,
+            use_agent_store=handler.use_agent_store,
+        )
+        self._group.take_plan(plan, handler.open_shared_store)
+        return plan
+
+    def close(self) -> None:
+        """Leave the handler open, because the agent may run again. The launcher shuts the handler down."""

@@ -1,0 +1,85 @@
+"""Context of workers that a user's replacement for ``start_processes`` has started. The agent's hooks use
+this context.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.agent.workers import variables_of
+from elasticrs.workers.arguments import macros
+from elasticrs.workers.logs import line_prefixes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elasticrs.agent.server.local_job import LocalJob
+    from elasticrs.agent.server.worker_group import WorkerSpec
+    from elasticrs.multiprocessing.api import PContext
+    from elasticrs.workers.plan import Plan
+
+
+def start_by(
+    start_processes: Callable[..., PContext], spec: WorkerSpec, local: LocalJob, plan: Plan, restarts: int
+) -> GivenContext:
+    """Start the workers of an attempt as torch's agent does, by the user's function with torch's
+    arguments.
+    """
+    template = local.prefix_template
+    try:
+        context = start_processes(
+            name=spec.role,
+            entrypoint=spec.entrypoint,
+            args={
+                rank: tuple(macros.substitute(list(spec.args), str(rank)))
+                for rank in range(spec.local_world_size)
+            },
+            envs=variables_of(local.config(), plan, restarts + 1, restarts, os.environ),
+            logs_specs=local.logs_specs,
+            log_line_prefixes=line_prefixes(template, plan.ranks) if template else None,
+            start_method=local.start_method,
+            numa_options=spec.numa_options,
+            duplicate_stdout_filters=spec.duplicate_stdout_filters,
+            duplicate_stderr_filters=spec.duplicate_stderr_filters,
+        )
+    except BaseException:
+        plan.close()
+        raise
+    return GivenContext(context, plan)
+
+
+class GivenContext:
+    """Wraps a context from ``start_processes`` and holds the plan's port. Other attributes come from the
+    wrapped context. Failures are unknown until all workers have ended.
+    """
+
+    has_failed = False
+    attempt = None
+
+    def __init__(self, context: PContext, plan: Plan) -> None:
+        self._context = context
+        self._plan = plan
+        self._is_closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Sleep, because no event announces the end of the workers."""
+        time.sleep(seconds)
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
+        """End the workers; once."""
+        if not self._is_closed:
+            self._is_closed = True
+            try:
+                self._context.close(death_sig or signal.SIGTERM, int(timeout))
+            finally:
+                self._plan.close()
+
+    def release(self) -> None:
+        """End what is left."""
+        self.close()

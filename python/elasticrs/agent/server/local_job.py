@@ -1,0 +1,180 @@
+"""Settings of the job and the workers, derived from a :class:`WorkerSpec` and the arguments of an agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from elasticrs.agent.server.replaced_console import ReplacedConsole
+from elasticrs.agent.signals import ignored_signals
+from elasticrs.agent.workers import CommandWorkers, Workers, WorkerSetup
+from elasticrs.job import config as defaults
+from elasticrs.job import options
+from elasticrs.job.config import JobConfig, ObserveSettings
+from elasticrs.multiprocessing.binding import cpus_of_options
+from elasticrs.multiprocessing.plugins import attempt_logs
+from elasticrs.multiprocessing.tail_log import replaced_streams
+from elasticrs.workers.environment import hook_environment, inherited_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elasticrs.agent.observer import Observer
+    from elasticrs.agent.server.worker_group import WorkerSpec
+    from elasticrs.multiprocessing.api import LogsSpecs
+    from elasticrs.workers.warm import Entry, Preload
+
+
+class LocalJob:
+    """The job of one agent; see :class:`~elasticrs.agent.server.LocalElasticAgent` for the arguments.
+
+    Attributes:
+        made: settings and workers of the command line, used instead of new ones.
+
+    Raises:
+        ValueError: an argument is not supported by this release, or a name is not a signal or module.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        *,
+        start_method: str,
+        prefix_template: str | None,
+        shutdown_timeout: float,
+        uninterruptible_state_timeout: float | None,
+        signals_to_handle: str | None,
+        signals_to_forward: str | None,
+        stop_scope: str | None,
+    ) -> None:
+        defaults.check_start_method(start_method)
+        names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+        self._signal_names = names or defaults.DEFAULT_SIGNALS
+        try:
+            self.signals = defaults.parse_signals(self._signal_names)
+        except ValueError as error:
+            raise ValueError(f"signals_to_handle: expected {error}") from None
+        self._forwarded = defaults.forwarded_by_name(signals_to_forward, self.signals)
+        options.check(stop_scope=stop_scope)
+        self._stop_scope = stop_scope or defaults.default_stop_scope(spec.entrypoint)
+        if uninterruptible_state_timeout is None:
+            uninterruptible_state_timeout = defaults.uninterruptible_state_timeout_from(os.environ)
+        self.uninterruptible_state_timeout = uninterruptible_state_timeout
+        self.start_method = start_method
+        self.logs_specs = logs_specs
+        self._spec = spec
+        if spec.on_failure == defaults.OnFailure.REPLACE:
+            from elasticrs.job.replacement import why_not
+
+            if why := why_not(start_method):
+                raise ValueError(f"on_failure: got 'replace', but {why}")
+        self._preload = _preload(spec, start_method)
+        self._shutdown_timeout = shutdown_timeout
+        self._prefix_template = prefix_template
+        self.made: tuple[JobConfig, Workers] | None = None
+
+    @property
+    def forwarded(self) -> tuple[int, ...]:
+        """Signals to pass on to the workers. The default leaves out signals for which the program has its own
+        handler.
+        """
+        if self._forwarded is not None:
+            return self._forwarded
+        found = defaults.forwarded_signals(None, self.signals)
+        return tuple(signum for signum in found if signal.getsignal(signum) == signal.SIG_DFL)
+
+    @property
+    def prefix_template(self) -> str | None:
+        """The template of the prefix of console lines."""
+        return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+
+    def config(self, *, is_multi_node: bool = False) -> JobConfig:
+        """Return the configuration of the job.
+
+        ``is_multi_node`` is true for a job on several nodes whose agent handles the rendezvous events.
+        """
+        if self.made is not None:
+            return self.made[0]
+        spec = self._spec
+        return JobConfig(
+            spec.local_world_size,
+            spec.rdzv_handler.get_run_id(),
+            role=spec.role,
+            name=spec.get_entrypoint_name(),
+            max_restarts=spec.max_restarts,
+            on_failure=defaults.OnFailure(spec.on_failure),
+            shutdown_timeout=self._shutdown_timeout,
+            signals=self.signals,
+            forwarded=self.forwarded,
+            stop_scope=self._stop_scope,
+            is_multi_node=is_multi_node,
+            cpus=cpus_of_options(spec.numa_options, spec.local_world_size),
+            virtual_local_rank=spec.virtual_local_rank,
+            uninterruptible_state_timeout=self.uninterruptible_state_timeout,
+            hang_timeout=spec.hang_timeout,
+            hang_startup_timeout=spec.hang_startup_timeout,
+            hang_exit_timeout=spec.hang_exit_timeout,
+            exit_timeout=spec.exit_timeout,
+            preload=self._preload,
+            warm_timeout=spec.warm_timeout,
+            log_prefix=spec.log_prefix or defaults.DEFAULT_LOG_PREFIX,
+        )
+
+    def workers(self, job: JobConfig) -> Workers:
+        """Return what starts the workers."""
+        if self.made is not None:
+            return self.made[1]
+        spec = self._spec
+        setup = WorkerSetup(
+            job,
+            attempt_logs(self.logs_specs),
+            self.prefix_template,
+            hook_environment({
+                **inherited_environment(), "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names
+            }),
+            ignored_signals(),
+            (spec.duplicate_stdout_filters or [], spec.duplicate_stderr_filters or []),
+            {1, 2} - replaced_streams().keys(),
+        )  # fmt: skip
+        if callable(spec.entrypoint):
+            from elasticrs.agent.function_workers import function_workers
+
+            return function_workers(setup, spec.entrypoint, spec.args, self.start_method)
+        return CommandWorkers(setup, [str(spec.entrypoint), *map(str, spec.args)])
+
+    def observe(self) -> ObserveSettings:
+        """Return where events and metrics go."""
+        spec = self._spec
+        entry_point, backend = spec.get_entrypoint_name(), spec.rdzv_handler.get_backend()
+        return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
+
+    def with_console(self, observers: Sequence[Observer]) -> Sequence[Observer]:
+        """Add an observer that prints lines of workers to ``sys.stdout`` or ``sys.stderr`` if the program has
+        replaced either stream.
+        """
+        streams = replaced_streams()
+        if not streams:
+            return observers
+        return [*observers, ReplacedConsole(streams, self._spec.role, self.prefix_template)]
+
+
+def _entry(spec: WorkerSpec, start_method: str) -> Entry:
+    from elasticrs.workers import warm
+
+    if callable(spec.entrypoint):
+        return warm.entry_of_function(spec.entrypoint, spec.args, start_method)
+    return warm.entry_of_command([str(spec.entrypoint), *map(str, spec.args)])
+
+
+def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
+    # A real spec has checked its fields. Programs also pass a Mock(spec=WorkerSpec), whose fields are Mocks.
+    if not isinstance(spec.warm, str) or spec.warm == "off":
+        return None
+    from elasticrs.workers import warm
+
+    try:
+        return warm.preload(spec.warm, _entry(spec, start_method))
+    except defaults.UsageError as error:
+        raise ValueError(f"warm: got {spec.warm!r}, but {error}") from None

@@ -1,0 +1,241 @@
+"""Workers of an agent whose hooks decide when the workers are started and stopped.
+
+A hook starts the workers, polls them, waits for news, or stops them. The tracker records and reports
+everything in between, as in :mod:`elasticrs.agent.loop`. Frameworks that access an agent's internals find
+this object as ``_pcontext``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from elasticrs.agent import state_machine as machine
+from elasticrs.agent.signals import suspend
+from elasticrs.agent.tracker import AttemptTracker
+from elasticrs.multiprocessing.api import RunProcsResult
+from elasticrs.multiprocessing.interrupts import held, waiting, when_safe
+from elasticrs.multiprocessing.not_started import not_started
+from elasticrs.multiprocessing.supervised_group import LATE
+from elasticrs.report import phrases
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.agent.observer import Observer
+    from elasticrs.agent.signals import SignalPipe
+    from elasticrs.agent.workers import Workers
+    from elasticrs.job.config import JobConfig
+    from elasticrs.report.console import Console
+    from elasticrs.workers.plan import Plan
+
+
+_PHASES: dict[str | None, machine.Phase] = {
+    "succeeded": machine.Phase.SUCCEEDED,
+    "stopped": machine.Phase.STOPPED,
+}
+
+
+class PolledWorkers:
+    """Starts, monitors and stops the workers of one agent, one attempt at a time. ``name`` is the name of the
+    job, as in torch's ``PContext``.
+    """
+
+    def __init__(
+        self, job: JobConfig, workers: Workers, console: Console, observers: Sequence[Observer] = ()
+    ) -> None:
+        self._workers = workers
+        self._console = console
+        self._tracker = AttemptTracker(self, job, workers, console, observers)
+        self._result = self._tracker.result
+        self.name = job.name
+        self._has_started = False
+        self._ended: machine.GroupEnded | None = None
+        self._found: RunProcsResult | None = None
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def suspend(self, signals: SignalPipe) -> None:
+        """Stop the workers and this process until it is continued, after Control-Z was taken from
+        ``signals``. For a signal handler.
+        """
+        when_safe(lambda: suspend(self._tracker.supervisor if self._tracker.is_open else None, signals))
+
+    def pass_on(self, signum: int) -> None:
+        """Pass a signal on to the workers, when that is safe."""
+        self._tracker.forward(signum, are_running=self._has_started and self.is_running)
+
+    def start(self, plan: Plan, restarts: int) -> dict[int, int]:
+        """Start all workers, or none; return their pids by local rank.
+
+        Raises:
+            RuntimeError: the workers could not be started, or the previous ones cannot be ended.
+            Exception: a function of the user cannot be pickled.
+        """
+        if self._ended is not None and self._ended.stuck_ranks:
+            raise RuntimeError(phrases.not_restarted(phrases.stuck(self._ended.stuck_ranks)))
+        tracker = self._tracker
+        if not tracker.is_open:
+            tracker.open(self._bell)
+        self._release_plan()
+        with held():
+            self._forget()
+            action = machine.Start(len(self._result.attempts) + 1, restarts)
+            tracker.observers.acting(action, plan)
+            try:
+                tracker.start(tracker.begin(action, plan))
+            except BaseException:
+                # No event will report the end.
+                self._ended = machine.GroupEnded("failed")
+                self._release_plan()
+                raise
+            self._note_events()
+        while not self._has_started:
+            if self._ended is not None:
+                self._release_plan()
+                text = self._result.message or "the workers could not be started"
+                raise not_started(text, self._result.start_errno)
+            self._pump(None)
+        return self.pids()
+
+    def announce(self, restarts_left: int) -> bool:
+        """Announce a restart, which is printed when the workers have been started. Return false if no
+        worker's failure is the reason.
+        """
+        if self.has_failed:
+            self._tracker.observers.acting(machine.AnnounceRestart(restarts_left), None)
+        return self.has_failed
+
+    def _release_plan(self) -> None:
+        if self.attempt is not None:
+            self.attempt.plan.close()
+
+    def pids(self) -> dict[int, int]:
+        """Return the pids of the current workers, by local rank."""
+        return dict(enumerate(self._result.attempts[-1].pids)) if self._result.attempts else {}
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The last one."""
+        return self._tracker.attempt
+
+    @property
+    def is_running(self) -> bool:
+        """True if any worker of the current attempt, or any process that such a worker started, is left."""
+        return bool(self._result.attempts) and self._ended is None
+
+    @property
+    def has_failed(self) -> bool:
+        """True if one of the present workers has failed; the others are being stopped."""
+        attempt = self.attempt
+        return attempt is not None and attempt.first_failure is not None
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's
+        """Wait for the end of all workers. Return ``None`` if workers are still running.
+
+        Args:
+            timeout: seconds; 0 to handle only pending events, negative for no limit.
+            period: unused. Torch polls with this period.
+        """
+        deadline = None if timeout < 0 else time.monotonic() + timeout
+        while self.is_running:
+            left = None if deadline is None else deadline - time.monotonic()
+            was_something = self._pump(None if left is None else max(0.0, left))
+            if self.is_running and left is not None and left <= (-LATE if was_something else 0):
+                return None
+        if self._found is None and self.attempt is not None and self._ended is not None:
+            self._found = self._make_result(self.attempt, self._ended)
+        return self._found
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Wait until the workers have ended or one of them has failed, for at most ``seconds``."""
+        if not self.is_running:
+            time.sleep(seconds)
+            return
+        deadline = time.monotonic() + seconds
+        while self.is_running and not self.has_failed and (left := deadline - time.monotonic()) > 0:
+            self._pump(left)
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
+        """Stop the workers and wait for their end. Does nothing if they have already ended."""
+        if self._tracker.is_open and self.is_running:
+            self._tracker.stop(machine.Stop(int(death_sig or signal.SIGTERM), timeout))
+            self._note_events()
+            self.wait()
+            self._release_plan()
+
+    def release(self) -> None:
+        """Kill the remaining processes and the supervisor, because no further workers are started.
+        Idempotent.
+        """
+        bell, self._bell = self._bell, -1
+        try:
+            if self._tracker.is_open:
+                self._end()
+        finally:
+            if bell != -1:
+                os.close(bell)
+
+    def _end(self) -> None:
+        tracker = self._tracker
+        try:
+            tracker.drain()
+        finally:
+            self._release_plan()
+            # Observers read it.
+            outcome = None if self._ended is None else self._ended.outcome
+            self._result.phase = _PHASES.get(outcome, machine.Phase.FAILED)
+            self._result.exit_code = int(outcome != "succeeded")
+            tracker.close()
+            tracker.observers.ended(self._result, None)
+        tracker.tidy_up()
+        self._console.flush()
+
+    def _forget(self) -> None:
+        self._has_started, self._ended, self._found = False, None, None
+
+    def _pump(self, seconds: float | None) -> bool:
+        """Handle one event; True if there was one."""
+        self._console.flush()
+        with waiting(lambda: os.eventfd_write(self._bell, 1)):
+            was_something = self._tracker.wait(seconds)
+            self._note_events()
+        return was_something
+
+    def on_fd(self, fd: int, *, is_over: bool) -> bool:
+        if is_over or fd != self._bell:
+            return False
+        os.eventfd_read(fd)
+        return True
+
+    def on_fence(self) -> None:
+        """Nothing: such workers have no lease."""
+
+    def _note_events(self) -> None:
+        while self._tracker.events:
+            event = self._tracker.events.popleft()
+            if isinstance(event, machine.Started):
+                self._has_started = True
+            elif isinstance(event, machine.GroupEnded):
+                self._ended = event
+            elif isinstance(event, machine.StartFailed):
+                self._ended = machine.GroupEnded("failed")
+
+    def _make_result(self, attempt: Attempt, ended: machine.GroupEnded) -> RunProcsResult:
+        paths = attempt.paths
+        result = RunProcsResult(
+            stdouts={} if paths is None else dict(paths.stdouts),
+            stderrs={} if paths is None else dict(paths.stderrs),
+        )
+        local_ranks = {ranks.global_rank: ranks.local_rank for ranks in attempt.plan.ranks}
+        if ended.outcome == "succeeded" and not attempt.failed_exits():
+            values = self._workers.return_values(attempt)
+            result.return_values = {local_ranks[rank]: value for rank, value in values.items()}
+            return result
+        from elasticrs.agent.failed_attempt import failures
+
+        self._tracker.count_oom_kills()
+        result.failures = {local_ranks[rank]: failure for rank, failure in failures(attempt).items()}
+        return result

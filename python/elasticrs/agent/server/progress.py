@@ -1,0 +1,85 @@
+"""Current activity of an agent whose hooks decide, and how long the activity may take without a report of
+progress.
+
+The agent's thread writes this state, and its health check server reads it. A running hook cannot be asked for
+its progress. Only the time of its call is known, and how long such hooks may block. Activities that may wait
+without limit, such as a rendezvous, have no deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from math import inf
+
+from elasticrs.job.value import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["START_ALLOWANCE", "UNLIMITED", "Place", "Progress"]
+
+UNLIMITED = inf
+
+START_ALLOWANCE = 600.0
+"""Seconds for starting workers, which may include waiting for machines or downloading images."""
+
+
+class Progress:
+    """The place in which an agent is."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._place: Place | None = None
+
+    def within(self, name: str, allowance: float) -> Place:
+        """Return a context manager for a call of a hook, which may take ``allowance`` seconds without a
+        report of progress.
+
+        Activities can be nested. When an inner one ends, the allowance of the outer one starts again.
+        """
+        return Place(self, name, allowance)
+
+    def tell(self, seconds: float = 0.0) -> None:
+        """Report progress of the current activity, which may now stay silent for ``seconds``. May be called
+        from any thread.
+        """
+        place = self._place
+        if place is not None:
+            place.silent_until = self._clock() + seconds
+
+    def renew(self) -> None:
+        """Restart the allowance, because the process was stopped for a while."""
+        place = self._place
+        if place is not None:
+            self.tell(place.allowance)
+
+    def overdue(self) -> tuple[float, str | None]:
+        """Return how many seconds a report of progress is overdue, and the name of the activity; 0 if none is
+        overdue. May be called from any thread.
+        """
+        place = self._place
+        if place is None:
+            return 0.0, None
+        return max(0.0, self._clock() - place.silent_until), place.name
+
+
+class Place(Record):
+    """Context manager that :meth:`Progress.within` returns."""
+
+    _progress: Progress
+    name: str
+    allowance: float
+    silent_until: float = inf
+    _outer: Place | None = None
+
+    def __enter__(self) -> None:
+        progress = self._progress
+        self._outer = progress._place
+        self.silent_until = progress._clock() + self.allowance
+        progress._place = self
+
+    def __exit__(self, *_error: object) -> None:
+        # Set the outer place even if a signal left an inner place without calling its `__exit__`.
+        self._progress._place = self._outer
+        self._progress.renew()

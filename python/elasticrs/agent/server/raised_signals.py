@@ -1,0 +1,65 @@
+"""Context manager that turns stop signals into exceptions, as torch's agent does, because its hooks may block
+anywhere.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import warnings
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from elasticrs.host.stop_requests import StopRequests
+from elasticrs.multiprocessing.api import SignalException
+from elasticrs.multiprocessing.interrupts import CaughtSignals, raise_when_safe, when_safe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+    from types import FrameType
+
+
+@contextmanager
+def raised_signals(
+    signums: Collection[int],
+    forwarded: Iterable[int] = (),
+    pass_on: Callable[[int], object] = lambda _: None,
+) -> Iterator[None]:
+    """Raise :class:`SignalException` in the main thread when a signal asks the agent to stop, and restore the
+    handlers at the end of the block. Repeated signals that are no new request (:class:`.StopRequests`) raise
+    nothing.
+
+    Outside of the main thread no handler is installed, and a warning is issued. Forked children get the
+    previous handlers.
+
+    Args:
+        signums: signals to catch. Ignored signals stay ignored.
+        forwarded: further signals. They raise nothing; ``pass_on`` is called with them.
+        pass_on: see ``forwarded``.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=3)
+        yield
+        return
+
+    requests = StopRequests()
+
+    def raise_error(signum: int, _frame: FrameType | None) -> None:
+        if requests.is_new(signum, time.monotonic()):
+            sigval = signal.Signals(signum)
+            raise_when_safe(SignalException(f"stopped by {sigval.name}", sigval))
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        when_safe(partial(pass_on, signum))
+
+    caught, signals = CaughtSignals(), []
+    try:
+        for signum in {*signums, *forwarded}:
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                caught.catch(signum, raise_error if signum in signums else forward)
+                signals.append(signum)
+        yield
+    finally:
+        caught.release(signals)

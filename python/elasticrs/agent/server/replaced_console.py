@@ -1,0 +1,54 @@
+"""Shows output lines of workers in a program that has replaced ``sys.stdout`` or ``sys.stderr``.
+
+The core writes to file descriptors. In a notebook, or with ``contextlib.redirect_stdout``, lines must go to a
+Python object instead, and torch's agent writes them there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from elasticrs.agent.observer import Observer
+from elasticrs.multiprocessing.tail_log import TailLog
+from elasticrs.workers.logs import line_prefixes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import TextIO
+
+    from elasticrs.agent.attempt import Attempt, JobResult
+
+
+class ReplacedConsole(Observer):
+    """Observer that copies tee'd lines to the replaced streams while the workers of an attempt run."""
+
+    def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
+        self._streams = streams
+        self._role = role
+        self._template = template
+        self._tails: list[TailLog] = []
+
+    def prepared(self, attempt: Attempt) -> None:
+        """Follow the files of the attempt."""
+        self._stop()
+        paths = attempt.paths
+        if paths is None:
+            return
+        prefixes = line_prefixes(self._template, attempt.plan.ranks)
+        for fd, stream in self._streams.items():
+            tees = paths.tee_stdouts if fd == 1 else paths.tee_stderrs
+            files = {rank: path for rank, path in tees.items() if path != os.devnull}
+            self._tails.append(TailLog(self._role, files, stream, prefixes).start())
+
+    def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
+        """Show the remaining lines, because the workers have ended."""
+        self._stop()
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- as above
+        """Show what is left."""
+        self._stop()
+
+    def _stop(self) -> None:
+        while self._tails:
+            self._tails.pop().stop()

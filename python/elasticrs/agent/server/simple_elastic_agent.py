@@ -1,0 +1,486 @@
+"""Torch's agent base classes, which users can subclass, and the events and metrics of those agents.
+
+:class:`SimpleElasticAgent` calls the hooks of a subclass in torch's order and polls the workers every
+``monitor_interval``. :class:`~elasticrs.agent.server.LocalElasticAgent` waits for events instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import signal
+import time
+import traceback
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.agent.server import rank_exchange
+from elasticrs.agent.server.progress import START_ALLOWANCE, UNLIMITED, Progress
+from elasticrs.agent.server.worker_group import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+    _RoleInstanceInfo,
+)
+from elasticrs.events import STATUS, Event, EventSource, details_of_worker, record, status_metadata
+from elasticrs.events.hostname import fq_hostname as _get_fq_hostname  # noqa: F401 -- here in torch
+from elasticrs.job import config as defaults
+from elasticrs.job.ranks import NodeShare, node_ranks
+from elasticrs.metrics import prof, put_metric
+from elasticrs.multiprocessing.api import SignalException
+from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.rendezvous.api import RendezvousError, RendezvousGracefulExitError, is_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = [
+    "DEFAULT_ROLE",
+    "ElasticAgent",
+    "RunResult",
+    "SimpleElasticAgent",
+    "Worker",
+    "WorkerGroup",
+    "WorkerSpec",
+    "WorkerState",
+    "_RoleInstanceInfo",
+]
+
+DEFAULT_ROLE = "default"
+_TERMINAL_STATE_SYNC_ID = rank_exchange.TERMINAL_STATE_SYNC_ID
+
+_BARRIER_PERIOD = 0.1
+"""Maximum number of seconds between two polls of the exit barrier."""
+
+_log = logging.getLogger("elasticrs.agent")
+
+
+class ElasticAgent(ABC):
+    """Runs the workers of one node."""
+
+    @abstractmethod
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run until the workers have succeeded, or failed too often."""
+
+    @abstractmethod
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """The worker group. Do not change it."""
+
+
+class SimpleElasticAgent(ElasticAgent):
+    """An agent whose subclass says how workers are started, watched and stopped.
+
+    The hooks and their order are those of torch. Hooks that were written for an older release work as well:
+    ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept.
+
+    ``_get_alive_time`` shows whether a hook hangs, and a health check server can call it
+    (``docs/metrics.md``). A hook that takes long reports progress with ``_tell_progress``.
+
+    Args:
+        spec: specification of the workers.
+        exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment or 300 when
+            ``None``.
+        shutdown_timeout: seconds between the signal and SIGKILL; from the environment or 30 when ``None``.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        exit_barrier_timeout: float | None = None,
+        shutdown_timeout: float | None = None,
+    ) -> None:
+        self._worker_group = WorkerGroup(spec)
+        self._remaining_restarts = spec.max_restarts
+        self._given_store: Any = None
+        self._exit_barrier_timeout = (
+            defaults.exit_barrier_timeout_from(os.environ)
+            if exit_barrier_timeout is None
+            else exit_barrier_timeout
+        )
+        self._shutdown_timeout = (
+            defaults.shutdown_timeout_from(os.environ) if shutdown_timeout is None else shutdown_timeout
+        )
+        self._total_execution_time = 0
+        self._in_exit_barrier = False
+        self._progress = Progress()
+
+    @property
+    def _store(self) -> Any:
+        """The store of the current round, unless a subclass has set another one."""
+        return self._worker_group.store if self._given_store is None else self._given_store
+
+    @_store.setter
+    def _store(self, store: Any) -> None:
+        self._given_store = store
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:  # noqa: ARG002 -- torch's signature
+        return self._worker_group
+
+    @abstractmethod
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start them; their ids by local rank."""
+
+    @abstractmethod
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop all workers. Hooks with torch 2.5's second parameter, ``is_restart``, also get that
+        argument.
+        """
+
+    @abstractmethod
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look at them, without waiting."""
+
+    @abstractmethod
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        """Release everything, and send the signal to workers that are still running. A hook gets only the
+        arguments that it accepts: older releases of torch have no ``timeout``, and 2.5 and 2.6 have
+        ``is_restart``.
+        """
+
+    @prof
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        spec = worker_group.spec
+        with self.record_duration("RENDEZVOUS"):
+            info = spec.rdzv_handler.next_rendezvous()
+        bootstrap = info.bootstrap_store_info
+        self._store = info.store
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
+            workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, spec)
+        worker_group.workers = workers
+        worker_group.store = info.store
+        worker_group.group_rank = info.rank
+        worker_group.group_world_size = info.world_size
+        worker_group.master_addr = spec.master_addr or (bootstrap.master_addr if bootstrap else None)
+        worker_group.master_port = spec.master_port or (bootstrap.master_port if bootstrap else None)
+        _log.info(
+            "[%s] round with %d node(s) complete: group rank %d, global ranks %s, workers meet at %s:%s",
+            spec.role,
+            info.world_size,
+            info.rank,
+            [worker.global_rank for worker in worker_group.workers],
+            worker_group.master_addr,
+            worker_group.master_port,
+        )
+
+    @prof
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Assign ranks in agreement with the other nodes, over the store. The store is not needed with a
+        single node, or if ``TORCH_ELASTIC_WORKER_IDENTICAL=1`` says that all nodes are alike.
+        """
+        own = NodeShare(spec.role, spec.local_world_size)
+        if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
+            ranks = node_ranks([own] * group_world_size)[group_rank]
+        else:
+            ranks = rank_exchange.exchange(store, group_rank, group_world_size, own)
+        return [
+            Worker(each.local_rank, each.global_rank, each.role_rank, each.world_size, each.role_world_size)
+            for each in ranks.workers(own)
+        ]
+
+    @prof
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        with self._progress.within("_rendezvous", UNLIMITED):
+            self._rendezvous(worker_group)
+        with self._progress.within("_start_workers", START_ALLOWANCE):
+            ids = self._start_workers(worker_group)
+        for local_rank, worker_id in ids.items():
+            worker = worker_group.workers[local_rank]
+            worker.id = worker_id
+            event = self._construct_event("START", EventSource.WORKER, worker)
+            record(event, worker_group.spec.event_log_handler)
+        worker_group.state = WorkerState.HEALTHY
+
+    @prof
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        with self._progress.within("_stop_workers", self._shutdown_timeout):
+            _call(self._stop_workers, worker_group, is_restart=True)
+        worker_group.state = WorkerState.STOPPED
+        self._initialize_workers(worker_group)
+
+    @prof
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers; see :class:`ElasticAgent`. ``_shutdown`` is always called at the end.
+
+        Raises:
+            SignalException: a signal asked the agent to stop. ``_shutdown`` has passed it on to the workers.
+        """
+        return self._run_and_shut_down(partial(self._invoke_run, role))
+
+    def _run_and_shut_down(self, invoke: Callable[[], RunResult], *, is_observed: bool = False) -> RunResult:
+        """Run the workers, and always shut down at the end. With ``is_observed``, observers record the events
+        and metrics.
+        """
+        started = time.monotonic()
+        is_shut_down = False
+        try:
+            result = invoke()
+            if result.is_failed():
+                self._tell_failure(result)
+            self._total_execution_time = int(time.monotonic() - started)
+            if not is_observed:
+                self._record_metrics(result)
+                self._record_worker_events(result)
+            return result
+        except SignalException as error:
+            _log.warning("%s received: shutting down", error.sigval.name)
+            is_shut_down = True
+            self._shut_down_for(error.sigval)
+            raise
+        except Exception as error:
+            if not is_kind(error, RendezvousGracefulExitError):
+                if not is_kind(error, RendezvousError):
+                    self._tell_failure(error)
+                raise
+            # Torch returns nothing here, but its launcher does not expect that.
+            _log.info("%s", error)
+            self._worker_group.state = WorkerState.SUCCEEDED
+            return RunResult(WorkerState.SUCCEEDED)
+        finally:
+            if not is_shut_down:
+                with self._progress.within("_shutdown", self._shutdown_timeout):
+                    _call(self._shutdown, timeout=self._shutdown_timeout)
+            self._total_execution_time = int(time.monotonic() - started)
+
+    def _tell_failure(self, found: RunResult | Exception) -> None:
+        """Pass the reason of the failure to the handler, which reports it to other nodes when the launcher
+        shuts it down. Torch's handlers have no such method.
+        """
+        set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
+        if set_failed is not None:
+            set_failed(_first_failure(found))
+
+    def _shut_down_for(self, sigval: signal.Signals) -> None:
+        with self._progress.within("_shutdown", self._shutdown_timeout):
+            try:
+                _call(self._shutdown, sigval, timeout=self._shutdown_timeout)
+            except SignalException:
+                # A second request: end them now.
+                _call(self._shutdown, signal.SIGKILL, timeout=0)
+                raise
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        group = self._worker_group
+        self._initialize_workers(group)
+        while True:
+            with self._progress.within("_pause", group.spec.monitor_interval):
+                self._pause(group.spec.monitor_interval)
+            with self._progress.within("_monitor_workers", 0):
+                result = self._monitor_workers(group)
+            group.state = result.state
+            put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
+            put_metric(f"workers.{group.spec.role}.{result.state.name.lower()}", 1)
+            if result.state == WorkerState.SUCCEEDED:
+                # Treat ``None`` as success, because torch's hook returns nothing and a user's hook may do the
+                # same.
+                with self._progress.within("_exit_barrier", self._exit_barrier_timeout):
+                    is_over = self._exit_barrier() is not False
+                if is_over:
+                    return result
+                # Another node has failed, so all workers restart.
+                self._restart_workers(group)
+            elif result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
+                if self._remaining_restarts <= 0:
+                    with self._progress.within("_stop_workers", self._shutdown_timeout):
+                        _call(self._stop_workers, group)
+                    group.state = WorkerState.FAILED
+                    # Return FAILED, because torch's launcher does not treat UNHEALTHY as a failure.
+                    return RunResult(WorkerState.FAILED, result.return_values, result.failures)
+                self._remaining_restarts -= 1
+                self._tell_restart(result.state)
+                self._restart_workers(group)
+            elif result.state == WorkerState.HEALTHY:
+                # Restart the workers to admit a waiting node. This costs no restart.
+                with self._progress.within("num_nodes_waiting", 0):
+                    are_waiting = group.spec.rdzv_handler.num_nodes_waiting() > 0
+                if are_waiting:
+                    self._restart_workers(group)
+            else:
+                raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
+
+    def _tell_restart(self, state: WorkerState) -> None:
+        """Report that a restart was charged because of this state of the workers. Not in torch."""
+        left, most = self._remaining_restarts, self._worker_group.spec.max_restarts
+        _log.warning("the workers are %s; restarting, %d of %d left", state.name, left, most)
+
+    def _get_alive_time(self) -> float:
+        """Return the time of the last progress, in seconds since 1970. May be called from any thread.
+
+        That is the current time, unless a hook has exceeded its allowed time.
+        """
+        return time.time() - self._progress.overdue()[0]
+
+    def _tell_progress(self, seconds: float = 0.0) -> None:
+        """Say that a hook that takes long still makes progress. The next call, or the end of the hook, may
+        take up to ``seconds``. Can be called from any thread. Torch has no such method.
+        """
+        self._progress.tell(seconds)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before the next check of the workers. A subclass that receives events may return earlier. Not
+        in torch.
+        """
+        time.sleep(seconds)
+
+    def _exit_barrier(self) -> bool | None:
+        """Wait until all nodes have finished, for at most ``exit_barrier_timeout``.
+
+        Returns:
+            ``False``: the round has ended for another reason. Not in torch, whose hook returns nothing.
+        """
+        group = self._worker_group
+        handler = group.spec.rdzv_handler
+        set_succeeded = getattr(handler, "set_succeeded", None)
+        if set_succeeded is not None:
+            set_succeeded()
+        if group.store is None or group.group_world_size is None or group.group_world_size == 1:
+            return True
+        self._in_exit_barrier = True
+        try:
+            # Watch only handlers with `set_succeeded`. Other handlers, such as torch's, also report new nodes
+            # here, which are no reason to restart.
+            return self._wait_for_others(group, watches=set_succeeded is not None)
+        except RuntimeError as error:
+            # As in torch, ignore the error: the work is done, and the node that served the store may have
+            # left already.
+            _log.warning("the store was lost in the exit barrier: %s", error)
+            return True
+        finally:
+            self._in_exit_barrier = False
+
+    def _wait_for_others(self, group: WorkerGroup, *, watches: bool) -> bool:
+        deadline = time.monotonic() + self._exit_barrier_timeout
+        store = group.store
+        last_key = rank_exchange.begin_exit_barrier(store, group.group_world_size or 1)
+        while not store.check([last_key]):
+            if watches and group.spec.rdzv_handler.num_nodes_waiting() > 0:
+                return False
+            left = deadline - time.monotonic()
+            if left <= 0:
+                _log.warning("other nodes did not finish within %g s", self._exit_barrier_timeout)
+                break
+            time.sleep(min(group.spec.monitor_interval, _BARRIER_PERIOD, left))
+        return True
+
+    # --- events and metrics ---
+
+    def get_event_failed(self) -> Event:
+        """Return the event for the failure of this agent, with the exception that is being handled."""
+        return self._construct_event("FAILED", EventSource.AGENT, raw_error=traceback.format_exc())
+
+    def get_event_succeeded(self) -> Event:
+        """Return the event for the successful end of this agent."""
+        return self._construct_event("SUCCEEDED", EventSource.AGENT)
+
+    @contextmanager
+    def record_duration(self, state: str) -> Iterator[None]:
+        """Record an event of this name that says how long something took."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            milliseconds = (time.perf_counter() - started) * 1000
+            event = self._construct_event(state, EventSource.AGENT, duration_ms=milliseconds)
+            record(event, self._worker_group.spec.event_log_handler)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        for worker in self._worker_group.workers:
+            failure = result.failures.get(worker.global_rank)
+            event = self._construct_event(
+                self._get_worker_state(worker, result),
+                EventSource.WORKER,
+                worker,
+                raw_error=json.dumps(failure.error_file_data) if failure else None,
+                exit_code=failure.exitcode if failure else None,
+                worker_pid=failure.pid if failure else None,
+            )
+            record(event, self._worker_group.spec.event_log_handler)
+
+    def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
+        has_failed = worker.global_rank in result.failures
+        if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
+            # The worker was stopped because other workers failed.
+            return "TERMINATED"
+        # Programs return no values, and a subclass may return none either, so a missing value proves nothing.
+        if has_failed or worker.global_rank in result.return_values or not result.return_values:
+            return result.state.value
+        raise ValueError(f"Unknown worker: {worker.global_rank}")
+
+    def _construct_event(
+        self,
+        state: str,
+        source: EventSource,
+        worker: Worker | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+        exit_code: int | None = None,
+        worker_pid: int | None = None,
+    ) -> Event:
+        group, spec = self._worker_group, self._worker_group.spec
+        inner: dict[str, Any] = {
+            "group_world_size": group.group_world_size,
+            "entry_point": spec.get_entrypoint_name(),
+        }
+        known: dict[str, Any] = {"raw_error": raw_error, "duration_ms": duration_ms}
+        if worker is not None:
+            inner |= details_of_worker(worker, exit_code, worker_pid)
+            known |= {"global_rank": worker.global_rank, "worker_id": str(worker.id)}
+        metadata = status_metadata(
+            state,
+            inner,
+            # Do not resolve the host name if no handler records the event, because the resolver may be slow.
+            hostname=os.uname().nodename if spec.event_log_handler == "null" else None,
+            run_id=spec.rdzv_handler.get_run_id(),
+            group_rank=group.group_rank,
+            role=spec.role,
+            total_run_time=self._total_execution_time,
+            rdzv_backend=spec.rdzv_handler.get_backend(),
+            agent_restarts=spec.max_restarts - self._remaining_restarts,
+            **known,
+        )
+        return Event(f"{STATUS}{state}", source, metadata=metadata)
+
+    def _record_metrics(self, group_results: RunResult) -> None:
+        failed, spec = group_results.is_failed(), self._worker_group.spec
+        restarted = self._remaining_restarts != spec.max_restarts
+        self._record_flakiness_metric(failed)
+        put_metric(f"workers.{spec.role}.run_total", 1)
+        for outcome, is_it in (("success", not failed), ("failed", failed)):
+            self._record_metric_with_condition(f"run_{outcome}_with_retries", is_it and restarted)
+            self._record_metric_with_condition(f"run_{outcome}_no_retries", is_it and not restarted)
+
+    def _record_metric_with_condition(self, metric_name: str, condition: bool) -> None:
+        put_metric(f"workers.{self._worker_group.spec.role}.{metric_name}", 1 if condition else 0)
+
+    def _record_flakiness_metric(self, is_failed: bool = False) -> None:
+        spec = self._worker_group.spec
+        left = (self._remaining_restarts + 1) / (spec.max_restarts + 1)
+        flakiness = 100.0 if is_failed else 100.0 - 100.0 * left
+        put_metric(f"workers.{spec.role}.flakiness", int(flakiness))
+
+
+def _first_failure(found: RunResult | Exception) -> str:
+    if isinstance(found, Exception):
+        return f"its agent has failed: {found!r}"
+    if not found.failures:
+        return f"its workers are {found.state.name}"
+    rank, failure = ChildFailedError("", found.failures).get_first_failure()
+    return f"rank {rank} has failed with exit code {failure.exitcode}"
+
+
+def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    """Call a hook that may have been written for another release of torch. Arguments in ``named`` are passed
+    only if the hook accepts them.
+    """
+    taken = inspect.signature(method).parameters
+    kinds = {each.kind for each in taken.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds or "timeout" not in named:
+        named = {name: value for name, value in named.items() if name in taken}
+    method(*arguments, **named)

@@ -1,0 +1,286 @@
+"""Torch's classes that describe workers: their specification, ranks, state and results."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.job import config as defaults
+from elasticrs.job import options
+from elasticrs.job.ranks import WorkerRanks
+from elasticrs.rendezvous.api import RendezvousError
+from elasticrs.workers.plan import Plan
+from elasticrs.workers.ports import StorePort
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from elasticrs.multiprocessing.errors import ProcessFailure
+    from elasticrs.rendezvous.api import RendezvousHandler
+
+
+@dataclass
+class WorkerSpec:
+    """Specification of the workers of one node.
+
+    Args:
+        role: role of the workers.
+        local_world_size: number of workers on this node.
+        rdzv_handler: rendezvous handler of this node.
+        fn: deprecated name of ``entrypoint``.
+        entrypoint: function or program that the workers run.
+        args: arguments of the entrypoint.
+        max_restarts: number of restarts before the job fails.
+        monitor_interval: seconds between two polls of :class:`SimpleElasticAgent`.
+        master_port: port of the workers' store; determined by the rendezvous if ``None``.
+        master_addr: address of the workers' store; determined by the rendezvous if ``None``.
+        local_addr: address of this node.
+        event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
+        numa_options: binds workers to CPUs; see :class:`elasticrs.host.numa.NumaOptions`.
+        duplicate_stdout_filters: tee'd lines that contain one of these are copied to ``filtered_stdout``.
+        duplicate_stderr_filters: the same for standard error.
+        virtual_local_rank: each worker sees only its own GPU, and has local rank 0.
+        hang_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        hang_startup_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        hang_exit_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        exit_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        warm: see :class:`elasticrs.launcher.LaunchConfig`.
+        warm_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        on_failure: see :class:`elasticrs.launcher.LaunchConfig`.
+        log_prefix: see :class:`elasticrs.launcher.LaunchConfig`.
+
+    Raises:
+        AssertionError: the number of workers, the interval or the entrypoint is missing (as in torch).
+        ValueError: a time limit is invalid.
+    """
+
+    role: str
+    local_world_size: int
+    rdzv_handler: RendezvousHandler
+    fn: Callable[..., Any] | None = None
+    entrypoint: Callable[..., Any] | str | None = None
+    args: tuple[Any, ...] = ()
+    max_restarts: int = 3
+    monitor_interval: float = defaults.DEFAULT_MONITOR_INTERVAL
+    master_port: int | None = None
+    master_addr: str | None = None
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    hang_timeout: float | str | None = None
+    hang_startup_timeout: float | None = None
+    hang_exit_timeout: float = defaults.DEFAULT_HANG_EXIT_TIMEOUT
+    exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
+    warm: str = "off"
+    warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
+    on_failure: str = "restart"
+    log_prefix: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_world_size <= 0:
+            raise AssertionError("local_world_size must be positive")
+        if self.monitor_interval <= 0:
+            raise AssertionError("monitor_interval must be positive")
+        options.check(
+            hang_timeout=self.hang_timeout,
+            hang_startup_timeout=self.hang_startup_timeout,
+            hang_exit_timeout=self.hang_exit_timeout,
+            exit_timeout=self.exit_timeout,
+            warm=self.warm,
+            warm_timeout=self.warm_timeout,
+            on_failure=self.on_failure,
+            log_prefix=self.log_prefix,
+        )
+        if self.log_prefix is None:
+            self.log_prefix = defaults.log_prefix_from(os.environ)
+        if self.fn:
+            warnings.warn("WorkerSpec.fn is deprecated: use entrypoint", DeprecationWarning, stacklevel=3)
+            self.entrypoint = self.fn
+        if not self.entrypoint:
+            raise AssertionError("an entrypoint is required")
+
+    def get_entrypoint_name(self) -> str:
+        """Return the base name of a program or the qualified name of a function."""
+        if isinstance(self.entrypoint, str):
+            return os.path.basename(self.entrypoint)
+        if self.entrypoint is None:
+            return ""
+        return self.entrypoint.__qualname__
+
+
+@dataclass(repr=False, eq=False)
+class Worker:
+    """A worker of a group. A rank of -1 is not assigned yet."""
+
+    local_rank: int
+    global_rank: int = -1
+    role_rank: int = -1
+    world_size: int = -1
+    role_world_size: int = -1
+    id: Any = field(default=None, init=False)
+
+    def __str__(self) -> str:
+        return (
+            f"local_rank={self.local_rank},global_rank={self.global_rank},role_rank={self.role_rank},"
+            f"world_size={self.world_size},role_world_size={self.role_world_size}"
+        )
+
+    __repr__ = __str__
+
+
+class WorkerState(str, Enum):
+    """State of a worker group. All workers of the group share it."""
+
+    UNKNOWN = "UNKNOWN"
+    INIT = "INIT"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @staticmethod
+    def is_running(state: WorkerState) -> bool:
+        """Return true if the processes of a group in this state exist."""
+        return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
+
+
+class WorkerGroup:
+    """The workers of one node.
+
+    Attributes:
+        store: store that the nodes of the round share, with torch's interface.
+    """
+
+    workers: list[Worker]
+    group_rank: int | None = None
+    group_world_size: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    state: WorkerState = WorkerState.INIT
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
+        self._store: Any = None
+        self._open_store: Callable[[], Any] | None = None
+
+    @property
+    def store(self) -> Any:
+        """See the class."""
+        if self._open_store is not None:
+            self.store = self._open_store()
+        return self._store
+
+    @store.setter
+    def store(self, store: Any) -> None:
+        self._store, self._open_store = store, None
+
+    def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
+        """Copy the plan of the next attempt into this group, where other code can read it. Settings of the
+        specification for the workers' store override the plan. Not in torch.
+
+        Args:
+            plan: plan of the next attempt.
+            open_store: opens the store that the nodes of the round share. Called when the store is first
+                used.
+        """
+        plan.master_addr = self.spec.master_addr or plan.master_addr
+        if self.spec.master_port:
+            # Rank 0 of the workers listens on a port that the user has chosen.
+            plan.master_port, plan.use_agent_store = self.spec.master_port, False
+        self._store, self._open_store = None, open_store
+        self.group_rank, self.group_world_size = plan.ranks[0].group_rank, plan.ranks[0].group_world_size
+        self.master_addr, self.master_port = plan.master_addr, plan.master_port
+        for worker, own in zip(self.workers, plan.ranks, strict=True):
+            worker.global_rank, worker.role_rank = own.global_rank, own.role_rank
+            worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
+
+    def plan(self) -> Plan:
+        """Return the plan that the hooks have agreed on. Not in torch.
+
+        Raises:
+            RuntimeError: there was no rendezvous.
+            RendezvousError: the rendezvous gave no port.
+        """
+        spec = self.spec
+        if self.group_rank is None or self.group_world_size is None:
+            raise RuntimeError("workers are started before a rendezvous")
+        ranks = [
+            WorkerRanks(
+                *(spec.role, worker.local_rank, worker.global_rank, self.group_rank, worker.role_rank),
+                *(spec.local_world_size, worker.world_size, self.group_world_size, worker.role_world_size),
+            )
+            for worker in self.workers
+        ]
+        port = None
+        if self.master_port is None:
+            if self.group_world_size > 1:
+                raise RendezvousError("the rendezvous gave no port for the workers' store")
+            port = StorePort(is_served=False)
+            self.master_port = port.number
+        # Rank 0 of the workers listens on a port that the user has chosen.
+        use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
+        address = self.master_addr or "localhost"
+        return Plan(ranks, address, self.master_port, port, use_agent_store=use_agent_store)
+
+
+@dataclass
+class RunResult:
+    """Result of a group, by **global** rank.
+
+    Args:
+        state: SUCCEEDED or FAILED at the end.
+        return_values: return values of functions.
+        failures: failures of the failed workers.
+    """
+
+    state: WorkerState
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+
+    def is_failed(self) -> bool:
+        """True if it failed."""
+        return self.state == WorkerState.FAILED
+
+
+@dataclass(repr=False, eq=False)
+class _RoleInstanceInfo:
+    """Data about the workers of a node that its agent sends to the other agents of a round, in torch's
+    JSON.
+    """
+
+    role: str
+    rank: int
+    local_world_size: int
+
+    def serialize(self) -> bytes:
+        """Encode the data for the store."""
+        told = {"role": self.role, "rank": self.rank, "local_world_size": self.local_world_size}
+        return json.dumps(told).encode()
+
+    @staticmethod
+    def deserialize(data: bytes) -> _RoleInstanceInfo:
+        """Decode the data of another agent."""
+        told = json.loads(data)
+        return _RoleInstanceInfo(told["role"], told["rank"], told["local_world_size"])
+
+    @staticmethod
+    def compare(obj1: _RoleInstanceInfo, obj2: _RoleInstanceInfo) -> int:
+        """Compare by role, then by rank. Return a negative number, 0, or a positive number."""
+        if obj1.role == obj2.role:
+            return obj1.rank - obj2.rank
+        return 1 if obj1.role > obj2.role else -1
+
+    @staticmethod
+    def find_role_boundaries(roles_infos: Sequence[_RoleInstanceInfo], role: str) -> tuple[int, int]:
+        """Return the first and the last index of a role in a list, or (-1, -1) if the role is missing."""
+        places = [place for place, info in enumerate(roles_infos) if info.role == role]
+        return (places[0], places[-1]) if places else (-1, -1)

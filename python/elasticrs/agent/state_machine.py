@@ -1,0 +1,431 @@
+"""What the agent of one node decides, as a pure function: no I/O, no clock, no randomness.
+
+:func:`step` takes a state and an event. It returns the next state, and the actions that the loop has to
+execute, in order. The order of phases::
+
+    INIT → RENDEZVOUS → STARTING → RUNNING → STOPPING → RENDEZVOUS …  (a restart)
+                                                      → SUCCEEDED | FAILED | STOPPED
+
+Invariants, each held by a property test:
+
+- **AGENT-1** :class:`Start` is requested only when no process of an earlier group is left.
+- **AGENT-2** at most ``max_restarts`` restarts are charged. Only a port conflict is retried without a charge,
+  at most :data:`MAX_PORT_RETRIES` times.
+- **AGENT-3** the terminal phases are final, and each is entered with exactly one :class:`Exit`, which comes
+  last.
+- **AGENT-4** the exit code is 0 only if every worker of the last group exited with 0 and no stop was
+  requested.
+- **AGENT-5** after the first signal no process is started, and the agent exits when the group has ended.
+- **AGENT-6** a node is not used again if SIGKILL did not end some workers or if workers hung in the kernel.
+- **AGENT-7** with ``replaces``, a failed worker is replaced once no process of it is left, and the other
+  workers keep running, as long as the budget lasts. Workers that fail before the replacement of an earlier
+  one has started share its charge, and so do workers that have not met the others again since then.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from elasticrs.job.restart_budget import has_not_met_since, used_after, without
+from elasticrs.job.value import Value
+from elasticrs.report import phrases
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Literal, TypeAlias
+
+    from elasticrs.job.restart_budget import Meetings
+
+    Outcome: TypeAlias = Literal["succeeded", "failed", "stopped", "lost"]
+
+MAX_PORT_RETRIES = 3
+
+SIGTERM = 15
+SIGKILL = 9
+
+
+class Phase(Enum):
+    """Phase of the agent."""
+
+    INIT = "init"
+    RENDEZVOUS = "rendezvous"
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def is_terminal(self) -> bool:
+        """True if nothing can follow."""
+        return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED)
+
+
+class AgentState(Value):
+    """State on which all decisions depend.
+
+    Args:
+        max_restarts: maximum number of charged restarts.
+        shutdown_timeout: seconds between the first signal and SIGKILL.
+        phase: phase of the agent.
+        round: number of the attempt, from 1. Every attempt counts.
+        restarts: charged restarts; what workers see as ``TORCHELASTIC_RESTART_COUNT``.
+        port_retries: number of attempts that were repeated because another process took the port of the
+            workers' store.
+        signum: the first signal that asked the agent to stop.
+        worker_failed: true if a worker of the current group has failed.
+        group_exists: true if processes of a group may exist: from :class:`Start` until the start fails or
+            :class:`GroupEnded`.
+        replaces: true if a failed worker is replaced while the others continue.
+        replacing: local ranks of failed workers that have no running replacement yet.
+        met: last meetings of the workers when a failure was charged, except for workers that were replaced
+            since.
+    """
+
+    max_restarts: int
+    shutdown_timeout: float
+    phase: Phase = Phase.INIT
+    round: int = 1
+    restarts: int = 0
+    port_retries: int = 0
+    signum: int | None = None
+    worker_failed: bool = False
+    group_exists: bool = False
+    replaces: bool = False
+    replacing: frozenset[int] = frozenset()
+    met: Meetings = ()
+
+    @property
+    def restarts_left(self) -> int:
+        """Restarts that may still be charged."""
+        return self.max_restarts - self.restarts
+
+    def _next(self, phase: Phase, **changes: Any) -> AgentState:
+        same = {name: getattr(self, name) for name in self._names}
+        return AgentState(**{**same, **changes, "phase": phase})
+
+
+# --- events ---
+
+
+class Event(Value):
+    """Something that happened."""
+
+
+class Begin(Event):
+    """The loop is ready."""
+
+
+class RendezvousCompleted(Event):
+    """Ranks and addresses of the next attempt are known."""
+
+
+class RendezvousFailed(Event):
+    """No further attempt is possible. ``message`` tells the user why."""
+
+    message: str
+
+
+class Started(Event):
+    """All workers of the attempt run."""
+
+
+class StartFailed(Event):
+    """The attempt could not be started, for the reason ``message``, and none of its processes is left.
+    ``transient`` means that another try may succeed soon (no memory, no process slots, a killed nursery).
+    """
+
+    message: str
+    transient: bool = False
+
+
+class FailureSeen(Event):
+    """A worker has failed first; its siblings have been signalled."""
+
+    local_rank: int
+
+
+class WorkerExited(Event):
+    """A worker has ended. The exit code is negative for a signal, and ``None`` if it is unknown. ``met``
+    holds the last meetings of all workers of the node.
+    """
+
+    local_rank: int
+    exitcode: int | None
+    met: Meetings = ()
+
+
+class WorkerSwept(Event):
+    """No process of a failed worker is left, except processes that cannot be killed. A replacement may be
+    started.
+    """
+
+    local_rank: int
+    is_stuck: bool = False
+
+
+class WorkerReplaced(Event):
+    """The replacement for a failed worker is running."""
+
+    local_rank: int
+
+
+class ReplaceFailed(Event):
+    """The replacement for a failed worker could not be started."""
+
+    local_rank: int
+
+
+class GroupEnded(Event):
+    """No process of the group is left, except processes that cannot be killed.
+
+    Args:
+        outcome: outcome of the group.
+        stuck_ranks: workers that SIGKILL did not end.
+        port_conflict: true if the workers' store could not bind the port that we had chosen.
+        unfit: reason other than ``stuck_ranks`` why this node cannot be used again.
+    """
+
+    outcome: Outcome
+    stuck_ranks: tuple[int, ...] = ()
+    port_conflict: bool = False
+    unfit: str | None = None
+
+    @property
+    def why_unfit(self) -> str | None:
+        """Reason why this node cannot run another attempt; ``None`` if it can."""
+        return phrases.stuck(self.stuck_ranks) if self.stuck_ranks else self.unfit
+
+
+class SignalReceived(Event):
+    """The agent received this signal as a request to stop."""
+
+    signum: int
+
+
+# --- actions ---
+
+
+class Action(Value):
+    """Something that the loop has to do."""
+
+
+class Rendezvous(Action):
+    """Agree on ranks and addresses for an attempt. The loop answers with one of the two rendezvous events."""
+
+    round: int
+
+
+class Start(Action):
+    """Start the workers; answered by :class:`Started`, :class:`StartFailed` or :class:`GroupEnded`."""
+
+    round: int
+    restarts: int
+
+
+class HungElsewhere(Value):
+    """A worker that hangs on another node, as that node names it.
+
+    Args:
+        silence: seconds since the worker's last heartbeat.
+        step: training step of the worker, if its heartbeats had steps.
+        frame: stack frame of the worker's main thread, as in ``RankSeen``, if known.
+    """
+
+    silence: float
+    step: int | None = None
+    frame: str | None = None
+
+
+class Stop(Action):
+    """Stop the group. The loop answers with :class:`GroupEnded`.
+
+    Args:
+        signum: signal to send first.
+        grace: seconds until SIGKILL.
+        is_announced: true if the user already knows the reason.
+        hung: a hung worker of another node that is the reason for the stop. Evidence of what that worker may
+            be waiting for is collected first.
+    """
+
+    signum: int
+    grace: float
+    is_announced: bool = False
+    hung: HungElsewhere | None = None
+
+
+class CollectEvidence(Action):
+    """Save the evidence of the failure, before the next attempt begins."""
+
+
+class AnnounceRestart(Action):
+    """Report in one line what failed and that the workers are restarted. ``charged`` is true if the restart
+    was taken from the budget.
+    """
+
+    restarts_left: int
+    charged: bool = True
+
+
+class Replace(Action):
+    """Start a replacement for a worker. The loop answers with :class:`WorkerReplaced` or
+    :class:`ReplaceFailed`.
+    """
+
+    local_rank: int
+    restarts: int
+
+
+class ReportFailure(Action):
+    """Report why the job failed. ``message`` is the reason if no worker's failure is."""
+
+    message: str | None = None
+
+
+class CloseRendezvous(Action):
+    """No further attempt of this job will follow, on any node."""
+
+
+class Exit(Action):
+    """Exit with this exit code of the launcher."""
+
+    code: int
+
+
+# --- the function ---
+
+
+def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
+    """Return the new state of the agent after an event, and the actions to execute, in order.
+
+    Events that have no meaning in a phase (an exit reported after the end, a late answer) change nothing.
+    """
+    if state.phase.is_terminal:
+        return state, []
+    if isinstance(event, SignalReceived):
+        return _on_signal(state, event)
+    if isinstance(event, (WorkerExited, FailureSeen, GroupEnded)):
+        return _on_group(state, event) if state.group_exists else (state, [])
+    if isinstance(event, (WorkerSwept, WorkerReplaced, ReplaceFailed)):
+        is_for_us = state.replaces and state.phase is Phase.RUNNING
+        return _on_replacement(state, event) if is_for_us else (state, [])
+    if isinstance(event, StartFailed):
+        return _on_start_failed(state, event) if state.group_exists else (state, [])
+    if isinstance(event, Started):
+        return (state._next(Phase.RUNNING) if state.phase is Phase.STARTING else state), []
+    if isinstance(event, Begin) and state.phase is Phase.INIT:
+        return state._next(Phase.RENDEZVOUS), [Rendezvous(state.round)]
+    if isinstance(event, RendezvousCompleted) and state.phase is Phase.RENDEZVOUS:
+        new = state._next(
+            Phase.STARTING, worker_failed=False, group_exists=True, replacing=frozenset(), met=()
+        )
+        return new, [Start(state.round, state.restarts)]
+    if isinstance(event, RendezvousFailed) and state.phase is Phase.RENDEZVOUS:
+        return _fail(state, event.message)
+    return state, []
+
+
+def _on_signal(state: AgentState, event: SignalReceived) -> tuple[AgentState, list[Action]]:
+    if state.signum is not None:
+        # A second stop request kills the workers at once.
+        return state, [Stop(SIGKILL, 0.0)]
+    if not state.group_exists:
+        return state._next(Phase.STOPPED, signum=event.signum), [Exit(1)]
+    return state._next(Phase.STOPPING, signum=event.signum), [Stop(event.signum, state.shutdown_timeout)]
+
+
+def _on_start_failed(state: AgentState, event: StartFailed) -> tuple[AgentState, list[Action]]:
+    ended = state._next(state.phase, group_exists=False)
+    if state.signum is not None:
+        return ended._next(Phase.STOPPED), [Exit(1)]
+    if event.transient:
+        return _restart(ended, event.message)
+    return _fail(ended, event.message)
+
+
+def _on_group(
+    state: AgentState, event: WorkerExited | FailureSeen | GroupEnded
+) -> tuple[AgentState, list[Action]]:
+    if isinstance(event, WorkerExited):
+        if state.replaces and state.phase is Phase.RUNNING and event.exitcode != 0:
+            return _on_worker_to_replace(state, event.local_rank, event.met)
+        failed = state.worker_failed or event.exitcode != 0
+        return state._next(state.phase, worker_failed=failed), []
+    if isinstance(event, FailureSeen):
+        return state._next(Phase.STOPPING, worker_failed=True), []
+    ended = state._next(state.phase, group_exists=False)
+    if state.signum is not None:
+        return ended._next(Phase.STOPPED), [CollectEvidence(), Exit(1)]
+    if event.why_unfit is not None:
+        return _fail(ended, phrases.not_restarted(event.why_unfit), evidence=True)
+    if event.outcome == "succeeded" and not state.worker_failed and not state.replacing:
+        return ended._next(Phase.SUCCEEDED), [CloseRendezvous(), Exit(0)]
+    if event.port_conflict and state.port_retries < MAX_PORT_RETRIES:
+        again = ended._next(
+            Phase.RENDEZVOUS, round=state.round + 1, port_retries=state.port_retries + 1, worker_failed=False
+        )
+        announce = AnnounceRestart(state.restarts_left, charged=False)
+        return again, [CollectEvidence(), announce, Rendezvous(again.round)]
+    return _restart(ended, evidence=True)
+
+
+def _on_worker_to_replace(
+    state: AgentState, local_rank: int, met: Meetings = ()
+) -> tuple[AgentState, list[Action]]:
+    restarts: int | None = state.restarts
+    if not (state.replacing or has_not_met_since(state.met, met, local_rank)):
+        restarts, state = used_after(state.restarts, state.max_restarts), state._next(state.phase, met=met)
+    if restarts is None:
+        return _stop_all(state)
+    new = state._next(state.phase, restarts=restarts, replacing=state.replacing | {local_rank})
+    return new, []
+
+
+def _on_replacement(
+    state: AgentState, event: WorkerSwept | WorkerReplaced | ReplaceFailed
+) -> tuple[AgentState, list[Action]]:
+    if event.local_rank not in state.replacing:
+        if isinstance(event, ReplaceFailed):
+            # The worker exited with 0 too early, so stop all workers.
+            return _stop_all(state)
+        if not isinstance(event, WorkerSwept):
+            return state, []
+        # The worker's timer expired but the worker exited with 0. It counts as failed.
+        state, stop = _on_worker_to_replace(state, event.local_rank)
+        if stop:
+            return state, stop
+    if isinstance(event, WorkerReplaced):
+        place = event.local_rank
+        return state._next(
+            state.phase, replacing=state.replacing - {place}, met=without(state.met, place)
+        ), []
+    if isinstance(event, ReplaceFailed) or event.is_stuck:
+        return _stop_all(state)
+    return state, [Replace(event.local_rank, state.restarts)]
+
+
+def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
+    """Stop all workers, because a worker failed and cannot be replaced. What follows is the same as without
+    ``replaces``.
+    """
+    return state._next(Phase.STOPPING, worker_failed=True), [Stop(SIGTERM, state.shutdown_timeout, True)]
+
+
+def _restart(
+    state: AgentState, message: str | None = None, *, evidence: bool = False
+) -> tuple[AgentState, list[Action]]:
+    """Restart if the budget allows it. Otherwise fail the job for this reason."""
+    restarts = used_after(state.restarts, state.max_restarts)
+    if restarts is None:
+        return _fail(state, message, evidence=evidence)
+    new = state._next(Phase.RENDEZVOUS, round=state.round + 1, restarts=restarts, worker_failed=False)
+    collect: list[Action] = [CollectEvidence()] if evidence else []
+    return new, [*collect, AnnounceRestart(new.restarts_left), Rendezvous(new.round)]
+
+
+def _fail(
+    state: AgentState, message: str | None = None, *, evidence: bool = False
+) -> tuple[AgentState, list[Action]]:
+    collect: list[Action] = [CollectEvidence()] if evidence else []
+    return state._next(Phase.FAILED), [*collect, ReportFailure(message), CloseRendezvous(), Exit(1)]

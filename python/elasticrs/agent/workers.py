@@ -1,0 +1,418 @@
+"""Workers of an attempt, as given to the core: their processes, and where their output goes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from abc import ABC, abstractmethod
+
+from elasticrs import _core
+from elasticrs.job.config import UsageError, hang_limits
+from elasticrs.job.value import Value
+from elasticrs.workers.environment import virtual_local_rank, warm_environment, worker_env
+from elasticrs.workers.logs import (
+    LogPaths,
+    RunLogs,
+    coloured,
+    error_file_of,
+    fault_file,
+    hang_file,
+    line_prefixes,
+    wants_colour,
+)
+from elasticrs.workers.process import console_stream, process_spec
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from dataclasses import KW_ONLY
+
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.job.config import JobConfig
+    from elasticrs.workers.plan import Plan
+    from elasticrs.workers.warm import Preload
+
+
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def _bad_timer_file(path: str, error: OSError) -> str:
+    if error.errno == errno.EEXIST:
+        wrong, remedy = "the path already exists", "choose a path that does not exist yet"
+    elif error.errno == errno.EBUSY:
+        wrong, remedy = "another agent or timer server reads that FIFO", "choose another path"
+    else:
+        wrong, remedy = os.strerror(error.errno or 0), "choose a path where this user can create a FIFO"
+    return f"TORCHELASTIC_TIMER_FILE={path!r}: {wrong}; {remedy}, or unset it"
+
+
+def _enough(limit: float | None) -> float | None:
+    """Use at least a millisecond, because the agent does not check more often."""
+    return None if limit is None else max(0.001, limit)
+
+
+class WorkerSetup(Value):
+    """Data that all kinds of workers need.
+
+    Args:
+        job: the job.
+        logs: creates the files of an attempt from its name and its workers' variables by local rank. It adds
+            the path of the error file to the variables.
+        prefix_template: template of the prefix of console lines.
+        environ: environment that all workers inherit.
+        keep_ignored: signals that stay ignored in the workers.
+        filters: texts for standard output and for standard error. Tee'd lines that contain any of them are
+            copied.
+        consoles: descriptors (1, 2) on which the core shows tee'd lines.
+    """
+
+    job: JobConfig
+    logs: Callable[[str, dict[int, dict[str, str]]], LogPaths]
+    prefix_template: str | None
+    environ: Mapping[str, str]
+    keep_ignored: Sequence[int] = ()
+    filters: tuple[Sequence[str], Sequence[str]] = ((), ())
+    consoles: Collection[int] = (1, 2)
+
+    @property
+    def preload(self) -> Preload | None:
+        """The modules to import before workers are forked; ``None`` if there are none."""
+        preload = self.job.preload
+        return preload if preload is not None and preload.modules else None
+
+
+class Leftovers(Value):
+    """Facts about the end of workers that the core cannot report.
+
+    Args:
+        ended: pid and name of the first few leftover processes that had to be ended and that the core did not
+            start.
+        more_ended: number of further such processes.
+        was_stopped: true if these processes were allowed to continue for a while, but the group was stopped
+            in that time.
+        silent: local ranks of workers that should have returned a value but did not.
+        why_not_started: reason why workers that the core does not start could not be started.
+    """
+
+    ended: Sequence[tuple[int, str]] = ()
+    more_ended: int = 0
+    _: KW_ONLY
+    was_stopped: bool = False
+    silent: Collection[int] = ()
+    why_not_started: str | None = None
+
+
+class Workers(ABC):
+    """Base class of the workers of a job. The same object is used for all attempts.
+
+    Args:
+        setup: data that all kinds of workers need.
+
+    Attributes:
+        are_started: true if all workers of the attempt run, including those that the core does not start.
+        leftovers: further facts about the end of an attempt; ``None`` while any of its processes is left.
+        warm_command: common part of the workers' command lines; ``None`` if no worker is forked from a warm
+            nursery.
+        may_fork: false if the workers of the next attempt are executed although there is a warm nursery,
+            because it has imported files that have changed since.
+    """
+
+    are_started: bool = True
+    leftovers: Leftovers | None = Leftovers()
+    warm_command: Sequence[str] | None = None
+    may_fork: bool = True
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self.setup = setup
+
+    @property
+    def are_warm(self) -> bool:
+        """True if workers that start now are forked from a warm nursery."""
+        return self.warm_command is not None and self.may_fork
+
+    @abstractmethod
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
+        """Return the processes of an attempt by local rank. They use these files, and these complete
+        environments.
+        """
+
+    def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> _core.ProcessSpec:
+        """Return the replacement process for a worker, with its complete environment."""
+        (process,) = self.specs(paths, {local_rank: environ})
+        return process
+
+    @abstractmethod
+    def return_values(self, attempt: Attempt) -> dict[int, object]:
+        """Return what the workers of the last attempt returned, by global rank."""
+
+    # The following methods are for subclasses with more than the core's processes, such as a keeper or return
+    # values.
+
+    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- see above
+        """Handle the start of all workers that the core starts."""
+
+    def replaced(self, supervisor: _core.Supervisor, local_rank: int) -> None:  # noqa: B027 -- see above
+        """Handle the start of the process that :meth:`replacement` has described."""
+
+    def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- see above
+        """Handle a readable descriptor that belongs to this object."""
+
+    def stop(self) -> None:  # noqa: B027 -- see above
+        """Handle a stop of the group. The core already knows about the stop."""
+
+    def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- see above
+        """Handle the end of the attempt, when no process that the core started is left or the start has
+        failed.
+        """
+
+    def close(self) -> None:  # noqa: B027 -- see above
+        """Kill what is left and release it, because no further attempt follows. Idempotent."""
+
+
+def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None:
+    """Watch expiration timers of all attempts if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and heartbeats
+    if ``--hang-timeout`` is given. Return the path of the timers' FIFO.
+
+    Raises:
+        UsageError: another file exists at ``TORCHELASTIC_TIMER_FILE``, or no FIFO can be created there.
+        OSError: no FIFO can be created at all.
+    """
+    timer_file = None
+    environ = setup.environ
+    if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+        path = environ.get("TORCHELASTIC_TIMER_FILE") or None
+        try:
+            timer_file = supervisor.watch_timers(path)
+        except OSError as error:
+            if path is None or error.errno in _EXHAUSTED:
+                raise
+            raise UsageError(_bad_timer_file(path, error)) from error
+    job = setup.job
+    if job.hang_timeout is not None:
+        limit, least = hang_limits(job.hang_timeout)
+        supervisor.watch_hangs(
+            _enough(limit),
+            startup=_enough(job.hang_startup_timeout),
+            exit_limit=_enough(job.hang_exit_timeout or None),
+            least=_enough(least),
+        )
+    return timer_file
+
+
+def prepare_group(
+    workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, timer_file: str | None
+) -> _core.GroupSpec:
+    """Create the log files of an attempt, store their paths in it, and return the processes to start. If one
+    of them cannot be started, the core starts none.
+
+    Raises:
+        _core.SupervisorError: the supervisor has failed.
+        OSError: a log directory could not be created, or file descriptors have run out.
+    """
+    setup = workers.setup
+    job, environ = setup.job, setup.environ
+    variables = variables_of(job, attempt.plan, attempt.round, attempt.restarts, environ, timer_file)
+    attempt.paths = paths = setup.logs(attempt.name, variables)
+    files = [path for _, path in sorted(paths.error_files.items())]
+    are_watched = bool(files) and all(files)
+    notices = supervisor.watch_exits(job.exit_timeout or None) if are_watched else ""
+    attempt.variables = variables
+    for local_rank, own in variables.items():
+        own["ELASTICRS_NOTICES"] = notices
+        own.update(_member(attempt.plan, local_rank))
+    processes = workers.specs(paths, {
+        local_rank: {**environ, **own} for local_rank, own in variables.items()
+    })  # fmt: skip
+    group = _core.GroupSpec(
+        processes,
+        on_failure=_core.StopPolicy(signal.SIGTERM, job.shutdown_timeout),
+        stop_scope=job.stop_scope,
+        linger=job.linger,
+        start_deadline=job.start_deadline,
+        keep_ignored=setup.keep_ignored,
+        replaces=job.replaces_workers,
+    )
+    streams = _streams(setup, attempt, paths)
+    if streams:
+        supervisor.follow(streams)
+    evidence = [(fault_file(path), hang_file(path)) for path in files] if are_watched else []
+    is_watched = timer_file is not None or job.hang_timeout is not None
+    supervisor.keep_evidence(evidence, py_spy=_py_spy(environ) if is_watched else None)
+    return group
+
+
+def prepare_replacement(
+    workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, local_rank: int, restarts: int
+) -> _core.ProcessSpec:
+    """Return the replacement for a worker whose processes are all gone. The replacement appends to the old
+    worker's log files, and the old error file is renamed.
+
+    Raises:
+        _core.SupervisorError: the supervisor has failed.
+        OSError: the error file cannot be renamed, or file descriptors have run out.
+    """
+    setup, paths = workers.setup, attempt.paths
+    if paths is None:
+        raise RuntimeError("a worker is replaced that was never started")
+    own = attempt.variables[local_rank]
+    own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    own.update(_member(attempt.plan, local_rank))
+    error_file = paths.error_files.get(local_rank)
+    if error_file and os.path.exists(error_file):
+        os.rename(error_file, error_file_of(error_file, attempt.pids[local_rank]))
+    streams = [each for each in _streams(setup, attempt, paths) if each.local_rank == local_rank]
+    if streams:
+        supervisor.follow(streams)
+    return workers.replacement(paths, local_rank, {**setup.environ, **own})
+
+
+def _member(plan: Plan, local_rank: int) -> dict[str, str]:
+    """Return the variable with a worker's new member name in the rendezvous, and the name of the worker that
+    it replaces, if any. The old worker is gone, so the others need not wait for the end of its lease.
+    """
+    if plan.members is None:
+        return {}
+    before = plan.members.get(local_rank)
+    plan.members[local_rank] = name = plan.member_prefix + os.urandom(8).hex()
+    if plan.page is not None:
+        plan.page.clear(local_rank)
+    return {"ELASTICRS_TRAIN_MEMBER": name if before is None else f"{name} {before}"}
+
+
+def _streams(setup: WorkerSetup, attempt: Attempt, paths: LogPaths) -> list[_core.LogStream]:
+    streams: list[_core.LogStream] = []
+    prefixes = line_prefixes(setup.prefix_template, attempt.plan.ranks)
+    for to, tees, copy in (
+        (1, paths.tee_stdouts, paths.filtered_stdout),
+        (2, paths.tee_stderrs, paths.filtered_stderr),
+    ):
+        contains = [os.fsencode(text) for text in setup.filters[to - 1]] if copy else []
+        colour = wants_colour(to, setup.environ)
+        for local_rank, path in tees.items():
+            if path == os.devnull:
+                continue
+            text = prefixes[local_rank]
+            if to in setup.consoles:
+                prefix = coloured(text, local_rank) if colour else text
+                streams.append(console_stream(local_rank, path, to, prefix))
+            if contains:
+                plain = os.fsencode(text)
+                streams.append(_core.LogStream(local_rank, path, copy, plain, contains=contains))
+    return streams
+
+
+def variables_of(
+    job: JobConfig,
+    plan: Plan,
+    round: int,  # noqa: A002 -- the field's own word
+    restarts: int,
+    inherited: Mapping[str, str],
+    timer_file: str | None = None,
+) -> dict[int, dict[str, str]]:
+    """Return the variables that are added to the environment of each worker, by local rank. ``inherited`` is
+    the environment that all workers share, ``round`` is the number of the attempt, and ``restarts`` is the
+    number of charged restarts.
+    """
+    variables = {
+        ranks.local_rank: worker_env(
+            ranks,
+            run_id=job.run_id,
+            master_addr=plan.master_addr,
+            master_port=plan.master_port,
+            round=round,
+            restarts=restarts,
+            max_restarts=job.max_restarts,
+            inherited=inherited,
+            use_agent_store=plan.use_agent_store,
+            timer_file=timer_file,
+        )
+        for ranks in plan.ranks
+    }
+    for own in variables.values():
+        own.update(plan.variables)
+    if job.virtual_local_rank:
+        for local_rank, own in variables.items():
+            own.update(virtual_local_rank(local_rank, inherited))
+    return variables
+
+
+def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
+    """Return the nursery that imports modules for its workers and forks them; ``None`` if workers start cold.
+
+    Args:
+        workers: workers of the job.
+        report: descriptor of a memory file for its report.
+    """
+    setup, command = workers.setup, workers.warm_command
+    if setup.preload is None or command is None:
+        return None
+    env = warm_environment(dict(setup.environ), setup.preload, os.path.abspath(_core.__file__))
+    process = _core.ProcessSpec(0, command, env=env)
+    return _core.WarmNursery(
+        process, report_fd=report, limit=setup.job.warm_timeout, ignored=setup.keep_ignored
+    )
+
+
+def _py_spy(environ: Mapping[str, str]) -> str | None:
+    folders = [*environ.get("PATH", os.defpath).split(os.pathsep), os.path.dirname(sys.executable)]
+    paths = (os.path.join(folder, "py-spy") for folder in folders)
+    return next((path for path in paths if os.access(path, os.X_OK)), None)
+
+
+class CommandWorkers(Workers):
+    """Workers that are programs.
+
+    As in torch, ``${local_rank}`` in an argument stands for the worker's local rank, and ``$$`` for a dollar
+    sign.
+    """
+
+    def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
+        super().__init__(setup)
+        self._command = command
+        if setup.preload is not None:
+            self.warm_command = command
+
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
+        cpus = self.setup.job.cpus
+        return [
+            process_spec(
+                local_rank,
+                [self._command[0], *(_filled_in(argument, local_rank) for argument in self._command[1:])],
+                env,
+                paths.stdouts.get(local_rank),
+                paths.stderrs.get(local_rank),
+                cpus=None if cpus is None else cpus[local_rank],
+                warm=self.are_warm,
+            )
+            for local_rank, env in environments.items()
+        ]
+
+    def return_values(self, attempt: Attempt) -> dict[int, object]:
+        """Programs return nothing; torch gives ``None`` for each rank, and so do we."""
+        return dict.fromkeys(attempt.global_ranks().values())
+
+
+def _filled_in(argument: str, local_rank: int) -> str:
+    if "$" not in argument:
+        return argument
+    from elasticrs.workers.arguments import (
+        macros,  # imports `re`, which is needed only for arguments with macros
+    )
+
+    return str(macros.substitute([argument], str(local_rank))[0])
+
+
+def directory_logs(run: RunLogs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
+    """Return a function that creates the files of an attempt with the default layout, in the directory of a
+    run.
+    """
+
+    def attempt_logs(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
+        paths = run.attempt(name)
+        for local_rank, own in variables.items():
+            own["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
+        return paths
+
+    return attempt_logs

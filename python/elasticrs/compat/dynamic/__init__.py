@@ -1,3 +1,0 @@
-"""Rendezvous over a user's own back end: its state, decisions and turns. The handler is in
-:mod:`elasticrs.compat.dynamic_rendezvous`.
-"""

@@ -1,0 +1,328 @@
+"""Number of workers that a node can run, and its visible GPUs, without importing torch.
+
+There are three sources, in this order: the driver's own files, NVML with the package ``nvidia-ml-py`` if it
+is installed, and torch. Torch runs in this process if it has already been imported, or else in a short-lived
+child. The result names the source.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs.job.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Mapping, Sequence
+
+DRIVER = "/proc/driver/nvidia/gpus"
+CAPABILITIES = "/proc/driver/nvidia/capabilities"
+CHILD_TIMEOUT = 120.0
+"""Time limit in seconds in which a child must import torch and count devices. A cold network file system
+needs many."""
+SLOW = 5.0
+"""Seconds after which the launcher prints what it is waiting for."""
+
+_CUDA, _HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+_NVIDIA = "0x10de"
+_DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers
+
+
+class Gpu(Value):
+    """A device of CUDA or ROCm.
+
+    Args:
+        address: address on the PCI bus, in the format of sysfs (``0000:3b:00.0``).
+        uuid: ``GPU-…``; empty if the driver does not report it.
+    """
+
+    address: str
+    uuid: str = ""
+
+
+class Count(Value):
+    """A number of devices.
+
+    Args:
+        number: number of devices.
+        kind: kind of device: ``cuda``, ``xpu``, …; ``cpu`` if there is no device.
+        source: source of the number.
+    """
+
+    number: int
+    kind: str
+    source: str
+
+
+class CountError(ValueError):
+    """The devices could not be counted, or there are none."""
+
+
+class UnknownDeviceError(CountError):
+    """No kind of device has this name."""
+
+
+def cpu_count() -> int:
+    """Return the number of CPUs in the affinity mask of this process, as torchrun does."""
+    return len(os.sched_getaffinity(0))
+
+
+def worker_count(word: str, environ: Mapping[str, str]) -> Count:
+    """Return the number of workers that ``--nproc-per-node WORD`` means, by torchrun's rules.
+
+    Args:
+        word: ``cpu``, ``gpu`` (CUDA devices), ``auto`` (any accelerator, or else CPUs), ``xpu``, or the name
+            of a device from an extension of torch.
+        environ: environment, for ``CUDA_VISIBLE_DEVICES`` and for the child.
+
+    Raises:
+        CountError: there is no such device, or counting needs torch, which is not installed.
+        UnknownDeviceError: the word is unknown.
+    """
+    if word == "cpu":
+        return Count(cpu_count(), "cpu", "the operating system")
+    sliced = word in ("gpu", "auto") and has_slices(environ)
+    if word in ("gpu", "auto") and not sliced:
+        count = cuda_device_count(environ)
+        if count:
+            return Count(count, "cuda", "the driver's files")
+        count = _nvml_count(environ)
+        if count:
+            return Count(count, "cuda", "NVML")
+    found = _ask_torch(word, environ)
+    if found is None and sliced:
+        return Count(1, "cuda", "the rule that CUDA shows a process one MIG slice")
+    if found is None and word == "auto":
+        return Count(cpu_count(), "cpu", "the operating system")
+    if found is None and word not in ("gpu", "xpu"):
+        raise UnknownDeviceError(word)
+    if found is None or found.number == 0:
+        why = "torch, which could count others, is not installed" if found is None else "torch sees none"
+        name = "CUDA" if word == "gpu" else word
+        raise CountError(f"this machine has no {name} device ({why})")
+    return found
+
+
+def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> bool:
+    """Return true if a GPU is divided into MIG slices, according to the folder in which the NVIDIA driver
+    lists slices.
+
+    The number of slices differs from the number of devices that CUDA shows: CUDA shows a process one slice,
+    however many ``CUDA_VISIBLE_DEVICES`` names. If that variable names whole devices first, slices of other
+    devices do not matter.
+    """
+    first = environ.get(_CUDA, "").split(",")[0].strip()
+    if first:
+        return first.startswith("MIG-")
+    folders = [os.path.join(capabilities, gpu, "mig") for gpu in _names(capabilities)]
+    return any(name.startswith("gi") for folder in folders for name in _names(folder))
+
+
+def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str = "/dev") -> int:
+    """Return the number of CUDA devices that a worker would see, by the driver's files.
+
+    Args:
+        environ: environment, for ``CUDA_VISIBLE_DEVICES``. As in CUDA itself, the list ends at the first
+            entry that is not a device.
+        driver: folder in which the NVIDIA driver lists its devices.
+        dev: folder of device nodes, used if the other folder is missing (in containers).
+    """
+    uuids = [gpu.uuid for gpu in _driver_gpus(driver)] or [""] * _device_nodes(dev)
+    return len(_visible(environ, uuids))
+
+
+def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str = DRIVER) -> list[Gpu]:
+    """Return the CUDA or ROCm devices that a worker would see, in the order of their indices.
+
+    Args:
+        environ: environment, for ``CUDA_VISIBLE_DEVICES``. With ROCm, ``HIP_VISIBLE_DEVICES`` takes
+            precedence.
+        sysfs: mount point of sysfs, for AMD's devices, and for NVIDIA's if their driver lists none.
+        driver: folder in which the NVIDIA driver lists its devices.
+    """
+    gpus, name = _driver_gpus(driver), _CUDA
+    if not gpus:
+        gpus = _kfd_gpus(sysfs)
+        if gpus:
+            name = _HIP if environ.get(_HIP) else _CUDA
+        else:
+            gpus = _pci_gpus(sysfs)
+    return [gpus[index] for index in _visible(environ, [gpu.uuid for gpu in gpus], name)]
+
+
+def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA) -> list[int]:
+    """Return the indices of the devices that the environment variable selects."""
+    text = environ.get(name)
+    if text is None:
+        return list(range(len(uuids)))
+    found: list[int] = []
+    for entry in text.split(","):
+        index = _index(entry.strip(), uuids, found)
+        if index is None:
+            break
+        if index in found:
+            # CUDA shows nothing then.
+            return []
+        found.append(index)
+    return found
+
+
+def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
+    if name.isascii() and name.isdecimal():
+        return int(name) if int(name) < len(uuids) else None
+    if not name.startswith(("GPU-", "MIG-")):
+        return None
+    # CUDA accepts the beginning of a UUID if it matches only one device.
+    matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(name)]
+    if matches:
+        return matches[0] if len(matches) == 1 else None
+    if name.startswith("GPU-") and any(uuids):
+        return None
+    # The entry names a MIG slice, or the driver reports no UUIDs. Assume any device that is not taken.
+    return next((index for index in range(len(uuids)) if index not in taken), None)
+
+
+def _names(folder: str) -> list[str]:
+    """Return the names in a folder, sorted. Return none if the folder is missing, for example without this
+    driver or in a container that hides it.
+    """
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _read(*path: str) -> str:
+    """Return the text of a file. Return an empty string if it cannot be read, for example if this container
+    may not use the device.
+    """
+    try:
+        with open(os.path.join(*path), encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _driver_gpus(driver: str) -> list[Gpu]:
+    return [Gpu(address, _uuid(_read(driver, address, "information"))) for address in _names(driver)]
+
+
+def _uuid(text: str) -> str:
+    # Return an empty string if the driver reports no UUID. Then a UUID in CUDA_VISIBLE_DEVICES cannot be
+    # checked.
+    lines = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == "GPU UUID"), "")
+
+
+def _kfd_gpus(sysfs: str) -> list[Gpu]:
+    """Return AMD's GPUs in the order in which the compute driver lists its nodes, which is also ROCm's
+    order.
+    """
+    folder = os.path.join(sysfs, "class/kfd/kfd/topology/nodes")
+    nodes = sorted(filter(str.isdecimal, _names(folder)), key=int)
+    found = (_kfd_properties(_read(folder, node, "properties")) for node in nodes)
+    # CPUs are nodes as well.
+    return [Gpu(_kfd_address(each)) for each in found if each.get("simd_count")]
+
+
+def _kfd_properties(text: str) -> dict[str, int]:
+    lines = [line.split() for line in text.splitlines()]
+    return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
+
+
+def _kfd_address(properties: Mapping[str, int]) -> str:
+    # Bus, device and function take 16 bits. Clear the function number, because it counts partitions of a
+    # device and is not part of the PCI address.
+    location = properties.get("location_id", 0)
+    return f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
+
+
+def _pci_gpus(sysfs: str) -> list[Gpu]:
+    folder = os.path.join(sysfs, "bus/pci/devices")
+    return [Gpu(address) for address in _names(folder) if _is_nvidia_gpu(os.path.join(folder, address))]
+
+
+def _is_nvidia_gpu(folder: str) -> bool:
+    return _read(folder, "vendor").strip() == _NVIDIA and _read(folder, "class").startswith(_DISPLAY_CLASSES)
+
+
+def _device_nodes(dev: str) -> int:
+    return sum(name.startswith("nvidia") and name[6:].isdecimal() for name in _names(dev))
+
+
+def _nvml_count(environ: Mapping[str, str]) -> int:
+    try:
+        import pynvml
+    except ImportError:
+        return 0
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        # No driver, which is an answer.
+        return 0
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        found = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+    # Old versions of the package give bytes.
+    return len(_visible(environ, [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in found]))
+
+
+def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
+    """Return the number of devices that torch finds; ``None`` if torch is not installed."""
+    import subprocess
+    import sys
+    from importlib.util import find_spec
+
+    from elasticrs.host import torch_devices
+
+    if (torch := sys.modules.get("torch")) is not None:
+        return _counted(word, *torch_devices.count(torch, word), "torch, in this process")
+    if find_spec("torch") is None:
+        return None
+    command = [environ.get("PYTHON_EXEC") or sys.executable, torch_devices.__file__, word]
+    pipe = subprocess.PIPE
+    try:
+        with subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True) as child:
+            try:
+                stdout, stderr = _outputs(child, word)
+            except BaseException:
+                child.kill()
+                raise
+    except (subprocess.TimeoutExpired, OSError) as error:
+        raise CountError(f"torch could not count the devices: {error}") from None
+    if child.returncode != 0:
+        last = (stderr.strip().splitlines() or ["no message"])[-1]
+        raise CountError(f"torch could not count the devices: {last}")
+    _, kind, number = stdout.splitlines()[-1].split()
+    return _counted(word, kind, int(number), "torch, in a short-lived process")
+
+
+def _outputs(child: subprocess.Popen[str], word: str) -> tuple[str, str]:
+    """Wait for the process that counts devices, and return its output. Print a message if it is slow."""
+    import subprocess
+    import sys
+
+    from elasticrs.report.console import Console
+
+    try:
+        return child.communicate(timeout=SLOW)
+    except subprocess.TimeoutExpired:
+        line = (
+            f"--nproc-per-node {word}: torch, which counts the devices, is still being imported after "
+            f"{SLOW:g} s (at most {CHILD_TIMEOUT:g} s); a number in place of {word} needs no torch"
+        )
+        print(Console().prefixed(line), file=sys.stderr, flush=True)
+    return child.communicate(timeout=CHILD_TIMEOUT - SLOW)
+
+
+def _counted(word: str, kind: str, number: int, source: str) -> Count:
+    if kind == "unknown":
+        raise UnknownDeviceError(word)
+    if kind == "cpu":
+        return Count(cpu_count(), "cpu", "torch, which sees no accelerator")
+    return Count(number, kind, source)

@@ -1,0 +1,211 @@
+"""Choice of CPUs near the GPU of each worker (``--numa-binding``), with the names of ``torch.numa.binding``.
+
+All data comes from sysfs, without torch and without the ``numactl`` program. The affinity itself is set in
+the worker before its program or function runs.
+
+1. This module changes nothing. Its result is a set of CPUs for each local rank.
+2. As in torch, the worker with local rank `n` has the GPU with index `n` among those that
+   ``CUDA_VISIBLE_DEVICES`` shows. NVIDIA's GPUs are counted in the order of their PCI addresses, which is
+   CUDA's order with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` and on machines with a single kind of GPU. AMD's GPUs
+   are counted in ROCm's order.
+3. Workers get only CPUs that the agent itself may use.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from elasticrs.host import devices
+from elasticrs.job.config import AFFINITY_MODES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+__all__ = ["AffinityMode", "NumaOptions", "cpus_by_local_rank"]
+
+
+class AffinityMode(str, Enum):
+    """Set of CPUs to which a worker is bound."""
+
+    NODE = "node"
+    """All CPUs of the GPU's NUMA node."""
+    SOCKET = "socket"
+    """All CPUs of the NUMA nodes in that node's socket."""
+    EXCLUSIVE = "exclusive"
+    """An equal share of the node's physical cores, which no other GPU of the node gets."""
+    CORE_COMPLEX = "core-complex"
+    """Cores of the node that share their last-level cache. Each GPU gets a different such complex, if there
+    are enough."""
+
+
+if {mode.value for mode in AffinityMode} != set(AFFINITY_MODES):
+    raise AssertionError("the command line has other modes")
+
+
+@dataclass(frozen=True)
+class NumaOptions:
+    """Settings for binding workers to CPUs.
+
+    Args:
+        affinity_mode: set of CPUs to bind to.
+        should_fall_back_if_binding_fails: true to continue without binding, with a warning, if the CPUs
+            cannot be determined.
+    """
+
+    affinity_mode: AffinityMode
+    should_fall_back_if_binding_fails: bool = False
+
+
+def cpus_by_local_rank(
+    mode: AffinityMode | str,
+    nproc: int,
+    environ: Mapping[str, str],
+    *,
+    sysfs: str = "/sys",
+    driver: str = devices.DRIVER,
+    allowed: Iterable[int] | None = None,
+) -> list[list[int]]:
+    """Return the CPUs of each worker of this node.
+
+    Args:
+        mode: set of CPUs to which a worker is bound.
+        nproc: number of workers on this node.
+        environ: environment, for ``CUDA_VISIBLE_DEVICES`` or ``HIP_VISIBLE_DEVICES``.
+        sysfs: mount point of sysfs.
+        driver: folder in which the NVIDIA driver lists its devices.
+        allowed: CPUs that may be used; those of the agent if ``None``.
+
+    Raises:
+        ValueError: the mode is unknown, or there is no GPU or no CPU for a worker.
+        OSError: sysfs lacks the required information.
+    """
+    gpus = devices.visible_gpus(environ, sysfs=sysfs, driver=driver)
+    if len(gpus) < nproc:
+        raise ValueError(f"{nproc} workers need one GPU each, and this machine has {len(gpus)}")
+    may_use = os.sched_getaffinity(0) if allowed is None else set(allowed)
+    machine = _Machine(sysfs, may_use, [gpu.address for gpu in gpus])
+    choose = _CHOICES[AffinityMode(mode)]
+    found = [sorted(choose(machine, index)) for index in range(nproc)]
+    for index, cpus in enumerate(found):
+        if not cpus:
+            raise ValueError(f"no usable CPU is near GPU {index} ({gpus[index].address})")
+    return found
+
+
+class _Machine:
+    """Topology of the machine according to sysfs. ``addresses`` are the PCI addresses of the visible GPUs in
+    order.
+    """
+
+    def __init__(self, sysfs: str, allowed: set[int], addresses: list[str]) -> None:
+        self._sysfs = sysfs
+        self._allowed = allowed
+        self.node_of = [self._node_of_gpu(address) for address in addresses]
+
+    def peers(self, gpu: int) -> list[int]:
+        """Return the GPUs of the NUMA node of this GPU, including the GPU itself."""
+        return [other for other, node in enumerate(self.node_of) if node == self.node_of[gpu]]
+
+    def cpus_of_node(self, node: int) -> set[int]:
+        """Return the CPUs of a NUMA node that the agent may use."""
+        return _numbers(self._read("devices/system/node", f"node{node}", "cpulist")) & self._allowed
+
+    def nodes_of_socket(self, node: int) -> list[int]:
+        """Return all NUMA nodes in the socket of this node. A node without usable CPUs belongs to no
+        socket.
+        """
+        socket = self._socket_of(node)
+        if socket is None:
+            return [node]
+        nodes = _numbers(self._read("devices/system/node/online"))
+        return [other for other in sorted(nodes) if self._socket_of(other) == socket]
+
+    def core_of(self, cpu: int) -> int:
+        """Return the physical core of a CPU, as the lowest CPU number of the core."""
+        return min(_numbers(self._read(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")))
+
+    def complex_of(self, cpu: int) -> int:
+        """Return the group of CPUs that share a CPU's last-level data cache, as the lowest CPU number of the
+        group.
+        """
+        folder = f"devices/system/cpu/cpu{cpu}/cache"
+        last, shared = 0, {cpu}
+        for entry in os.listdir(os.path.join(self._sysfs, folder)):
+            if not (entry.startswith("index") and entry[5:].isdecimal()):
+                continue
+            if self._read(folder, entry, "type") not in ("Unified", "Data"):
+                continue
+            level = int(self._read(folder, entry, "level"))
+            if level > last:
+                last, shared = level, _numbers(self._read(folder, entry, "shared_cpu_list"))
+        return min(shared)
+
+    def _socket_of(self, node: int) -> int | None:
+        cpus = self.cpus_of_node(node)
+        if not cpus:
+            return None
+        return int(self._read(f"devices/system/cpu/cpu{min(cpus)}/topology/physical_package_id"))
+
+    def _node_of_gpu(self, address: str) -> int:
+        # -1 on machines with one node.
+        return max(0, int(self._read("bus/pci/devices", address, "numa_node")))
+
+    def _read(self, *path: str) -> str:
+        with open(os.path.join(self._sysfs, *path), encoding="ascii") as file:
+            return file.read().strip()
+
+
+def _node(machine: _Machine, gpu: int) -> set[int]:
+    return machine.cpus_of_node(machine.node_of[gpu])
+
+
+def _socket(machine: _Machine, gpu: int) -> set[int]:
+    nodes = machine.nodes_of_socket(machine.node_of[gpu])
+    return set().union(*(machine.cpus_of_node(node) for node in nodes))
+
+
+def _exclusive(machine: _Machine, gpu: int) -> set[int]:
+    peers = machine.peers(gpu)
+    cores = [cpus for _, cpus in sorted(_grouped(_node(machine, gpu), machine.core_of).items())]
+    if len(cores) < len(peers):
+        node = machine.node_of[gpu]
+        raise ValueError(f"NUMA node {node} has {len(cores)} usable cores for {len(peers)} GPUs")
+    share, more = divmod(len(cores), len(peers))
+    place = peers.index(gpu)
+    # If the cores do not divide evenly, the first GPUs get an additional core each.
+    start = place * share + min(place, more)
+    return set().union(*cores[start : start + share + (place < more)])
+
+
+def _core_complex(machine: _Machine, gpu: int) -> set[int]:
+    complexes = _grouped(_node(machine, gpu), machine.complex_of)
+    # Sort the largest complex first, because some CPUs of the others may not be usable.
+    order = sorted(complexes.items(), key=lambda item: (-len(item[1]), item[0]))
+    return order[machine.peers(gpu).index(gpu) % len(order)][1] if order else set()
+
+
+_CHOICES: dict[AffinityMode, Callable[[_Machine, int], set[int]]] = {
+    AffinityMode.NODE: _node,
+    AffinityMode.SOCKET: _socket,
+    AffinityMode.EXCLUSIVE: _exclusive,
+    AffinityMode.CORE_COMPLEX: _core_complex,
+}
+
+
+def _grouped(cpus: Iterable[int], key: Callable[[int], int]) -> dict[int, set[int]]:
+    groups: dict[int, set[int]] = {}
+    for cpu in cpus:
+        groups.setdefault(key(cpu), set()).add(cpu)
+    return groups
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers in a list such as ``0-2,4``."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found

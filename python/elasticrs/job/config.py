@@ -1,0 +1,443 @@
+"""The settings of a job, with every default in one place.
+
+These internal classes with slots are used by the command line. The public dataclasses of
+:mod:`elasticrs.launcher.api` and :mod:`elasticrs.agent.server` are converted to them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+
+from elasticrs.job.value import Record, Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from dataclasses import KW_ONLY
+
+    from elasticrs.job.preload import Preload
+
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
+DEFAULT_LINGER = 5.0
+DEFAULT_EXIT_TIMEOUT = 10.0
+DEFAULT_HANG_EXIT_TIMEOUT = 1800.0
+DEFAULT_WARM_TIMEOUT = 120.0
+DEFAULT_MONITOR_INTERVAL = 0.1
+LOG_PREFIXES = ("auto", "time", "none")
+DEFAULT_LOG_PREFIX = "auto"
+DEFAULT_MASTER_PORT = 29500
+DEFAULT_PORT = 29400
+"""Default port of the coordination store, and of torch's rendezvous."""
+DEFAULT_HEALTH_TIMEOUT = 60.0
+LOOPBACK = "127.0.0.1"
+UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+START_METHODS = ("spawn", "fork", "forkserver")
+AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
+DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
+PREFIX_NAMES = ("role_name", "local_rank", "rank", "hostname")
+"""Names of the placeholders in a prefix template."""
+START_DEADLINE = 30.0
+LONGEST = 1e9
+"""Maximum number of seconds, because the core counts nanoseconds. It is far longer than any useful limit."""
+SAFETY_TICK = 5.0
+"""Seconds after which the agent checks its state even though no event has arrived."""
+
+
+class UsageError(ValueError):
+    """A mistake of the user. The text is one line that names the option, the given value, and the accepted
+    values.
+    """
+
+
+class OnFailure(str, Enum):
+    """Reaction to a failed worker."""
+
+    RESTART = "restart"
+    """Restart all workers."""
+    REPLACE = "replace"
+    """Replace the failed worker, and leave the others alone."""
+
+    # Options are checked and shown as text.
+    __str__ = str.__str__
+
+
+class JobConfig(Record):
+    """Configuration of one job, for the agent of one node.
+
+    Args:
+        nproc: number of workers on this node.
+        run_id: name of the job.
+        role: role of the workers.
+        name: name of the job in the report: the script, the program or the function.
+        max_restarts: maximum number of charged restarts.
+        on_failure: reaction to a failed worker.
+        shutdown_timeout: seconds between the first signal and SIGKILL.
+        signals: signals on which the agent stops the job.
+        forwarded: signals that the agent passes on to the workers, without any other effect.
+        stop_scope: receiver of the first signal: ``"worker"`` for the worker alone (the rest of its process
+            group is signalled once it has exited), or ``"group"`` for its whole process group.
+        linger: seconds for which descendants of successful workers may continue; ``None`` never stops them.
+        master_addr: address where rank 0 hosts the store.
+        master_port: port of that store; ``None`` for a new one in every attempt.
+        start_deadline: time limit for starting all workers, in seconds.
+        is_multi_node: true if the agent meets agents of other nodes.
+        cpus: CPUs that each worker may use, by local rank; ``None`` for the CPUs of the agent.
+        virtual_local_rank: each worker sees only its own GPU, and has local rank 0.
+        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not checked
+            if 0 or negative.
+        hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
+            the limit from its steps, ``"auto:SECONDS"`` also sets a minimum, and ``None`` disables the check.
+        hang_startup_timeout: seconds from the start to the first heartbeat; ``None`` for no limit.
+        hang_exit_timeout: seconds from the return of a worker's program to the exit of its process, if
+            heartbeats are checked; 0 for no limit.
+        exit_timeout: seconds in which a worker must exit after an uncaught exception; 0 for no limit.
+        preload: modules to import before the workers are forked; with ``None`` or no modules, workers start
+            cold.
+        warm_timeout: time limit for these imports, in seconds. Workers start cold if it is exceeded.
+        log_prefix: ``"time"`` puts the time into the prefix of the launcher's own lines, ``"none"`` does not,
+            and ``"auto"`` does so unless they go to a terminal.
+    """
+
+    nproc: int
+    run_id: str
+    _: KW_ONLY
+    role: str = "default"
+    name: str = ""
+    max_restarts: int = 0
+    on_failure: OnFailure = OnFailure.RESTART
+    shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
+    signals: Sequence[int] = ()
+    forwarded: Sequence[int] = ()
+    stop_scope: str = "worker"
+    linger: float | None = DEFAULT_LINGER
+    master_addr: str = "localhost"
+    master_port: int | None = None
+    start_deadline: float = START_DEADLINE
+    is_multi_node: bool = False
+    cpus: Sequence[Sequence[int]] | None = None
+    virtual_local_rank: bool = False
+    uninterruptible_state_timeout: float = 0.0
+    hang_timeout: float | str | None = None
+    hang_startup_timeout: float | None = None
+    hang_exit_timeout: float = DEFAULT_HANG_EXIT_TIMEOUT
+    exit_timeout: float = DEFAULT_EXIT_TIMEOUT
+    preload: Preload | None = None
+    warm_timeout: float = DEFAULT_WARM_TIMEOUT
+    log_prefix: str = DEFAULT_LOG_PREFIX
+
+    @property
+    def replaces_workers(self) -> bool:
+        """True if a failed worker is replaced, and the others keep running."""
+        return self.on_failure is OnFailure.REPLACE
+
+
+class LogSettings(Value):
+    """Destinations of the workers' output streams.
+
+    Args:
+        log_dir: base directory; ``None`` for a temporary directory, the null device for no files at all.
+        redirects: streams that go to files, as bits by local rank (1 stdout, 2 stderr). A plain number
+            applies to all ranks.
+        tee: the same, for streams that go to a file and to the console.
+        local_ranks_filter: local ranks whose output is shown on the console; ``None`` for all.
+        prefix_template: template of the prefix of console lines.
+        capture_stderr: true to copy stderr of all ranks to a file and to the console.
+        stdout_filters: tee'd lines of standard output that contain any of these texts are copied to another
+            file.
+        stderr_filters: the same for standard error.
+        specs: name of a user's class that decides about all output instead; ``None`` for none.
+    """
+
+    log_dir: str | None = None
+    redirects: int | Mapping[int, int] = 0
+    tee: int | Mapping[int, int] = 0
+    local_ranks_filter: frozenset[int] | None = None
+    prefix_template: str | None = None
+    capture_stderr: bool = False
+    stdout_filters: Sequence[str] = ()
+    stderr_filters: Sequence[str] = ()
+    specs: str | None = None
+
+
+class ObserveSettings(Value):
+    """Settings for the events, metrics and health checks of a job.
+
+    Args:
+        event_log_handler: destination of events; see ``docs/events.md``.
+        entry_point: name of the workers' program in events.
+        rdzv_backend: name of the rendezvous back end in events.
+        has_metrics: true if the job has a receiver for metrics.
+        health_port: port of the health check server; ``None`` for no server, 0 for any free port.
+        health_host: address on which the health check server listens.
+        health_timeout: seconds without progress after which the agent counts as dead.
+    """
+
+    event_log_handler: str = "null"
+    entry_point: str = ""
+    rdzv_backend: str = "c10d"
+    has_metrics: bool = False
+    health_port: int | None = None
+    health_host: str = LOOPBACK
+    health_timeout: float = DEFAULT_HEALTH_TIMEOUT
+
+    @property
+    def is_off(self) -> bool:
+        """True if there is nothing to report to."""
+        return self.event_log_handler == "null" and not self.has_metrics and self.health_port is None
+
+
+class HandlerSettings(Value):
+    """Settings of a rendezvous handler that is polled, and of its agent.
+
+    Args:
+        backend: name of the back end.
+        endpoint: endpoint as the user typed it. The handler interprets it.
+        run_id: name of the job.
+        nodes: minimum and maximum number of nodes.
+        config: settings of the handler.
+        local_addr: address of this node, if the user has named one.
+        exit_barrier_timeout: seconds to wait for other nodes at the end.
+        monitor_interval: seconds between two polls.
+    """
+
+    backend: str
+    endpoint: str
+    run_id: str
+    nodes: tuple[int, int]
+    config: Mapping[str, object]
+    local_addr: str | None
+    exit_barrier_timeout: float
+    monitor_interval: float
+
+
+def random_run_id() -> str:
+    """A random UUID (version 4), as torchrun gives to a job without an id."""
+    raw = bytearray(os.urandom(16))
+    raw[6] = raw[6] & 0x0F | 0x40
+    raw[8] = raw[8] & 0x3F | 0x80
+    text = raw.hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def parse_signals(names: str) -> tuple[int, ...]:
+    """Parse names of signals, separated by commas, such as ``SIGTERM,SIGUSR1``, into their numbers.
+
+    Raises:
+        ValueError: a name is not a signal, or the signal cannot be caught.
+    """
+    import signal
+
+    known = signal.Signals.__members__
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    for name in found:
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"names of signals that can be caught (not {name})")
+        if name not in known:
+            raise ValueError(f"names of signals such as SIGTERM,SIGUSR1 (not {name})")
+    return tuple(int(known[name]) for name in found)
+
+
+_NOT_FORWARDED = frozenset(
+    ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGTSTP", "SIGCONT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+)
+"""Signals that cannot be passed on, because they cannot be caught, have a meaning for the agent itself, or
+report mistakes of the agent itself."""
+
+
+def parse_forwarded(names: str) -> tuple[int, ...]:
+    """Parse names of signals that are passed on to the workers, with or without ``SIG``, such as
+    ``USR1,USR2``; empty for none.
+
+    Raises:
+        ValueError: the value is invalid. The text says what is expected.
+    """
+    import signal
+
+    known = signal.Signals.__members__
+    found = ["SIG" + name.strip().upper().removeprefix("SIG") for name in names.split(",") if name.strip()]
+    for name in found:
+        if name not in known or name in _NOT_FORWARDED:
+            raise ValueError(f"names of signals that can be passed on, such as USR1,USR2 (not {name})")
+    return tuple(int(known[name]) for name in found)
+
+
+def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
+    """Return the signals that are passed on.
+
+    Args:
+        given: requested signals; ``None`` for those of SIGUSR1 and SIGUSR2 that do not stop the job.
+        handled: signals that stop the job.
+
+    Raises:
+        ValueError: a signal is in both sets.
+    """
+    import signal
+
+    if given is None:
+        return tuple(signum for signum in (signal.SIGUSR1, signal.SIGUSR2) if signum not in handled)
+    both = [signal.Signals(signum).name for signum in given if signum in handled]
+    if both:
+        raise ValueError(f"signals that do not stop the job (not {','.join(both)})")
+    return tuple(given)
+
+
+def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the signals that a program wants to have passed on to the workers; ``None`` if ``names`` is
+    ``None``.
+
+    Raises:
+        ValueError: the value is invalid. The text contains the value and what is expected.
+    """
+    if names is None:
+        return None
+    try:
+        return forwarded_signals(parse_forwarded(names), handled)
+    except ValueError as error:
+        raise ValueError(f"signals_to_forward: got {names!r}, expected {error}") from None
+
+
+def health_port(text: str) -> int:
+    """Read a port of the health check server.
+
+    Raises:
+        ValueError: the value is invalid. The text says what is expected.
+    """
+    limit = 65535
+    if not (text.isascii() and text.isdecimal()) or int(text) > limit:
+        raise ValueError(f"a port from 0 (any that is free) to {limit}")
+    return int(text)
+
+
+def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
+    """Seconds from ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or the default.
+
+    Raises:
+        UsageError: the variable has an invalid value.
+    """
+    return _seconds_from(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", DEFAULT_SHUTDOWN_TIMEOUT)
+
+
+def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
+    """Seconds from ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``, or the default.
+
+    Raises:
+        UsageError: the variable has an invalid value.
+    """
+    return _seconds_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", DEFAULT_EXIT_BARRIER_TIMEOUT)
+
+
+def log_prefix_from(environ: Mapping[str, str]) -> str:
+    """Return the value of ``PET_LOG_PREFIX``, or the default.
+
+    Raises:
+        UsageError: the value is invalid.
+    """
+    text = environ.get("PET_LOG_PREFIX") or DEFAULT_LOG_PREFIX
+    if text not in LOG_PREFIXES:
+        raise UsageError(f"PET_LOG_PREFIX: got {text!r}, expected one of {', '.join(LOG_PREFIXES)}")
+    return text
+
+
+def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
+    """Return the seconds from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``. Return 0, which disables the
+    check, by default and, as in torch, for a value that is not a number.
+    """
+    try:
+        return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
+    except ValueError:
+        return 0.0
+
+
+def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: got {text!r}, expected {error}") from None
+
+
+def parse_streams(text: str) -> int | dict[int, int]:
+    """Parse a value of ``--redirects`` or ``--tee``: ``0`` for none, ``1`` for stdout, ``2`` for stderr,
+    ``3`` for both, or such a number for each local rank, as in ``0:1,12:3``. Unlike in torch, ranks can have
+    several digits.
+
+    Raises:
+        ValueError: the value is invalid. The text says what is expected.
+    """
+    if text in ("0", "1", "2", "3"):
+        return int(text)
+    chosen: dict[int, int] = {}
+    for entry in text.split(","):
+        rank, colon, value = entry.partition(":")
+        if not (colon and rank.isascii() and rank.isdecimal() and value in ("0", "1", "2", "3")):
+            raise ValueError("0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:N,LOCAL_RANK:N")
+        chosen[int(rank)] = int(value)
+    return chosen
+
+
+def check_start_method(name: str) -> None:
+    """Check a start method that was given by name.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if name not in START_METHODS:
+        raise ValueError(f"start_method: got {name!r}, expected one of {', '.join(START_METHODS)}")
+
+
+def default_stop_scope(entrypoint: object) -> str:
+    """Return the default receiver of the first signal of a stop.
+
+    ``"worker"`` for functions and Python programs, because a worker may need its helper processes while it
+    saves. ``"group"`` for other programs, such as shells, because they do not pass on signals.
+    """
+    is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
+    return "worker" if is_python or _is_named_python(entrypoint) else "group"
+
+
+def _is_named_python(program: object) -> bool:
+    """Return true for the usual names of interpreters: ``python``, ``/usr/bin/python3``, ``python3.13t``."""
+    if not isinstance(program, str):
+        return False
+    name = os.path.basename(program)
+    version = name.removeprefix("python").removesuffix("t")
+    return name.startswith("python") and not version.strip("0123456789.")
+
+
+def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
+    """Return the limit between two heartbeats (``None`` if it is learned) and the minimum of a learned limit.
+    The argument is a number of seconds, ``"auto"`` or ``"auto:SECONDS"``.
+
+    Raises:
+        ValueError: the value has another form.
+    """
+    if not isinstance(timeout, str):
+        return float(timeout), None
+    name, colon, least = timeout.partition(":")
+    if name != "auto":
+        raise ValueError(timeout)
+    return None, seconds(least) if colon else None
+
+
+def seconds(text: str) -> float:
+    """Read a span of time.
+
+    Raises:
+        ValueError: the text is negative, infinite or not a number. The message says what is expected.
+    """
+    expected = "seconds, 0 or more"
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(expected) from None
+    if value > LONGEST:
+        raise ValueError(f"seconds, {LONGEST:.0f} at most")
+    if not value >= 0:
+        raise ValueError(expected)
+    return value

@@ -1,0 +1,373 @@
+"""Table of the command-line options: names, conversions and help. The parsing is elsewhere.
+
+Each option is declared once: its flag and variable, its default, its kind of value, its help, and the values
+that a program may pass instead (:func:`check`). The parser, ``--help``, the argparse parser for programs, and
+:class:`~elasticrs.launcher.LaunchConfig` read the table. It replaces :mod:`argparse` on the launch path,
+because argparse takes 13 ms with this many options.
+"""
+
+from __future__ import annotations
+
+from elasticrs.job import config
+from elasticrs.job.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from dataclasses import KW_ONLY
+
+OURS = "elasticrs"
+"""The group of options that torchrun does not have."""
+NEWER = frozenset(("exit-barrier-timeout",))
+"""Options that torch has in its sources but not in a release yet."""
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+class Kind(Value):
+    """Kind of value that an option takes.
+
+    Args:
+        convert: converts text to a value. Raises ``ValueError`` with what is expected.
+        metavar: placeholder for the value in ``--help``.
+        needs: description of valid values for programs; see :func:`check`.
+    """
+
+    convert: Callable[[str], object]
+    metavar: str
+    needs: str = ""
+
+
+class Option(Value):
+    """One option.
+
+    Args:
+        name: long name with dashes. Underscores are accepted as well.
+        help: text for ``--help``.
+        default: value if neither the option nor its variable is given.
+        kind: kind of its values; ``None`` for a flag.
+        short: letter of the short form.
+        group: :data:`OURS` for an option that torchrun does not have.
+        has_variable: true if ``PET_<NAME>`` sets it.
+        typed: default as text, for options that torchrun keeps as text.
+    """
+
+    name: str
+    help: str
+    default: object
+    kind: Kind | None = None
+    _: KW_ONLY
+    short: str | None = None
+    group: str = "torchrun"
+    has_variable: bool = True
+    typed: str | None = None
+
+    @property
+    def dest(self) -> str:
+        """The name of its attribute."""
+        return self.name.replace("-", "_")
+
+    @property
+    def is_flag(self) -> bool:
+        """True if the option takes no value."""
+        return self.kind is None
+
+    @property
+    def default_as_typed(self) -> object:
+        """The default in torchrun's namespaces."""
+        if self.typed is not None:
+            return self.typed
+        return list(self.default) if isinstance(self.default, tuple) else self.default
+
+    def converted(self, text: str) -> object:
+        """Return the value of a text.
+
+        Raises:
+            ValueError: the value is invalid. The text says what is expected.
+            TypeError: a flag takes no value.
+        """
+        if self.kind is None:
+            raise TypeError(f"{self.flag} is a flag")
+        return self.kind.convert(text)
+
+    @property
+    def flag(self) -> str:
+        """Its name as it is typed."""
+        return "--" + self.name
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable that sets the default."""
+        return "PET_" + self.dest.upper()
+
+
+def _whole(expected: str, least: int, most: float = float("inf")) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(expected) from None
+        if not least <= value <= most:
+            raise ValueError(expected)
+        return value
+
+    return convert
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"{', '.join(names[:-1])} or {names[-1]}")
+        return text
+
+    return convert
+
+
+def _on_failure(text: str) -> config.OnFailure:
+    try:
+        return config.OnFailure(text)
+    except ValueError:
+        raise ValueError("'restart' or 'replace'") from None
+
+
+def _interval(text: str) -> float:
+    value = config.seconds(text)
+    if value == 0:
+        raise ValueError("seconds, more than 0")
+    return value
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    expected = "N or MIN:MAX with 1 <= MIN <= MAX"
+    parts = text.split(":")
+    try:
+        low, high = int(parts[0]), int(parts[-1])
+    except ValueError:
+        raise ValueError(expected) from None
+    if len(parts) > 2 or not 0 < low <= high:
+        raise ValueError(expected)
+    return low, high
+
+
+def _workers(text: str) -> int | str:
+    # Accept other names, because extensions of torch can add devices.
+    return text if text.isidentifier() else _whole("a whole number from 1, cpu, gpu, xpu or auto", 1)(text)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    text = text.strip()
+    if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1] and text[0] not in text[1:-1]:
+        # Remove quotes that no shell has removed, because the arguments came as a list, for example from
+        # YAML.
+        text = text[1:-1]
+    for entry in filter(None, text.split(",")):
+        key, _, value = entry.partition("=")
+        if not key.strip() or not value.strip():
+            raise ValueError("KEY=VALUE,KEY=VALUE")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise ValueError("local ranks separated by commas, such as 0,3")
+    return frozenset(map(int, parts))
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    # A double comma stands for a literal comma.
+    parts = text.replace(",,", "\0").split(",")
+    return tuple(part.replace("\0", ",") for part in parts if part)
+
+
+def _hang_timeout(text: str) -> float | str:
+    name, colon, least = text.partition(":")
+    try:
+        if name != "auto":
+            return _interval(text)
+        if colon:
+            _interval(least)
+    except ValueError:
+        raise ValueError("seconds, more than 0, auto or auto:SECONDS") from None
+    return text
+
+
+def _warm(text: str) -> str:
+    expected = "off, auto, or names of modules separated by commas, such as torch,numpy"
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"{expected} (not {name!r})")
+    if len(names) > 1 and not {"off", "auto"}.isdisjoint(names):
+        raise ValueError(f"{expected} (off and auto stand alone)")
+    return ",".join(names)
+
+
+SECONDS = Kind(config.seconds, "SECONDS")
+EXIT_TIMEOUT = Kind(config.seconds, "SECONDS", "seconds, 0 for any time")
+INTERVAL = Kind(_interval, "SECONDS", "seconds above 0")
+HANG_TIMEOUT = Kind(_hang_timeout, "SECONDS|auto", "seconds above 0, 'auto' or 'auto:SECONDS'")
+ON_FAILURE = Kind(_on_failure, "restart|replace", "'restart' or 'replace'")
+STOP_SCOPE = Kind(_one_of("worker", "group"), "worker|group", "'worker' or 'group'")
+WARM = Kind(_warm, "auto|MODULE,…", "'off', 'auto' or names of modules separated by commas")
+COUNT = Kind(_whole("a whole number, 0 or more", 0), "N")
+PORT = Kind(_whole("a port, 0 to 65535", 0, 65535), "PORT")
+HEALTH_PORT = Kind(config.health_port, "PORT")
+NODES = Kind(_nodes, "N|MIN:MAX")
+WORKERS = Kind(_workers, "N")
+STREAMS = Kind(config.parse_streams, "STREAMS")
+RANKS = Kind(_ranks, "RANKS")
+PAIRS = Kind(_pairs, "KEY=VALUE,…")
+TEXTS = Kind(_texts, "TEXT,…")
+NAME, HOST, TEXT = Kind(str, "NAME"), Kind(str, "HOST"), Kind(str, "TEXT")
+STOP_SIGNALS = Kind(config.parse_signals, "NAMES")
+FORWARDED_SIGNALS = Kind(config.parse_forwarded, "NAMES")
+START_METHOD = Kind(_one_of(*config.START_METHODS), "METHOD")
+AFFINITY = Kind(_one_of(*config.AFFINITY_MODES), "MODE")
+DRAIN = Kind(_one_of("node", "job"), "node|job")
+LOG_PREFIX = Kind(_one_of(*config.LOG_PREFIXES), "auto|time|none", "'auto', 'time' or 'none'")
+SHELL = Kind(_one_of(*SHELLS), "SHELL")
+
+# fmt: off
+SECTIONS: dict[str, tuple[Option, ...]] = {
+    "Workers": (
+        Option("nproc-per-node", "workers on this node: a number, cpu, gpu, xpu or auto (default 1)",
+               1, WORKERS, typed="1"),
+        Option("max-restarts", "how many times the workers are restarted before the job fails (default 0)",
+               0, COUNT),
+        Option("on-failure", "what follows when a worker fails: restart (all of them; the default), or "
+               "replace (only that one; for scripts that use elasticrs.train)", "restart", ON_FAILURE,
+               group=OURS),
+        Option("module", "the script is a module, as in python -m", False, short="m"),
+        Option("no-python", "the script is a program: run it without Python", False),
+        Option("run-path", "run the script with runpy.run_path in a function worker", False),
+        Option("start-method", "with --run-path, how workers are started: spawn (the default), fork or "
+               "forkserver", "spawn", START_METHOD),
+        Option("warm", "import modules once and fork the workers from there: auto (those that the script "
+               "imports), or names (default off)", "off", WARM, group=OURS),
+        Option("warm-timeout", "seconds that these imports may take before the workers start without them "
+               "(default 120)", config.DEFAULT_WARM_TIMEOUT, INTERVAL, group=OURS),
+        Option("role", 'role of the workers, in their environment and in log lines (default "default")',
+               "default", NAME),
+        Option("numa-binding", "bind workers to CPUs near their GPUs: node, socket, exclusive or "
+               "core-complex", None, AFFINITY, has_variable=False),
+        Option("virtual-local-rank", "each worker sees LOCAL_RANK=0 and only its own GPU, as device 0",
+               False),
+    ),
+    "Nodes": (
+        Option("nnodes", "number of nodes, or a range MIN:MAX (default 1)", (1, 1), NODES, typed="1:1"),
+        Option("standalone", "run on this node alone, with a free port and a random job id", False),
+        Option("rdzv-backend", "how nodes meet: c10d (also called elasticrs), etcd, static (the default), "
+               "or one from a package", "static", NAME),
+        Option("rdzv-endpoint", "HOST[:PORT] of the node that hosts the rendezvous store (port 29400); for "
+               "etcd those of its members, separated by commas (port 2379); the same on all nodes", "",
+               Kind(str, "ENDPOINT")),
+        Option("rdzv-id", "name of the job, the same on all nodes", "none", Kind(str, "ID")),
+        Option("rdzv-conf", "rendezvous settings; --help rdzv lists them", {}, PAIRS, typed=""),
+        Option("node-rank", "rank of this node (static), or its place in the order of nodes (c10d, etcd); "
+               "default 0", 0, COUNT),
+        Option("master-addr", "address of node rank 0, for the static rendezvous", "127.0.0.1", HOST),
+        Option("master-port", "port on node rank 0 (default: 29500 for several nodes, a free one on one "
+               "node)", None, PORT),
+        Option("local-addr", "address at which other nodes reach this one (default: detected)", None, HOST),
+        Option("drain", "what a signal to this agent ends: node (the default; the others go on) or the whole "
+               "job", None, DRAIN, group=OURS),
+        Option("exit-barrier-timeout", "how long a finished node waits for the others "
+               "(TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT or 300)", None, SECONDS, group=OURS),
+    ),
+    "Output": (
+        Option("log-dir", "folder for log files; each run creates a folder of its own in it (default: a "
+               "temporary one)", None, Kind(str, "FOLDER")),
+        Option("redirects", "write to files instead of the console: 1 stdout, 2 stderr, 3 both; by local "
+               "rank: 0:1,1:3", 0, STREAMS, short="r", typed="0"),
+        Option("tee", "write to files and show on the console, each line with its rank; same values",
+               0, STREAMS, short="t", typed="0"),
+        Option("capture-stderr", "write stderr of all workers to files as well, so that the failure report "
+               "shows the last lines", False, group=OURS),
+        Option("log-prefix", "time in the launcher's own lines: auto (the default: unless they go to a "
+               "terminal), time or none", config.DEFAULT_LOG_PREFIX, LOG_PREFIX, group=OURS),
+        Option("local-ranks-filter", "show only these local ranks on the console, such as 0,3",
+               None, RANKS, typed=""),
+        Option("log-line-prefix-template", "prefix of --tee lines; may use ${role_name}, ${local_rank}, "
+               "${rank}, ${hostname}", None, TEXT, typed=""),
+        Option("duplicate-stdout-filters", "copy --tee lines that contain one of these texts to "
+               "filtered_stdout.log; write ,, for a comma", (), TEXTS),
+        Option("duplicate-stderr-filters", "the same for stderr and filtered_stderr.log", (), TEXTS),
+        Option("logs-specs", "class that decides where output goes: an entry point in torchrun.logs_specs",
+               None, NAME, has_variable=False),
+    ),
+    "Stops and hangs": (
+        Option("signals-to-handle", "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
+               config.DEFAULT_SIGNALS, STOP_SIGNALS, typed=config.DEFAULT_SIGNALS),
+        Option("signals-to-forward", "signals that the workers get and that do nothing else (default "
+               "USR1,USR2)", None, FORWARDED_SIGNALS, group=OURS),
+        Option("stop-scope", "whom a stop signals first: the worker, and the rest of its process group when "
+               "it has ended, or the whole group (default worker, group with --no-python)",
+               None, STOP_SCOPE, group=OURS),
+        Option("shutdown-timeout", "seconds between the stop signal and SIGKILL (default: "
+               "TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30)", None, SECONDS),
+        Option("exit-timeout", "a rank that has not ended this long after an uncaught exception has failed, "
+               "and is killed unless its exit makes progress (default 10; 0: never)",
+               config.DEFAULT_EXIT_TIMEOUT, EXIT_TIMEOUT, group=OURS),
+        Option("linger", "after success, seconds that processes left behind by workers may go on (default 5)",
+               config.DEFAULT_LINGER, SECONDS, group=OURS),
+        Option("keep-descendants", "after success, leave processes that workers left behind alone",
+               False, group=OURS),
+        Option("hang-timeout", "a rank without a heartbeat for this long has failed; auto[:LEAST] learns the "
+               "limit from steps", None, HANG_TIMEOUT, group=OURS),
+        Option("hang-startup-timeout", "the same, from the start of the workers to the first heartbeat "
+               "(default: no limit)", None, INTERVAL, group=OURS),
+        Option("hang-exit-timeout", "the same, from the return of the program to the end of the process "
+               "(default 1800; 0: no limit)", config.DEFAULT_HANG_EXIT_TIMEOUT, EXIT_TIMEOUT, group=OURS),
+    ),
+    "Monitoring": (
+        Option("health-check-port", "port for /healthz, /readyz, /metrics, /status (default: "
+               "TORCHELASTIC_HEALTH_CHECK_PORT)", None, HEALTH_PORT, group=OURS),
+        Option("health-check-host", "address that the health check server listens on (default: "
+               "ELASTICRS_HEALTH_CHECK_HOST or 127.0.0.1)", None, HOST, group=OURS),
+        Option("health-check-timeout", "seconds without progress after which /healthz answers 503 (default "
+               "60)", config.DEFAULT_HEALTH_TIMEOUT, SECONDS, group=OURS),
+        Option("event-log-handler", "where events go: null (default), console, file:PATH, an entry point in "
+               "elasticrs.event_handlers", "null", NAME),
+        Option("monitor-interval", "for a rendezvous backend or agent class that polls; ours react at once "
+               "(default 0.1)", config.DEFAULT_MONITOR_INTERVAL, INTERVAL),
+    ),
+    "Other": (
+        Option("print-completion", "print a completion script for bash, zsh or tcsh, and exit (needs shtab)",
+               None, SHELL, has_variable=False),
+        Option("use-env", "accepted for command lines of torch.distributed.launch; always on",
+               False, group=OURS),
+    ),
+}
+# fmt: on
+"""All options, as ``--help`` shows them."""
+
+OPTIONS = tuple(option for options in SECTIONS.values() for option in options)
+
+_BY_DEST = {option.dest: option for option in OPTIONS}
+
+
+def check(**values: object) -> None:
+    """Check values that a program has passed, by the option's name and the rules of the command line.
+    ``None`` is always allowed.
+
+    Raises:
+        ValueError: a value is invalid. The text contains what is expected and the value.
+    """
+    for name, value in values.items():
+        kind = _BY_DEST[name].kind
+        if kind is None or value is None:
+            continue
+        try:
+            # Accept numbers as text only on the command line.
+            is_right = isinstance(kind.convert(str(value)), str) == isinstance(value, str)
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise ValueError(f"{name} must be {kind.needs}, got {value!r}")
+    if values.get("hang_startup_timeout") is not None and values.get("hang_timeout") is None:
+        raise ValueError("hang_startup_timeout needs hang_timeout: seconds or 'auto'")

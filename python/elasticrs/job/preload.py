@@ -1,0 +1,28 @@
+"""The modules that are imported once, before the workers are forked (``--warm``)."""
+
+from __future__ import annotations
+
+from elasticrs.job.value import Value
+
+
+class Preload(Value):
+    """What is imported before the workers are forked; see :mod:`elasticrs.workers.warm` for the forms of the
+    names.
+
+    Args:
+        steps: preload steps in order. If there are none, workers start cold.
+        is_explicit: true if the user has named the modules.
+        remarks: messages to the user, one line each.
+        folders: folders of the user's own modules, which may not be preloaded; see
+        :mod:`elasticrs.workers.warm`.
+    """
+
+    steps: tuple[str, ...] = ()
+    is_explicit: bool = False
+    remarks: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Steps that import a module, in order."""
+        return tuple(step for step in self.steps if "=" not in step)

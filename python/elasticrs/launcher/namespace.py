@@ -1,0 +1,32 @@
+"""The values of all options of a command line."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+
+class Namespace:
+    """The values of all options by their name with underscores, like argparse's."""
+
+    def __init__(self, **values: object) -> None:
+        self.__dict__.update(values)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Namespace({', '.join(f'{k}={v!r}' for k, v in sorted(self.__dict__.items()))})"
+
+
+def values_of(args: Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of these options as a dict."""
+    return {name: getattr(args, name) for name in names}

@@ -1,0 +1,248 @@
+"""Access of one node to the shared state, in turns.
+
+A turn reads or writes once, decides, and returns how long to wait before the next turn. The back end's
+fencing tokens order the writes of different nodes: a write that came too late changes nothing, and the node
+decides again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from elasticrs.rendezvous.dynamic import actions
+from elasticrs.rendezvous.dynamic.actions import Action, Sightings, View
+from elasticrs.rendezvous.dynamic.rendezvous_state import State, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elasticrs.rendezvous.dynamic.rendezvous_settings import RendezvousSettings
+    from elasticrs.rendezvous.dynamic.rendezvous_state import Node
+
+SHORTEST_PAUSE = 0.02
+LONGEST_PAUSE = 1.0
+"""Minimum and maximum number of seconds between two reads of an unchanged state. The interval doubles each
+time."""
+
+
+class SharedState:
+    """The state as this node last saw it, in a back end.
+
+    Attributes:
+        state: state as last read, without dead nodes.
+        synced: time of that read; ``None`` if there was none.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        settings: RendezvousSettings,
+        node: Node,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.node = node
+        self.clock = clock
+        self.state = State()
+        self.synced: float | None = None
+        self._backend = backend
+        self._sightings = Sightings()
+        self._data: bytes | None = None
+        self._token: Any = None
+        self._beat = 0
+        self._beat_at: float | None = None
+        self._wrote_at: float | None = None
+        self._dead: set[Node] = set()
+        self._lost: list[Node] = []
+
+    def take_lost(self) -> list[Node]:
+        """Return the nodes that were newly found dead since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def read(self) -> bool:
+        """Read the state; return true if it has changed.
+
+        Raises:
+            RendezvousConnectionError: the back end cannot be reached.
+            RendezvousStateError: the state is not one of ours.
+        """
+        asked = self.clock()
+        found = self._backend.get_state()
+        if found is None:
+            return self._take(None, None, asked)
+        data, token = _pair(found)
+        return self._take(data, token, asked)
+
+    def write(self, state: State) -> bool | None:
+        """Replace the state, unless another node has done so since it was read.
+
+        Returns:
+            True if the state was replaced; ``None`` if the back end did not report it, so that the state must
+            be read.
+
+        Raises:
+            RendezvousConnectionError: the back end cannot be reached.
+            RendezvousStateError: the state is too large, or the stored state is not one of ours.
+        """
+        data, asked = encode(state), self.clock()
+        self._wrote_at = asked
+        answer = self._backend.set_state(data, self._token)
+        if answer is None:
+            return None
+        try:
+            found, token, is_set = answer
+        except (TypeError, ValueError):
+            raise RendezvousStateError(
+                f"the back end answered {answer!r} to set_state, expected (state, token, has_set)"
+            ) from None
+        self._take(found, token, asked)
+        return bool(is_set)
+
+    def view(self) -> View:
+        """Return the data on which this node bases its next decision."""
+        now, every = self.clock(), self.settings.keep_alive_interval.total_seconds()
+        is_due = self._beat_at is None or now - self._beat_at >= every
+        return View(self.node, self.state, now, is_due, self._sightings.last_call_since, self.settings)
+
+    def next_beat(self) -> int:
+        """Return the number of the next heartbeat, which is larger than all earlier ones."""
+        self._beat += 1
+        return self._beat
+
+    def seconds_to_beat(self) -> float:
+        """Return the seconds until the next heartbeat is due."""
+        interval = self.settings.keep_alive_interval.total_seconds()
+        return 0.0 if self._beat_at is None else self._beat_at + interval - self.clock()
+
+    def _take(self, data: bytes | None, token: Any, asked: float) -> bool:
+        has_changed = data != self._data
+        state = State() if data is None else decode(data)
+        answered = self.clock()
+        if self.node in state.nodes and state.nodes[self.node].beat == self._beat:
+            self._beat_at = self._wrote_at
+        dead = self._sightings.look(state, asked, answered, actions.patience(self.settings))
+        dead = [node for node in dead if node != self.node]
+        self._lost += [node for node in dead if node not in self._dead]
+        self._dead = set(dead)
+        self.state = actions.without(state, dead, self.settings)
+        self._data, self._token, self.synced = data, token, answered
+        return has_changed
+
+
+class Operation:
+    """An operation of a node, such as joining or closing. It reads and writes the shared state again and
+    again until the operation is done.
+
+    Args:
+        shared: this node's access to the shared state.
+        decide: the operation, as a function of :mod:`.decisions`.
+        seconds: time limit of the operation.
+        reason: reason for closing.
+        has_failed: true to close because the job has failed.
+        acts: called before each change that the node makes, with the action and the previous state.
+    """
+
+    def __init__(
+        self,
+        shared: SharedState,
+        decide: Callable[[View, float], Action],
+        seconds: float,
+        reason: str = "",
+        has_failed: bool = False,
+        acts: Callable[[Action, State], None] | None = None,
+    ) -> None:
+        self._shared = shared
+        self._decide = decide
+        self._seconds = seconds
+        self._deadline = shared.clock() + seconds
+        self._reason = reason
+        self._has_failed = has_failed
+        self._acts = acts
+        self._wanted: State | None = None
+        self._pause = SHORTEST_PAUSE
+
+    def turn(self) -> float | None:
+        """Take a turn. Return the seconds to wait before the next turn; ``None`` if the operation is done.
+
+        Raises:
+            RendezvousClosedError: the rendezvous is closed. The text contains the reason.
+            RendezvousGracefulExitError: the rendezvous is closed, and this node was a spare.
+            RendezvousTimeoutError: the operation took too long.
+            RendezvousError: the back end raised it.
+        """
+        shared = self._shared
+        if self._wanted is not None:
+            wanted, self._wanted = self._wanted, None
+            is_set, backoff = shared.write(wanted), shared.settings.cas_backoff_max_seconds
+            if is_set is None:
+                pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+                return pause
+            self._pause = SHORTEST_PAUSE
+            if not is_set and backoff > 0:
+                return random.uniform(0, backoff)
+        elif shared.read():
+            self._pause = SHORTEST_PAUSE
+        view = shared.view()
+        action = self._decide(view, self._deadline)
+        if action is Action.FINISH:
+            return None
+        if action is Action.SYNC:
+            return self._until_next_look(view)
+        self._raise_for(action)
+        if self._acts is not None:
+            self._acts(action, view.state)
+        if action is Action.CLOSE:
+            self._wanted = actions.closed(view.state, self._reason, self._has_failed)
+        else:
+            self._wanted = actions.apply(action, view.state, view.node, shared.next_beat(), shared.settings)
+        if action is Action.NO_LONGER_REDUNDANT:
+            # Waiting without need did not count.
+            self._deadline = view.now + self._seconds
+        return 0.0
+
+    def _until_next_look(self, view: View) -> float:
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        due = [self._shared.seconds_to_beat(), self._deadline - view.now]
+        if view.last_call_since is not None:
+            due.append(view.last_call_since + actions.seconds_of_last_call(view.settings) - view.now)
+        # Ignore deadlines that have passed. Wait for at least a millisecond, so that this does not become a
+        # busy loop.
+        return min([pause, *(max(each, 0.001) for each in due if each > 0)])
+
+    def _raise_for(self, action: Action) -> None:
+        name, state = self._shared.settings.run_id, self._shared.state
+        if action is Action.ERROR_CLOSED:
+            raise RendezvousClosedError(f"the rendezvous of job {name} is closed: {state.closed}")
+        if action is Action.ERROR_SPARE:
+            raise RendezvousGracefulExitError(
+                f"the rendezvous of job {name} is closed, and did not need this node: {state.closed}"
+            )
+        if action is Action.ERROR_TIMEOUT:
+            raise RendezvousTimeoutError(
+                f"the rendezvous of job {name}: not done within {self._seconds:g} s: {_who(state)}, "
+                f"{self._shared.settings.min_nodes} are needed"
+            )
+
+
+def _who(state: State) -> str:
+    shown = ", ".join(str(node) for node in list(state.nodes)[:8]) or "nobody"
+    return f"{len(state.nodes)} nodes are there ({shown})"
+
+
+def _pair(found: Any) -> tuple[bytes, Any]:
+    try:
+        data, token = found
+    except (TypeError, ValueError):
+        raise RendezvousStateError(
+            f"the back end answered {found!r} to get_state, expected (state, token) or None"
+        ) from None
+    return data, token

@@ -1,0 +1,248 @@
+"""What the leader sees of the store, kept so that a change costs the same however many agents there are.
+
+- **VIEW-1** it holds every key of the job as of :attr:`View.revision`.
+- **VIEW-2** the derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) equal their definitions; only
+  a new round recomputes them from everything.
+- **VIEW-3** a damaged record changes nothing that was known, and never makes a member with workers look idle,
+  finished or gone.
+"""
+
+from __future__ import annotations
+
+from elasticrs.rendezvous.elastic.keys import agent_of, incarnation_of, is_member, number_of
+from elasticrs.rendezvous.elastic.records import Head, Node, Slot, check_done, damage, table_of
+from elasticrs.rendezvous.elastic.validation import DamagedError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from elasticrs.rendezvous.elastic.keys import Keys
+    from elasticrs.rendezvous.elastic.records import Seat
+    from elasticrs.store.coordination import Entry
+
+MAX_DAMAGED = 8
+"""Damaged keys that the user is told of."""
+
+UNREADABLE = Node("?", "", "", "", 0, 0)
+"""In place of a registration that was damaged before it was read: of a node that may have workers."""
+
+
+class View:
+    """The store, as the leader sees it.
+
+    Attributes:
+        revision: up to which everything is known.
+        head, head_revision: the state of the job (``None``, 0: none yet).
+        nodes: the registrations, by member.
+        joined: create revisions of the registrations.
+        slots: the round that each member was last given a slot for; ``None``: it cannot be read.
+        seats: the members of the head's round, by group rank.
+        rank_of: their group ranks, by member.
+        done: group ranks whose workers have finished.
+        absent: group ranks whose registration is gone.
+        missing: those of them that had not finished.
+        slow: members that are here and may still have workers.
+        candidates: members that are here, the latest of their agent, staying, and without workers.
+        waiting: candidates that are no members.
+        causes: members that tell of a failure of their own.
+        farewells: members that said that they leave.
+        damaged: keys whose record could not be read, and what to tell the user of it.
+    """
+
+    def __init__(self, keys: Keys, revision: int, entries: Iterable[Entry]) -> None:
+        self._keys = keys
+        self._agents: dict[str, list[int]] = {}
+        self._dones: set[tuple[int, int]] = set()
+        self._tables: dict[str, dict[int, list[Seat]]] = {}
+        self.revision = revision
+        self.head: Head | None = None
+        self.head_revision = 0
+        self.nodes: dict[str, Node] = {}
+        self.joined: dict[str, int] = {}
+        self.slots: dict[str, int | None] = {}
+        self.seats: list[Seat] = []
+        self.rank_of: dict[str, int] = {}
+        self.done: set[int] = set()
+        self.absent: set[int] = set()
+        self.missing: set[int] = set()
+        self.slow: set[str] = set()
+        self.candidates: set[str] = set()
+        self.waiting: set[str] = set()
+        self.farewells: set[str] = set()
+        self.causes: set[str] = set()
+        self.damaged: dict[str, str] = {}
+        for entry in entries:
+            self._take(entry)
+        self._new_round()
+
+    @property
+    def round(self) -> int:
+        """Number of the last round, 0 before the first."""
+        return self.head.round if self.head else 0
+
+    @property
+    def forms(self) -> list[str]:
+        """The proposals whose tables are in the store."""
+        return list(self._tables)
+
+    def apply(self, revision: int, changes: Iterable[Entry]) -> None:
+        """Apply one revision of the store."""
+        before = self.round, self.head.form if self.head else ""
+        touched = [member for change in changes for member in self._take(change)]
+        self.revision = revision
+        if (self.round, self.head.form if self.head else "") != before:
+            self._new_round()
+            return
+        for member in touched:
+            self._refresh(member)
+
+    def holds(self, member: str) -> bool:
+        """True if a member may still have workers: its last slot counted, and it has not said that it is
+        idle.
+
+        Its own slot decides, not the last table: a member that was left out of a round as too slow still has
+        the workers of the round before.
+        """
+        given = self.slots.get(member, 0)
+        if given is None:
+            given = self.round
+        return 0 < given <= self.round and self.nodes[member].idle < given
+
+    # --- taking over keys ---
+
+    def _take(self, entry: Entry) -> Iterable[str]:
+        """Take over one key; returns the members whose standing may have changed."""
+        kind, _, name = entry.key[len(self._keys.prefix) :].partition("/")
+        if kind == "nodes" and is_member(name):
+            return self._take_node(name, entry)
+        if kind == "slot":
+            self._take_slot(name, entry)
+            return (name,)
+        if kind == "head":
+            self.head = None if entry.value is None else Head.read(entry)
+            self.head_revision = entry.mod_revision
+        elif kind == "table":
+            self._take_table(name, entry)
+        elif kind == "done":
+            self._take_done(name, entry)
+        elif kind == "left":
+            (self.farewells.discard if entry.value is None else self.farewells.add)(name)
+            return (name,)
+        return ()
+
+    def _note(self, entry: Entry, error: DamagedError) -> None:
+        if len(self.damaged) < MAX_DAMAGED:
+            self.damaged.setdefault(entry.key, damage(entry.key, error))
+
+    def _take_slot(self, member: str, entry: Entry) -> None:
+        if entry.value is None:
+            self.slots.pop(member, None)
+            return
+        try:
+            self.slots[member] = Slot.decode(entry.value).round
+        except DamagedError as error:
+            self._note(entry, error)
+            self.slots[member] = None
+
+    def _node(self, member: str, entry: Entry) -> Node:
+        try:
+            return Node.decode(entry.value or b"")
+        except DamagedError as error:
+            self._note(entry, error)
+            return self.nodes.get(member, UNREADABLE)
+
+    def _take_node(self, member: str, entry: Entry) -> Iterable[str]:
+        siblings = self._agents.setdefault(agent_of(member), [])
+        incarnation = incarnation_of(member)
+        if entry.value is None:
+            self.nodes.pop(member, None)
+            self.joined.pop(member, None)
+            self.causes.discard(member)
+            if incarnation in siblings:
+                siblings.remove(incarnation)
+            if not siblings:
+                del self._agents[agent_of(member)]
+        else:
+            self.nodes[member] = node = self._node(member, entry)
+            (self.causes.discard if node.cause is None else self.causes.add)(member)
+            self.joined[member] = entry.create_revision
+            if incarnation not in siblings:
+                siblings.append(incarnation)
+        if len(siblings) > 1 or (siblings and entry.value is None):
+            return [f"{agent_of(member)}/{each}" for each in {*siblings, incarnation}]
+        return (member,)
+
+    def _take_table(self, name: str, entry: Entry) -> None:
+        form, _, part = name.rpartition("/")
+        index = number_of(part)
+        if index is None:
+            return
+        chunks = self._tables.setdefault(form, {})
+        if entry.value is None:
+            chunks.pop(index, None)
+            if not chunks:
+                del self._tables[form]
+        elif index not in chunks:
+            # It is written once: what comes later is not the leader's.
+            try:
+                chunks[index] = table_of(entry.value)
+            except DamagedError as error:
+                self._note(entry, error)
+
+    def _take_done(self, name: str, entry: Entry) -> None:
+        number, _, rank = name.partition("/")
+        key = number_of(number), number_of(rank)
+        if key[0] is None or key[1] is None:
+            return
+        if entry.value is not None and key not in self._dones:
+            try:
+                check_done(entry.value)
+            except DamagedError as error:
+                self._note(entry, error)
+                return
+        (self._dones.discard if entry.value is None else self._dones.add)((key[0], key[1]))
+        if key[0] != self.round or key[1] >= len(self.seats):
+            return
+        if entry.value is not None:
+            self.done.add(key[1])
+            self.missing.discard(key[1])
+        else:
+            self.done.discard(key[1])
+            self.missing |= self.absent & {key[1]}
+
+    # --- what follows ---
+
+    def _new_round(self) -> None:
+        number, form = self.round, self.head.form if self.head else ""
+        chunks = self._tables.get(form, {})
+        self.seats = [seat for index in sorted(chunks) for seat in chunks[index]]
+        self.rank_of = {seat.member: rank for rank, seat in enumerate(self.seats)}
+        self.done = {rank for round_, rank in self._dones if round_ == number and rank < len(self.seats)}
+        for derived in (self.absent, self.missing, self.slow, self.candidates, self.waiting):
+            derived.clear()
+        for member in (*self.nodes, *self.rank_of):
+            self._refresh(member)
+
+    def _refresh(self, member: str) -> None:
+        rank = self.rank_of.get(member)
+        if member not in self.nodes:
+            self.slow.discard(member)
+            self.candidates.discard(member)
+            self.waiting.discard(member)
+            if rank is not None:
+                self.absent.add(rank)
+                if rank not in self.done:
+                    self.missing.add(rank)
+            return
+        holds = self.holds(member)
+        if rank is not None:
+            self.absent.discard(rank)
+            self.missing.discard(rank)
+            (self.slow.add if holds else self.slow.discard)(member)
+        siblings = self._agents[agent_of(member)]
+        latest = len(siblings) == 1 or max(siblings) == incarnation_of(member)
+        is_known = self.nodes[member] is not UNREADABLE
+        fit = not holds and latest and is_known and member not in self.farewells
+        (self.candidates.add if fit else self.candidates.discard)(member)
+        (self.waiting.add if fit and rank is None else self.waiting.discard)(member)

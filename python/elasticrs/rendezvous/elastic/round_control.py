@@ -1,0 +1,140 @@
+"""The leader's part: it ends, forms and closes rounds. It need not be a member of one.
+
+:func:`decide` runs after everything that can change its mind.
+"""
+
+from __future__ import annotations
+
+from elasticrs.rendezvous.elastic import formation
+from elasticrs.rendezvous.elastic.connecting import fence
+from elasticrs.rendezvous.elastic.dead_workers import forget_workers, workers_keys
+from elasticrs.rendezvous.elastic.keys import agent_of
+from elasticrs.rendezvous.elastic.leader import close, forget, forget_timers, has_passed, write
+from elasticrs.rendezvous.elastic.leader_view import View
+from elasticrs.rendezvous.elastic.member import Purpose
+from elasticrs.rendezvous.elastic.messages import Announce
+from elasticrs.rendezvous.elastic.rounds import GONE
+from elasticrs.store.coordination import Missing
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.rendezvous.elastic.leader_state import Leader
+    from elasticrs.rendezvous.elastic.member import Member
+    from elasticrs.rendezvous.elastic.records import Head
+    from elasticrs.store.coordination import Changes, Reply
+
+
+def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
+    """Take the first look at the store."""
+    view = leader.view = View(member.keys, reply.revision, reply.entries())
+    early, leader.early = leader.early, []
+    for event in early:
+        if event.revision > reply.revision:
+            view.apply(event.revision, event.changes)
+    _seen(member, leader, view)
+
+
+def changed(member: Member, leader: Leader, event: Changes) -> None:
+    """Handle one revision of the store."""
+    view = leader.view
+    if view is None:
+        leader.early.append(event)
+        return
+    if event.revision > view.revision:
+        view.apply(event.revision, event.changes)
+        leader.stalled = False
+    _seen(member, leader, view)
+
+
+def _seen(member: Member, leader: Leader, view: View) -> None:
+    registration = member.registered
+    if registration is None or registration.member not in view.nodes:
+        fence(member, GONE)
+        return
+    for text in list(view.damaged.values())[leader.told_damaged :]:
+        member.do(Announce(f"{text}; it is ignored"))
+    leader.told_damaged = len(view.damaged)
+    decide(member, leader)
+
+
+def timer_fired(member: Member, leader: Leader, name: str) -> None:
+    """A timer has fired, maybe one of the leader's."""
+    if name in leader.timers:
+        leader.timers[name] = True
+        decide(member, leader)
+
+
+def written(member: Member, leader: Leader, reply: Reply) -> None:
+    """A write of the leader was answered."""
+    if leader.answered(reply):
+        decide(member, leader)
+
+
+# --- deciding ---
+
+
+def decide(member: Member, leader: Leader) -> None:
+    """Do what the view calls for: at most one write."""
+    view, link = leader.view, member.link
+    # A snapshot may be ahead of this agent's own watch.
+    if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
+        return
+    if view.head_revision != leader.of_head:
+        forget_timers(member, leader)
+        leader.of_head = view.head_revision
+    head = view.head
+    if head is not None and head.state != "CLOSED" and len(view.seats) != head.size:
+        # Nobody can tell any more who is gone, or has finished.
+        table = f"the table {member.keys.table(head.form)} of round {head.round} is damaged"
+        close(member, leader, view, head.replaced(outcome="failed", reason=table))
+    elif head is None or head.state == "ENDED":
+        formation.decide(member, leader, view)
+    elif head.state == "RUNNING":
+        _running(member, leader, view, head)
+
+
+# --- a round that runs ---
+
+
+def missing_ranks(view: View) -> set[int]:
+    """Return the members that are gone and had not finished."""
+    return view.missing
+
+
+def may_grow(member: Member, view: View, head: Head) -> bool:
+    """True if a waiting node is a reason to end the round."""
+    is_wanted = head.size < member.rendezvous.max_nodes and bool(view.waiting)
+    return member.settings.scale_up and is_wanted and not view.done
+
+
+def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
+    """Remove the registrations of lost agents' workers. These workers are dead: an agent's session ends when
+    its nursery reports that no process is left, or when its lease expires, and the nursery kills the workers
+    before that.
+    """
+    keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
+    for seat in (view.seats[rank] for rank in gone):
+        if seat.member not in view.farewells:
+            member.txn(Purpose.NOTHING, [], forget_workers(keys, agent_of(seat.member)))
+
+
+def _running(member: Member, leader: Leader, view: View, head: Head) -> None:
+    gone = missing_ranks(view)
+    if gone:
+        rank = min(gone)
+        seat = view.seats[rank]
+        kind = "left" if seat.member in view.farewells else "lost"
+        end = {"kind": kind, "node": seat.name, "group_rank": rank, "member": seat.member}
+        ended = head.replaced(state="ENDED", end=end, cause=None)
+        not_done = Missing(member.keys.done(head.round, rank))
+        if member.agent.keeps_workers:
+            _forget_workers(member, view, gone)
+        write(member, leader, view, [member.put_head(ended)], [not_done])
+    elif len(view.done) == len(view.seats):
+        close(member, leader, view, head.replaced(outcome="succeeded", reason=None, end=None, cause=None))
+    elif may_grow(member, view, head):
+        if has_passed(member, leader, "scale", member.settings.scale_up_delay):
+            ended = head.replaced(state="ENDED", end={"kind": "scale"}, cause=None)
+            write(member, leader, view, [member.put_head(ended)])
+    else:
+        forget(member, leader, "scale")

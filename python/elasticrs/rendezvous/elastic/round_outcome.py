@@ -1,0 +1,131 @@
+"""What the end of a round costs, and whether it ends the job. Pure functions of the leader's view.
+
+- **VERDICT-1** only a failure of workers is charged, and only when no member was lost: workers often die
+  *because* a node died, and their report comes first.
+- **VERDICT-2** the first cause is the earliest of all that members report for the round; when it is a worker
+  that hung, it is the one that the others waited for, by :func:`~.records.blame_of`.
+"""
+
+from __future__ import annotations
+
+from elasticrs.job.restart_budget import used_after
+from elasticrs.job.value import Value
+from elasticrs.rendezvous.elastic.announcements import named, nodes
+from elasticrs.rendezvous.elastic.records import blame_of, time_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from elasticrs.rendezvous.elastic.leader_view import View
+    from elasticrs.rendezvous.elastic.records import Head
+    from elasticrs.rendezvous.elastic.settings import Settings
+
+MAX_SETUPS = 3
+"""Rounds in a row that may fail to start."""
+
+
+class Verdict(Value):
+    """What the end of a round leads to.
+
+    Args:
+        alive: members whose being here the charge of a restart rests on.
+        head: the ended head with all counts brought up to date.
+        reason: why the job ends here; ``None``: it goes on.
+    """
+
+    alive: list[str]
+    head: Head
+    reason: str | None
+
+
+def is_explained(view: View) -> bool:
+    """True if the loss of a member can explain the failure of others.
+
+    One that had finished explains nothing, unless the round's worker store went with it.
+    """
+    is_leaving = any(member in view.rank_of for member in view.farewells)
+    return bool(view.missing) or 0 in view.absent or is_leaving
+
+
+def is_charged(view: View, head: Head) -> bool:
+    """True if the end of the round uses a restart."""
+    return kind_of(head) == "failure" and not is_explained(view)
+
+
+def witnesses(view: View) -> list[str]:
+    """Members that may have workers here, and whose loss would explain: see :func:`is_explained`."""
+    return sorted(member for member in view.slow if view.rank_of[member] not in view.done - {0})
+
+
+def kind_of(head: Head) -> str:
+    """Return how the round ended."""
+    kind: str = (head.end or {}).get("kind", "")
+    return kind
+
+
+def first_cause(view: View, head: Head) -> dict[str, Any] | None:
+    """See VERDICT-2; of equals, what the node itself told later, as it knew more then."""
+    members = [member for member in sorted(view.causes) if member in view.rank_of]
+    told = [view.nodes[member] for member in members]
+    causes = [head.cause, *(node.cause for node in told if node.idle == head.round)]
+    known: list[dict[str, Any]] = [cause for cause in reversed(causes) if cause is not None]
+    if not known:
+        return None
+    first = min(known, key=lambda cause: (time_of(cause) is None, time_of(cause) or 0))
+    if blame_of(first) is None:
+        return first
+    hung = [(blame, cause) for cause in known if (blame := blame_of(cause)) is not None]
+    return min(hung, key=lambda each: each[0])[1]
+
+
+def judge(view: View, head: Head, settings: Settings, max_restarts: int, was_short: bool | None) -> Verdict:
+    """Judge what follows from an ended round, once every member has stopped or is gone, or ``settle`` has
+    passed. ``was_short``: it ended soon after its start; ``None``: this agent was not there to see.
+    """
+    kind, charged = kind_of(head), is_charged(view, head)
+    used = used_after(head.used, max_restarts) if charged else head.used
+    lost = len(view.missing) - sum(view.rank_of.get(each) in view.missing for each in view.farewells)
+    lossy = kind == "lost" or (kind == "failure" and not charged)
+    short_losses = head.short_losses
+    if was_short is False:
+        short_losses = 0
+    elif was_short and lossy:
+        short_losses += 1
+    counted = head.replaced(
+        losses=head.losses + lost,
+        short_losses=short_losses,
+        setups=head.setups + 1 if kind == "setup" else 0,
+        cause=first_cause(view, head),
+        end={**(head.end or {}), "charged": charged},
+    )
+    reason = _why_not_again(view, counted, settings)
+    if reason is None and used is None:
+        reason = (
+            f"workers failed in round {head.round} and no restart is left"
+            f" (max_restarts={max_restarts}, {head.used} used)"
+        )
+    if reason is None and used is not None:
+        counted = counted.replaced(used=used)
+    return Verdict(witnesses(view) if charged else [], counted, reason)
+
+
+def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:
+    """Say what ends the job here besides the budget; ``None``: nothing."""
+    end = counted.end or {}
+    if kind_of(counted) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
+        return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"
+    if settings.max_node_losses is not None and counted.losses > settings.max_node_losses:
+        lost_nodes = nodes(counted.losses)
+        return f"lost {lost_nodes} (max_node_losses={settings.max_node_losses}), last: {_lost_names(view)}"
+    if counted.short_losses >= settings.max_short_losses:
+        return (
+            f"{counted.short_losses} rounds in a row lost a node less than {settings.short_round:g} s"
+            f" after their start, last: {_lost_names(view)}"
+        )
+    return None
+
+
+def _lost_names(view: View) -> str:
+    lost = [view.seats[rank] for rank in sorted(view.missing)]
+    return named([seat.name for seat in lost if seat.member not in view.farewells]) or "unknown"

@@ -1,0 +1,1 @@
+"""Text for people: the console, the wording of messages, and short forms of tracebacks."""

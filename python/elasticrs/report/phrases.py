@@ -1,0 +1,280 @@
+"""Messages of the agent to the user. Pure functions that return one line each."""
+
+from __future__ import annotations
+
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from elasticrs._core import TimerExpired, WorkersKilled
+
+NAME = "elasticrs"
+"""First word of the launcher's lines."""
+
+AGAIN = " (send it again to kill them at once)"
+"""Hint that a second stop signal kills the workers at once."""
+
+NOT_STARTED = "the workers could not be started"
+"""Text before the reason of a failed start."""
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def visible(text: str) -> str:
+    """Return a text with its control characters escaped, except newlines and tabs.
+
+    Names of nodes and roles, and output of workers, may contain sequences that clear the screen, set the
+    terminal's title, or change the direction of text.
+    """
+    return text.translate(_CONTROLS)
+
+
+def signal_name(signum: int) -> str:
+    """Return the name of a signal: ``"SIGTERM"`` for 15, ``"SIG40"`` for a signal without a name."""
+    import signal
+
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"SIG{signum}"
+
+
+SILENT = "exited with code 0 before the function returned"
+"""Text for a process that exited with 0 although its function has not returned."""
+
+
+def how_it_ended(exitcode: int | None) -> str:
+    """Describe the end of a process by its exit code, as a phrase that follows its name. A negative code is a
+    signal.
+    """
+    if exitcode is None:
+        return "was lost"
+    if exitcode < 0:
+        return f"died by {signal_name(-exitcode)}"
+    return f"exited with code {exitcode}"
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Describe an exit code. A negative code is a signal, and ``None`` means that the status is unknown."""
+    if exitcode is None:
+        return "unknown exit status"
+    if exitcode < 0:
+        return signal_name(-exitcode)
+    if 128 < exitcode < 128 + 65:
+        return f"exit code {exitcode} (a shell's word for {signal_name(exitcode - 128)})"
+    return f"exit code {exitcode}"
+
+
+def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
+    """Describe the end of the nursery, as a phrase that follows its name. ``hung`` means that the agent
+    killed it because it did not respond.
+    """
+    return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
+
+
+def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int, when: str) -> str:
+    """Return the line that announces a restart: its ``cause``, the time of the cause (``when``), the number
+    of other workers ``stopped`` for it, and the restarts left.
+    """
+    others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
+    return f"{cause}{others}; restarting, {restarts_left} of {max_restarts} left ({when})"
+
+
+def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left: str, when: str) -> str:
+    """Say that a worker was replaced.
+
+    Args:
+        cause: the failed worker and the reason.
+        others: number of other workers, which keep running.
+        pid: pid of the replacement.
+        span_ns: nanoseconds from the failure to the start of the replacement.
+        restarts_left: number of restarts left, as in "2 of 3 left".
+        when: time of the failure.
+    """
+    left_alone = f"; {others} other{'s go' if others != 1 else ' goes'} on" if others else ""
+    return (
+        f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)}, {restarts_left} ({when})"
+    )
+
+
+def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:
+    """Return the line that reports a worker whose rate is lower than that of the other workers on its
+    node.
+    """
+    who = f"rank {rank} (pid {pid})"
+    return f"{who} has been slow for {seconds:g} s: its rate is {rate:.4g}, the median here {median:.4g}"
+
+
+def checkpoint_line(result: str, ns: int) -> str:
+    """Return the line that reports the result of a requested checkpoint.
+
+    Args:
+        result: result as in :mod:`elasticrs.workers.node_page`.
+        ns: nanoseconds since the request.
+    """
+    if result == "saved":
+        return f"checkpoint saved {ns / 1e6:.1f} ms after it was asked for"
+    if result == "failed":
+        return "the checkpoint that was asked for was not written; the output of rank 0 says why"
+    return "a checkpoint was asked for, but the workers have not called set_checkpoint_manager"
+
+
+def checkpoint_requested(signum: int) -> str:
+    """Return the line that confirms a received signal as a request for a checkpoint."""
+    return f"{signal_name(signum)} received: asking the workers for a checkpoint at the end of a step"
+
+
+CHECKPOINT_NOT_MADE = "no checkpoint was saved after the last request: the workers ended first"
+"""Message at the end of the job if the last request for a checkpoint was not fulfilled."""
+
+
+NOBODY_TRAINED = (
+    "no worker of this node has used elasticrs.train, so --on-failure replace let no worker continue a"
+    " training: use --on-failure restart for other programs"
+)
+
+
+def checkpoint_is_late(seconds: float, workers: int) -> str:
+    """Return the line that reports that a requested checkpoint is late. ``workers`` is the number of workers
+    on this node that use ``elasticrs.train``.
+    """
+    who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
+    return f"the checkpoint that was asked for {seconds:g} s ago is not there yet ({who} in elasticrs.train)"
+
+
+def passed_on(signum: int, held: Sequence[int]) -> str:
+    """Say that a signal is passed on to the workers.
+
+    Args:
+        signum: the signal.
+        held: local ranks of the workers that have no handler for it yet.
+    """
+    line = f"{signal_name(signum)} received: passing it on to the workers"
+    if held:
+        ranks = ", ".join(map(str, sorted(held)))
+        line += (
+            f"; held for local rank {ranks} until there is a handler for it, because it would kill the worker"
+        )
+    return line
+
+
+def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
+    """Say that workers were not sent a signal, because they had no handler for it."""
+    ranks = ", ".join(map(str, local_ranks))
+    return f"{signal_name(signum)} was dropped for local rank {ranks}: no handler was installed {when}"
+
+
+def stop_line(asked: int | None, signum: int, grace: float) -> str:
+    """Say that the job is being stopped.
+
+    Args:
+        asked: first signal that the agent received.
+        signum: signal that is sent to the workers now.
+        grace: seconds until SIGKILL.
+    """
+    if asked != signum:
+        return f"second stop request: {signal_name(signum)} to all workers"
+    return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s{AGAIN}"
+
+
+def killed(who: str, event: WorkersKilled) -> str:
+    """Return a line that names workers that were killed because they did not exit in time, and warns of
+    incomplete files.
+
+    ``who`` names the workers.
+    """
+    was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
+    if event.reason == "stalled exit":
+        return f"{who} had raised, made no progress with the exit for {event.limit:g} s, and {was} killed"
+    if event.signal is None:
+        overdue = f"had raised, {was} still exiting {event.limit:g} s after --exit-timeout had passed,"
+    else:
+        overdue = f"had not exited {event.limit:g} s after {signal_name(event.signal)}"
+    return f"{who} {overdue} and {was} killed; what {it} {was} saving may be incomplete (--shutdown-timeout)"
+
+
+def stuck(local_ranks: Iterable[int]) -> str:
+    """Return why a node is unfit after SIGKILL did not end these workers."""
+    return f"SIGKILL did not end local rank(s) {', '.join(map(str, local_ranks))}"
+
+
+def asleep(seconds: Mapping[int, float], limit: float) -> str:
+    """Return why a node is unfit whose workers are in uninterruptible sleep: their time asleep in seconds, by
+    local rank, and the limit.
+    """
+    who = ", ".join(f"{rank} ({span:.1f} s)" for rank, span in seconds.items())
+    return f"local rank(s) {who} in uninterruptible sleep (state D), longer than the {limit:g} s allowed"
+
+
+def not_restarted(why: str) -> str:
+    """Return the line that says why this node starts no further workers."""
+    return f"{why}; this node cannot be used for a restart"
+
+
+def milliseconds(span_ns: int) -> str:
+    """Write a span for people."""
+    return f"{span_ns / 1e6:.1f} ms"
+
+
+def phases(phases_ms: Mapping[str, float]) -> str:
+    """Return the durations of a restart's phases, to append to the total duration; empty if none is known."""
+    shown = [f"{name} {span:.1f}" for name, span in phases_ms.items() if span >= 0.05]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
+def duration(seconds: float) -> str:
+    """Format a long duration: ``12.3 s``, ``5 min 20 s``, ``27 h 12 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def goodput(productive_ns: int, total_ns: int) -> str:
+    """Return text with the percentage of productive time, to append to the summary line.
+
+    Empty for a job shorter than a minute, because its start takes up most of that time.
+    """
+    if total_ns < 60_000_000_000:
+        return ""
+    return f", goodput {productive_ns / total_ns * 100:.1f} %"
+
+
+def timer_expired(timer: TimerExpired) -> str:
+    """Return the line that reports an expired timer. Texts from the worker are escaped, because they may hold
+    any characters.
+    """
+    at = f" at {printable(timer.at)}" if timer.at else ""
+    others = f", {timer.others} other timer{'s' if timer.others != 1 else ''} live" if timer.others else ""
+    return f"timer expired: scope '{printable(timer.scope)}'{at}, deadline {_clock(timer.deadline)}{others}"
+
+
+def _clock(seconds: float) -> str:
+    try:
+        return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{int(seconds * 1000) % 1000:03d}"
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:g} s after 1970"
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Cut a text of a worker, which may hold anything, to ``limit`` characters, with ``?`` for unprintable
+    ones.
+    """
+    shown = "".join(character if character.isprintable() else "?" for character in text[:limit])
+    return f"{shown}…" if len(text) > limit else shown
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Write ascending ranks as ``rank 3``, ``ranks 0, 1``, ``ranks 0-6, 8``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    texts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"

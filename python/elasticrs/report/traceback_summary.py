@@ -1,0 +1,49 @@
+"""One-line summary of a traceback for people. Pure. Imported only after a failure."""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs.report.phrases import printable
+
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
+"""Parts of paths that show that code is not the user's."""
+
+_LIMIT = 300
+"""Maximum length of the exception, in characters."""
+
+
+def headline(text: str) -> str | None:
+    """Return the exception and its location in the user's code: ``FileNotFoundError: data.bin
+    (train.py:41)``.
+
+    The location is the innermost frame outside of installed packages and the standard library, or the
+    innermost frame if all are inside. ``None`` if the text is empty. The text may be a traceback as Python
+    prints it, the end of a traceback, or any other message.
+    """
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return None
+    last = max((number for number, line in enumerate(lines) if _begins(line)), default=-1)
+    block = lines[last + 1 :]
+    frames = [frame for frame in map(_frame, block) if frame is not None]
+    is_traceback = last >= 0 or bool(frames)
+    # The first line of an exception is the most informative one. In other messages it is the last line.
+    said = next((line for line in block if not line.startswith((" ", "…"))), None) if is_traceback else None
+    said = printable((said or lines[-1]).strip(), _LIMIT)
+    if not frames:
+        return said
+    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)]
+    path, number = (own or frames)[-1]
+    return f"{said} ({printable(os.path.basename(path), _LIMIT)}:{number})"
+
+
+def _begins(line: str) -> bool:
+    return line.startswith("Traceback (most recent call last)")
+
+
+def _frame(line: str) -> tuple[str, str] | None:
+    if not line.startswith('  File "'):
+        return None
+    path, found, rest = line[len('  File "') :].rpartition('", line ')
+    return (path, rest.partition(",")[0]) if found else None

@@ -1,0 +1,96 @@
+"""Server, client and session of our own store."""
+
+from __future__ import annotations
+
+from elasticrs import _core
+from elasticrs.store import coordination
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elasticrs.store.coordination import Compare, Operation, Request, StoreEvent
+
+
+Server = _core.CoordinationServer
+Client = _core.CoordinationClient
+raise_descriptor_limit = _core.raise_descriptor_limit
+scoped_token = _core.scoped_token
+
+
+class NativeSession:
+    """Session with our own store; see :class:`~elasticrs.store.coordination.Session`. The session owns its
+    client.
+    """
+
+    __slots__ = ("_client", "fd")
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.fd = client.fd
+
+    @property
+    def met(self) -> tuple[bytes, int] | None:
+        """Identity of the store, with which a later client of the same store is created; ``None`` if the
+        client has not met a store of ours.
+        """
+        return self._client.met
+
+    def take(self) -> list[StoreEvent]:
+        return [_event(event) for event in self._client.take()]
+
+    def wait(self, timeout: float | None) -> bool:
+        return self._client.wait(timeout)
+
+    def send(self, request: Request) -> None:
+        """Send a request.
+
+        Raises:
+            ValueError: the request is too large.
+        """
+        if isinstance(request, coordination.Txn):
+            self._client.txn(
+                request.tag, _steps(request.compares), _steps(request.then), _steps(request.otherwise)
+            )
+        elif isinstance(request, coordination.Watch):
+            self._client.watch(request.tag, request.prefix, exact=request.exact, snapshot=request.snapshot)
+        else:
+            self._client.unwatch(request.prefix, exact=request.exact)
+
+    def clock(self) -> tuple[int, int] | None:
+        return self._client.clock()
+
+    def close(self) -> None:
+        self._client.close()
+
+
+_WORDS: dict[type[Compare | Operation], str] = {
+    coordination.Exists: "exists",
+    coordination.Missing: "missing",
+    coordination.CreatedAt: "create",
+    coordination.ModifiedAt: "mod",
+    coordination.HasValue: "value",
+    coordination.Put: "put",
+    coordination.Delete: "delete",
+    coordination.DeletePrefix: "delete_prefix",
+    coordination.Get: "get",
+    coordination.Range: "range",
+    coordination.Predecessor: "predecessor",
+}
+
+
+def _steps(steps: Sequence[Compare] | Sequence[Operation]) -> list[tuple[str | bytes | int, ...]]:
+    return [(_WORDS[type(step)], *step.values()) for step in steps]
+
+
+def _event(event: _core.StoreEvent) -> StoreEvent:
+    """Convert a native event. Entries are not converted, because they have the same attributes."""
+    if isinstance(event, _core.Reply):
+        return coordination.Reply(event.tag, event.ok, event.revision, event.results)
+    if isinstance(event, _core.Changes):
+        return coordination.Changes(event.revision, event.changes)
+    if isinstance(event, _core.Connected):
+        return coordination.Connected(event.revision, event.local_address, event.ttl)
+    if isinstance(event, _core.StoreNotice):
+        return coordination.Notice(event.message)
+    return coordination.ConnectionLost(event.kind, event.message)

@@ -1,0 +1,143 @@
+"""Taking part without :func:`~elasticrs.train.train`: for loops of one's own, and for frameworks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import TYPE_CHECKING
+
+from elasticrs.train import groups
+from elasticrs.train.agent import URL_VARIABLE, agent_place
+from elasticrs.train.meeting_url import parse
+from elasticrs.train.membership import Membership
+from elasticrs.workers.node_page import page_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from elasticrs.rendezvous.elastic.messages import Stop
+    from elasticrs.train.membership import Round
+
+__all__ = ["Participant", "on_change"]
+
+
+def on_change(callback: Callable[[Stop], None] | None = None, init_method: str | None = None) -> Participant:
+    """Take part in the job with a training loop of your own, which survives the failure of other workers.
+
+    ::
+
+        with elasticrs.train.on_change() as job:
+            while not is_finished(model):
+                job.meet()                               # a new round: RANK, WORLD_SIZE, MASTER_* are set
+                try:
+                    job.init_process_group("gloo")
+                    synchronise(model)                   # the most advanced worker sends to all
+                    while not is_finished(model):
+                        step(model)
+                        if job.passed():                 # once after each step
+                            break
+                except RuntimeError:                     # a collective was aborted
+                    roll_back(model)
+            job.close()                                  # end the job for all workers
+
+    Args:
+        callback: Called on a separate thread with a :class:`~elasticrs.rendezvous.elastic.messages.Stop` as
+            soon as a round ends for this worker. A framework can use it to abort communication that this
+            library does not know about. It must not raise. If ``planned`` is true, no worker has failed and
+            nothing needs to be aborted.
+        init_method: Rendezvous URL, as for :class:`~elasticrs.train.p2p.CoordinatorP2P`. ``None`` to use the
+            settings from the agent.
+
+    Raises:
+        RuntimeError: This process was not started by an agent.
+        ValueError: The URL is invalid.
+    """
+    if init_method is not None:
+        place = parse(init_method, os.environ)
+    else:
+        found = agent_place()
+        place = parse(found.url, found.environ, source=URL_VARIABLE, may_host=found.hosts)
+    member = Membership(
+        place.rendezvous, place.backend, on_change=callback, stuck_timeout=place.stuck_timeout
+    )
+    if init_method is None:
+        member.page = page_of(os.environ)
+    return Participant(member)
+
+
+class Participant:
+    """One worker's part in a job; made by :func:`on_change`. As a context manager it leaves the job at an
+    exception, so that the others go on without this worker.
+
+    Args:
+        member: of the rendezvous.
+    """
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+        self._is_over = False
+
+    def meet(self) -> Round:
+        """End the process group, and wait for the next round: rank, world size, address of the workers'
+        store.
+
+        Raises:
+            RendezvousError: there is none for this worker; a
+                :class:`~elasticrs.rendezvous.api.RendezvousClosedError` if the job has ended.
+        """
+        groups.destroy()
+        return self._member.meet()
+
+    def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
+        """Create the default process group in such a way that its collectives can be aborted.
+
+        Groups that the program creates with ``torch.distributed`` until the next :meth:`meet` can be aborted
+        as well. If you create the default group in another way, do so inside
+        ``with round.connections.recorded()``. Otherwise its collectives cannot be aborted.
+
+        Args:
+            backend: Backend of the group, such as ``"gloo"``.
+            timeout: Timeout of a collective, in seconds.
+
+        Raises:
+            RuntimeError: The round has ended. Call :meth:`meet` again.
+        """
+        current = self._member.round
+        if current is None:
+            raise RuntimeError("there is no round: call meet() first")
+        if "nccl" in backend:
+            self._member.abort = groups.abort
+        span = datetime.timedelta(seconds=timeout)
+        with current.connections.recorded():
+            store = groups.connect(current.master_addr, current.master_port, lambda: self._member.is_broken)
+            groups.create(backend, store, current.rank, current.world_size, span)
+        groups.record_further_groups(current.connections)
+
+    def passed(self) -> bool:
+        """Count a step that is done; true if it is time to :meth:`meet` again. Without a change that costs no
+        message.
+        """
+        return self._member.passed()
+
+    def announce_end(self) -> None:
+        """The training has ended here: when the round ends, the others first do what was done here."""
+        self._member.announce_end()
+
+    def close(self) -> None:
+        """The job has ended, for all."""
+        self._is_over = True
+        self._member.shutdown()
+        groups.destroy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if not self._is_over:
+            self._member.leave()
+            groups.destroy()

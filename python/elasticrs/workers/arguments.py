@@ -1,0 +1,26 @@
+"""Macros in the arguments of workers, with torch's name."""
+
+from __future__ import annotations
+
+from string import Template
+from typing import Any
+
+
+class macros:  # noqa: N801 -- torch's name
+    """Macros in the arguments of workers."""
+
+    local_rank = "${local_rank}"
+
+    @staticmethod
+    def substitute(args: list[Any], local_rank: str) -> list[Any]:
+        """Return the arguments with ``${local_rank}`` replaced. Other macros, and arguments that are not
+        text, are unchanged.
+
+        Args:
+            args: arguments of a worker.
+            local_rank: local rank of that worker.
+        """
+        return [
+            Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg
+            for arg in args
+        ]

@@ -1,0 +1,146 @@
+"""The environment of a worker: the contract that ``torch.distributed`` and users' scripts rely on."""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from elasticrs.job.preload import Preload
+    from elasticrs.job.ranks import WorkerRanks
+
+TOKEN_VARIABLE = "ELASTICRS_TOKEN"
+"""The secret that the agents of a job share, unless a setting of the rendezvous gives one."""
+
+_HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_worker")
+_HOOK = os.path.join(_HERE, "hook")
+_NURSERY = os.path.join(_HERE, "nursery")
+
+NCCL_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variable that decides whether NCCL's watchdog kills the process when a collective fails."""
+
+
+def worker_env(
+    ranks: WorkerRanks,
+    *,
+    run_id: str,
+    master_addr: str,
+    master_port: int,
+    round: int,  # noqa: A002 -- the field's own word
+    restarts: int,
+    max_restarts: int,
+    inherited: Mapping[str, str],
+    use_agent_store: bool = False,
+    timer_file: str | None = None,
+) -> dict[str, str]:
+    """Return the variables that the agent adds for one worker; ``TORCHELASTIC_ERROR_FILE`` comes with the log
+    layout.
+
+    Args:
+        ranks: ranks of the worker.
+        run_id: name of the job.
+        master_addr: address of the workers' store.
+        master_port: port of the workers' store.
+        round: number of the attempt, from 1. Attempts that cost no restart count as well.
+        restarts: number of restarts charged so far.
+        max_restarts: maximum number of charged restarts.
+        inherited: environment of the agent.
+        use_agent_store: true if an agent serves the store; otherwise rank 0 does.
+        timer_file: path of the FIFO of the agent's timers. It is also set in a variable of ours, which tells
+            our client that our agent reads the FIFO. The client then keeps the FIFO open, which would prevent
+            torch's server from expiring timers.
+    """
+    timers = {"TORCHELASTIC_TIMER_FILE": timer_file, "ELASTICRS_TIMER_FILE": timer_file} if timer_file else {}
+    return {
+        **timers,
+        "RANK": str(ranks.global_rank),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "GROUP_RANK": str(ranks.group_rank),
+        "ROLE_RANK": str(ranks.role_rank),
+        "ROLE_NAME": ranks.role,
+        "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+        "WORLD_SIZE": str(ranks.world_size),
+        "GROUP_WORLD_SIZE": str(ranks.group_world_size),
+        "ROLE_WORLD_SIZE": str(ranks.role_world_size),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(use_agent_store),
+        NCCL_ENDS_PROCESSES: inherited.get(NCCL_ENDS_PROCESSES, "1"),
+        "ELASTICRS_ROUND": str(round),
+    }
+
+
+def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a worker that sees one GPU and has local rank 0.
+
+    As in torch, a ``HIP_VISIBLE_DEVICES`` that is not empty takes precedence, and is then set as well.
+
+    Raises:
+        ValueError: the agent sees fewer GPUs.
+    """
+    names = ["CUDA_VISIBLE_DEVICES"]
+    source = names[0]
+    if inherited.get("HIP_VISIBLE_DEVICES"):
+        source = "HIP_VISIBLE_DEVICES"
+        names.append(source)
+    visible = inherited.get(source)
+    device = str(local_rank)
+    if visible is not None:
+        devices = visible.split(",")
+        if local_rank >= len(devices):
+            raise ValueError(f"local_rank {local_rank} exceeds available GPUs in {source}={visible}")
+        device = devices[local_rank].strip()
+    return {"LOCAL_RANK": "0", **dict.fromkeys(names, device)}
+
+
+def inherited_environment() -> dict[str, str]:
+    """What workers inherit of this process's environment: all but the token, which only agents need."""
+    return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+
+
+def hook_environment(env: dict[str, str]) -> dict[str, str]:
+    """The environment with which a worker, if it is a Python program, records its uncaught exceptions.
+
+    Args:
+        env: the worker's environment; left as it is. ``ELASTICRS_TRACEBACKS=0`` in it switches the hook off.
+
+    Returns:
+        A copy in which ``PYTHONPATH`` starts with the directory of the hook, which takes itself out again.
+    """
+    worker_env = dict(env)
+    # A directory with a colon in its name cannot be an entry of PYTHONPATH.
+    if env.get("ELASTICRS_TRACEBACKS") == "0" or os.pathsep in _HOOK:
+        return worker_env
+    entries = [_HOOK]
+    if "PYTHONPATH" in env:
+        # Python takes an empty variable as none, an empty entry as the working directory: so the name of the
+        # hook stands for the empty value, and is recognised there.
+        entries.append(env["PYTHONPATH"] or _HOOK)
+    worker_env["PYTHONPATH"] = os.pathsep.join(entries)
+    return worker_env
+
+
+def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
+    """Return the environment of a nursery: a process that imports modules and then forks the workers. See
+    ``_worker/nursery/nursery.py``.
+
+    Args:
+        env: variables that all workers have in common, from :func:`hook_environment`.
+        preload: modules to import.
+        core: path of the file of ``elasticrs._core``.
+    """
+    import json
+
+    entries = [entry for entry in (env.get("PYTHONPATH") or _HOOK).split(os.pathsep) if entry != _HOOK]
+    settings = {name: getattr(preload, name) for name in ("steps", "is_explicit", "folders")}
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join([_NURSERY, *entries]),
+        "ELASTICRS_NURSERY": json.dumps(settings),
+        "ELASTICRS_NURSERY_CORE": core,
+    }

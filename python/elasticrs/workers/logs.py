@@ -1,0 +1,335 @@
+"""Layout of the workers' log files: ``<log_dir>/<run_id>_<host>_XXXX/attempt_<name>/<local_rank>/``.
+
+This module only creates directories and names files. The core copies output to the console. An attempt's
+directory is never deleted or reused, because it is the evidence of what happened.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from elasticrs.job.config import DEFAULT_PREFIX_TEMPLATE, LogSettings, UsageError
+from elasticrs.job.value import Value
+from elasticrs.report.phrases import visible
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from dataclasses import KW_ONLY
+
+    from elasticrs.job.ranks import WorkerRanks
+
+STDOUT = 1
+STDERR = 2
+
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+class LogPaths(Value):
+    """Log files of one attempt, by local rank. ``""`` means that the stream goes to the agent's own
+    descriptor.
+
+    Attributes:
+        are_new: true if none of the files existed before the attempt.
+    """
+
+    stdouts: dict[int, str]
+    stderrs: dict[int, str]
+    tee_stdouts: dict[int, str]
+    tee_stderrs: dict[int, str]
+    error_files: dict[int, str]
+    filtered_stdout: str = ""
+    filtered_stderr: str = ""
+    _: KW_ONLY
+    are_new: bool = False
+
+    @property
+    def run_folder(self) -> str:
+        """The folder with all attempts of the run. Empty if the layout comes from a user's class."""
+        error_file = next(iter(self.error_files.values()), "") if self.are_new else ""
+        # <run>/attempt_N/<local rank>/error.json
+        return os.path.dirname(os.path.dirname(os.path.dirname(error_file)))
+
+    def only_written(self) -> list[tuple[int, int, str]]:
+        """Return the files that hold a single stream and that the agent does not read, as local rank,
+        descriptor and path.
+        """
+        # Leave out files that several streams share, because their bytes cannot be attributed to one stream.
+        owners: dict[str, list[tuple[int, int, str]]] = {}
+        for stream, files in ((STDOUT, self.stdouts), (STDERR, self.stderrs)):
+            for local_rank, path in files.items():
+                owners.setdefault(path, []).append((local_rank, stream, path))
+        read = {"", os.devnull, *self.tee_stdouts.values(), *self.tee_stderrs.values()}
+        return [own[0] for path, own in owners.items() if path not in read and len(own) == 1]
+
+
+class RunLogs:
+    """The log directory of one run.
+
+    Args:
+        settings: destinations of the output.
+        run_id: name of the job. With a random suffix, it is also the name of the directory.
+        nproc: number of workers on this node.
+
+    Raises:
+        UsageError: the directory cannot be made or written.
+    """
+
+    def __init__(self, settings: LogSettings, run_id: str, nproc: int) -> None:
+        self._settings = settings
+        self._nproc = nproc
+        self._is_temporary = not settings.log_dir
+        self.directory = (
+            "" if settings.log_dir == os.devnull else _make_run_directory(settings.log_dir, run_id)
+        )
+
+    def attempt(self, name: str) -> LogPaths:
+        """Create the directories of an attempt. Return the paths of its files.
+
+        Raises:
+            OSError: a directory cannot be created.
+        """
+        directory = ""
+        if self.directory:
+            directory = os.path.join(self.directory, f"attempt_{name}")
+            make_again(self.directory, is_temporary=self._is_temporary)
+            os.mkdir(directory)
+            for local_rank in range(self._nproc):
+                os.mkdir(os.path.join(directory, str(local_rank)))
+        return layout(self._settings, directory, self._nproc)
+
+    def remove_if_empty(self) -> None:
+        """Remove the temporary directory if it holds no file."""
+        if self.directory and self._is_temporary:
+            remove_if_empty(os.path.dirname(self.directory))
+
+
+def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
+    """Compute the paths of the files of one attempt. Accesses no file.
+
+    Args:
+        settings: destinations of the output.
+        directory: directory of the attempt. If it is empty, there are no files and all output goes to the
+            console.
+        nproc: number of workers on this node.
+    """
+    filtered = (
+        os.path.join(directory, f"filtered_{name}.log") if directory else "" for name in ("stdout", "stderr")
+    )
+    paths = LogPaths({}, {}, {}, {}, {}, *filtered, are_new=bool(directory))
+    for local_rank in range(nproc):
+        tee = _bits(settings.tee, local_rank) | (STDERR if settings.capture_stderr else 0)
+        redirected = _bits(settings.redirects, local_rank) | tee
+        hidden = settings.local_ranks_filter is not None and local_rank not in settings.local_ranks_filter
+        if not directory:
+            tee = redirected = 0
+        for stream, name, files, tees in (
+            (STDOUT, "stdout.log", paths.stdouts, paths.tee_stdouts),
+            (STDERR, "stderr.log", paths.stderrs, paths.tee_stderrs),
+        ):
+            if redirected & stream:
+                files[local_rank] = os.path.join(directory, str(local_rank), name)
+                if tee & stream and not hidden:
+                    tees[local_rank] = files[local_rank]
+            else:
+                files[local_rank] = os.devnull if hidden else ""
+        error_file = os.path.join(directory, str(local_rank), "error.json") if directory else ""
+        paths.error_files[local_rank] = error_file
+    return paths
+
+
+def hang_file(error_file: str) -> str:
+    """Return the path of the file in which the agent stores the stacks of a hung worker. The name is derived
+    from the error file, because the files of several workers may share a folder.
+    """
+    folder, name = os.path.split(error_file)
+    return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
+
+
+def fault_file(error_file: str) -> str:
+    """Return the path of the file to which :mod:`faulthandler` writes in a worker. The file stays empty
+    unless a fault occurs.
+    """
+    return f"{error_file}.fault"
+
+
+def error_file_of(error_file: str, pid: int) -> str:
+    """Return the new path of the error file of a worker that was replaced."""
+    folder, name = os.path.split(error_file)
+    return os.path.join(folder, f"of_{pid}_{name}")
+
+
+def last_bytes(path: str, limit: int) -> bytes:
+    """Return the last bytes of a file; empty if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
+            return file.read()
+    except OSError:
+        return b""
+
+
+def discard_empty_fault_file(error_file: str) -> None:
+    """Remove the file of :func:`fault_file` after an attempt if the file is empty."""
+    path = fault_file(error_file)
+    try:
+        if os.path.getsize(path) == 0:
+            os.unlink(path)
+    except OSError:
+        # The file does not exist, or the disk is broken. Ignore that, because it does not affect the result
+        # of the job.
+        return
+
+
+def followed_files(settings: LogSettings, nproc: int) -> int:
+    """Return the number of log files that the agent keeps open while workers run. Fast even if ``nproc`` is
+    absurdly large.
+    """
+    if settings.log_dir == os.devnull:
+        return 0
+    # A filtered copy of lines opens two more files: one to read and one to write.
+    out, err = 3 if settings.stdout_filters else 1, 3 if settings.stderr_filters else 1
+    files = (0, out, err, out + err)
+    more = STDERR if settings.capture_stderr else 0
+    chosen = settings.local_ranks_filter
+    shown = range(nproc) if chosen is None else {rank for rank in chosen if rank < nproc}
+    named, rest = ({}, settings.tee) if isinstance(settings.tee, int) else (settings.tee, 0)
+    of_named = [files[bits | more] for rank, bits in named.items() if rank in shown]
+    return sum(of_named) + files[rest | more] * (len(shown) - len(of_named))
+
+
+def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[int, str]:
+    """Return the prefix of each worker's lines on the console, by local rank.
+
+    Args:
+        template: template with the macros ``${role_name}``, ``${local_rank}``, ``${rank}``, ``${hostname}``;
+            the default template if ``None`` or empty.
+        ranks: ranks of the workers.
+    """
+    hostname = visible(os.uname().nodename.split(".")[0])
+    prefixes = {}
+    for own in ranks:
+        text = template or DEFAULT_PREFIX_TEMPLATE
+        names = {"role_name": visible(own.role), "hostname": hostname}
+        values = {**names, "local_rank": str(own.local_rank), "rank": str(own.global_rank)}
+        for name, value in values.items():
+            text = text.replace("${" + name + "}", value)
+        prefixes[own.local_rank] = text
+    return prefixes
+
+
+def coloured(prefix: str, local_rank: int) -> str:
+    """Return the prefix in the color of its rank, for a terminal."""
+    return f"\x1b[{_COLOURS[local_rank % len(_COLOURS)]}m{prefix}\x1b[0m"
+
+
+def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
+    """True if console lines are coloured: on a terminal, unless ``NO_COLOR`` is set."""
+    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(fd)
+
+
+def _bits(choice: int | Mapping[int, int], local_rank: int) -> int:
+    return int(choice) if isinstance(choice, int) else int(choice.get(local_rank, 0))
+
+
+def _make_run_directory(log_dir: str | None, run_id: str) -> str:
+    try:
+        if log_dir:
+            os.makedirs(log_dir, exist_ok=True)
+            base = os.path.abspath(log_dir)
+        else:
+            base = make_private_directory(temporary_directory(), "elasticrs_")
+        return make_private_directory(base, run_prefix(run_id))
+    except OSError as error:
+        where = f"--log-dir: cannot write to {log_dir}" if log_dir else "cannot make a temporary directory"
+        raise UsageError(f"{where}: {error.strerror}") from None
+
+
+def run_prefix(run_id: str) -> str:
+    """Return the prefix of the name of a run's log folder.
+
+    The prefix contains the host name, because the nodes of a job often share a file system.
+    """
+    return f"{run_id}_{os.uname().nodename.split('.')[0]}_".replace(os.sep, "_")
+
+
+def attempt_name(restarts: int, round_number: int) -> str:
+    """Return the name of an attempt of a job on several nodes. All nodes use the same name.
+
+    Args:
+        restarts: number of restarts charged before the attempt.
+        round_number: number of the rendezvous round, from 1. It exceeds ``restarts + 1`` after rounds that
+            were not charged as restarts.
+    """
+    return str(restarts) if round_number == restarts + 1 else f"{restarts}_r{round_number}"
+
+
+def make_private_directory(parent: str, prefix: str) -> str:
+    """Create a directory with a random suffix that only this user can access. Return its path.
+
+    Raises:
+        OSError: the directory cannot be created.
+    """
+    while True:
+        path = os.path.join(parent, prefix + os.urandom(4).hex())
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            continue
+        return path
+
+
+def make_again(run_directory: str, *, is_temporary: bool) -> None:
+    """Recreate the directory of a run and its parent, if a clean-up has removed them during a long job.
+
+    Args:
+        run_directory: directory that :func:`make_private_directory` created.
+        is_temporary: true if the parent is ours as well. Other users can create files in the folder that
+            contains the parent.
+
+    Raises:
+        PermissionError: another user owns an existing directory.
+        OSError: the directory cannot be created.
+    """
+    if not is_temporary:
+        os.makedirs(run_directory, 0o700, exist_ok=True)
+        return
+    for path in (os.path.dirname(run_directory), run_directory):
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:  # noqa: PERF203 -- two of them
+            found = os.lstat(path)
+            if not stat.S_ISDIR(found.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, "the log folder was replaced", path) from None
+            if found.st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, "the log folder belongs to another user", path) from None
+
+
+def temporary_directory() -> str:
+    candidates: Iterable[str | None] = (*map(os.environ.get, ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp")
+    for path in candidates:
+        if path and os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK):
+            return path
+    return os.getcwd()
+
+
+def remove_if_empty(directory: str, levels: int = 0) -> None:
+    """Remove empty directories: a tree, and ``levels`` parents above it. Directories that hold a file or
+    cannot be removed stay.
+    """
+    for parent, _, _ in os.walk(directory, topdown=False):
+        _rmdir_if_empty(parent)
+    for _ in range(levels):
+        directory = os.path.dirname(directory)
+        _rmdir_if_empty(directory)
+
+
+def _rmdir_if_empty(path: str) -> None:
+    try:
+        os.rmdir(path)
+    except OSError:
+        # The directory is not empty, or the disk is broken. Ignore that, because it does not affect the
+        # result of the job.
+        return

@@ -1,0 +1,309 @@
+"""Which modules are imported once for all workers: those that the user names, or that the code imports.
+
+A source is parsed, never run. What it imports at its top level counts, also inside of ``if``, ``try``,
+``with`` and loops, but not in functions and classes, nor for type checkers. The user's own modules, which are
+not preloaded, are parsed as well, since each worker will import what they import. To it comes what torch
+imports at the first step only; see :data:`LAZY`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from contextlib import suppress
+
+from elasticrs.job.config import UsageError
+from elasticrs.job.preload import Preload
+from elasticrs.report.phrases import printable
+from elasticrs.workers.warm.entry import found_spec, is_beside, own_sources
+from elasticrs.workers.warm.steps import Folder, Import, Variable, steps
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from elasticrs.workers.warm.entry import Entry
+    from elasticrs.workers.warm.steps import Unknown
+
+LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
+    # The first optimizer, DDP, checkpointed or sharded module of a process imports some 900 modules: each
+    # asks to be left alone by the compiler.
+    (
+        (
+            b"optim",
+            b"DistributedDataParallel",
+            b"fully_shard",
+            b"FullyShardedDataParallel",
+            b"utils.checkpoint",
+        ),
+        "torch._dynamo",
+    ),
+    # Some 400 more, without its code generators.
+    ((b"torch.compile", b"torch_compile"), "torch._inductor.compile_fx"),
+)
+"""What torch imports only when it is used: words of a source, and the module to import for them.
+
+Starting a process group, collectives, a data loader and schedulers import nothing more. A script without
+these words does without the modules: they take 80 MB, and triton among them prints to stderr at exit."""
+
+_READ_LAZILY = (
+    rb"""["']((?!TORCH(?:ELASTIC|_NCCL|_DISTRIBUTED|_CPP|_HOME))"""
+    rb"""(?:PYTORCH|TORCH|TRITON)[A-Z]*_[A-Z0-9_]+)["']"""
+)
+"""Variables that torch may read when it imports modules of :data:`LAZY`."""
+_SETS_ANY = (b"environ.update", b"putenv", b"load_dotenv")
+
+_CANNOT_PARSE = (SyntaxError, ValueError, RecursionError, MemoryError)
+_NEVER = ("__future__", "__main__")
+_WIDTH, _SHOWN = 60, 4
+_ENOUGH = 1 << 19
+"""Bytes of sources, of which a millisecond parses some 5000: the launch waits for it."""
+
+
+def preload(value: str, entry: Entry) -> Preload:
+    """Choose the modules.
+
+    Args:
+        value: ``auto``, or names of modules separated by commas.
+        entry: what the workers run.
+
+    Raises:
+        UsageError: a module that does not exist, as far as this interpreter is the workers'; the text says
+            what is wrong with ``value``.
+    """
+    if entry.why_cold is not None:
+        return Preload(remarks=(f"no effect: {entry.why_cold}",))
+    if value == "auto":
+        return _of_source(entry)
+    return _of_list([name.strip() for name in value.split(",")], entry)
+
+
+def _of_list(names: Sequence[str], entry: Entry) -> Preload:
+    chosen, remarks = [], []
+    for name in dict.fromkeys(names):
+        top = name.partition(".")[0]
+        if is_beside(top, entry.folders):
+            remarks.append(f"{name} was left out: it lies beside {entry.name}, and is always read anew")
+        elif entry.interpreter is None and found_spec(top) is None:
+            raise UsageError(f"there is no module {top!r}")
+        else:
+            chosen.append(name)
+    plan = _Plan(entry)
+    # Continue if the script cannot be read or parsed. It is then unknown what the script does before its
+    # imports.
+    with suppress(OSError, *_CANNOT_PARSE):
+        plan.read_entry()
+    tops = {_top(name) for name in chosen}
+    variables = plan.variables_before(tops)
+    late = [name for name in chosen if _top(name) in map(_top, plan.left_out)]
+    if plan.unknown is not None and late:
+        remarks.append(
+            f"{plan.unknown} runs before the script imports {_listed(late)}, but cannot affect what --warm "
+            "imports by name; use --warm auto if it has to"
+        )
+    return Preload((*variables, *chosen), is_explicit=True, remarks=tuple(remarks), folders=plan.folders)
+
+
+def _of_source(entry: Entry) -> Preload:
+    if entry.path is None:
+        return _cold(f"there is no file of {entry.name} that could be read")
+    plan = _Plan(entry)
+    try:
+        plan.read_entry()
+    except OSError as error:
+        return _cold(f"{entry.path} cannot be read: {error.strerror}")
+    except _CANNOT_PARSE as error:
+        return _cold(f"{entry.path} cannot be parsed: {_reason(error)}")
+    remarks = []
+    tops = dict.fromkeys(map(_top, plan.left_out))
+    # Do not mention modules that are not installed, because the script may import them only optionally.
+    late = [top for top in tops if entry.interpreter is not None or found_spec(top) is not None]
+    if plan.unknown is not None and late:
+        late.sort(key=sys.stdlib_module_names.__contains__)  # Those that take long come first.
+        remarks.append(
+            f"{plan.unknown} may change what later imports do, so each worker imports {_listed(late)} by "
+            "itself; to preload them, import them before that line"
+        )
+    if not plan.modules:
+        return Preload(
+            remarks=tuple(remarks) or _cold(f"{entry.path} imports nothing but its own modules").remarks
+        )
+    lazy: list[str] = []
+    if any(_top(name) == "torch" for name in plan.modules):
+        lazy = [name for source in plan.sources for name in lazily_imported(source)]
+        lazy = [name for name in dict.fromkeys(lazy) if name not in plan.modules]
+    if lazy and (why := why_not_lazily(plan.sources, {step.partition("=")[0] for step in plan.steps})):
+        remarks.append(f"{_listed(lazy)} is imported by each worker, because the source {why}")
+        lazy = []
+    return Preload((*plan.steps, *lazy), remarks=tuple(remarks), folders=plan.folders)
+
+
+class _Plan:
+    """Preload steps that follow from the source of a script and of the user's own modules that it imports.
+
+    Args:
+        entry: script, module or function that the workers run.
+
+    Attributes:
+        steps: preload steps up to the first statement with an unknown effect; see :class:`Preload`.
+        modules: names of the modules that the steps import.
+        unknown: text about the first statement with an unknown effect. ``None`` if there is no such
+            statement.
+        left_out: modules that the source imports after that statement.
+        folders: folders of the user's own modules: those of the entry, and folders added to ``sys.path``.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self.folders = entry.folders
+        self._sources: dict[str, bytes] = {}
+        self._is_own = dict.fromkeys(_NEVER, True)
+        self._read: set[tuple[str, bool]] = set()
+        self.steps: list[str] = []
+        self.modules: dict[str, None] = {}
+        self.unknown: str | None = None
+        self.left_out: dict[str, None] = {}
+
+    @property
+    def sources(self) -> list[bytes]:
+        """Contents of all source files that were read."""
+        return list(self._sources.values())
+
+    def read_entry(self) -> None:
+        """Read the source of the script or module that the workers run, and of the user's own modules that it
+        imports.
+
+        Raises:
+            OSError: The source of the entry cannot be read.
+            SyntaxError: The source cannot be parsed. All exceptions of :data:`_CANNOT_PARSE` mean this.
+        """
+        if self._entry.path is None:
+            return
+        if self._entry.package:
+            self._import(Import(self._entry.package))
+        self._read_source(self._entry.path, self._entry.package, is_main=self._entry.is_main)
+
+    def variables_before(self, tops: AbstractSet[str]) -> list[str]:
+        """Return the steps that set a variable before the first import of one of these top-level modules."""
+        found = []
+        for step in self.steps:
+            if "=" in step:
+                found.append(step)
+            elif _top(step) in tops:
+                break
+        return found
+
+    def _read_source(
+        self, file: str, package: str, *, is_main: bool = False, is_certain: bool = True
+    ) -> None:
+        self._read.add((file, is_main))
+        self._sources[file] = b""
+        self._sources[file] = source = _read(file)
+        for step in steps(source, package, file=file, is_main=is_main):
+            if isinstance(step, Import):
+                self._import(step if is_certain else Import(step.name, is_certain=False))
+            elif isinstance(step, Folder):
+                self.folders = (*self.folders, step.path)
+                self._is_own = dict.fromkeys(_NEVER, True)
+            elif isinstance(step, Variable) and is_certain and self.unknown is None:
+                self.steps.append(f"{step.name}={step.value}")
+            elif self.unknown is None:
+                self.unknown = _quoted(file, step)
+
+    def _import(self, step: Import) -> None:
+        name, top = step.name, _top(step.name)
+        if top not in self._is_own:
+            self._is_own[top] = is_beside(top, self.folders)
+        if self._is_own[top]:
+            self._import_own(step)
+        elif self.unknown is not None:
+            if name not in self.modules:
+                self.left_out[name] = None
+        elif name not in self.modules:
+            self.modules[name] = None
+            self.steps.append(name)
+
+    def _import_own(self, step: Import) -> None:
+        for file, package in own_sources(step.name, self.folders):
+            if (file, False) in self._read:
+                continue
+            if sum(map(len, self._sources.values())) >= _ENOUGH:
+                self.unknown = (
+                    self.unknown or f"{file}, which was not read because the sources are too large,"
+                )
+                return
+            # Ignore an unreadable module, because the worker will report the error when it imports the
+            # module.
+            with suppress(OSError, *_CANNOT_PARSE):
+                self._read_source(file, package, is_certain=step.is_certain)
+
+
+def _quoted(file: str, step: Variable | Unknown) -> str:
+    """Return text that shows the user a statement, with its file and line number."""
+    return f"{file}, line {step.line} ({printable(step.text, _WIDTH)})"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return text that lists the first few of these names and says how many are not listed."""
+    all_names = list(dict.fromkeys(name.replace(":", ".") for name in names))
+    shown = ", ".join(all_names[:_SHOWN])
+    return shown if len(all_names) <= _SHOWN else f"{shown} and {len(all_names) - _SHOWN} more"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"line {error.lineno}: {error.msg}"
+    return str(error) or type(error).__name__
+
+
+def _cold(why: str) -> Preload:
+    return Preload(remarks=(f"nothing is preloaded: {why}",))
+
+
+def _top(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
+
+
+def _read(path: str) -> bytes:
+    # A pipe (`<(…)` of a shell) can be read once, which is for the worker to do.
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(0, "not a file")
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _has(source: bytes, words: Sequence[bytes]) -> bool:
+    return any(word in source for word in words)
+
+
+def lazily_imported(source: bytes) -> list[str]:
+    """What torch will import later than its user does; see :data:`LAZY`.
+
+    Args:
+        source: of which words count, wherever they are.
+    """
+    return [name for words, name in LAZY if _has(source, words)]
+
+
+def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
+    """Return why the modules of :data:`LAZY` cannot be preloaded; ``None`` if they can be.
+
+    A worker that starts cold imports these modules when the training begins. By then, functions of the
+    program may have set environment variables that the modules read at import.
+
+    Args:
+        sources: source files to search for names of such variables.
+        known: variables that the nursery sets before the imports.
+    """
+    import re
+
+    for source in sources:
+        for word in _SETS_ANY:
+            if word in source:
+                return f"mentions {word.decode()}, which may set variables that it reads when it is imported"
+        for found in re.findall(_READ_LAZILY, source):
+            if found.decode() not in known:
+                return f"mentions {found.decode()}, which it may read when it is imported"
+    return None
