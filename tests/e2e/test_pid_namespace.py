@@ -40,8 +40,8 @@ def inside(request, launch, worker_script):
     reader, writer = os.pipe()
     started = []
 
-    def start(how):
-        options = ("--linger=0", "--max-restarts=1", worker_script(SCRIPT), how)
+    def start(how, script=SCRIPT):
+        options = ("--linger=0", "--max-restarts=1", worker_script(script), how)
         started.append(launch(*options, prefix=PROCS[request.param], stdin=reader))
         return started[-1]
 
@@ -54,6 +54,13 @@ def inside(request, launch, worker_script):
 
 def code_of(launched):
     return launched.wait_for_line(r"ENDED (\d+)", "stdout")[1]
+
+
+def program_of(launched, name):
+    """Return the pid of the program inside whose command contains a name."""
+    programs = [each for each in launched.descendants() if not each.command.startswith("sh ")]
+    (pid,) = (each.pid for each in programs if name in each.command)
+    return pid
 
 
 def sleeps_in(launched):
@@ -69,14 +76,35 @@ def test_nothing_is_left_but_what_may_stay(inside, how):
     assert "could not end" not in launched.stderr, launched.stderr
 
 
+USR1 = """
+    import os, signal, sys
+    if sys.argv[1] == "handles":
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"GOT\\n"))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    os.write(1, b"READY\\n")
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.mark.parametrize("how", ["handles", "ignores"])
+def test_a_signal_that_could_kill_a_worker_is_not_passed_on(inside, how):
+    launched = inside(how, USR1)
+    launched.wait_for_line("READY", "stdout")
+    agent = program_of(launched, "-m elasticrs.launch")
+    os.kill(agent, signal.SIGUSR1)
+    launched.wait_for_line("SIGUSR1 received, but not passed on", "stderr")
+    os.kill(agent, signal.SIGTERM)
+    assert code_of(launched) == "1", launched.stderr
+    assert "GOT" not in launched.stdout
+
+
 @pytest.mark.parametrize(("killed", "code"), [("launch", "137"), ("nursery", "0")])
 def test_nothing_is_left_when_a_part_of_it_is_killed(inside, killed, code):
     launched = inside(killed)
     launched.wait_for_line("READY", "stdout")
     names = {"launch": "-m elasticrs.launch", "nursery": "worker-nursery"}
-    programs = [each for each in launched.descendants() if not each.command.startswith("sh ")]
-    (pid,) = (each.pid for each in programs if names[killed] in each.command)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(program_of(launched, names[killed]), signal.SIGKILL)
     assert code_of(launched) == code, launched.stderr
     # One look at the processes may miss one that gets another parent meanwhile.
     procs.wait_until(lambda: not sleeps_in(launched))

@@ -232,3 +232,37 @@ def test_a_state_with_half_of_the_methods_says_so():
     Half().apply_snapshot(None)
     with pytest.raises(NotImplementedError, match="Half has capture_snapshot, but no apply_snapshot"):
         Half().apply_snapshot(1)
+
+
+OTHER_GPU = """
+import io, torch
+from elasticrs.train import State
+
+class Weights(State):
+    def __init__(self, weights=None):
+        self.weights = weights
+    def sync(self, *_):
+        raise AssertionError("not called")
+    def state_dict(self):
+        return {"weights": self.weights}
+    def load_state_dict(self, content):
+        self.weights = content["weights"]
+
+stream, tag = io.BytesIO(), torch.serialization.location_tag
+# What a rank with another GPU would write: the name of that GPU as the place of the tensors.
+torch.serialization.location_tag = lambda _storage: "cuda:3"
+Weights(torch.ones(2)).save(stream)
+torch.serialization.location_tag = tag
+stream.seek(0)
+loaded = Weights()
+loaded.load(stream)
+print(loaded.weights.tolist(), loaded.weights.device)
+"""
+
+
+@pytest.mark.torch
+def test_tensors_from_the_gpu_of_another_rank_are_loaded_where_this_rank_may_use_them():
+    command = [sys.executable, "-c", OTHER_GPU]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    device = "cuda:0" if "cuda:0" in done.stdout else "cpu"
+    assert done.stdout == f"[1.0, 1.0] {device}\n", done.stderr

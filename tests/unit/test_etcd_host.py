@@ -15,6 +15,7 @@ from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
 from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
 from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 from elasticrs.rendezvous.elastic.settings import Settings
+from elasticrs.rendezvous.etcd_host_program import Member, Orders
 from elasticrs.rendezvous.etcd_process import reason
 
 ROOT = os.path.dirname(elasticrs.__path__[0])
@@ -91,3 +92,32 @@ FATAL = '{"level":"fatal","msg":"discovery failed","error":"already bootstrapped
 )
 def test_the_reason_is_no_json(lines, expected):
     assert reason(lines) == expected
+
+
+def test_nothing_is_created_in_the_folder_while_another_thread_may_remove_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    seats = [["127.0.0.1", 1, 2, "http"]]
+    member = Member(Orders(seats, "job", None, [], None, None, "", 1.0))
+    found = []
+
+    class Guard:
+        """Records which files exist when the thread that ends the member has to wait."""
+
+        def __enter__(self):
+            found.append(sorted(path.name for path in tmp_path.rglob("*")))
+
+        def __exit__(self, *_):
+            pass
+
+    member._guard = Guard()
+    try:
+        assert member._claim(0)
+        member._mine, member._address = 0, "127.0.0.1"
+        member._start("/bin/true", "data")
+        folder = os.path.basename(member._folder.path)
+        assert found == [[], sorted([folder, "lock"])]
+        assert os.path.isdir(member._folder.data("data"))
+    finally:
+        member._etcd.reap()
+        member._folder.release(keep=False)
+        os.close(member._news)

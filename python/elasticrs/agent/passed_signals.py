@@ -8,6 +8,8 @@ already exiting, the agent holds the signal until the worker can take it.
 - **PASS-2** A signal that was received several times while held for a process is delivered to it once, as the
   kernel does with pending signals.
 - **PASS-3** A held signal is either delivered or reported to the user as dropped.
+- **PASS-4** Without a ``/proc`` of its own, the agent cannot see what a worker handles. It then passes no
+  signal on, and says so.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import signal
 import sys
 import time
 
+from elasticrs.host.procfs import has_own_proc
 from elasticrs.report import phrases
 
 TYPE_CHECKING = False
@@ -27,6 +30,8 @@ TICK = 0.05
 
 PATIENCE = 60.0
 """Seconds after which a held signal is dropped."""
+
+_EXITED = "before it exited"
 
 
 def can_take(pid: int, signum: int) -> bool | None:
@@ -76,6 +81,7 @@ class PassedSignals:
         say: prints a line for the user.
         can_take: see :func:`can_take`.
         now: returns the current time in seconds.
+        has_own_proc: see :func:`~elasticrs.host.procfs.has_own_proc`.
     """
 
     def __init__(
@@ -84,9 +90,10 @@ class PassedSignals:
         say: Callable[[str], None],
         can_take: Callable[[int, int], bool | None] = can_take,
         now: Callable[[], float] = time.monotonic,
+        has_own_proc: Callable[[], bool] = has_own_proc,
     ) -> None:
         self._send, self._say = send, say
-        self._can_take, self._now = can_take, now
+        self._can_take, self._now, self._has_own_proc = can_take, now, has_own_proc
         # Time since which each signal is held, by signal, local rank and pid.
         self._held: dict[tuple[int, int, int], float] = {}
 
@@ -98,11 +105,15 @@ class PassedSignals:
             signum: number of the signal.
             workers: pids of the workers by local rank.
         """
+        if not self._has_own_proc():
+            self._say(phrases.signal_not_passed_on(signum))
+            return
         for rank, pid in workers.items():
             self._held.setdefault((signum, rank, pid), self._now())
-        self._deliver(workers)
-        held = [rank for number, rank, _ in self._held if number == signum]
+        gone = self._deliver(workers)
+        held = [key[1] for key in self._held if key[0] == signum and key not in gone]
         self._say(phrases.passed_on(signum, held))
+        self._drop(gone, _EXITED)
 
     def look(self, workers: Mapping[int, int]) -> float | None:
         """Deliver or drop held signals; return the seconds until the next call is due.
@@ -111,12 +122,13 @@ class PassedSignals:
         """
         if not self._held:
             return None
-        self._deliver(workers)
+        self._drop(self._deliver(workers), _EXITED)
         late = {key for key, since in self._held.items() if self._now() - since > PATIENCE}
         self._drop(late, f"for {PATIENCE:g} s")
         return TICK if self._held else None
 
-    def _deliver(self, workers: Mapping[int, int]) -> None:
+    def _deliver(self, workers: Mapping[int, int]) -> set[tuple[int, int, int]]:
+        """Deliver the held signals that workers can take. Return those of workers that have exited."""
         ready: dict[int, list[int]] = {}
         gone = set()
         for key in self._held:
@@ -130,7 +142,7 @@ class PassedSignals:
             self._send(signum, ranks)
             for rank in ranks:
                 del self._held[signum, rank, workers[rank]]
-        self._drop(gone, "before it exited")
+        return gone
 
     def _drop(self, keys: set[tuple[int, int, int]], when: str) -> None:
         for signum in sorted({key[0] for key in keys}):

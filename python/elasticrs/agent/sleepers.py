@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 
+from elasticrs.host.procfs import has_own_proc
 from elasticrs.utils.process_state import read_state
 
 TYPE_CHECKING = False
@@ -49,12 +50,14 @@ class Sleepers:
     """Looks for workers that sleep too long.
 
     Args:
-        limit: maximum number of seconds asleep; not checked if 0 or negative.
+        limit: maximum number of seconds asleep; not checked if 0 or negative, or without a ``/proc`` of this
+            pid namespace.
         proc: mount point of ``/proc``.
     """
 
     def __init__(self, limit: float, proc: str = "/proc") -> None:
-        self._limit = limit
+        # In the /proc of another pid namespace, these pids belong to other processes.
+        self._limit = limit = limit if has_own_proc() else 0.0
         self._proc = proc
         self._next = 0.0
         self._first_seen: dict[int, float] = {}

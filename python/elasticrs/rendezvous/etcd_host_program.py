@@ -235,7 +235,10 @@ class Member:
 
     def _claim(self, index: int) -> bool:
         try:
-            self._folder = Folder.claim(self._orders.label, self._seats, index)
+            # Without the guard, the program could exit between the creation of the folder and this
+            # assignment, and leave the folder behind.
+            with self._guard:
+                self._folder = Folder.claim(self._orders.label, self._seats, index)
         except OSError as error:
             self._refuse(f"this node cannot keep the data of a member of etcd: {error}")
         return self._folder is not None
@@ -406,8 +409,9 @@ class Member:
             *("--initial-cluster-token", membership.cluster_token(label, incarnation)),
             *("--initial-cluster", membership.initial_cluster(self._seats, label, incarnation)),
         ]
-        os.makedirs(data, mode=0o700, exist_ok=True)
         with self._guard:
+            # Create the folder under the guard too, because the other thread may be removing everything.
+            os.makedirs(data, mode=0o700, exist_ok=True)
             self._etcd.start(command, self._folder.log, self._folder.lock)
 
     def _is_healthy(self) -> bool:

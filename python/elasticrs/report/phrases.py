@@ -162,6 +162,14 @@ def passed_on(signum: int, held: Sequence[int]) -> str:
     return line
 
 
+def signal_not_passed_on(signum: int) -> str:
+    """Say that a signal is not passed on, because it is unknown which workers it would kill."""
+    return (
+        f"{signal_name(signum)} received, but not passed on: /proc does not show this pid namespace, so it "
+        "is unknown whether the workers handle it, and it kills those that do not; mount /proc there"
+    )
+
+
 def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
     """Say that workers were not sent a signal, because they had no handler for it."""
     ranks = ", ".join(map(str, local_ranks))

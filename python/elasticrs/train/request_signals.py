@@ -93,11 +93,18 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """True if nobody handles a signal: Python does not know of handlers that others have set."""
+    """Return true if this process has no handler for a signal.
+
+    The answer comes from the kernel, because Python does not know of handlers that native code has installed.
+    Without ``/proc``, only Python's handlers count.
+    """
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
+    except OSError:
+        return True
     return not caught >> (signum - 1) & 1
 
 

@@ -94,16 +94,23 @@ class State(ABC):
         """Read what :meth:`save` wrote, and pass it to :meth:`load_state_dict`.
 
         Content that ``torch.load`` accepts with ``weights_only=True`` is read that way. Other content is
-        unpickled, which can run code from the file, and a warning says so.
+        unpickled, which can run code from the file, and a warning says so. Tensors of a GPU are loaded onto
+        the current GPU of this process, whichever rank saved them; without a GPU, into main memory.
 
         Args:
             stream: seekable stream to read from.
         """
         import torch
 
+        def on_this_gpu(storage: Any, location: str) -> Any:
+            # Another rank may have saved the state on its own GPU, whose memory this rank must not use.
+            if not location.startswith("cuda"):
+                return None  # the default of torch
+            return storage.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else storage
+
         start = stream.tell()
         try:
-            content = torch.load(stream, weights_only=True)
+            content = torch.load(stream, weights_only=True, map_location=on_this_gpu)
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0]
             _log.warning(
@@ -112,7 +119,7 @@ class State(ABC):
                 reason,
             )
             stream.seek(start)
-            content = torch.load(stream, weights_only=False)
+            content = torch.load(stream, weights_only=False, map_location=on_this_gpu)
         self.load_state_dict(content)
 
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 -- for those that override it

@@ -1,0 +1,21 @@
+"""Check that ``/proc`` shows the processes that this process sees."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+
+@cache
+def has_own_proc() -> bool:
+    """Return true if ``/proc`` shows the pid namespace of this process. The core applies the same rule.
+
+    Otherwise ``/proc`` is not mounted, or it is that of an outer namespace (``unshare --pid`` without
+    ``--mount-proc``), in which a pid belongs to a different process.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            pids = next((line.split()[1:] for line in status if line.startswith("NSpid:")), [])
+    except OSError:
+        return False
+    return pids == [str(os.getpid())]
