@@ -1,4 +1,4 @@
-//! Code shared by the clients of both stores: the handle of a session, and how a session ends.
+//! Code shared by the clients of both stores: the handle of a session, and the end of a session.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub(crate) enum Command<R> {
 
 pub(crate) type Inbox<R> = UnboundedReceiver<Command<R>>;
 
-/// The user's handle of a session. Dropping it closes the session.
+/// The user's handle for a session. Dropping it closes the session.
 #[derive(Debug)]
 pub(crate) struct Handle<R> {
     commands: UnboundedSender<Command<R>>,
@@ -35,14 +35,14 @@ pub(crate) struct Handle<R> {
 }
 
 impl<R: Send + 'static> Handle<R> {
-    /// Starts the session's task. Its completion is always reported, whatever the cause.
+    /// Starts the task of the session. The end of the task is always reported, whatever the cause.
     pub(crate) fn start<F>(runtime: &dyn Spawn, session: F) -> std::io::Result<Self>
     where
         F: FnOnce(Ending, Inbox<R>) -> Pin<Box<dyn Future<Output = ()>>> + Send + 'static,
     {
         let events = Arc::new(Events::new()?);
         let (commands, inbox) = unbounded_channel();
-        // Dropped where there is no runtime any more.
+        // If the runtime has stopped, `spawn` drops this value, which reports the end.
         let ending = Ending(Arc::clone(&events));
         runtime.spawn(Box::new(move || session(ending, inbox)));
         Ok(Self { commands, events })
@@ -53,7 +53,7 @@ impl<R: Send + 'static> Handle<R> {
         &self.events
     }
 
-    /// Sends a request. A session that has ended does not answer; its end is reported as an event.
+    /// Sends a request. A session that has ended does not answer requests, but reports its end as an event.
     pub(crate) fn send(&self, request: R) {
         let _ = self.commands.send(Command::Request(request));
     }
@@ -70,12 +70,12 @@ impl<R: Send + 'static> Handle<R> {
 impl<R> Drop for Handle<R> {
     fn drop(&mut self) {
         let (reply, _) = sync_channel(1);
-        // Do the same as `close`, but without waiting.
+        // Close as in `close`, but do not wait for it.
         let _ = self.commands.send(Command::Close(reply));
     }
 }
 
-/// Tells of the end even when the runtime ends, or the task panics.
+/// Reports the end of the session when it is dropped, even if the runtime has stopped or the task has panicked.
 pub(crate) struct Ending(pub(crate) Arc<Events>);
 
 impl Drop for Ending {
@@ -88,7 +88,7 @@ impl Drop for Ending {
 /// Reason for the end of a session.
 pub(crate) enum Ended {
     Lost(Lost),
-    /// The user closed the session, and may wait for that to finish.
+    /// The user closed the session. The sender, if there is one, notifies the caller that waits for this.
     Closed(Option<SyncSender<()>>),
 }
 
@@ -104,16 +104,16 @@ impl Ended {
     }
 }
 
-/// The user closed the session. Notify it of the end.
+/// Stops the events of a session that the user closed, and notifies the waiting caller.
 pub(crate) fn finish(events: &Events, reply: Option<SyncSender<()>>) {
     events.finish();
-    // Nobody waits when the client was dropped.
+    // Ignore the error, because no caller waits if the client was dropped.
     let _ = reply.map(|reply| reply.send(()));
 }
 
-/// Why a connection is not used on.
+/// Reason why the session stops using its connection.
 pub(crate) enum Halt {
-    /// Another one may do.
+    /// The connection failed. The session may continue on another one.
     Broken(Lost),
     Ended(Ended),
 }
@@ -124,7 +124,7 @@ impl From<Lost> for Halt {
     }
 }
 
-/// Keeps requests until they can be sent; returns when the user has closed the client.
+/// Queues requests until they can be sent. Returns when the user closes the client.
 pub(crate) async fn until_close<R>(inbox: &mut Inbox<R>, early: &mut Vec<R>) -> Option<SyncSender<()>> {
     loop {
         match inbox.recv().await {

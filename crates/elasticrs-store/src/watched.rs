@@ -1,14 +1,14 @@
-//! Keys that a watch was notified of, so that the watch can continue after missing changes. Pure.
+//! Records which keys a watch has reported, so that the watch can continue after it has missed changes. Pure.
 //!
-//! - **WATCHED-1** A watch that has missed changes is notified of all differences from its last known state, including
-//!   deletions, as one revision.
+//! - **WATCHED-1** a watch that has missed changes reports all differences from the state that it last reported,
+//!   including deletions, as one revision.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::coordination::types::{Change, Entry, Watch};
 
-/// The revisions that made a key and changed it last.
+/// Create revision and mod revision of a key.
 pub(crate) type Ages = (u64, u64);
 
 /// Changes of one revision.
@@ -19,7 +19,7 @@ pub(crate) struct Told {
 }
 
 impl Told {
-    /// About how many bytes that is.
+    /// Returns the approximate size of the changes in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.changes.iter().map(|change| change.key.len() + change.value.as_ref().map_or(0, |v| v.len())).sum()
     }
@@ -29,20 +29,20 @@ impl Told {
 #[derive(Debug)]
 pub(crate) struct Watched {
     pub(crate) watch: Watch,
-    /// The first revision of which the watch was not notified.
+    /// First revision that the watch has not reported.
     pub(crate) next: u64,
-    /// Keys that exist, as far as the watch was notified.
+    /// Keys that exist in the state that the watch last reported.
     known: BTreeMap<Arc<str>, Ages>,
 }
 
 impl Watched {
-    /// Creates a watch that is notified of all revisions after `revision`, at which these keys existed.
+    /// Creates a watch that reports all revisions after `revision`. `there` has the entries at that revision.
     pub(crate) fn new<'a>(watch: Watch, revision: u64, there: impl IntoIterator<Item = &'a Entry>) -> Self {
         let known = there.into_iter().map(|entry| (Arc::clone(&entry.key), ages(entry))).collect();
         Self { watch, next: revision + 1, known }
     }
 
-    /// Handles a change that the watch may cover.
+    /// Records a change if the watch covers it.
     pub(crate) fn note(&mut self, change: &Change) {
         if !self.watch.covers(&change.key) {
             return;
@@ -54,7 +54,7 @@ impl Watched {
         }
     }
 
-    /// Returns the notification for a key that now has this value or was deleted.
+    /// Records the new state of a key and returns the change to report.
     pub(crate) fn change(&mut self, entry: Entry, is_deleted: bool) -> Change {
         let Entry { key, value, create_revision, mod_revision } = entry;
         if is_deleted {
@@ -65,7 +65,8 @@ impl Watched {
         Change { key, value: Some(value), create_revision, mod_revision }
     }
 
-    /// Returns the difference between the keys at `revision` and the keys that the watch was notified of.
+    /// Returns the differences between the entries at `revision` and the state that the watch last reported. `None` if
+    /// there are none.
     pub(crate) fn catch_up(&mut self, revision: u64, there: Vec<Entry>) -> Option<Told> {
         let alive: BTreeSet<_> = there.iter().map(|entry| Arc::clone(&entry.key)).collect();
         let gone: Vec<_> = self.known.keys().filter(|key| !alive.contains(*key)).cloned().collect();

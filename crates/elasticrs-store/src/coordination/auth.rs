@@ -1,4 +1,4 @@
-//! The optional token: each side shows that it knows it, and neither sends it.
+//! Authentication with an optional token. Each side proves that it knows the token, without sending it.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -40,14 +40,14 @@ pub(super) fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id
     mac(token, challenge, run_id, direction).verify_slice(answer).is_ok()
 }
 
-/// Bytes that nobody can foresee: a challenge, the secret of a session, the name of a store.
+/// Returns unpredictable bytes for a challenge, the secret of a session, or the ID of a store.
 pub(crate) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes)?;
     Ok(bytes)
 }
 
-/// Whether two secrets are the same; takes as long for a wrong one as for the right one.
+/// Returns true if two secrets are equal. Compares in constant time.
 pub(super) fn is_same(one: &Secret, other: &Secret) -> bool {
     one.iter().zip(other).fold(0, |differing, (a, b)| differing | (a ^ b)) == 0
 }

@@ -1,65 +1,70 @@
-//! A store that does not answer: when to try again, and what the user is told. Pure but for chance.
+//! Policy for a store that does not answer: when to retry, and when to notify the user. Pure, except for random delays.
 
 use std::time::Duration;
 
 use super::auth::random;
 use super::types::LostKind;
 
-/// Between two attempts: doubled from the first to the last of these.
+/// Shortest and longest pause between two connection attempts. The pause doubles after each attempt.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 pub(super) const LAST_PAUSE: Duration = Duration::from_millis(250);
 
-/// A store that is away for no longer is nobody's news.
+/// Shortest outage that is reported to the user, in nanoseconds.
 const UNNOTICED: u64 = 1_000_000_000;
-/// One that comes and goes is no news again for so long, unless the time that is left runs out.
+/// Minimum time between two outage notices, in nanoseconds. If the session is about to expire, a notice is sent
+/// earlier, so that an unstable store does not flood the user but a serious outage is reported in time.
 const QUIET: u64 = 60_000_000_000;
 
-/// Since a connection was lost. All times are on the boot clock, in nanoseconds.
+/// An outage of the store, from the loss of the connection. All times are nanoseconds of the boot clock.
 #[derive(Debug)]
 pub(crate) struct Away {
-    /// Such as "the store at HOST:PORT".
+    /// Name of the store in messages, such as "the store at HOST:PORT".
     what: String,
     begun: u64,
-    /// Since when nothing was answered; what was asked then may be noticed later.
+    /// Time of the first unanswered request. It may be earlier than `begun`, because the loss of the connection may be
+    /// noticed late.
     silent: u64,
     deadline: u64,
     next_pause: Duration,
     is_told: bool,
-    /// When the user was told last that the store was away, now or before.
+    /// Time of the last outage notice to the user, for this or an earlier outage. `None` if there was none.
     told: Option<u64>,
 }
 
 impl Away {
-    /// `unanswered`: when the first question was sent that waits for its answer; `told`: when the user was told before.
+    /// `unanswered` is the time at which the oldest unanswered request was sent. `told` is the time of the last notice
+    /// about an earlier outage.
     pub(crate) fn new(what: String, now: u64, unanswered: Option<u64>, deadline: u64, told: Option<u64>) -> Self {
         let silent = unanswered.map_or(now, |sent| sent.min(now));
         Self { what, begun: now, silent, deadline, next_pause: Duration::ZERO, is_told: false, told }
     }
 
-    /// Since when nothing is answered.
+    /// Returns the time since which the store has not answered.
     pub(crate) fn silent(&self) -> u64 {
         self.silent
     }
 
-    /// When the user was told last that the store is away.
+    /// Returns the time of the last outage notice to the user.
     pub(crate) fn told(&self) -> Option<u64> {
         self.told
     }
 
-    /// How long to wait before the next attempt. Half of it is left to chance, so that many clients do not come at once.
+    /// Returns the time to wait before the next attempt. Half of it is random, so that many clients do not reconnect at
+    /// the same moment.
     pub(super) fn pause(&mut self) -> Duration {
         let most = self.next_pause;
         self.next_pause = (most * 2).clamp(FIRST_PAUSE, LAST_PAUSE);
         half_by_chance(most)
     }
 
-    /// What is told if the session is not taken up again; `answered`: when what the store answered last was sent.
+    /// Returns the reason to report if the session is not resumed. `answered` is the time at which the last request
+    /// that the store answered was sent.
     pub(super) fn trouble(&self, kind: LostKind, why: &str, answered: u64) -> (LostKind, String) {
         let seconds = seconds(self.deadline - answered);
         (kind, format!("{} has not answered for {seconds} s ({why})", self.what))
     }
 
-    /// When there is something to tell.
+    /// Returns the time at which the next notice is due. `u64::MAX` if this outage was already reported.
     pub(crate) fn next_news(&self) -> u64 {
         if self.is_told {
             return u64::MAX;
@@ -69,7 +74,7 @@ impl Away {
         quiet.max(self.begun + UNNOTICED)
     }
 
-    /// A line for the user, once.
+    /// Returns a notice for the user when it is due. Each outage is reported only once.
     pub(crate) fn news(&mut self, now: u64, why: &str) -> Option<String> {
         if now < self.next_news() {
             return None;
@@ -80,20 +85,20 @@ impl Away {
         Some(format!("{} does not answer ({why}); nothing is stopped for up to {left} s", self.what))
     }
 
-    /// A line for whoever was told that the store is away.
+    /// Returns the notice that the store answers again. `None` if the user was not notified of the outage.
     pub(crate) fn over(&self, now: u64) -> Option<String> {
         let was = seconds(now.saturating_sub(self.silent));
         self.is_told.then(|| format!("{} answers again after {was} s; nothing was restarted", self.what))
     }
 }
 
-/// At least half of it, and of the rest what chance says; without random bytes nothing.
+/// Returns a random duration between `most / 2` and `most`. Returns `most / 2` if no random bytes are available.
 pub(crate) fn half_by_chance(most: Duration) -> Duration {
     let chance = random().map_or(0, u16::from_le_bytes);
     most / 2 + most / 2 * u32::from(chance) / u32::from(u16::MAX)
 }
 
-/// To a tenth.
+/// Formats nanoseconds as seconds with one decimal place.
 fn seconds(nanoseconds: u64) -> String {
     format!("{}.{}", nanoseconds / 1_000_000_000, nanoseconds / 100_000_000 % 10)
 }
@@ -107,7 +112,8 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     proptest! {
-        /// However often a store comes and goes, and however seldom anybody looks.
+        /// The notices are neither late nor too frequent, no matter how often the store fails and how rarely the code
+        /// checks.
         #[test]
         fn the_user_is_told_in_time_and_not_flooded(
             times in prop::collection::vec((0..20 * SECOND, 0..20 * SECOND), 1..100), lease in 10..100_u64,

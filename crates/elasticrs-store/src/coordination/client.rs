@@ -1,10 +1,12 @@
-//! The client: one session, one lease. After its end, make a new one.
+//! Client of the store. A client has one session with one lease. To open another session, create a new client.
 //!
-//! - **CLIENT-1** requests are sent in the order in which they were made, and nothing is sent after the end;
-//! - **CLIENT-2** the session is given up one interval before the store would end it, counted on the boot clock from the
-//!   sending of the last answered keep-alive; whatever arrives after that moment is not looked at;
-//! - **CLIENT-3** the end is told once, and last;
-//! - **CLIENT-4** a session that may be taken up again survives its connection until then ([`Options::resume`]).
+//! - **CLIENT-1** requests are sent in the order in which they were made, and nothing is sent after the session has
+//!   ended;
+//! - **CLIENT-2** the client gives up its session one interval before the store would end it. It counts on the boot
+//!   clock, from the time at which it sent the last keep-alive that was answered. Messages that arrive after that
+//!   moment are ignored;
+//! - **CLIENT-3** the end of the session is reported once, as the last event;
+//! - **CLIENT-4** a session with [`Options::resume`] survives the loss of its connection until its lease expires.
 
 use std::time::Duration;
 
@@ -21,7 +23,7 @@ use super::unanswered::Kind;
 use super::wire::MAX_REQUEST;
 use crate::handle::{Ended, Handle, Inbox, finish, until_close};
 
-/// The request cannot be sent.
+/// Error for a request that cannot be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Unsendable {
     #[error("a request of {0} bytes; the store takes {MAX_REQUEST}")]
@@ -38,7 +40,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Begins to connect. [`Event::Connected`] or [`Event::Lost`] follows.
+    /// Starts to connect. [`Event::Connected`] or [`Event::Lost`] follows.
     pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
         let resume = options.resume;
         let handle = Handle::start(runtime, move |ending, inbox| {
@@ -47,28 +49,29 @@ impl Client {
         Ok(Self { handle, resume })
     }
 
-    /// What happens.
+    /// Returns the events of this client.
     pub fn events(&self) -> &Events {
         self.handle.events()
     }
 
-    /// Sends a transaction; its reply carries the tag.
+    /// Sends a transaction. Its reply has the same tag.
     pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
         self.send(Kind::Plain, &Request::Txn { tag, txn })
     }
 
-    /// Begins a watch; its reply carries the tag.
+    /// Starts a watch. Its reply has the same tag.
     pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
         if self.resume && from_revision.is_some() {
             return Err(Unsendable::Past);
         }
         let kind = Kind::Watch { watch: watch.clone(), wants_snapshot: snapshot };
-        // Without it nobody would know what is missing after a break.
+        // A session that can be resumed always needs the snapshot. Without it, the client could not compute which
+        // changes it missed while the connection was broken.
         let snapshot = snapshot || self.resume;
         self.send(kind, &Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
     }
 
-    /// Ends a watch; what is on its way still comes.
+    /// Stops a watch. Changes that the store has already sent are still delivered.
     pub fn unwatch(&self, watch: Watch) -> Result<(), Unsendable> {
         self.send(Kind::Unwatch(watch.clone()), &Request::Unwatch(watch))
     }
@@ -82,7 +85,8 @@ impl Client {
         Ok(())
     }
 
-    /// Ends the session, also where a duplicate of its socket is held; no event follows. Blocks until that is done.
+    /// Ends the session, even if another process holds a duplicate of its socket, and blocks until that is done. No
+    /// event follows.
     pub fn close(&self) {
         self.handle.close();
     }

@@ -1,4 +1,4 @@
-//! From an endpoint to an open session: name, connection, handshake.
+//! Connects to a store and opens a session: resolves the host name, connects, and carries out the handshake.
 
 use std::cell::Cell;
 use std::io;
@@ -38,13 +38,15 @@ pub struct Options {
     pub connect_timeout: Duration,
     /// Time after which keep-alives stop if the user takes no events. `None` if they never stop.
     pub stall_timeout: Option<Duration>,
-    /// The session outlives its connection: it is taken up again until its lease is over. Requests may be carried out twice.
+    /// True if the session survives a broken connection. The client then reconnects until the lease expires, and may
+    /// send a request twice.
     pub resume: bool,
-    /// A store that was met before: no other will do, unless it goes on with that one's state.
+    /// Store that this user connected to before. The connection fails unless the store is the same one or has restored
+    /// its state.
     pub met: Option<MetStore>,
 }
 
-/// Why there is no session, or no longer.
+/// Reason why a session could not be opened or was lost.
 #[derive(Debug)]
 pub(crate) struct Lost {
     pub(crate) kind: LostKind,
@@ -73,15 +75,15 @@ pub(super) struct Opened {
     pub(super) met: Met,
 }
 
-/// What is asked for in the handshake.
+/// Session that the handshake should open or resume.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted {
-    /// `None`: a new session.
+    /// Session ID and secret to resume. `None` to open a new session.
     pub(super) resume: Option<(u64, Secret)>,
     pub(super) met: Option<MetStore>,
 }
 
-/// What the handshake gives.
+/// Result of the handshake.
 #[derive(Debug)]
 pub(super) struct Met {
     pub(super) session: u64,
@@ -89,23 +91,23 @@ pub(super) struct Met {
     pub(super) store: StoreId,
     pub(super) revision: u64,
     pub(super) pace: Pace,
-    /// Boot clock: when the hello was sent. The store counts from a later moment.
+    /// Time at which the hello was sent, in nanoseconds of the boot clock. The store starts counting later.
     pub(super) sent: u64,
 }
 
 impl Opened {
-    /// Until when the session is sure to last, if nothing more is heard.
+    /// Returns the time until which the session lasts for certain if no further message arrives.
     pub(super) fn deadline(&self) -> u64 {
         deadline(self.met.sent, self.met.pace)
     }
 }
 
-/// One interval before the store would end the session.
+/// Returns the time one interval before the store would end the session, in nanoseconds of the boot clock.
 pub(super) fn deadline(sent: u64, pace: Pace) -> u64 {
     sent + u64::from(pace.ttl_ms.saturating_sub(pace.interval_ms)) * 1_000_000
 }
 
-/// How far we have come, for the message when the time is over.
+/// Current step of opening a session, for the error message after a timeout.
 #[derive(Debug, Clone, Copy)]
 enum Stage {
     Resolve,
@@ -119,7 +121,7 @@ impl Options {
     }
 }
 
-/// Host and port as users write them.
+/// Formats host and port the way users write them.
 pub(crate) fn endpoint(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
@@ -156,7 +158,7 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
     let (stream, peer) = connect(&options.endpoint(), &addresses, options.connect_timeout, begun).await?;
     stage.set(Stage::Handshake(peer));
     let broken = |error: &io::Error| Lost::new(LostKind::Closed, format!("lost {}: {error}", options.endpoint()));
-    // Without it small messages would wait; that it can fail is no reason to do without a session.
+    // Disable Nagle, because small messages would otherwise be delayed. Continue if it fails.
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
     let wanted = Wanted { resume: None, met: options.met };
@@ -167,7 +169,8 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
     };
     let met = match met {
         Ok(met) => met,
-        // An agent that hosts the store and ends just now looks the same, so it is asked once more.
+        // A `TCPStore` closes the connection like this, but so does an agent that hosts the store and is exiting. Probe
+        // again to tell them apart.
         Err(lost) if lost.kind == LostKind::Closed && greeter.frames.is_untouched() => {
             return Err(if is_tcp_store(peer).await { not_ours(options, TCP_STORE) } else { lost });
         }
@@ -177,7 +180,7 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
     Ok(Opened { stream, frames, local, peer, met })
 }
 
-/// Takes a session up on a new connection, within `patience`.
+/// Resumes a session on a new connection, within `patience`.
 pub(super) async fn reopen(
     options: &Options,
     guard: &dyn Guard,
@@ -201,8 +204,8 @@ pub(super) async fn reopen(
     match met {
         Ok(Ok(met)) => Ok(Opened { stream, frames, local, peer, met }),
         Ok(Err(lost)) | Err(lost) => {
-            // The store may find this connection later, and take it for the session's. Its end must not be that of a client
-            // that is gone; a reset says nothing.
+            // Reset the connection, because the store may already treat it as the session's connection. If it were
+            // closed normally, the store would conclude that the client has exited and end the session.
             let _ = stream.set_zero_linger();
             guard.not_resumed();
             Err(lost)
@@ -235,14 +238,14 @@ pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Lo
     }
 }
 
-/// The first address that answers, within `patience` for all; `begun` hears of each.
+/// Connects to the first address that accepts, within `patience` for all addresses. Calls `begun` before each attempt.
 pub(crate) async fn connect(
     at: &str,
     addresses: &[SocketAddr],
     patience: Duration,
     begun: impl Fn(SocketAddr),
 ) -> Result<(TcpStream, SocketAddr), Lost> {
-    // An address that does not answer must leave time for those after it.
+    // Limit the time for each address, so that one that does not answer leaves time for the next ones.
     let share = patience / u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
     let share = if addresses.len() == 1 { Duration::MAX } else { share };
     let mut kinds = Vec::new();
@@ -257,7 +260,7 @@ pub(crate) async fn connect(
         kinds.push(kind);
         said.push(format!("{}: {why}", address.ip()));
     }
-    // A refusal comes from a living host: it says more than silence.
+    // Prefer a refusal over a timeout, because it shows that the host is up.
     let kind = kinds.iter().find(|kind| **kind == LostKind::Refused).or(kinds.first()).copied();
     let message = format!("could not connect to {at} ({})", said.join("; "));
     Err(Lost::new(kind.unwrap_or(LostKind::Resolve), message))
@@ -274,7 +277,7 @@ fn kind_of(error: &io::Error) -> LostKind {
     }
 }
 
-/// What the kernel says, without the number.
+/// Returns the error message of the kernel without the error number.
 pub(crate) fn plain(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(errno) => nix::errno::Errno::from_raw(errno).desc().to_lowercase(),
@@ -366,7 +369,7 @@ impl Greeter<'_> {
     }
 
     async fn send(&self, bytes: &[u8]) {
-        // An error of the connection is judged by what can still be read from it.
+        // Ignore the error, because reading from the connection shows the reason.
         let _ = stream::write_all(&self.stream, bytes).await;
     }
 
@@ -384,7 +387,8 @@ impl Greeter<'_> {
             }
             match stream::read(&self.stream, &mut chunk).await {
                 Ok(0) if self.frames.is_untouched() => {
-                    // Another program, or a proxy in front of a store that does not run yet: that one is worth waiting for.
+                    // The peer may be another program, or a proxy in front of a store that is not running yet. Report
+                    // `Closed`, because it is worth retrying in the second case.
                     let what =
                         "closed the connection during the handshake: another program, or a proxy without a store";
                     return Err(Lost::new(LostKind::Closed, format!("{} {what}", self.options.endpoint())));
@@ -406,7 +410,7 @@ fn not_ours(options: &Options, why: &str) -> Lost {
     Lost::new(LostKind::NotOurs, message)
 }
 
-/// Returns when it is known that a `TCPStore` keeps silent there, as most releases of torch do before a stranger.
+/// Returns once the peer is known to be a `TCPStore`. Most releases of torch do not answer an unknown client at all.
 async fn until_suspicious(options: &Options, peer: SocketAddr) {
     tokio::time::sleep((options.connect_timeout / 4).min(Duration::from_secs(1))).await;
     if !is_tcp_store(peer).await {

@@ -1,4 +1,4 @@
-//! One connection of a server: the handshake, then requests until it ends.
+//! A connection on the server side: the handshake, then requests until the connection ends.
 
 use std::io;
 use std::rc::Rc;
@@ -26,18 +26,19 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Time for which a refused connection stays open, so that the client can read the reason.
 const PARTING: Duration = Duration::from_secs(2);
 
-/// How much of what such a client still sends is read away: what was on its way when it was refused.
+/// Maximum number of bytes that are read and discarded from a refused client, because they were already in transit when
+/// it was refused.
 const MAX_DROPPED: usize = 4 * MAX_REQUEST;
 
 /// Reason why a connection ended.
 enum End {
-    /// The other side closed it, or we have said why it ends.
+    /// The peer closed the connection, or was sent the reason for its end.
     Gone,
-    /// Nobody knows of the other side: it was reset, or timed out.
+    /// The connection was reset or timed out, so the state of the peer is unknown.
     Broken,
-    /// Bytes of another program.
+    /// The bytes are from another program.
     Foreign,
-    /// We end it, and say why.
+    /// This side closes the connection and sends the reason.
     Refused(Refusal),
 }
 
@@ -62,7 +63,7 @@ impl From<Broken> for End {
     }
 }
 
-/// A request of which some has come.
+/// Time limit of a request that has partly arrived.
 #[derive(Clone, Copy)]
 struct Begun {
     until: Instant,
@@ -101,7 +102,7 @@ pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
     connection.part(end).await;
 }
 
-/// The session learns of the end of its connection, however that comes.
+/// Notifies the hub of the end of the connection when it is dropped, whatever the cause.
 struct User {
     hub: Rc<Hub>,
     outbox: Rc<Outbox>,
@@ -228,8 +229,8 @@ impl Connection {
         }
     }
 
-    /// Waits for more bytes: of a request that was begun for as long as it may take, in two halves, so that a clock that
-    /// jumps (this process was stopped) does not count as a long silence.
+    /// Waits for more bytes. The rest of an incomplete request has to arrive within the request timeout. The timeout is
+    /// measured in two halves, so that a jump of the clock while this process was stopped uses up at most one half.
     async fn read_on(&mut self, begun: &mut Option<Begun>) -> Result<(), End> {
         self.frames.rest();
         self.hub.hold(&self.outbox, self.frames.capacity());
@@ -289,7 +290,7 @@ impl Connection {
         }
     }
 
-    /// Takes what has arrived; whether there may be more of it.
+    /// Reads the bytes that have arrived. Returns true if there may be more, and `None` if nothing has arrived.
     fn receive(&mut self) -> Result<Option<bool>, End> {
         let mut scratch = self.hub.scratch.borrow_mut();
         match self.stream.try_read(&mut scratch) {
@@ -307,7 +308,8 @@ impl Connection {
     async fn part(mut self, end: End) {
         match end {
             End::Gone | End::Broken => {}
-            // One of ours that has had no answer in time, from a store that was stopped, asks who is here.
+            // Do not report this peer. It is a client of this store that received no answer while the store was paused,
+            // and that now checks what is listening here.
             End::Foreign if self.frames.unread() == QUESTION => {}
             End::Foreign => {
                 let what = describe(self.frames.unread());
@@ -333,7 +335,7 @@ impl Connection {
     }
 }
 
-/// What another program's first bytes look like.
+/// Describes a program by the first bytes that it sent.
 fn describe(bytes: &[u8]) -> &'static str {
     const HTTP: [&[u8]; 7] = [b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PRI "];
     if HTTP.iter().any(|method| bytes.starts_with(method)) {

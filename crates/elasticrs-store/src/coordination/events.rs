@@ -1,4 +1,4 @@
-//! What a client has to tell its user.
+//! Queue of the events that a client reports to its user.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,67 +17,67 @@ use super::offset::Offset;
 use super::protocol::StoreId;
 use super::types::{Change, LostKind, OpResult};
 
-/// What has happened.
+/// An event of a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     Connected {
         revision: u64,
         session: u64,
-        /// From the last keep-alive to its end.
+        /// Time from the last keep-alive to the end of the session.
         ttl: Duration,
         interval: Duration,
-        /// Our end of the connection, without a port.
+        /// Local address of the connection, without the port.
         local_address: String,
         peer_address: String,
     },
-    /// To a transaction or a watch.
+    /// Reply to a transaction or a watch.
     Reply { tag: u64, ok: bool, revision: u64, results: Vec<OpResult> },
-    /// What one revision did to the keys that are watched.
+    /// Changes that one revision made to watched keys.
     Changes { revision: u64, changes: Vec<Change> },
-    /// A line for the user: the store is away, or there again.
+    /// Message for the user: the store does not answer, or answers again.
     Notice { message: String },
-    /// The session is over; always last.
+    /// The session has ended. Always the last event.
     Lost { kind: LostKind, message: String },
 }
 
 #[derive(Debug, Default)]
 struct State {
     events: VecDeque<Event>,
-    /// How long the messages of these events were.
+    /// Total length of the messages from which these events were decoded, in bytes.
     bytes: usize,
-    /// Boot clock: when this side gives the session up.
+    /// Time at which the client gives up the session, in nanoseconds of the boot clock.
     deadline: Option<u64>,
     is_over: bool,
     offset: Offset,
-    /// Why the store would not have answered by then.
+    /// Why the store does not answer. Reported if the deadline passes.
     trouble: Option<(LostKind, String)>,
     met: Option<MetStore>,
 }
 
-/// A store that was met, and the highest revision that was seen in it.
+/// ID of the last store that the client connected to, and the highest revision that it has received from that store.
 pub type MetStore = (StoreId, u64);
 
-/// Between the runtime thread and the user's threads.
+/// Event queue between the runtime thread and the user's threads.
 #[derive(Debug)]
 pub struct Events {
     state: Mutex<State>,
     wake: Wake,
-    /// Boot clock: when the user last asked.
+    /// Time of the user's last call of [`Self::take`] or [`Self::wait`], in nanoseconds of the boot clock.
     asked: AtomicU64,
-    /// Users that wait at this moment.
+    /// Number of threads that are currently in [`Self::wait`].
     waiting: AtomicUsize,
-    /// Wakes the client's task: the session was ended from this side, or there is room for events again.
+    /// Wakes the client's task because the session was ended on this side, or because the queue has room again.
     pub(crate) wake_task: Notify,
 }
 
-/// Bytes of events that may wait for the user; one message may go beyond.
+/// Maximum number of bytes of queued events. One more message may exceed it.
 const MAX_UNTAKEN: usize = 64 << 20;
 
-/// What the user is told when the store did not answer in time.
+/// Message to the user when the store did not answer in time.
 pub(crate) const SILENT: &str = "the store did not answer keep-alives in time: its host or the network may be down";
 
 impl Events {
-    /// An empty list.
+    /// Creates an empty queue.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             state: Mutex::default(),
@@ -88,12 +88,12 @@ impl Events {
         })
     }
 
-    /// Readable while [`Self::take`] has something.
+    /// Returns a file descriptor that is readable while [`Self::take`] would return events.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
-    /// Adds an event that came in so many bytes, unless the session is over.
+    /// Adds an event whose message had this number of bytes, unless the session is over.
     pub(crate) fn push(&self, event: Event, bytes: usize) {
         let mut state = lock(&self.state);
         if state.is_over {
@@ -110,12 +110,12 @@ impl Events {
         self.wake.set();
     }
 
-    /// Whether the user has left so much lying that no more is read.
+    /// Returns true if so many events are queued that the client should stop reading from its socket.
     pub(crate) fn is_full(&self) -> bool {
         lock(&self.state).bytes > MAX_UNTAKEN
     }
 
-    /// A keep-alive was answered: the session holds until `deadline`.
+    /// Records that a keep-alive was answered, so that the session lasts at least until `deadline`.
     pub(crate) fn renewed(&self, deadline: u64, sent: u64, received: u64, wall: Option<u64>) {
         let mut state = lock(&self.state);
         state.deadline = Some(deadline);
@@ -124,40 +124,41 @@ impl Events {
         }
     }
 
-    /// This store is there.
+    /// Records the store that the client is connected to.
     pub(crate) fn meet(&self, store: StoreId, revision: u64) {
         lock(&self.state).met = Some((store, revision));
     }
 
-    /// The store that was met last.
+    /// Returns the last store that the client connected to.
     pub fn met(&self) -> Option<MetStore> {
         lock(&self.state).met
     }
 
-    /// Why the store does not answer, as far as that is known.
+    /// Sets the reason why the store does not answer, as far as it is known.
     pub(crate) fn set_trouble(&self, trouble: Option<(LostKind, String)>) {
         lock(&self.state).trouble = trouble;
     }
 
-    /// As it was set.
+    /// Returns the reason that was passed to [`Self::set_trouble`].
     pub(crate) fn trouble(&self) -> Option<(LostKind, String)> {
         lock(&self.state).trouble.clone()
     }
 
-    /// Whether nothing more will come.
+    /// Returns true if no more events will be added.
     pub(crate) fn is_over(&self) -> bool {
         lock(&self.state).is_over
     }
 
-    /// No more events: the user has closed the client.
+    /// Stops the queue, because the user has closed the client.
     pub(crate) fn finish(&self) {
         lock(&self.state).is_over = true;
-        // Whoever waits has nothing to wait for.
+        // Wake waiting threads, because no event will follow.
         self.wake.set();
         self.wake_task.notify_one();
     }
 
-    /// All events; never blocks. One that has missed its deadline says so here, even if the runtime has not run since.
+    /// Returns all queued events without blocking. If the session has missed its deadline, adds [`Event::Lost`] here,
+    /// even if the runtime has not run since.
     pub fn take(&self) -> VecDeque<Event> {
         let now = boot_now();
         self.asked.store(now, Ordering::Relaxed);
@@ -175,7 +176,7 @@ impl Events {
         std::mem::take(&mut state.events)
     }
 
-    /// Blocks until there is something to take, a signal came, or the time is over; whether there is something.
+    /// Blocks until events are queued, a signal arrives, or the timeout elapses. Returns true if events are queued.
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
@@ -192,7 +193,7 @@ impl Events {
             }
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             let step = match left {
-                // Rounded up: waking before the time would only mean to wait again.
+                // Round up, because waking up early would only lead to another wait.
                 Some(left) => PollTimeout::try_from(left + Duration::from_micros(999)).unwrap_or(PollTimeout::MAX),
                 None => PollTimeout::NONE,
             };
@@ -205,20 +206,20 @@ impl Events {
         }
     }
 
-    /// Everything was taken, and the session is over.
+    /// Returns true if the session is over and all events were taken.
     pub fn has_nothing_to_come(&self) -> bool {
         let state = lock(&self.state);
         state.is_over && state.events.is_empty()
     }
 
-    /// Whether the user has not asked for so long, and does not wait either.
+    /// Returns true if the user has not taken events for longer than `limit` and is not waiting for any.
     pub(crate) fn is_stalled(&self, limit: Option<Duration>) -> bool {
         let Some(limit) = limit else { return false };
         let since = boot_now().saturating_sub(self.asked.load(Ordering::Relaxed));
         self.waiting.load(Ordering::Relaxed) == 0 && u128::from(since) > limit.as_nanos()
     }
 
-    /// The store's wall clock minus ours, and by how much that may be wrong. Nanoseconds.
+    /// Returns how far the store's wall clock is ahead of the local one, and the maximum error. Both in nanoseconds.
     pub fn clock(&self) -> Option<(i64, u64)> {
         lock(&self.state).offset.estimate(boot_now(), wall_now())
     }

@@ -1,11 +1,13 @@
-//! What all connections of a server share: the state, who is to hear of what, and who is still there.
+//! State that all connections of a server share: the keys, the watches, and the sessions with their leases.
 //!
-//! - **HUB-1** everything that a revision tells a client is queued before the reply of that revision is;
+//! - **HUB-1** the changes of a revision are queued for all watching clients before the reply of that revision is
+//!   queued;
 //! - **HUB-2** all sessions that end in one wake-up end in one revision;
-//! - **HUB-3** what clients make the server hold stays below its limit: whoever holds the most is ended;
-//! - **HUB-4** a session is its lease, not its connection. The end of the connection that it uses ends it, for a process that
-//!   is gone is the one thing that closes it; a connection that broke leaves it absent until it is taken up again, or its
-//!   time to live is over.
+//! - **HUB-3** the memory that the server holds for clients stays below its limit. The server ends the session that
+//!   holds the most;
+//! - **HUB-4** a session lasts as long as its lease, not as long as its connection. If the current connection is
+//!   closed, the session ends, because only the exit of the client's process closes it. If the connection breaks, the
+//!   session is absent until it is resumed or its time to live expires.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -33,63 +35,64 @@ use super::state::{Revision, SessionId, State};
 use super::types::{LostKind, OpResult, Txn};
 use super::watches::{Watches, covered};
 
-/// The most watches of one client.
+/// Maximum number of watches of a client.
 const MAX_WATCHES: usize = 1024;
 
-/// What an absent session takes beside its keys.
+/// Bytes that an absent session takes in addition to its keys.
 const ABSENT_COST: usize = 512;
 
-/// How long freed memory is left to the allocator, which may need it again at once.
+/// Time for which freed memory stays with the allocator, because it may be needed again soon.
 const TRIM_AFTER: Duration = Duration::from_millis(100);
 
-/// How a server works.
+/// Configuration of a server.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// The run it serves; `None`: any, and all of them see the same keys.
+    /// The only run that the server serves. `None` to serve any run; then all runs share the same keys.
     pub run_id: Option<String>,
     pub token: Option<Vec<u8>>,
     pub max_connections: usize,
-    /// Bytes of all that clients make it hold: keys, values and history, watches, what has come of requests and what was
-    /// not read of answers.
+    /// Maximum number of bytes that the server holds for clients: keys, values, history, watches, incomplete requests
+    /// and unread answers.
     pub max_bytes: usize,
-    /// How long a request may take from its first byte to its last.
+    /// Time limit for receiving a request, from its first to its last byte.
     pub request_timeout: Duration,
     pub state: Option<Durable>,
 }
 
-/// What a store keeps that others go on from.
+/// Configuration of a store that keeps its state in a file, from which a restarted store continues.
 #[derive(Debug, Clone)]
 pub struct Durable {
-    /// Where it is kept.
+    /// Path of the state file.
     pub file: PathBuf,
-    /// The shortest time to live of a session: so long may the store be away.
+    /// Minimum time to live of a session. Sessions survive a store outage of this length.
     pub grace: Duration,
 }
 
 impl Durable {
-    /// How many attempts of this interval make up the grace.
+    /// Returns the number of keep-alive intervals that make up the grace period.
     fn attempts_at(&self, interval_ms: u32) -> u16 {
         let attempts = self.grace.as_millis().div_ceil(u128::from(interval_ms));
         u16::try_from(attempts).unwrap_or(u16::MAX)
     }
 }
 
-/// Connections that a server takes when nobody says how many.
+/// Default of [`Config::max_connections`].
 pub const MAX_CONNECTIONS: usize = 16_384;
-/// What a server holds when nobody says how much.
+/// Default of [`Config::max_bytes`].
 pub const MAX_BYTES: usize = 256 << 20;
-/// [`Config::request_timeout`] when nobody says how long: the largest request at a fifth of a slow line's megabit.
+/// Default of [`Config::request_timeout`]. Enough for the largest request over a slow line that gives this client 0.2
+/// Mbit/s.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A session that has not ended.
 #[derive(Debug)]
 struct Session {
     secret: Secret,
-    /// Of its connection; `None`: it is absent.
+    /// Outbox of the session's connection. `None` if the session is absent.
     outbox: Option<Rc<Outbox>>,
 }
 
-/// What a session has at its beginning, and when it is taken up again.
+/// Data of a session that was just opened or resumed.
 pub(super) struct Entered {
     pub(super) session: SessionId,
     pub(super) secret: Secret,
@@ -103,28 +106,28 @@ struct Shared {
     watches: Watches,
     leases: Leases,
     sessions: HashMap<SessionId, Session>,
-    /// How many of them have no connection.
+    /// Number of sessions without a connection.
     absent: usize,
-    /// Sessions that are over, but whose keys are still there.
+    /// Sessions that have ended but whose keys have not been deleted yet.
     ended: Vec<SessionId>,
     next_session: SessionId,
-    /// The most that was in use since the kernel was last given memory back.
+    /// Highest memory use since freed memory was last returned to the kernel.
     peak: usize,
 }
 
-/// One per server; lives on its thread.
+/// Shared state of a server. It stays on the server's thread.
 #[derive(Debug)]
 pub(super) struct Hub {
     pub(super) config: Config,
-    /// Our name, then those of the stores whose state this one goes on with, the newest first.
+    /// ID of this store, followed by the IDs of the stores whose state it restored, newest first.
     pub(super) ids: Vec<StoreId>,
     pub(super) notices: Notices,
     pub(super) sessions: Arc<AtomicUsize>,
     pub(super) tasks: RefCell<JoinSet<()>>,
-    /// Where bytes are read to, whosever they are.
+    /// Buffer into which all connections read, one at a time.
     pub(super) scratch: RefCell<Vec<u8>>,
     pub(super) held: Rc<Held>,
-    /// Of a store that keeps its state.
+    /// Journal of a store that keeps its state in a file. `None` for other stores.
     pub(super) journal: Option<Journal>,
     shared: RefCell<Shared>,
     reap: Notify,
@@ -132,7 +135,7 @@ pub(super) struct Hub {
     trim: Notify,
 }
 
-/// Why a request ends its connection.
+/// Reason why the server refuses a request and closes its connection.
 pub(super) type Refusal = (LostKind, String);
 
 impl Hub {
@@ -218,7 +221,8 @@ impl Hub {
         Ok(Entered { session, secret, revision: shared.state.revision(), pace })
     }
 
-    /// Whoever has the secret has the session, also where its last connection still seems to live: that one is dropped.
+    /// Resumes a session for a client that has its secret. If the session still has a connection, that connection is
+    /// dropped.
     fn resume(&self, outbox: &Rc<Outbox>, session: SessionId, secret: &Secret) -> Result<Entered, Refusal> {
         let mut shared = self.shared.borrow_mut();
         let shared = &mut *shared;
@@ -256,8 +260,9 @@ impl Hub {
         Some(pace)
     }
 
-    /// A connection has ended. If the session still uses it, it is over, and its keys go with all that end in this wake-up;
-    /// after a break, it is absent.
+    /// Handles the end of a connection. If the session still uses this connection, the session ends, and its keys are
+    /// deleted with those of all sessions that end in the same wake-up. If the connection broke and there is room, the
+    /// session becomes absent instead.
     pub(super) fn leave(&self, session: SessionId, outbox: &Rc<Outbox>, is_broken: bool) {
         let mut shared = self.shared.borrow_mut();
         let uses = |known: &Session| known.outbox.as_ref().is_some_and(|current| Rc::ptr_eq(current, outbox));
@@ -274,20 +279,21 @@ impl Hub {
         self.keep_within_limit(&mut shared);
     }
 
-    /// Whether there is room for one more absent session: clients that only connect and break off end nobody.
+    /// Returns true if there is room for one more absent session, so that clients that only connect and disconnect
+    /// cannot end the sessions of others.
     fn may_wait(&self, shared: &Shared) -> bool {
         shared.absent < self.config.max_connections && self.has_room_in(shared)
     }
 
-    /// Tells all clients that the store ends and will not be there again.
+    /// Notifies all clients that the store is closing and will not come back.
     pub(super) fn say_farewell(&self) {
         for outbox in self.shared.borrow().sessions.values().filter_map(|session| session.outbox.as_ref()) {
             outbox.refuse(LostKind::Closed, "the store was closed".into());
         }
     }
 
-    /// Whether there is room for one more connection. An eighth is left for what is said on those that there are: strangers
-    /// who only connect end nobody.
+    /// Returns true if there is room for one more connection. An eighth of the memory stays reserved for the requests
+    /// of open connections, so that strangers that only connect cannot end any session.
     pub(super) fn has_room(&self) -> bool {
         self.has_room_in(&self.shared.borrow())
     }
@@ -296,7 +302,7 @@ impl Hub {
         self.used(shared) + CONNECTION_COST <= shared.state.shared_limit() / 8 * 7
     }
 
-    /// A client has begun a request, of which so much has come.
+    /// Records the number of bytes that a client has sent of an incomplete request.
     pub(super) fn hold(&self, outbox: &Outbox, unparsed: usize) {
         outbox.set_unparsed(unparsed);
         self.keep_within_limit(&mut self.shared.borrow_mut());
@@ -306,7 +312,8 @@ impl Hub {
         self.held.get() + shared.watches.bytes() + shared.state.entry_bytes() + shared.absent * ABSENT_COST
     }
 
-    /// HUB-3. Keys are limited by themselves, so it always ends.
+    /// Ends sessions until the limit of HUB-3 is kept. This always succeeds, because the keys have a lower limit of
+    /// their own.
     fn keep_within_limit(&self, shared: &mut Shared) {
         let limit = shared.state.shared_limit();
         while self.used(shared) > limit {
@@ -340,7 +347,7 @@ impl Hub {
         }
     }
 
-    /// Carries out a request of an open session.
+    /// Executes a request in an open session.
     pub(super) fn request(&self, session: SessionId, request: Request, outbox: &Outbox) -> Result<(), Refusal> {
         let mut shared = self.shared.borrow_mut();
         self.carry_out(&mut shared, session, request, outbox)?;
@@ -393,7 +400,7 @@ impl Hub {
         let revision = shared.state.revision();
         let first = from_revision.unwrap_or(revision + 1);
         let Some(history) = shared.state.history_from(first) else {
-            // The reply names the oldest revision that can still be told.
+            // The reply contains the oldest revision that is still in the history.
             let results = vec![OpResult::Count(shared.state.oldest())];
             return answer_to(outbox, &Answer::Reply { tag, ok: false, revision, results });
         };
@@ -435,11 +442,12 @@ impl Hub {
         }
     }
 
-    /// Deletes the keys of ended sessions, batch after batch. Never ends by itself.
+    /// Deletes the keys of ended sessions, one batch at a time. Never returns.
     pub(super) async fn reap(self: Rc<Self>) {
         loop {
             self.reap.notified().await;
-            // Those that end in the same wake-up have been woken before this task was, and are read first.
+            // Yield first, because the connections that end in the same wake-up were woken before this task and will
+            // run now.
             yield_now().await;
             let mut shared = self.shared.borrow_mut();
             let ended = std::mem::take(&mut shared.ended);
@@ -475,7 +483,7 @@ impl Hub {
         }
     }
 
-    /// Nothing changes any more.
+    /// Saves the last changes and marks the state file as complete. Nothing may change after this call.
     pub(super) fn finish(&self) {
         let shared = self.shared.borrow();
         if let Some(journal) = &self.journal
@@ -485,7 +493,7 @@ impl Hub {
         }
     }
 
-    /// Gives the kernel back what many clients, or one with much, have left behind. Never ends by itself.
+    /// Returns freed memory to the kernel after the memory use has dropped. Never returns.
     pub(super) async fn trim(self: Rc<Self>) {
         loop {
             self.trim.notified().await;
@@ -494,7 +502,7 @@ impl Hub {
         }
     }
 
-    /// Ends sessions that have been silent for too long. Never ends by itself.
+    /// Ends the sessions whose keep-alive deadline has passed. Never returns.
     pub(super) async fn expire(self: Rc<Self>) {
         loop {
             let now = boot_now();
@@ -504,7 +512,7 @@ impl Hub {
                 () = tokio::time::sleep(Duration::from_nanos(planned.map_or(0, |at| at.saturating_sub(now)))), if planned.is_some() => {}
             }
             self.shared.borrow_mut().leases.look(boot_now());
-            // What has arrived is read before anybody is called silent.
+            // Yield before sessions expire, so that keep-alives that have already arrived are read.
             yield_now().await;
             yield_now().await;
             let mut shared = self.shared.borrow_mut();

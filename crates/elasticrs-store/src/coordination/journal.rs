@@ -35,7 +35,7 @@ struct Kept {
 }
 
 impl Journal {
-    /// Of a file that holds this image, and these keys.
+    /// Creates a journal for a file that already contains this image.
     pub(super) fn new(file: StateFile, image: Image) -> Self {
         let kept = Kept { file, image, keys: BTreeSet::new(), sessions: BTreeSet::new() };
         Self {

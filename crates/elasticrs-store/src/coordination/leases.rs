@@ -1,4 +1,5 @@
-//! When sessions end for want of keep-alives, and how often they are to send them. Pure: the time is an argument.
+//! Leases of sessions: decides when sessions without keep-alives end, and how often clients have to send keep-alives.
+//! Pure: the time is an argument.
 //!
 //! - **LEASE-1** no session ends before its time to live has passed since its last keep-alive was read;
 //! - **LEASE-2** time during which the store itself did not run is not counted.
@@ -8,10 +9,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use super::protocol::Pace;
 use super::state::SessionId;
 
-/// Keep-alives per second that the store is willing to answer; beyond, sessions are told to send fewer.
+/// Keep-alives per second that the store answers at most. With more sessions, clients are asked to send them less
+/// often.
 pub(super) const MAX_PER_SECOND: u64 = 5_000;
 
-/// What a client may wish for.
+/// Intervals that a client may request.
 const INTERVALS_MS: std::ops::RangeInclusive<u32> = 10..=3_600_000;
 const ATTEMPTS: std::ops::RangeInclusive<u16> = 3..=1_000;
 
@@ -22,14 +24,14 @@ struct Lease {
     deadline: u64,
 }
 
-/// The deadlines of all sessions, on a clock that stands still while the store does. Times are nanoseconds.
+/// Deadlines of all sessions, on a clock that is paused while the store does not run. Times are in nanoseconds.
 #[derive(Debug, Default)]
 pub struct Leases {
     held: HashMap<SessionId, Lease>,
     deadlines: BTreeSet<(u64, SessionId)>,
-    /// How many sessions wished for which interval.
+    /// Number of sessions that requested each interval.
     wishes: BTreeMap<u32, usize>,
-    /// How long the store has not run, in all.
+    /// Total time during which the store did not run.
     late: u64,
     next_look: Option<u64>,
     looked: u64,
@@ -38,7 +40,7 @@ pub struct Leases {
 const MS: u64 = 1_000_000;
 
 impl Leases {
-    /// Whether a client may wish for this.
+    /// Returns true if a client may request these settings.
     pub fn is_allowed(interval_ms: u32, attempts: u16) -> bool {
         INTERVALS_MS.contains(&interval_ms) && ATTEMPTS.contains(&attempts)
     }
@@ -52,7 +54,8 @@ impl Leases {
         pace
     }
 
-    /// A session of a store whose state this one goes on with: it was granted as much as `ttl_ms`, which begins anew.
+    /// Adds a session of a previous store. Its time to live starts anew and is at least `ttl_ms`, which the previous
+    /// store granted.
     pub(super) fn restore(&mut self, session: SessionId, interval_ms: u32, attempts: u16, ttl_ms: u32, now: u64) {
         let pace = self.begin(session, interval_ms, attempts, now);
         if let Some(lease) = self.held.get_mut(&session) {
@@ -62,7 +65,7 @@ impl Leases {
         }
     }
 
-    /// A keep-alive has come; what the session is to do from now on.
+    /// Handles a keep-alive. Returns the keep-alive settings of the session from now on.
     pub(super) fn renew(&mut self, session: SessionId, now: u64) -> Option<Pace> {
         let mut lease = self.held.remove(&session)?;
         let pace = self.extend(session, &mut lease, now);
@@ -92,10 +95,11 @@ impl Leases {
         }
     }
 
-    /// When to look next: at the first deadline, and at least once in the shortest interval, so that a time during
-    /// which the store did not run is known to within that. The time is noted: a later look is a late one.
+    /// Returns the time of the next look: the first deadline, or one shortest interval from now if that is earlier. So
+    /// a time during which the store does not run is known to within that interval. Remembers the returned time, so
+    /// that the next look can tell how late it is.
     ///
-    /// Follows a look. If that was longer ago than an interval, the store did not run meanwhile.
+    /// Call this after [`Self::look`]. If that was longer ago than an interval, the store did not run in between.
     pub(super) fn plan(&mut self, now: u64) -> Option<u64> {
         let (deadline, _) = self.deadlines.first()?;
         let (&shortest, _) = self.wishes.first_key_value()?;
@@ -109,7 +113,7 @@ impl Leases {
         Some(look)
     }
 
-    /// Looks: moves all deadlines by the time that the look comes late.
+    /// Records the current time. If this call comes later than planned, moves all deadlines by the delay.
     pub(super) fn look(&mut self, now: u64) {
         if let Some(planned) = self.next_look.take() {
             self.late += now.saturating_sub(planned);
@@ -117,7 +121,7 @@ impl Leases {
         self.looked = now;
     }
 
-    /// Sessions whose time was over at the last look.
+    /// Returns the sessions whose deadline had passed at the last look.
     pub(super) fn expired(&self) -> Vec<SessionId> {
         let now = self.looked.saturating_sub(self.late);
         self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now).map(|(_, session)| *session).collect()

@@ -1,20 +1,21 @@
-//! What clients make a server hold beside its keys: counted where it is held.
+//! Accounting of the memory that a server holds for clients in addition to the keys.
 //!
-//! - **MEM-1** what is counted is given back once, however its holder ends; what several share is counted once.
+//! - **MEM-1** each charge is released exactly once, when its holder is dropped. Memory that several clients share is
+//!   counted once.
 
 use std::cell::Cell;
 use std::ops::Deref;
 use std::rc::Rc;
 
-/// A connection without any bytes: its task, its socket, and its places in the tables.
+/// Bytes that a connection takes without its messages: its task, its socket, and its places in the tables.
 pub(super) const CONNECTION_COST: usize = 2048;
-/// A message without its bytes.
+/// Bytes that a message takes in addition to its contents.
 const MESSAGE_COST: usize = 96;
 
-/// Bytes that are held for all connections of a server.
+/// Number of bytes that are held for all connections of a server.
 pub(super) type Held = Cell<usize>;
 
-/// Some of these bytes, until it is dropped.
+/// Share of a [`Held`] counter. The share is subtracted again when the charge is dropped.
 #[derive(Debug)]
 pub(super) struct Charge {
     all: Rc<Held>,
@@ -44,7 +45,7 @@ impl Drop for Charge {
     }
 }
 
-/// A message on its way to one client or several.
+/// A message for one or more clients.
 #[derive(Debug)]
 pub(super) struct Message {
     bytes: Vec<u8>,
@@ -57,7 +58,8 @@ impl Message {
         Rc::new(Self { bytes, _charge: charge })
     }
 
-    /// The reason of an end: short, and soon gone. It must not count, or an end would free nothing.
+    /// Creates a message that gives the reason for the end of a connection. Such a message is short and is dropped
+    /// soon. It is not counted, because otherwise ending a connection would not free memory.
     pub(super) fn last(all: &Rc<Held>, bytes: Vec<u8>) -> Rc<Self> {
         Rc::new(Self { bytes, _charge: Charge::new(all, 0) })
     }

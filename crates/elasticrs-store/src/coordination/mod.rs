@@ -1,13 +1,14 @@
-//! The store in which the agents of a job meet.
+//! The coordination store, through which the agents of a job coordinate.
 //!
-//! Keys with revisions, transactions, watches that push, and sessions: a session is a lease, and what it leased ends with
-//! it. `state`, `watches` and [`leases`] decide, as plain functions; [`server`] and [`client`] carry out.
-//! The bytes between them are in [`protocol`] and [`wire`].
+//! The store has keys with revisions, transactions, watches that push changes to clients, and sessions. A session has a
+//! lease. When the session ends, the store deletes the keys that it leased. The pure functions of `state`, `watches`
+//! and [`leases`] make the decisions; [`server`] and [`client`] do the I/O. [`protocol`] and [`wire`] define the
+//! messages between them.
 //!
-//! A server's hub owns keys, watches and leases; a connection's task owns its socket, and shares with the hub only what it has
-//! not sent yet. A client's task owns its socket and its deadline; its user owns the list of events. The invariants stand where
-//! they are kept: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server, `CLIENT`, `ASKED` and `CLOCK` for the client, `WIRE` and `PROTO` for
-//! the bytes.
+//! A server's hub owns the keys, watches and leases. The task of a connection owns its socket and shares only its
+//! unsent messages with the hub. The task of a client owns its socket and its deadline, and the user of the client owns
+//! the list of events. Each module states its invariants: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server,
+//! `CLIENT`, `ASKED` and `CLOCK` for the client, `WIRE` and `PROTO` for the messages.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 

@@ -1,24 +1,24 @@
-//! How far two wall clocks are apart. Pure.
+//! Estimates the difference between two wall clocks. Pure.
 //!
-//! - **CLOCK-1** deadlines are on the boot clock, which goes on while the machine sleeps and which nobody can set;
-//! - **CLOCK-2** the wall clock is only ever reported.
+//! - **CLOCK-1** deadlines use the boot clock, which keeps running while the machine sleeps and which cannot be set;
+//! - **CLOCK-2** the wall clock is used only in reports.
 
 use std::collections::VecDeque;
 
-/// One answered keep-alive.
+/// A keep-alive that was answered.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
-    /// The store's wall clock minus our boot clock.
+    /// The store's wall clock minus the local boot clock, in nanoseconds.
     offset: i128,
-    /// Half of the time that question and answer took.
+    /// Half of the round-trip time, in nanoseconds.
     error: u64,
-    /// Our boot clock when the answer came.
+    /// Time at which the answer arrived, on the local boot clock.
     taken: u64,
 }
 
-/// By how much two good clocks drift apart: nanoseconds per second.
+/// Assumed drift between two working clocks, in nanoseconds per second.
 const DRIFT_PER_SECOND: u64 = 100_000;
-/// How many samples are remembered.
+/// Maximum number of samples that are kept.
 const SAMPLES: usize = 16;
 
 /// Estimates the store's wall clock.
@@ -28,12 +28,13 @@ pub(super) struct Offset {
 }
 
 impl Offset {
-    /// An answer came: `sent` and `received` are ours (boot), `wall` is the store's in between.
+    /// Adds a sample. `sent` and `received` are times on the local boot clock. `wall` is the store's wall clock at a
+    /// time between them.
     pub(super) fn add(&mut self, sent: u64, received: u64, wall: u64) {
         let error = received.saturating_sub(sent) / 2;
         let offset = i128::from(wall) - i128::from(received) + i128::from(error);
         let sample = Sample { offset, error, taken: received };
-        // Somebody has set the store's clock: what was known of it is wrong.
+        // Drop older samples that contradict the new one, because the store's clock must have been set in between.
         self.samples
             .retain(|old| old.offset.abs_diff(offset) <= u128::from(error_at(old, received)) + u128::from(error));
         if self.samples.len() == SAMPLES {
@@ -42,7 +43,7 @@ impl Offset {
         self.samples.push_back(sample);
     }
 
-    /// The store's wall clock minus ours, and by how much that may be wrong. Nanoseconds.
+    /// Returns the store's wall clock minus the local one, and the maximum error. Both in nanoseconds.
     pub(super) fn estimate(&self, boot: u64, wall: u64) -> Option<(i64, u64)> {
         let best = self.samples.iter().min_by_key(|sample| error_at(sample, boot))?;
         let theirs = best.offset + i128::from(boot);

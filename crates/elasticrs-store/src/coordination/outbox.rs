@@ -38,7 +38,7 @@ pub(super) struct Outbox {
     is_closing: Cell<bool>,
     pub(super) wake: Notify,
     all: Rc<Held>,
-    /// The connection, and what it has sent that is no whole request yet.
+    /// Memory charge for the connection and for the received part of an incomplete request.
     connection: Charge,
 }
 
@@ -59,7 +59,7 @@ impl Outbox {
         }
     }
 
-    /// A message for one or several.
+    /// Creates a message that can be queued for one or more clients.
     pub(super) fn message(&self, bytes: Vec<u8>) -> Rc<Message> {
         Message::new(&self.all, bytes)
     }
@@ -98,7 +98,8 @@ impl Outbox {
         self.connection.set(CONNECTION_COST + bytes);
     }
 
-    /// What this client alone makes the store hold, about: of messages that several share each counts the whole.
+    /// Returns about how many bytes the store holds for this client. Messages that are shared with other clients are
+    /// counted in full.
     pub(super) fn holds(&self) -> usize {
         self.connection.bytes() + self.unread.get()
     }
@@ -116,9 +117,11 @@ impl Outbox {
         self.append(Message::last(&self.all, last));
     }
 
-    /// As [`Self::refuse`], and keeps nothing: a client that has begun a message does not hear why.
+    /// Same as [`Self::refuse`], but frees the memory at once. If a message was partly sent, the client does not
+    /// receive the reason.
     pub(super) fn abandon(&self, kind: LostKind, message: String) {
-        // It is on its way out, and what ends others must not count for what is still open.
+        // Stop counting this connection, because it is about to be closed. Otherwise it could cause the server to end
+        // other sessions.
         self.connection.set(0);
         if self.sent.get() == 0 {
             return self.refuse(kind, message);
@@ -126,7 +129,7 @@ impl Outbox {
         self.discard();
     }
 
-    /// Nothing of this is sent any more, and nothing is said: the session has gone on to another connection.
+    /// Drops all messages and closes without a reason, because the session has moved to another connection.
     pub(super) fn discard(&self) {
         self.sent.set(0);
         self.queue.take();

@@ -1,4 +1,4 @@
-//! Who is it that does not answer as a store? Asked only then.
+//! Detects a `TCPStore` of torch on a port that does not answer like a coordination store.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,13 +8,14 @@ use elasticrs_runtime::stream;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-/// How a client of torch's `TCPStore` begins, and its question for the number of keys (every release knows both). In
-/// one write: some releases drop a client whose greeting comes in pieces.
+/// Handshake of a client of torch's `TCPStore` and a request for the number of keys, which all releases of torch
+/// understand. Sent in one write, because some releases close the connection if the handshake arrives in pieces.
 pub(super) const QUESTION: [u8; 6] = [0, 0xce, 0xf7, 0x85, 0x3c, 7];
-/// How long the answer may take.
+/// Time limit for the answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Whether a `TCPStore` of torch (or of an agent, for its workers) listens there.
+/// Returns true if a `TCPStore` of torch listens on this address, or a worker store of an agent, which has the same
+/// protocol.
 pub(crate) async fn is_tcp_store(address: SocketAddr) -> bool {
     matches!(timeout(PATIENCE, number_of_keys(address)).await, Ok(Ok(0..=0xffff_ffff)))
 }

@@ -1,9 +1,9 @@
-//! The messages, as bytes and back. Pure; the bytes are described in `docs/design/stores.md`.
+//! Messages between client and store, and their encoding. Pure. `docs/design/stores.md` describes the bytes.
 //!
-//! - **PROTO-1** a decoder takes any bytes and returns a message or an error: it never panics;
-//! - **PROTO-2** `decode(encode(m)) == m`: a message is declared once, its fields in their order on the wire;
-//! - **PROTO-3** the version comes first in both hellos, and [`Answer::Refused`] never changes, so that any two versions
-//!   can tell each other apart.
+//! - **PROTO-1** a decoder accepts any bytes and returns a message or an error; it never panics;
+//! - **PROTO-2** `decode(encode(m)) == m`: each message is declared once, with its fields in their order on the wire;
+//! - **PROTO-3** the first field of both hellos is the version, and [`Answer::Refused`] never changes, so that any two
+//!   versions can detect that they differ.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use super::wire::{Cursor, Field, Malformed, Writer, kinds, record, texts};
 /// Protocol version of this code. Versions with different first numbers are incompatible.
 pub const VERSION: (u16, u16) = (3, 0);
 
-/// A challenge, a proof: as long as SHA-256.
+/// A challenge or a proof. Has the length of a SHA-256 digest.
 pub type Digest = [u8; 32];
 
 /// Secret that a client sends, together with the number of its session, to resume the session.
 pub type Secret = [u8; 32];
 
-/// Names a store from its start to its end.
+/// Random ID of a store. A restarted store has a new ID.
 pub type StoreId = [u8; 16];
 
 /// The first message of a client.
@@ -28,21 +28,22 @@ pub struct Hello {
     pub version: (u16, u16),
     pub run_id: String,
     pub interval_ms: u32,
-    /// After so many intervals without one the session ends.
+    /// Number of intervals without a keep-alive after which the session ends.
     pub attempts: u16,
-    /// What the store is to prove its token with.
+    /// Challenge with which the store proves that it knows the token.
     pub challenge: Digest,
-    /// The session to take up again; `None`: a new one.
+    /// Session to resume. `None` to open a new session.
     pub resume: Option<(u64, Secret)>,
-    /// A store that this client has met before: only that one will do, or one that goes on with its state.
+    /// Store that this client connected to before. The store refuses the client unless it is this store or has restored
+    /// its state.
     pub confirmed: Option<StoreId>,
 }
 
-/// How often to tell that one lives, in milliseconds.
+/// Keep-alive settings of a session, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
     pub interval_ms: u32,
-    /// From a keep-alive to the end of the session.
+    /// Time from a keep-alive to the end of the session.
     pub ttl_ms: u32,
 }
 
@@ -50,9 +51,9 @@ pub struct Pace {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WatchFrom {
     pub watch: Watch,
-    /// The reply shall hold what is there.
+    /// True if the reply should contain the current entries.
     pub snapshot: bool,
-    /// Begin with the changes of this revision.
+    /// Revision whose changes are reported first. `None` to start with the next revision.
     pub from_revision: Option<u64>,
 }
 
@@ -80,50 +81,51 @@ pub enum Request {
 /// A message from the store to a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// Always first, but for a refusal.
+    /// First answer to a client, unless the client is refused.
     Welcome {
         version: (u16, u16),
         run_id: String,
-        /// What the client is to prove its token with; `None`: no token is asked for.
+        /// Challenge with which the client proves that it knows the token. `None` if the store does not require a
+        /// token.
         challenge: Option<Digest>,
     },
     Ready {
         session: u64,
         revision: u64,
         pace: Pace,
-        /// The store's answer to the client's challenge, when it has a token.
+        /// Proof for the client's challenge. `None` if the store has no token.
         proof: Option<Digest>,
-        /// What the session can be taken up with when the connection breaks.
+        /// Secret with which the client can resume the session after the connection breaks.
         secret: Secret,
-        /// The store's own name, then those of the stores whose state it goes on with, the newest first.
+        /// ID of this store, followed by the IDs of the stores whose state it restored, newest first.
         ids: Vec<StoreId>,
     },
-    /// The connection ends, and why.
+    /// The store closes the connection for this reason.
     Refused { kind: LostKind, message: Box<str> },
-    /// To a transaction or a watch.
+    /// Reply to a transaction or a watch.
     Reply {
         tag: u64,
-        /// The conditions held; the watch has begun.
+        /// True if the conditions of the transaction held, or if the watch was started.
         ok: bool,
-        /// The revision at which it was judged.
+        /// Revision of the store after the request.
         revision: u64,
-        /// One for each op. Of a watch: what was there, one by one, if that was asked for; of one that was refused, the
-        /// oldest revision that is remembered.
+        /// One result for each op of a transaction. For a watch: the current entries, one by one, if the client asked
+        /// for them. For a refused watch: the oldest revision in the history.
         results: Vec<OpResult>,
     },
-    /// What one revision did to the keys that this client watches.
+    /// Changes that one revision made to keys that this client watches.
     Changes { revision: u64, changes: Vec<Change> },
     Alive {
         sent: u64,
-        /// The store's wall clock, nanoseconds since 1970.
+        /// The store's wall clock, in nanoseconds since 1970.
         wall_ns: u64,
         pace: Pace,
     },
 }
 
-/// The kind of [`Request::Hello`], which no version changes.
+/// Kind byte of [`Request::Hello`]. It is the same in all versions.
 const HELLO: u8 = 0x01;
-/// The kind of [`Answer::Changes`].
+/// Kind byte of [`Answer::Changes`].
 const CHANGES: u8 = 0x85;
 
 const EXACT: u8 = 1;
@@ -131,17 +133,17 @@ const SNAPSHOT: u8 = 2;
 const FROM: u8 = 4;
 
 impl Request {
-    /// The whole frame.
+    /// Encodes the request as a frame.
     pub fn encode(&self) -> Vec<u8> {
         Writer::frame(|w| self.write(w))
     }
 
-    /// Reads a frame.
+    /// Decodes a frame without its length.
     pub fn decode(frame: &[u8]) -> Result<Self, Malformed> {
         Cursor::whole(frame)
     }
 
-    /// The version of a hello, however the rest of it has changed since.
+    /// Reads the version of a hello. Works for hellos of all protocol versions.
     pub fn version_of(frame: &[u8]) -> Result<(u16, u16), Malformed> {
         let mut c = Cursor::new(frame);
         match c.u8()? {
@@ -152,18 +154,18 @@ impl Request {
 }
 
 impl Answer {
-    /// The whole frame.
+    /// Encodes the answer as a frame.
     pub fn encode(&self) -> Vec<u8> {
         Writer::frame(|w| self.write(w))
     }
 
-    /// Reads a frame.
+    /// Decodes a frame without its length.
     pub fn decode(frame: &[u8]) -> Result<Self, Malformed> {
         Cursor::whole(frame)
     }
 }
 
-/// As [`Answer::Changes`], without a list of its own.
+/// Encodes an [`Answer::Changes`] from borrowed changes, so that the caller needs no list of its own.
 pub fn encode_changes<'a>(revision: u64, changes: impl ExactSizeIterator<Item = &'a Change>) -> Vec<u8> {
     Writer::frame(|w| {
         w.u8(CHANGES);
@@ -220,7 +222,7 @@ record!(Watch { exact, prefix });
 record!(Entry { key, create_revision, mod_revision, value });
 record!(Change { key, create_revision, mod_revision, value });
 
-// A key, or how keys begin; a run id; a line for people.
+// `Arc<str>` is a key or prefix, `String` is a run ID, and `Box<str>` is a message for users.
 texts!(Arc<str>: MAX_KEY, String: MAX_RUN_ID, Box<str>: u16::MAX as usize);
 
 impl Field for LostKind {

@@ -1,4 +1,4 @@
-//! The server: its handle, and who accepts connections.
+//! The server: its handle, and the tasks that accept connections.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -45,17 +45,18 @@ pub enum ServerError {
     Ended,
 }
 
-/// A store that serves. Dropping it closes it.
+/// A running store. Dropping it closes the store.
 #[derive(Debug)]
 pub struct Server {
     commands: UnboundedSender<Command>,
     sessions: Arc<AtomicUsize>,
-    /// Where it listens, for [`listen_at_all`].
+    /// Addresses on which the server listens, for [`listen_at_all`].
     addresses: Vec<(String, u16)>,
 }
 
 impl Server {
-    /// Binds, listens and serves. `tell` gets a line for the user when a client is refused or a stranger came.
+    /// Binds and listens on the named addresses and starts the server. `tell` receives a line for the user when the
+    /// server refuses a client or when another program connects.
     pub fn start(
         runtime: &dyn Spawn,
         named: &[(String, u16)],
@@ -65,7 +66,7 @@ impl Server {
         let listeners = listen_at_all(named)?;
         let addresses = named.iter().zip(&listeners).map(|((host, _), listener)| {
             let at = listener.local_addr()?;
-            // The address instead of a name, which may stand for another one by then.
+            // Keep the address instead of the name, because the name may later resolve to a different address.
             let host = if host.is_empty() { String::new() } else { at.ip().to_string() };
             Ok((host, at.port()))
         });
@@ -88,30 +89,30 @@ impl Server {
         if is_running { Ok(Self { commands, sessions, addresses }) } else { Err(ServerError::Ended) }
     }
 
-    /// The port of the first address at which it listens, or has listened.
+    /// Returns the port of the first address. The server listens on it, or did until it stopped listening.
     pub fn port(&self) -> u16 {
         self.addresses[0].1
     }
 
-    /// How many clients have a session.
+    /// Returns the number of clients that have a session.
     pub fn sessions(&self) -> usize {
         self.sessions.load(Ordering::Relaxed)
     }
 
-    /// Whether it has ended: it was closed, its thread has ended, or a part of it has panicked.
+    /// Returns true if the server has stopped: it was closed, its thread has exited, or one of its tasks has failed.
     pub fn has_ended(&self) -> bool {
         self.commands.is_closed()
     }
 
-    /// Closes the listening sockets; connections go on. Blocks until they are closed.
+    /// Closes the listening sockets and blocks until they are closed. Open connections are not affected.
     pub fn stop_listening(&self) {
-        // A server that has ended has nothing open.
+        // Ignore the result, because a server that has stopped has no open sockets.
         ask(&self.commands, Command::StopListening);
     }
 
-    /// Listens again, at the same addresses.
+    /// Listens on the same addresses again.
     pub fn listen_again(&self) -> Result<(), ServerError> {
-        // Listening twice at one port is an error of the kernel's; what was open is closed first.
+        // Close the old sockets first, because binding the same port twice is an error.
         self.stop_listening();
         let listeners = listen_at_all(&self.addresses)?;
         ask(&self.commands, |reply| Command::Listen(listeners, reply))
@@ -119,7 +120,7 @@ impl Server {
         Ok(())
     }
 
-    /// Closes everything; blocks until it is closed. Idempotent.
+    /// Closes the server and all its connections, and blocks until they are closed. Idempotent.
     pub fn close(&self) {
         ask(&self.commands, Command::Close);
     }
@@ -128,12 +129,12 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let (reply, _) = sync_channel(1);
-        // As in `close`, without waiting.
+        // Close as in `close`, but do not wait for it.
         let _ = self.commands.send(Command::Close(reply));
     }
 }
 
-/// Ends with the server's handle, or when one of those ends that it cannot do without.
+/// Runs the server until its handle is dropped, or until a task fails that the server cannot work without.
 pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: UnboundedReceiver<Command>) {
     let mut keepers = JoinSet::new();
     keepers.spawn_local(Rc::clone(&hub).reap());
@@ -149,8 +150,8 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
         let command = tokio::select! {
             biased;
             command = inbox.recv() => command,
-            // They have no end but a panic, or a disk that fails. A store in which nobody dies, or to which nobody comes, is
-            // worse than none.
+            // These tasks finish only after a panic or a disk error. Stop the store in that case, because a store that
+            // no longer expires sessions or accepts connections is worse than none.
             Some(ended) = keepers.join_next() => break tell_end(&hub, &mut inbox, ended.err()),
             Some(ended) = accepting.join_next() => break tell_end(&hub, &mut inbox, ended.err()),
             Some(ended) = saving.join_next() => {
@@ -161,7 +162,7 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
         match command {
             Some(Command::StopListening(reply)) => {
                 accepting.shutdown().await;
-                // Nobody waits for the answer any more: as good as told.
+                // Sending fails only if the caller no longer waits for the reply.
                 let _ = reply.send(());
             }
             Some(Command::Listen(listeners, reply)) => {
@@ -174,16 +175,17 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
     accepting.shutdown().await;
     if closed.is_some() && hub.journal.is_none() {
         hub.say_farewell();
-        // Each connection sends it when it runs next; a client that does not hear it waits for as long as its lease lasts.
+        // Each connection sends the farewell when its task runs next. A client that does not receive it waits until its
+        // lease expires.
         yield_now().await;
     }
-    // First, so that no session ends because its connection does now.
+    // Stop these tasks first, so that closing the connections does not end any session.
     keepers.shutdown().await;
     saving.shutdown().await;
     if closed.is_some() {
         hub.finish();
     }
-    // Taken out first: connections that end in here look for their hub.
+    // Move the tasks out of the hub first, because the connections access the hub when they are dropped.
     let mut tasks = std::mem::take(&mut *hub.tasks.borrow_mut());
     tasks.shutdown().await;
     if let Some(reply) = closed {
@@ -191,7 +193,8 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
     }
 }
 
-/// Whoever hears of it finds the server ended.
+/// Closes the command channel, which makes [`Server::has_ended`] return true. Reports the error to the user, if there
+/// is one.
 fn tell_end(
     hub: &Hub,
     inbox: &mut UnboundedReceiver<Command>,
@@ -229,7 +232,8 @@ fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
     let said = if tasks.len() >= limit {
         format!("the store has reached its limit of {limit} connections")
     } else if hub.has_room() {
-        // Made here, so that it counts before the next one comes.
+        // Create the outbox here instead of in the task, so that the memory limit includes it before the next
+        // connection is accepted.
         let outbox = Rc::new(Outbox::new(&hub.held, peer));
         tasks.spawn_local(connection::serve(Rc::clone(hub), stream, outbox));
         return;

@@ -1,4 +1,5 @@
-//! An open session of a client: requests out, answers in, keep-alives in time, over one connection after the other.
+//! An open session of a client. Sends requests and keep-alives, receives answers, and moves to a new connection when
+//! the current one breaks.
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,22 +24,23 @@ use super::wire::{Broken, Frames};
 use crate::handle::{Command, Ended, Halt, Inbox};
 use crate::watched::Told;
 
-/// A request of the user's, encoded.
+/// A request of the user, encoded as a frame.
 pub(super) type Asked = (Kind, Vec<u8>);
 
-/// What one turn of the loop found to do.
+/// Next thing for the session loop to handle.
 enum Turn {
     Command(Option<Command<Asked>>),
     Socket(io::Result<()>),
     Time,
 }
 
-/// The connection in use, or the last one: until the session has moved, its end would be that of the session.
+/// Current or last connection. It stays open until the session has moved to a new one, because closing it would end the
+/// session.
 struct Connection {
     stream: TcpStream,
     frames: Frames,
     unsent: Vec<u8>,
-    /// Boot clock: the keep-alives that were not answered yet.
+    /// Send times of the unanswered keep-alives, in nanoseconds of the boot clock.
     beats: VecDeque<u64>,
 }
 
@@ -55,24 +57,24 @@ pub(super) struct Session<'a> {
     number: u64,
     secret: Secret,
     connection: Connection,
-    /// `None`: the session ends with its connection.
+    /// Unanswered requests and state of the watches. `None` if the session ends with its connection.
     unanswered: Option<Unanswered>,
     pace: Pace,
-    /// Boot clock: when this side gives up.
+    /// Time at which this side gives up the session, in nanoseconds of the boot clock.
     deadline: u64,
     next_beat: u64,
-    /// The keep-alive that was answered last, or the hello.
+    /// Send time of the last answered keep-alive, or of the hello if there is none. Boot clock, in nanoseconds.
     answered: u64,
     is_stalled: bool,
-    /// Boot clock: when the user was told last that the store was away.
+    /// Time of the last outage notice to the user, in nanoseconds of the boot clock.
     told_away: Option<u64>,
     chunk: Box<[u8]>,
 }
 
-/// Bytes that are read at a time.
+/// Maximum number of bytes per read.
 const CHUNK: usize = 16 * 1024;
 
-/// The most that an unanswered keep-alive lets us wait on one connection.
+/// Maximum time that a connection may leave a keep-alive unanswered, in milliseconds. A longer interval overrides it.
 const MAX_PATIENCE_MS: u32 = 3_000;
 
 impl<'a> Session<'a> {
@@ -111,7 +113,8 @@ impl<'a> Session<'a> {
     }
 
     async fn turn(&mut self, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
-        // First of all: after a stop of this process or of the machine nothing counts that came too late.
+        // Check the deadline first, because this process or the machine may have been stopped, and messages that arrive
+        // after the deadline do not count.
         let now = boot_now();
         self.check_deadline(now)?;
         self.take_frames()?;
@@ -134,7 +137,7 @@ impl<'a> Session<'a> {
 
     async fn next(&self, inbox: &mut Inbox<Asked>, is_sent: bool, now: u64) -> Turn {
         let wake = self.next_beat.min(self.deadline).min(self.overdue()).saturating_sub(now);
-        // A user who does not take events gets no more of them.
+        // Stop reading while the user does not take events.
         let interest = match (self.events.is_full(), is_sent) {
             (false, true) => Some(Interest::READABLE),
             (false, false) => Some(Interest::READABLE | Interest::WRITABLE),
@@ -174,13 +177,14 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// How long a connection may leave a keep-alive unanswered.
+    /// Returns the time for which a connection may leave a keep-alive unanswered.
     fn patience(&self) -> Duration {
         let Pace { interval_ms, ttl_ms } = self.pace;
         Duration::from_millis((ttl_ms / 5).min(MAX_PATIENCE_MS).max(interval_ms.saturating_mul(2)).into())
     }
 
-    /// When the connection is left for being silent. A user who takes no events lets nothing be read.
+    /// Returns the time at which an unanswered keep-alive makes the client leave the connection. There is no such time
+    /// while the event queue is full, because then nothing is read.
     fn overdue(&self) -> u64 {
         match self.connection.beats.front() {
             Some(sent) if self.unanswered.is_some() && !self.events.is_full() => sent + nanoseconds(self.patience()),
@@ -192,7 +196,7 @@ impl<'a> Session<'a> {
         if now < self.overdue() {
             return Ok(());
         }
-        // What has come while we were stopped counts.
+        // Read the answers that arrived while this process was stopped.
         while self.read()? {}
         self.take_frames()?;
         if now < self.overdue() {
@@ -216,7 +220,7 @@ impl<'a> Session<'a> {
 
     fn commands(&mut self, command: Option<Command<Asked>>, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
         self.command(command)?;
-        // Requests that were made together go out together.
+        // Send requests that were made together in one write.
         while let Ok(command) = inbox.try_recv() {
             self.command(Some(command))?;
         }
@@ -241,15 +245,15 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Ends the session for good: a duplicate of the socket, held elsewhere, does not keep it.
+    /// Ends the session permanently, even if another process holds a duplicate of the socket.
     fn close(&mut self, reply: Option<SyncSender<()>>) -> Halt {
         self.flush();
-        // An error: it is not connected any more.
+        // Ignore the error, which means that the socket is no longer connected.
         let _ = shutdown(self.connection.stream.as_raw_fd(), Shutdown::Both);
         Halt::Ended(Ended::Closed(reply))
     }
 
-    /// Hands the kernel what it takes; true when nothing is left.
+    /// Writes as much as the kernel accepts. Returns true if nothing remains.
     fn flush(&mut self) -> bool {
         let Connection { stream, unsent, .. } = &mut self.connection;
         let mut sent = 0;
@@ -258,7 +262,7 @@ impl<'a> Session<'a> {
                 Ok(count) => sent += count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => {
-                    // Why the connection has ended is still to be read from it.
+                    // Drop the unsent bytes. Reading from the connection will show why it broke.
                     sent = unsent.len();
                 }
             }
@@ -274,7 +278,7 @@ impl<'a> Session<'a> {
         unsent.is_empty()
     }
 
-    /// Reads what has arrived; whether there may be more of it.
+    /// Reads the bytes that have arrived. Returns true if there may be more.
     fn read(&mut self) -> Result<bool, Halt> {
         match self.connection.stream.try_read(&mut self.chunk) {
             Ok(0) => Err(Halt::Broken(Lost::new(
@@ -365,7 +369,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// The store has counted from a moment after `sent`.
+    /// Extends the deadline. The store counts from a moment after `sent`, so the deadline is early enough.
     fn renew(&mut self, sent: u64, pace: Pace) {
         self.answered = sent;
         self.pace = pace;
@@ -373,7 +377,8 @@ impl<'a> Session<'a> {
         self.guard.deadline(self.deadline);
     }
 
-    /// Takes the session up on another connection, for as long as the lease lasts. The last connection stays open until then.
+    /// Resumes the session on another connection, retrying until the lease expires. The last connection stays open
+    /// until then.
     async fn move_on(&mut self, lost: Lost, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
         let what = format!("the store at {}", self.options.endpoint());
         let unanswered = self.connection.beats.front().copied();
@@ -387,7 +392,7 @@ impl<'a> Session<'a> {
                     self.resume(opened, &away);
                     return Ok(());
                 }
-                // It knows us, and does not take us.
+                // The store has identified this client and refuses it, so a retry would not help.
                 Err(lost @ Lost { kind: LostKind::Gone | LostKind::Other | LostKind::Run | LostKind::Token, .. }) => {
                     return Err(lost.into());
                 }
@@ -408,7 +413,7 @@ impl<'a> Session<'a> {
         let events = self.events;
         let attempt = async move {
             tokio::time::sleep(pause).await;
-            // It would renew the lease.
+            // Do not reconnect while the user takes no events, because that would renew the lease.
             while events.is_stalled(options.stall_timeout) {
                 tokio::time::sleep(LAST_PAUSE).await;
             }

@@ -1,10 +1,11 @@
-//! Keys, revisions, transactions and sessions. Pure: no clock, no socket.
+//! Keys, revisions, transactions and sessions of the store. Pure: uses no clock and no socket.
 //!
-//! - **STATE-1** a transaction is applied whole, at one revision, or not at all;
-//! - **STATE-2** the revision rises by one with each transaction or end of sessions that changes a key, and by nothing else;
-//! - **STATE-3** a leased key is there only while the session that leased it last is;
-//! - **STATE-4** what is stored, history included, never exceeds the limit;
-//! - **STATE-5** a transaction goes through a bounded number of keys, beside those that it changes or tells.
+//! - **STATE-1** a transaction is applied completely, at one revision, or not at all;
+//! - **STATE-2** the revision rises by one when a transaction or an end of sessions changes at least one key, and never
+//!   otherwise;
+//! - **STATE-3** a leased key exists only while the session that leased it last exists;
+//! - **STATE-4** the stored bytes, including the history, never exceed the limit;
+//! - **STATE-5** a transaction searches a bounded number of keys, in addition to those that it changes or returns.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Bound;
@@ -14,43 +15,45 @@ use std::sync::Arc;
 use super::types::{Change, Compare, Entry, Op, OpResult, Txn, Watch};
 use super::wire::MAX_ANSWER;
 
-/// A session's number; never used again.
+/// ID of a session. IDs are never reused.
 pub(super) type SessionId = u64;
 
-/// What a key costs beside its bytes: its place in two trees, and that of its last change in the history.
+/// Bytes that a key takes in addition to its name and value: its places in two trees, and the place of its last change
+/// in the history.
 const ENTRY_COST: usize = 256;
-/// What a revision costs in the history beside its changes.
+/// Bytes that a revision takes in the history in addition to its changes.
 const REVISION_COST: usize = 64;
 
-/// The searches of one transaction may go through so many keys: some 100 ms, in which nobody else is served. One search
-/// in a store of twice as many keys stays below.
+/// Maximum number of keys that the searches of one transaction may visit. That takes about 100 ms, during which no
+/// other client is served. A single search in a store with twice this number of keys stays below the limit.
 const MAX_SEARCHED: usize = 1 << 20;
 
-/// One revision, whole.
+/// A revision with all its changes.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Revision {
     pub(super) number: u64,
     pub(super) changes: Vec<Change>,
 }
 
-/// Why a transaction was not carried out, or its results cannot be told.
+/// Limit that a transaction exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Exceeded {
-    /// The transaction would make the store too large; nothing was done.
+    /// The transaction would make the store too large. Nothing was changed.
     #[error("the store is full: it holds {held} of at most {limit} bytes")]
     Full { held: usize, limit: usize },
-    /// Carried out, but what it read is more than this, which is what one answer may have.
+    /// The transaction was applied, but its results are larger than this number of bytes, which is the limit for an
+    /// answer.
     #[error("the answer is larger than {0} bytes")]
     Answer(usize),
-    /// Carried out, but it was not searched on for what it reads.
+    /// The transaction was applied, but its searches were stopped at the limit, so its results are incomplete.
     #[error("the searches of the transaction went through more than {MAX_SEARCHED} keys")]
     Searched,
 }
 
-/// What a transaction may still take; `None`: it wanted more.
+/// Remaining limits of a transaction. `None` means that the limit was exceeded.
 #[derive(Debug)]
 struct Budget {
-    /// Bytes of its answer.
+    /// Bytes that the answer may still take.
     room: Option<usize>,
     most: usize,
     searched: Option<usize>,
@@ -66,17 +69,17 @@ impl Budget {
     }
 }
 
-/// The outcome of a transaction.
+/// Outcome of a transaction.
 #[derive(Debug)]
 pub(super) struct Done {
     pub(super) ok: bool,
-    /// One for each op; `Err` when they are too large to tell.
+    /// One result for each op. `Err` if the results are too large to send.
     pub(super) results: Result<Vec<OpResult>, Exceeded>,
-    /// What changed, if anything did.
+    /// The new revision. `None` if nothing changed.
     pub(super) revision: Option<Rc<Revision>>,
 }
 
-/// A key's value, and what is to be known of it.
+/// Value and metadata of a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Stored {
     pub(super) value: Arc<[u8]>,
@@ -85,7 +88,7 @@ pub(super) struct Stored {
     pub(super) lease: Option<SessionId>,
 }
 
-/// The store.
+/// Contents of the store.
 #[derive(Debug, Default)]
 pub(super) struct State {
     revision: u64,
@@ -93,7 +96,7 @@ pub(super) struct State {
     by_creation: BTreeSet<(u64, Arc<str>)>,
     sessions: HashMap<SessionId, BTreeSet<Arc<str>>>,
     history: VecDeque<Rc<Revision>>,
-    /// All revisions up to this one have left the history.
+    /// The history no longer has this revision and those before it.
     compacted: u64,
     entry_bytes: usize,
     history_bytes: usize,
@@ -101,12 +104,13 @@ pub(super) struct State {
 }
 
 impl State {
-    /// An empty store. A fifth of `max_bytes` is for history.
+    /// Creates an empty store. A fifth of `max_bytes` is reserved for the history.
     pub(super) fn new(max_bytes: usize) -> Self {
         Self { max_bytes, ..Self::default() }
     }
 
-    /// Goes on from there, with sessions that have begun already and no history.
+    /// Restores the entries of a previous store at this revision. The sessions must already have been restored. The
+    /// history stays empty.
     pub(super) fn restore(&mut self, revision: u64, entries: BTreeMap<Arc<str>, Stored>) {
         (self.revision, self.compacted, self.entries) = (revision, revision, entries);
         self.entry_bytes = cost_of_entries(&self.entries);
@@ -118,7 +122,7 @@ impl State {
         }
     }
 
-    /// A key as it is now.
+    /// Returns the current value and metadata of a key.
     pub(super) fn stored(&self, key: &str) -> Option<&Stored> {
         self.entries.get(key)
     }
@@ -131,7 +135,7 @@ impl State {
         self.revision
     }
 
-    /// The first revision of which the changes are still known.
+    /// Returns the first revision whose changes are still in the history.
     pub(super) fn oldest(&self) -> u64 {
         self.compacted + 1
     }
@@ -140,8 +144,9 @@ impl State {
         self.entry_bytes
     }
 
-    /// What they may take together with all that clients make the server hold beside them. The rest is the history's, and
-    /// keys have at most three quarters of this, so that there is always room for what is on its way.
+    /// Returns the limit for the keys together with all else that the server holds for clients. The rest of `max_bytes`
+    /// is for the history. The keys alone may take at most three quarters of this limit, so that there is always room
+    /// for messages.
     pub(super) fn shared_limit(&self) -> usize {
         self.max_bytes - self.max_bytes / 5
     }
@@ -154,7 +159,7 @@ impl State {
         self.sessions.insert(session, BTreeSet::new());
     }
 
-    /// Ends sessions, and deletes their leased keys in one revision.
+    /// Ends sessions and deletes their leased keys in one revision.
     pub(super) fn end_sessions(&mut self, ended: &[SessionId]) -> Option<Rc<Revision>> {
         let mut changes = Vec::new();
         for session in ended {
@@ -165,7 +170,7 @@ impl State {
         self.commit(changes)
     }
 
-    /// Carries a transaction out. After [`Exceeded::Full`] nothing was done.
+    /// Executes a transaction. Nothing has changed after [`Exceeded::Full`].
     pub(super) fn txn(&mut self, session: SessionId, txn: &Txn) -> Result<Done, Exceeded> {
         let ok = txn.compares.iter().all(|compare| self.holds(compare));
         let ops = if ok { &txn.then } else { &txn.otherwise };
@@ -177,13 +182,13 @@ impl State {
         let mut changes = Vec::new();
         let most = self.room();
         let mut budget = Budget { room: Some(most), most, searched: Some(MAX_SEARCHED) };
-        // Every op is applied, even when what was read is too much to tell: the transaction is whole.
+        // Apply every op even if the results are already too large, because a transaction must be applied completely.
         let results = ops.iter().map(|op| self.apply(session, op, &mut changes, &mut budget)).collect();
         let results = budget.exceeded().map_or(Ok(results), Err);
         Ok(Done { ok, results, revision: self.commit(changes) })
     }
 
-    /// All keys that begin so, unless they are too much for one answer.
+    /// Returns all entries that the watch covers, unless they are too large for one answer.
     pub(super) fn snapshot(&self, covers: &Watch) -> Result<Vec<Entry>, Exceeded> {
         let most = self.room();
         let mut room = Some(most);
@@ -195,7 +200,8 @@ impl State {
         if room.is_some() { Ok(found) } else { Err(Exceeded::Answer(most)) }
     }
 
-    /// The revisions from this one on; `None` when some of them have left the history, or are yet to come.
+    /// Returns the revisions from `first` on. `None` if some of them are no longer in the history, or if `first` is
+    /// more than one ahead of the current revision.
     pub(super) fn history_from(&self, first: u64) -> Option<impl Iterator<Item = &Rc<Revision>>> {
         if first <= self.compacted || first > self.revision + 1 {
             return None;
@@ -239,7 +245,7 @@ impl State {
     }
 
     fn put(&mut self, key: &Arc<str>, value: &Arc<[u8]>, lease: Option<SessionId>, changes: &mut Vec<Change>) -> bool {
-        // A session that has ended leaves nothing that nobody would delete.
+        // Ignore a leased put of a session that has ended, because no session end would delete the key.
         if lease.is_some_and(|session| !self.sessions.contains_key(&session)) {
             return false;
         }
@@ -251,7 +257,8 @@ impl State {
             create_revision = stored.create_revision;
             self.entry_bytes -= cost(&known, &stored.value);
             self.unlease(&known, stored.lease);
-            // Whoever writes over a leased key does not make it outlive its owner.
+            // Keep the lease when a write without a lease overwrites a leased key, so that the key does not outlive its
+            // session.
             lease = lease.or(stored.lease);
             key = known;
         } else {
@@ -298,8 +305,9 @@ impl State {
         self.under(prefix).take(limit).map_while(|(key, stored)| told(key, stored, room)).collect()
     }
 
-    /// Two searches take turns, and the first one to end has the answer: by age among all keys, which finds early what is
-    /// frequent, and by name among those of the prefix, which are few otherwise.
+    /// Runs two searches in alternation and returns the result of the first one that finishes. One goes through all
+    /// keys from newest to oldest, which is fast if many keys have the prefix. The other goes through the keys with the
+    /// prefix, which is fast if there are few of them.
     fn predecessor(&self, prefix: &str, key: &str, searched: &mut Option<usize>) -> Option<Arc<str>> {
         let own = self.entries.get(key)?.create_revision;
         let mut by_age = self.by_creation.range(..(own, Arc::from(""))).rev().map(|(_, key)| key);
@@ -350,7 +358,7 @@ fn told(key: &Arc<str>, stored: &Stored, room: &mut Option<usize>) -> Option<Ent
     })
 }
 
-/// What all keys of a store of this size may take.
+/// Returns the maximum number of bytes that all keys of a store of this size may take.
 pub(super) fn entry_limit(max_bytes: usize) -> usize {
     max_bytes / 5 * 3
 }

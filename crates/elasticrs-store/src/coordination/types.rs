@@ -1,15 +1,15 @@
-//! What the store holds, and what is asked of it.
+//! Types for the contents of the store and for the requests of clients.
 
 use std::sync::Arc;
 
 use elasticrs_runtime::named_enum;
 
-/// The longest key or prefix, in bytes of UTF-8.
+/// Maximum length of a key or prefix, in bytes of UTF-8.
 pub const MAX_KEY: usize = 1024;
-/// The longest run id, in bytes of UTF-8.
+/// Maximum length of a run ID, in bytes of UTF-8.
 pub const MAX_RUN_ID: usize = 512;
 
-/// The most conditions, and the most ops, of a transaction.
+/// Maximum number of conditions of a transaction, and of ops in each of its branches.
 pub const MAX_STEPS: usize = 4096;
 
 /// A key and its value.
@@ -17,16 +17,16 @@ pub const MAX_STEPS: usize = 4096;
 pub struct Entry {
     pub key: Arc<str>,
     pub value: Arc<[u8]>,
-    /// The revision that made the key; overwriting keeps it.
+    /// Revision that created the key. Overwriting the key does not change it.
     pub create_revision: u64,
     pub mod_revision: u64,
 }
 
-/// What a revision did to one key.
+/// Change that a revision made to one key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     pub key: Arc<str>,
-    /// Its new bytes; `None`: it was deleted.
+    /// New value of the key. `None` if the key was deleted.
     pub value: Option<Arc<[u8]>>,
     pub create_revision: u64,
     pub mod_revision: u64,
@@ -37,9 +37,9 @@ pub struct Change {
 pub enum Compare {
     Exists(Arc<str>),
     Missing(Arc<str>),
-    /// It was made by this revision; 0: it is not there.
+    /// The key was created by this revision. Revision 0 means that the key does not exist.
     Create(Arc<str>, u64),
-    /// It was last changed by this revision; 0: it is not there.
+    /// The key was last changed by this revision. Revision 0 means that the key does not exist.
     Mod(Arc<str>, u64),
     Value(Arc<str>, Vec<u8>),
 }
@@ -47,33 +47,34 @@ pub enum Compare {
 /// A step of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Op {
-    /// Makes or overwrites a key; a leased one ends with the session that leased it last.
+    /// Creates or overwrites a key. If `leased`, the key is deleted when the session of this client ends.
     Put { key: Arc<str>, value: Arc<[u8]>, leased: bool },
     /// Deletes a key.
     Delete(Arc<str>),
-    /// Deletes the keys that begin so.
+    /// Deletes all keys with this prefix.
     DeletePrefix(Arc<str>),
     /// Reads a key.
     Get(Arc<str>),
-    /// Reads the first keys that begin so, in order.
+    /// Reads the keys with this prefix, in order.
     Range {
         prefix: Arc<str>,
-        /// At most so many; 0: all.
+        /// Maximum number of keys. 0 means no limit.
         limit: u32,
     },
-    /// Reads, of the keys that begin so, the one with the highest create revision below that of `key`; of several, the
-    /// last by name. Nothing when `key` is not there.
+    /// Among the keys with this prefix whose create revision is below that of `key`, reads the one with the highest
+    /// create revision. If several keys have it, reads the last of them by name. The result is empty if `key` does not
+    /// exist.
     Predecessor { prefix: Arc<str>, key: Arc<str> },
 }
 
-/// What an [`Op`] gives.
+/// Result of an [`Op`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OpResult {
-    /// Of a write: how many keys it changed.
+    /// Number of keys that a write changed.
     Count(u64),
-    /// Of [`Op::Get`] and [`Op::Predecessor`].
+    /// Result of [`Op::Get`] and [`Op::Predecessor`].
     Entry(Option<Entry>),
-    /// Of [`Op::Range`].
+    /// Result of [`Op::Range`].
     Entries(Vec<Entry>),
 }
 
@@ -111,13 +112,13 @@ named_enum! {
         Refused = "refused",
         /// There is no route to the host.
         Unreachable = "unreachable",
-        /// No answer in time.
+        /// The other side did not answer in time.
         Timeout = "timeout",
-        /// The host's name has no address.
+        /// The host name has no address.
         Resolve = "resolve",
         /// The two sides speak different versions.
         Version = "version",
-        /// One side has no token, or another one.
+        /// One side has no token, or the tokens differ.
         Token = "token",
         /// Another program uses the port.
         NotOurs = "not_ours",
@@ -127,15 +128,15 @@ named_enum! {
         Closed = "closed",
         /// Keep-alives went unanswered.
         Silent = "silent",
-        /// This client read too slowly.
+        /// This client read its messages too slowly.
         Slow = "slow",
-        /// A message that is against the rules.
+        /// A message violated the protocol.
         Protocol = "protocol",
         /// A limit of the store was reached.
         Limit = "limit",
-        /// The session that was to be taken up again has ended in the store.
+        /// The session that the client wanted to resume has ended in the store.
         Gone = "gone",
-        /// This store is not the one that the client has met before.
+        /// This is a different store from the one that the client connected to before.
         Other = "other",
         /// TLS failed: a certificate was rejected, or one side does not speak TLS. Only reported for etcd.
         Tls = "tls",
@@ -149,7 +150,7 @@ impl LostKind {
         self as u8
     }
 
-    /// The kind of a code; one that a newer store made up is a breach of the protocol.
+    /// Returns the kind for a code. An unknown code, which only a newer store sends, counts as a protocol violation.
     pub(super) fn of_code(code: u8) -> Self {
         Self::ALL.get(usize::from(code)).copied().unwrap_or(Self::Protocol)
     }

@@ -1,9 +1,11 @@
-//! What a session needs to go on over another connection: what was asked and not answered, and what its watches were told. Pure.
+//! State that a session needs to continue on a new connection: its unanswered requests, and the keys that its watches
+//! have already reported. Pure.
 //!
-//! - **ASKED-1** every request is answered once, in the order in which they were made. It may be *carried out* twice: what was
-//!   not answered when the connection broke is asked again;
-//! - **ASKED-2** a watch is told of each change once and in order, and after a break of what differs from what it was told
-//!   ([`crate::watched`]); before the reply of a revision all that the watches have to tell up to it.
+//! - **ASKED-1** every request is answered once, in the order in which the requests were made. A request may be
+//!   *executed* twice, because a request without an answer is sent again after the connection breaks;
+//! - **ASKED-2** a watch reports each change once and in order. After a break it reports the differences from the state
+//!   that it last reported ([`crate::watched`]). All changes up to a revision are reported before the reply of that
+//!   revision.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -12,14 +14,14 @@ use super::types::{Entry, OpResult, Watch};
 use super::wire::Malformed;
 use crate::watched::{Told, Watched};
 
-/// What kind of request it is.
+/// Kind of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// It is answered, and nothing else is known of it.
+    /// A request that only needs its answer.
     Plain,
-    /// A watch; its user wants to know what is there.
+    /// Start of a watch. `wants_snapshot` is true if the user asked for the current entries.
     Watch { watch: Watch, wants_snapshot: bool },
-    /// The end of a watch, which is not answered; it is not taken up again.
+    /// Stop of a watch. The store does not answer it, and the watch is not restored on a new connection.
     Unwatch(Watch),
 }
 
@@ -27,11 +29,11 @@ pub(super) enum Kind {
 struct Asked {
     kind: Kind,
     frame: Vec<u8>,
-    /// A watch that was ended before it was answered.
+    /// True for a watch that was stopped before its start was answered.
     is_over: bool,
 }
 
-/// What the user is to be told.
+/// Result for the user of an answer from the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Heard {
     Nothing,
@@ -43,12 +45,12 @@ pub(super) enum Heard {
 pub(super) struct Unanswered {
     asked: VecDeque<Asked>,
     watches: BTreeMap<Watch, Watched>,
-    /// Watches that were asked for again on this connection, and are told first of all what is there.
+    /// Watches that were restored on this connection. The store answers them first, each with the current entries.
     again: VecDeque<Watch>,
 }
 
 impl Unanswered {
-    /// A request is made.
+    /// Records a request that is about to be sent.
     pub(super) fn ask(&mut self, kind: Kind, frame: Vec<u8>) {
         if let Kind::Unwatch(ended) = &kind {
             self.watches.remove(ended);
@@ -60,7 +62,7 @@ impl Unanswered {
         self.forget_ends();
     }
 
-    /// What is sent first on a new connection.
+    /// Returns the frames to send first on a new connection.
     pub(super) fn ask_again(&mut self) -> Vec<u8> {
         self.again = self.watches.keys().cloned().collect();
         let watches = self.again.iter().map(|watch| {
@@ -101,7 +103,8 @@ impl Unanswered {
         Ok(Heard::Reply(results))
     }
 
-    /// The end of a watch is asked for again only behind a request that may begin it.
+    /// Forgets requests to stop a watch at the front of the queue. They only have to be sent again behind a request
+    /// that may start the watch.
     fn forget_ends(&mut self) {
         while self.asked.front().is_some_and(|asked| matches!(asked.kind, Kind::Unwatch(_))) {
             self.asked.pop_front();
@@ -109,7 +112,7 @@ impl Unanswered {
     }
 
     fn catch_up(&mut self, watch: &Watch, revision: u64, results: Vec<OpResult>) -> Result<Heard, Malformed> {
-        // It has ended meanwhile.
+        // The watch was stopped in the meantime.
         let Some(watched) = self.watches.get_mut(watch) else { return Ok(Heard::Nothing) };
         let there = results.into_iter().map(|result| match result {
             OpResult::Entry(Some(entry)) => Ok(entry),

@@ -1,8 +1,9 @@
-//! Who hears of what. Pure.
+//! Index of watches: finds the clients that a change must be sent to. Pure.
 //!
-//! - **WATCH-1** a client gets each revision at most once, with every change that any of its watches covers, in order;
-//! - **WATCH-2** clients that are to hear of the same changes share one message;
-//! - **WATCH-3** what all watches take is known.
+//! - **WATCH-1** a client receives each revision at most once, with every change that any of its watches covers, in
+//!   order;
+//! - **WATCH-2** clients that receive the same changes share one message;
+//! - **WATCH-3** the memory that all watches use is known.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -10,21 +11,22 @@ use std::sync::Arc;
 use super::state::{Revision, SessionId};
 use super::types::{Change, Watch};
 
-/// What a watch takes beside its prefix: its places in three tables.
+/// Bytes that a watch takes in addition to its prefix: its places in three tables.
 const WATCH_COST: usize = 192;
 
 /// All watches of all clients.
 #[derive(Debug, Default)]
 pub(super) struct Watches {
     exact: HashMap<Arc<str>, Vec<SessionId>>,
-    /// By the length of the prefix: there are few lengths, so a key is looked up a few times, however many watch.
+    /// Prefix watches, grouped by the length of the prefix. There are few different lengths, so finding the watchers of
+    /// a key takes only a few lookups, no matter how many watches there are.
     prefixes: BTreeMap<usize, HashMap<Arc<str>, Vec<SessionId>>>,
     of_client: HashMap<SessionId, Vec<Watch>>,
     bytes: usize,
 }
 
 impl Watches {
-    /// Begins a watch; one that is there already goes on.
+    /// Adds a watch. Does nothing if the client already has it.
     pub(super) fn add(&mut self, client: SessionId, watch: Watch) {
         let own = self.of_client.entry(client).or_default();
         if own.contains(&watch) {
@@ -82,13 +84,14 @@ impl Watches {
         }
     }
 
-    /// Who is to hear of a revision: the clients whose watches cover these of its changes, and no others. Positions rise.
+    /// Returns the clients to notify of a revision, grouped by the changes that their watches cover. Changes are given
+    /// by their positions in the revision, in ascending order.
     pub(super) fn deliveries(&self, revision: &Revision) -> BTreeMap<Vec<usize>, Vec<SessionId>> {
         let mut of_client: BTreeMap<SessionId, Vec<usize>> = BTreeMap::new();
         for (position, change) in revision.changes.iter().enumerate() {
             for client in self.watchers(&change.key) {
                 let seen = of_client.entry(client).or_default();
-                // Two watches of one client may cover the same key.
+                // Two watches of a client may cover the same key.
                 if seen.last() != Some(&position) {
                     seen.push(position);
                 }
@@ -112,7 +115,7 @@ fn cost(watch: &Watch) -> usize {
     WATCH_COST + watch.prefix.len()
 }
 
-/// What a watch that begins now is told of a revision of the past.
+/// Returns the changes of a past revision that a new watch covers.
 pub(super) fn covered<'a>(revision: &'a Revision, watch: &Watch) -> Vec<&'a Change> {
     revision.changes.iter().filter(|change| watch.covers(&change.key)).collect()
 }

@@ -1,31 +1,31 @@
-//! Frames and fields: the alphabet of the protocol, without its words.
+//! Frames and fields, from which the messages of the protocol are built.
 //!
-//! A frame is a length (u32) and that many bytes; the first of them is its kind. All numbers are little-endian. A text
-//! is a length (u16) and UTF-8; a blob is a length (u32) and bytes.
+//! A frame consists of a length (u32) and that number of bytes, of which the first is the kind. All numbers are
+//! little-endian. A string consists of a length (u16) and UTF-8; a blob consists of a length (u32) and bytes.
 //!
-//! - **WIRE-1** no length that a peer names is reserved before that much has arrived;
-//! - **WIRE-2** every byte of a frame is accounted for: what is left over is an error.
+//! - **WIRE-1** memory for a length that a peer announces is only allocated as the bytes arrive;
+//! - **WIRE-2** every byte of a frame must be used: extra bytes are an error.
 
 use std::sync::Arc;
 
-/// What both sides send first, once. The first byte is not ASCII, so that no text protocol begins like this.
+/// First bytes that each side sends. The first byte is not ASCII, so that no text protocol starts like this.
 pub const MAGIC: [u8; 8] = *b"\x93ERS\r\n\x1a\n";
 
-/// The largest frame before the peer is known.
+/// Maximum length of a frame before the peer is authenticated, in bytes.
 pub const MAX_UNPROVEN: usize = 1024;
-/// The largest request.
+/// Maximum length of a request, in bytes.
 pub const MAX_REQUEST: usize = 1 << 20;
-/// The largest answer: a snapshot of all that is under a prefix.
+/// Maximum length of an answer, in bytes. A snapshot of all keys with a prefix has to fit.
 pub const MAX_ANSWER: usize = 64 << 20;
-/// The most names that a store tells of: its own, and those of its forerunners.
+/// Maximum number of IDs that a store sends: its own, and those of its predecessors.
 pub const MAX_IDS: usize = 64;
 
-/// Bytes that are no message of this protocol.
+/// Error for bytes that are not a message of this protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Malformed(pub &'static str);
 
-/// Reads fields off the front of a slice.
+/// Reads fields from the front of a slice.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cursor<'a> {
     rest: &'a [u8],
@@ -52,7 +52,7 @@ impl<'a> Cursor<'a> {
         Ok(self.array::<1>()?[0])
     }
 
-    /// A text of at most `max` bytes.
+    /// Reads a string of at most `max` bytes.
     pub(super) fn text(&mut self, max: usize) -> Result<&'a str, Malformed> {
         let length = usize::from(u16::read(self)?);
         if length > max {
@@ -61,13 +61,13 @@ impl<'a> Cursor<'a> {
         str::from_utf8(self.take(length)?).map_err(|_| Malformed("a text is not UTF-8"))
     }
 
-    /// A blob; as long as the frame allows.
+    /// Reads a blob. Its length is limited only by the frame.
     fn blob(&mut self) -> Result<&'a [u8], Malformed> {
         let length = u32::read(self)?;
         self.take(usize::try_from(length).map_err(|_| Malformed("a field ends beyond its frame"))?)
     }
 
-    /// A frame that is this message, and nothing more.
+    /// Decodes a frame that contains exactly this message.
     pub(super) fn whole<T: Field>(frame: &'a [u8]) -> Result<T, Malformed> {
         let mut cursor = Self::new(frame);
         let message = T::read(&mut cursor)?;
@@ -82,7 +82,7 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// The whole frame.
+    /// Encodes a frame with its length.
     pub(super) fn frame(message: impl FnOnce(&mut Self)) -> Vec<u8> {
         let mut writer = Self { bytes: Vec::with_capacity(64) };
         writer.raw(&[0; 4]);
@@ -98,12 +98,12 @@ impl Writer {
         self.bytes.push(value);
     }
 
-    /// How many, or how long. More than 4 GiB cannot be: requests and answers are bounded far below.
+    /// Writes a count or a length. It always fits in 32 bits, because requests and answers are limited to much less.
     fn count(&mut self, count: usize) {
         u32::try_from(count).unwrap_or(u32::MAX).write(self);
     }
 
-    /// A text; what is beyond 65,535 bytes is cut off (all texts have been checked before).
+    /// Writes a string. Cuts it off after 65,535 bytes, which does not happen because the length is checked before.
     pub(super) fn text(&mut self, text: &str) {
         let mut end = text.len().min(usize::from(u16::MAX));
         while !text.is_char_boundary(end) {
@@ -126,7 +126,7 @@ impl Writer {
     fn finish(mut self) -> Vec<u8> {
         let length = u32::try_from(self.bytes.len() - 4).unwrap_or(u32::MAX);
         self.bytes[..4].copy_from_slice(&length.to_le_bytes());
-        // It may lie for as long as its reader likes.
+        // Free the spare capacity, because the frame may stay in memory until a slow peer reads it.
         if self.bytes.capacity() - self.bytes.len() > MAX_IDLE {
             self.bytes.shrink_to_fit();
         }
@@ -134,9 +134,9 @@ impl Writer {
     }
 }
 
-/// What messages are made of: how it is read and written is said in one place.
+/// A part of a message that can be read and written. Each type declares both in one place.
 pub(super) trait Field: Sized {
-    /// The longest list of these.
+    /// Maximum length of a list of this type.
     const MOST: usize = usize::MAX;
 
     fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed>;
@@ -144,7 +144,7 @@ pub(super) trait Field: Sized {
     fn write(&self, w: &mut Writer);
 }
 
-/// Fields in their order on the wire.
+/// Implements [`Field`] for a struct, with its fields in their order on the wire.
 macro_rules! record {
     ($name:ident { $($field:ident),* }) => {
         impl Field for $name {
@@ -160,7 +160,7 @@ macro_rules! record {
     };
 }
 
-/// A byte that says which, then the fields of that one in their order on the wire.
+/// Implements [`Field`] for an enum: a byte for the variant, then the fields of the variant in their order on the wire.
 macro_rules! kinds {
     ($name:ident $((at most $most:expr))?, $unknown:literal;
      $($kind:tt => $variant:ident $(($($part:ident),*))? $({ $($field:ident),* })?,)*) => {
@@ -191,7 +191,7 @@ macro_rules! kinds {
     };
 }
 
-/// Texts, and how many bytes they may have.
+/// Implements [`Field`] for string types, each with its maximum length in bytes.
 macro_rules! texts {
     ($($text:ty: $most:expr),*) => {
         $(impl Field for $text {
@@ -240,7 +240,7 @@ macro_rules! blobs {
 
 blobs!(Vec<u8>, Arc<[u8]>);
 
-/// A truth value: 0 or 1.
+/// A boolean is one byte: 0 or 1.
 impl Field for bool {
     fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
         match c.u8()? {
@@ -291,11 +291,11 @@ impl<T: Field> Field for Option<T> {
     }
 }
 
-/// A count (u32) and that many items.
+/// A list is a count (u32) and that number of items.
 impl<T: Field> Field for Vec<T> {
     fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
         let count = usize::try_from(u32::read(c)?).unwrap_or(usize::MAX);
-        // Each takes a byte at least.
+        // Each item takes at least one byte.
         if count > c.rest.len() {
             return Err(Malformed("a list is longer than its frame"));
         }
@@ -314,25 +314,25 @@ impl<T: Field> Field for Vec<T> {
     }
 }
 
-/// Why a stream of bytes ends.
+/// Error in the stream of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// It does not begin with [`MAGIC`]: another program.
+    /// The stream does not start with [`MAGIC`], so the peer is another program.
     #[error("this is not the protocol of this store")]
     Foreign,
-    /// A frame of no bytes, or of more than are allowed.
+    /// The length of a frame is zero or exceeds the limit.
     #[error("a message of {0} bytes")]
     Length(usize),
 }
 
-/// What a stream at rest may keep of its buffer.
+/// Capacity that the buffer of an idle stream may keep, in bytes.
 const MAX_IDLE: usize = 4096;
 
 fn length_of(bytes: [u8; 4]) -> usize {
     usize::try_from(u32::from_le_bytes(bytes)).unwrap_or(usize::MAX)
 }
 
-/// Cuts a stream of bytes, however it was split, into frames.
+/// Splits a stream of bytes into frames. The bytes may arrive in chunks of any size.
 #[derive(Debug)]
 pub struct Frames {
     buffer: Vec<u8>,
@@ -342,7 +342,7 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// A stream from its beginning; `limit`: the longest frame.
+    /// Starts at the beginning of a stream. `limit` is the maximum length of a frame.
     pub fn new(limit: usize) -> Self {
         Self { buffer: Vec::new(), start: 0, limit, is_greeted: false }
     }
@@ -351,12 +351,12 @@ impl Frames {
         self.limit = limit;
     }
 
-    /// Adds what has arrived.
+    /// Adds bytes that have arrived.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.rest();
         let needed = self.buffer.len() + bytes.len();
         if needed > self.buffer.capacity() {
-            // By doubling, but not beyond the frame that is being waited for.
+            // Double the capacity, but do not exceed the length of the current frame.
             let whole = self.buffer.first_chunk().map_or(0, |length| length_of(*length).saturating_add(4));
             let most = (2 * self.buffer.capacity()).min(whole);
             self.buffer.reserve_exact(needed.max(most) - self.buffer.len());
@@ -376,7 +376,7 @@ impl Frames {
         &self.buffer[self.start..]
     }
 
-    /// The next whole frame, without its length; `None` until more has arrived.
+    /// Returns the next complete frame, without its length. `None` until more bytes have arrived.
     pub fn cut(&mut self) -> Result<Option<&[u8]>, Broken> {
         if !self.is_greeted {
             let seen = self.buffer.len().min(MAGIC.len());
@@ -402,7 +402,7 @@ impl Frames {
         Ok(Some(&self.buffer[begin..begin + length]))
     }
 
-    /// Drops what was handed out; a stream at rest holds next to nothing.
+    /// Drops the frames that were returned, and frees most of the buffer if the stream is idle.
     pub(super) fn rest(&mut self) {
         self.buffer.drain(..self.start);
         self.start = 0;

@@ -1,4 +1,4 @@
-//! Data that sessions publish about themselves: a card in etcd, and the first message on a link. Pure functions.
+//! Data that a session publishes for its links: a card in etcd, and the first message on a link. Pure functions.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 use super::mapping::{Keys, Region, signed};
 use super::messages as pb;
 
-/// Key prefix of the session cards, below the store's prefix. It sorts after all keys of users.
+/// Prefix of the keys for session cards, below the store's prefix. It sorts after all keys of users.
 const CARDS: &str = "~sessions/links/";
 /// Secret of a session, known to all sessions that can read etcd.
 pub(super) type Nonce = [u8; 16];
@@ -75,11 +75,11 @@ fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
     Some(bytes)
 }
 
-/// The length of [`Hello::encode`].
+/// Length of [`Hello::encode`] in bytes.
 pub(super) const HELLO: usize = MAGIC.len() + 8 + 16;
 const MAGIC: [u8; 8] = *b"\x93ERSLNK\x01";
 
-/// The first words of whoever begins a link. The answer is the other's nonce.
+/// First message of the session that opens a link. The other session answers with its nonce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) lease: i64,
@@ -91,7 +91,7 @@ impl Hello {
         [&MAGIC[..], &self.lease.to_be_bytes(), &self.nonce].concat()
     }
 
-    /// `None`: a stranger.
+    /// Decodes a hello. `None` if the bytes come from another program.
     pub(super) fn decode(bytes: &[u8; HELLO]) -> Option<Self> {
         let rest = bytes.strip_prefix(&MAGIC)?;
         let (lease, nonce) = rest.split_first_chunk()?;
@@ -104,18 +104,18 @@ impl Keys {
         self.full(&format!("{CARDS}{scope}/{lease:016x}"))
     }
 
-    /// Shows a card for as long as its lease lasts.
+    /// Returns the request that publishes a card. etcd deletes the card when the session's lease ends.
     pub(super) fn put_card(&self, scope: &str, card: &Card) -> pb::PutRequest {
         let (key, lease) = (self.card(scope, card.lease), card.lease);
         pb::PutRequest { key, value: card.encode(), lease, ..pb::PutRequest::default() }
     }
 
-    /// Asks for the card of a session.
+    /// Returns the request for the card of a session.
     pub(super) fn get_card(&self, scope: &str, lease: i64) -> pb::RangeRequest {
         Region::key(self.card(scope, lease)).range()
     }
 
-    /// Asks for the youngest of the cards that are older than this create revision.
+    /// Returns the request for the newest card among those that are older than this create revision.
     pub(super) fn card_before(&self, scope: &str, created: u64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,
@@ -126,7 +126,7 @@ impl Keys {
         }
     }
 
-    /// The card that an answer holds, if it holds one.
+    /// Returns the card in an answer, if it has one.
     pub(super) fn card_of(&self, scope: &str, answer: &pb::RangeResponse) -> Option<Card> {
         let found = answer.kvs.first()?;
         let lease = found.key.strip_prefix(&self.full(&format!("{CARDS}{scope}/"))[..])?;

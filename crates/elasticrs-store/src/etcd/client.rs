@@ -1,5 +1,5 @@
-//! The client: one session with its lease, over any number of connections. It cannot be used after the session has
-//! ended.
+//! Client of etcd. A client has one session with one lease, and uses any number of connections. It cannot be used after
+//! the session has ended.
 
 use std::convert::Infallible;
 use std::rc::Rc;
@@ -32,7 +32,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Begins to connect. [`Event::Connected`] or [`Event::Lost`] follows.
+    /// Starts to connect. [`Event::Connected`] or [`Event::Lost`] follows.
     pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
         let handle = Handle::start(runtime, move |ending, inbox| {
             Box::pin(async move {
@@ -44,22 +44,22 @@ impl Client {
         Ok(Self { handle })
     }
 
-    /// What happens.
+    /// Returns the events of this client.
     pub fn events(&self) -> &Events {
         self.handle.events()
     }
 
-    /// Sends a transaction; its reply carries the tag.
+    /// Sends a transaction. Its reply has the same tag.
     pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
         self.send(Request::Txn { tag, txn })
     }
 
-    /// Begins a watch; its reply carries the tag.
+    /// Starts a watch. Its reply has the same tag.
     pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
         self.send(Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
     }
 
-    /// Ends a watch; what is on its way still comes.
+    /// Stops a watch. Changes that etcd has already sent are still delivered.
     pub fn unwatch(&self, watch: Watch) -> Result<(), Unsendable> {
         self.send(Request::Unwatch(watch))
     }
@@ -67,7 +67,7 @@ impl Client {
     fn send(&self, request: Request) -> Result<(), Unsendable> {
         let size = match &request {
             Request::Txn { txn, .. } => size(txn),
-            // A key or prefix.
+            // A watch request has only a key or prefix, which is always short enough.
             Request::Watch { .. } | Request::Unwatch(_) => 0,
         };
         if size > MAX_REQUEST {
@@ -77,21 +77,21 @@ impl Client {
         Ok(())
     }
 
-    /// Ends the session and its lease, after what was asked before; no event follows. Blocks until that is done, or
-    /// a moment when etcd does not answer.
+    /// Finishes the pending requests, then ends the session and its lease. No event follows. Blocks until that is done,
+    /// or until a short time limit elapses because etcd does not answer.
     pub fn close(&self) {
         self.handle.close();
     }
 }
 
-/// How much of a request is the user's: etcd's own limit is half as much again.
+/// Returns the bytes of user data in a transaction. Their limit is two thirds of etcd's own limit for a whole request.
 fn size(txn: &Txn) -> usize {
     let compares = txn.compares.iter().map(|compare| match compare {
         Compare::Exists(key) | Compare::Missing(key) | Compare::Create(key, _) | Compare::Mod(key, _) => key.len(),
         Compare::Value(key, value) => key.len() + value.len(),
     });
     let ops = txn.then.iter().chain(&txn.otherwise).map(|op| match op {
-        // Told twice, for a key that is there and for one that is not.
+        // A put without a lease is encoded twice: for an existing key and for a missing one.
         Op::Put { key, value, leased } => (key.len() + value.len()) * if *leased { 1 } else { 2 },
         Op::Delete(key)
         | Op::DeletePrefix(key)
@@ -120,7 +120,7 @@ async fn run(
         closed = until_close(&mut inbox, &mut early) => {
             let lease = granted.take();
             if let Some((channel, id)) = lease {
-                // Without an answer, the lease ends by itself.
+                // Ignore an error, because a lease that is not revoked expires by itself.
                 let _ = timeout(REVOKE_LIMIT, revoke(&channel, id)).await;
             }
             return finish(events, closed);
@@ -143,7 +143,8 @@ async fn run(
 }
 
 /// Opens the session's links. Returns `None` for a session without a nursery, because no process could send its last
-/// word. Also returns `None` if links cannot be opened, because the session works without them: its lease still expires.
+/// word. Also returns `None` if opening the links fails, because the session works without them: its lease still
+/// expires.
 fn open_links(
     options: &Options,
     opened: &Opened,

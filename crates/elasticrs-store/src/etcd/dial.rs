@@ -1,4 +1,4 @@
-//! From an endpoint to a connection on which calls can be made.
+//! Connects to an endpoint and authenticates, so that calls can be made.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -41,7 +41,7 @@ pub(super) struct Credentials {
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) channel: Channel,
-    /// As users write it.
+    /// Host and port of the endpoint, for messages.
     pub(super) at: String,
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
@@ -71,8 +71,8 @@ impl Link {
         Lost::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
     }
 
-    /// What the connection itself says, when a call found it broken: a server may refuse a certificate only after the
-    /// handshake.
+    /// Returns the TLS error of the connection, if there is one, instead of the error of a call. A server may reject a
+    /// certificate only after the handshake, so the call reports merely a broken connection.
     pub(super) async fn last_words(&mut self, lost: Lost) -> Lost {
         if lost.kind != LostKind::Closed {
             return lost;
@@ -83,15 +83,15 @@ impl Link {
         }
     }
 
-    /// Ends the connection, and waits until it has ended.
+    /// Closes the connection and waits until it is closed.
     pub(super) async fn close(mut self) {
         self.driver.shutdown().await;
     }
 
-    /// Why a first call on this connection failed: it may be a stranger.
+    /// Finds the reason why a first call on this connection failed. The peer may be another program.
     pub(super) async fn judge(&mut self, error: CallError) -> Trouble {
         let CallError::Broken(_) = error else { return Trouble::of(error, &self.at) };
-        // The connection's own words are better than those of a call on it.
+        // Prefer the error of the connection, because it is more specific than that of a call.
         let lost = timeout(LAST_WORDS, self.ended()).await;
         let stranger = stranger(&self.heard.borrow().opening);
         match (lost, stranger) {
@@ -111,7 +111,7 @@ impl Link {
 }
 
 impl Link {
-    /// Whether nothing has come on this connection, which anybody could have read.
+    /// Returns true if the connection is not encrypted and no byte was received on it.
     fn is_dumb(&self) -> bool {
         self.tls.is_none() && self.heard.borrow().opening.is_empty()
     }
@@ -171,11 +171,12 @@ impl Trouble {
             code::INVALID_ARGUMENT | code::NOT_FOUND | code::FAILED_PRECONDITION | code::OUT_OF_RANGE => {
                 LostKind::Protocol
             }
-            // No leader, a new leader, too slow, stopping, and what no version has said so far.
+            // All other codes are worth a retry: no leader, a new leader, a slow or stopping member, and codes that no
+            // version of etcd sends so far.
             _ => LostKind::Timeout,
         };
         let lost = Lost::new(kind, format!("etcd at {at}: {message}{hint}"));
-        // A token may have run out: a new connection gets a new one.
+        // Retry `UNAUTHENTICATED`, because the token may have expired, and a new connection gets a new token.
         if kind == LostKind::Timeout || code == code::UNAUTHENTICATED { Self::Again(lost) } else { Self::Fatal(lost) }
     }
 }
@@ -242,7 +243,7 @@ pub(super) async fn dial(
 
 type Started = (SendRequest<Bytes>, JoinSet<Result<(), h2::Error>>);
 
-/// What a stream of answers may have on its way unread.
+/// Flow-control window of a stream, in bytes.
 const WINDOW: u32 = 1 << 20;
 
 async fn start<S: AsyncRead + AsyncWrite + Unpin + 'static>(stream: S) -> Result<Started, h2::Error> {
@@ -287,7 +288,7 @@ async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), 
     let asked = AuthenticateRequest { name, password };
     match link.channel.call::<AuthenticateResponse>("/etcdserverpb.Auth/Authenticate", &asked).await {
         Ok(answer) => link.channel.set_token(&answer.token).map_err(|error| Trouble::of(error, &link.at)),
-        // Nobody is asked who they are there.
+        // This etcd does not use authentication, so the password is not needed.
         Err(CallError::Status { message, .. }) if message.contains("authentication is not enabled") => Ok(()),
         Err(error) => Err(link.judge(error).await),
     }
@@ -331,19 +332,19 @@ fn not_ours(at: &str, why: &str) -> Lost {
     Lost::new(LostKind::NotOurs, format!("no etcd with API v3 at {at}: {why}"))
 }
 
-/// Who begins a connection like this, if it is no server of HTTP/2.
+/// Describes the program that sent these first bytes. `None` if it may be an HTTP/2 server.
 fn stranger(opening: &[u8]) -> Option<&'static str> {
     match opening {
         [] => None,
         _ if opening.starts_with(b"HTTP/") => Some("an HTTP server, or an etcd that only knows API v2"),
         [0x15, 3, ..] => Some("it asks for TLS"),
-        // A frame of settings: length, kind 4.
+        // The peer sent an HTTP/2 SETTINGS frame: three bytes of length, then kind 4.
         [_, _, _, 4, ..] => None,
         _ => Some("another program uses the port"),
     }
 }
 
-/// Data recorded from a connection, to explain failures better than the HTTP/2 library does.
+/// Data recorded from a connection, for better error messages than those of the HTTP/2 library.
 #[derive(Debug, Default)]
 struct Heard {
     /// The first bytes that the other side sent.
@@ -353,13 +354,13 @@ struct Heard {
     unwritten: Option<String>,
 }
 
-/// A stream that is listened to.
+/// A stream that records data for error messages while it is read and written.
 struct Overheard<S> {
     stream: S,
     heard: Rc<RefCell<Heard>>,
 }
 
-/// So many.
+/// Maximum number of first bytes that are recorded: the length of an HTTP/2 frame header.
 const OPENING: usize = 9;
 
 impl<S: AsyncRead + Unpin> AsyncRead for Overheard<S> {

@@ -1,4 +1,4 @@
-//! gRPC over one HTTP/2 connection: calls with one answer, and streams.
+//! gRPC over one HTTP/2 connection: unary calls and streams.
 
 use std::marker::PhantomData;
 
@@ -59,30 +59,30 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    /// `base`: scheme and authority, as `http://host:2379`.
+    /// Creates a channel. `base` is the scheme and authority, such as `http://host:2379`.
     pub(super) fn new(requests: SendRequest<Bytes>, base: String) -> Self {
         Self { requests, base, token: None }
     }
 
-    /// From now on, calls are made as the user who got this token.
+    /// Sets the authentication token for all further calls.
     pub(super) fn set_token(&mut self, token: &str) -> Result<(), CallError> {
         let token = HeaderValue::from_str(token);
         self.token = Some(token.map_err(|_| CallError::Foreign("a token that is no text".into()))?);
         Ok(())
     }
 
-    /// Sends one message, and waits for the one that answers it.
+    /// Makes a call: sends one message and waits for its answer.
     pub(super) async fn call<A: Message + Default>(&self, path: &str, question: &impl Message) -> Result<A, CallError> {
         let (response, mut body) = self.begin(path).await?;
         body.send_data(framed(question), true)?;
         let mut answers = Answers::new(response);
         let answer = answers.next().await?;
-        // What comes after it says whether it counts.
+        // Read the status that follows the answer, because the call may still have failed.
         answers.end().await?;
         answer.ok_or_else(|| CallError::Foreign("a call without an answer".into()))
     }
 
-    /// Begins a stream of messages in both directions.
+    /// Opens a stream of messages in both directions.
     pub(super) async fn stream<Q: Message, A: Message + Default>(&self, path: &str) -> Result<Duplex<Q, A>, CallError> {
         let (response, body) = self.begin(path).await?;
         Ok(Duplex { body, answers: Answers::new(response), questions: PhantomData })
@@ -95,7 +95,7 @@ impl Channel {
         let headers = request.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         headers.insert(TE, HeaderValue::from_static("trailers"));
-        // A member that has lost the others says so, instead of letting us wait.
+        // Let a member without a leader return an error instead of waiting for one.
         headers.insert("hasleader", HeaderValue::from_static("true"));
         if let Some(token) = &self.token {
             headers.insert("token", token.clone());
@@ -104,7 +104,7 @@ impl Channel {
     }
 }
 
-/// Messages in both directions, until either side ends the stream. Dropping it ends it.
+/// A stream of messages in both directions, until either side closes it. Dropping it closes it.
 #[derive(Debug)]
 pub(super) struct Duplex<Q, A> {
     body: SendStream<Bytes>,
@@ -117,7 +117,7 @@ impl<Q: Message, A: Message + Default> Duplex<Q, A> {
         Ok(self.body.send_data(framed(question), false)?)
     }
 
-    /// The next message. May be dropped and asked again: nothing is lost.
+    /// Returns the next message. Cancel-safe: no message is lost if the future is dropped.
     pub(super) async fn next(&mut self) -> Result<A, CallError> {
         let next = self.answers.next().await?;
         next.ok_or_else(|| CallError::Broken("the server has ended a stream".into()))
@@ -136,7 +136,7 @@ enum Body {
     Open(RecvStream),
 }
 
-/// The messages of one direction.
+/// Messages that the server sends on a stream.
 #[derive(Debug)]
 struct Answers<A> {
     body: Body,
@@ -149,7 +149,7 @@ impl<A: Message + Default> Answers<A> {
         Self { body: Body::Awaited(response), buffer: BytesMut::new(), kind: PhantomData }
     }
 
-    /// The next message; `None`: the server has ended well.
+    /// Returns the next message. `None` if the server has closed the stream without an error.
     async fn next(&mut self) -> Result<Option<A>, CallError> {
         loop {
             if let Some(message) = cut(&mut self.buffer)? {
@@ -161,7 +161,7 @@ impl<A: Message + Default> Answers<A> {
                 Body::Open(stream) => match stream.data().await {
                     Some(bytes) => {
                         let bytes = bytes?;
-                        // It is ours to keep; the server may send as much again.
+                        // Allow the server to send as many bytes again, because these bytes are moved to the buffer.
                         stream.flow_control().release_capacity(bytes.len())?;
                         self.buffer.extend_from_slice(&bytes);
                     }
@@ -180,12 +180,12 @@ impl<A: Message + Default> Answers<A> {
     }
 }
 
-/// A message as gRPC wants it: a flag that it is not compressed, its length, itself.
+/// Encodes a message for gRPC: a flag that it is not compressed, its length, and the message.
 fn framed(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(5 + length);
     bytes.put_u8(0);
-    // Requests are bounded far below 4 GiB.
+    // Requests are limited to much less than 4 GiB.
     bytes.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
     bytes.put_slice(&message.encode_to_vec());
     bytes.freeze()
@@ -215,7 +215,7 @@ fn checked(response: Response<RecvStream>) -> Result<RecvStream, CallError> {
     if head.status != StatusCode::OK || !is_grpc {
         return Err(CallError::Foreign(format!("it answers by HTTP status {}", head.status.as_u16())));
     }
-    // A call that fails at once has nothing but a head.
+    // A call that fails immediately has the status in its headers and no body.
     if head.headers.contains_key(STATUS) {
         status(Some(&head.headers))?;
     }
@@ -235,7 +235,7 @@ fn status(headers: Option<&HeaderMap>) -> Result<(), CallError> {
     Err(CallError::Status { code, message: unquoted(text("grpc-message").unwrap_or_default()) })
 }
 
-/// A text whose bytes beyond plain ASCII are written as `%XX`.
+/// Decodes a percent-encoded string (`%XX`).
 fn unquoted(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

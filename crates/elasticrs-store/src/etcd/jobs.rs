@@ -1,4 +1,5 @@
-//! What the user asks for, carried out on one connection. A job that was cut off may be carried out again on the next.
+//! Execution of the user's requests on one connection. If the connection breaks, the session may execute a job again on
+//! the next one.
 
 use std::rc::Rc;
 
@@ -14,10 +15,11 @@ use crate::coordination::types::{Entry, LostKind, Op, OpResult, Txn};
 use crate::watched::Watched;
 use std::time::Duration;
 
-/// One thing to do.
+/// A unit of work for the session, executed with one or more calls.
 #[derive(Debug, Clone)]
 pub(super) enum Job {
-    /// Looks at the store, behind all that it has told: it may have come back from a backup.
+    /// Checks on a new connection that etcd still has the session's marker and has not gone back to an older revision,
+    /// which happens if it is restored from a backup.
     Look,
     Txn {
         tag: u64,
@@ -27,14 +29,14 @@ pub(super) enum Job {
         tag: u64,
         watch: WatchFrom,
     },
-    /// Reads what a watch covers, as its history is forgotten.
+    /// Reads the keys that a watch covers, because etcd no longer has the history that the watch needs.
     CatchUp {
         number: i64,
         watch: crate::coordination::types::Watch,
     },
 }
 
-/// What has come of it.
+/// Result of a job.
 #[derive(Debug)]
 pub(super) enum Done {
     Looked,
@@ -43,23 +45,23 @@ pub(super) enum Done {
     CaughtUp { number: i64, revision: i64, there: Vec<Entry> },
 }
 
-/// Where and for whom jobs are carried out.
+/// Connection and session data for executing a job.
 #[derive(Debug, Clone)]
 pub(super) struct Desk {
     pub(super) channel: Channel,
     pub(super) at: String,
     pub(super) keys: Rc<Keys>,
     pub(super) job_lease: Option<(i64, Duration)>,
-    /// Of the next transaction that writes.
+    /// Write number and marker revision for the next transaction that writes.
     pub(super) write: Write,
-    /// The highest revision that was known before the job: a watch may tell of a later one before it is answered.
+    /// Highest revision that was known before the job started. Watches may report a later one while the job runs.
     pub(super) known: u64,
 }
 
-/// Why a call did not lead on.
+/// Reason why a job failed.
 enum Stop {
     Call(CallError),
-    /// The member has older data than were read before.
+    /// The member has older data than an earlier answer.
     Behind(Lost),
     Lost(Lost),
 }
@@ -79,7 +81,8 @@ impl From<Unexpected> for Stop {
 const GONE: &str = "the lease of this session is gone: etcd has not heard of it in time, or somebody revoked it";
 
 impl Desk {
-    /// Carries a job out; with it the revision at which the session's marker was put, if it was.
+    /// Executes a job. Also returns the revision at which the session's marker was put, or `None` if the job did not
+    /// put it.
     pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Trouble> {
         let done = match job {
             Job::Look => self.look().await.map(|()| (Done::Looked, None)),
@@ -96,7 +99,7 @@ impl Desk {
         done.map_err(|stop| match stop {
             Stop::Call(error) => Trouble::of(error, &self.at),
             // Retry on another member: a member that was paused may answer reads from its old data before it learns of
-            // the newer ones (etcd issue 20418, mended in the versions of 2026).
+            // the newer ones (etcd issue 20418, fixed in the versions of 2026).
             Stop::Behind(lost) => Trouble::Again(lost),
             Stop::Lost(lost) => Trouble::Fatal(lost),
         })
@@ -143,7 +146,7 @@ impl Desk {
         Ok((Done::Replied { tag, ok, revision, results }, Some(revision)))
     }
 
-    /// Makes the job's lease again, if that is what is missing.
+    /// Recreates the job's lease if it is missing. Returns true if it was recreated.
     async fn renew_job(&self) -> Result<bool, CallError> {
         match self.job_lease {
             Some((id, ttl)) => keep(&self.channel, id, ttl).await,
@@ -151,7 +154,7 @@ impl Desk {
         }
     }
 
-    /// What a transaction has given whose answer was lost with its connection.
+    /// Reconstructs the results of a transaction whose answer was lost with its connection.
     async fn recovered(&self, ops: &[Op], revision: i64) -> Result<Vec<OpResult>, Stop> {
         let mut results = Vec::new();
         for (at, op) in ops.iter().enumerate() {
@@ -186,7 +189,8 @@ impl Desk {
     }
 
     async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, Stop> {
-        // After a compaction the newest has to do: what is older than a key does not change, but that it may be deleted.
+        // If etcd has compacted this revision, read the newest one. The keys that were created before `created` are the
+        // same there, except that some may have been deleted.
         let (mut youngest, at) = match self.range(&self.keys.predecessor(prefix, created, revision)).await {
             Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
                 (self.range(&self.keys.predecessor(prefix, created, 0)).await?.1, 0)
@@ -204,13 +208,15 @@ impl Desk {
 
     async fn watch(&self, tag: u64, asked: WatchFrom) -> Result<Done, Stop> {
         let WatchFrom { watch, snapshot, from_revision } = asked;
-        // What was there before the first change, so that later a deletion, or all that a compaction hides, can be told.
+        // Also read the entries before the first change. The watch needs them to report later deletions, and all
+        // differences if etcd compacts the history.
         let revision = from_revision.map_or(0, |from| i64::try_from(from).unwrap_or(i64::MAX) - 1);
         let range = pb::RangeRequest { revision, keys_only: !snapshot, ..self.keys.region(&watch).range() };
         let (newest, kvs) = match self.range(&range).await {
             Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
                 let (revision, _) = self.newest(&pb::RangeRequest { revision: 0, count_only: true, ..range }).await?;
-                // etcd does not say how far back its history goes; what is to come is sure to be known.
+                // etcd does not report the oldest revision in its history, so return the next revision, which is
+                // certain to be available.
                 let results = vec![OpResult::Count(unsigned(revision) + 1)];
                 return Ok(Done::Replied { tag, ok: false, revision, results });
             }
@@ -225,14 +231,14 @@ impl Desk {
         Ok(Done::Watching { tag, watched, revision: newest, results })
     }
 
-    /// Does the same as [`Self::range`], and refuses an answer that is older than the highest known revision.
+    /// Same as [`Self::range`], but refuses an answer that is older than the highest known revision.
     async fn newest(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), Stop> {
         let found = self.range(asked).await?;
         not_behind(self.known, found.0).map_err(Stop::Behind)?;
         Ok(found)
     }
 
-    /// The revision of the store, and what was found.
+    /// Reads a range. Returns the revision of the store and the entries.
     async fn range(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), CallError> {
         let answer: pb::RangeResponse = self.channel.call(RANGE, asked).await?;
         let header = answer.header.ok_or_else(|| CallError::Foreign("an answer without a revision".into()))?;
@@ -248,7 +254,8 @@ fn is_no_lease(error: &CallError) -> bool {
     matches!(error, CallError::Status { code: code::NOT_FOUND, message } if message.contains("lease"))
 }
 
-/// Revisions never go back: a store in which they do has forgotten what we built on.
+/// Fails if the store has gone back to a revision before `known`, because it has then lost data that this session
+/// relies on.
 pub(super) fn not_behind(known: u64, revision: i64) -> Result<(), Lost> {
     if unsigned(revision) >= known {
         return Ok(());

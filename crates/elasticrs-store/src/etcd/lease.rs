@@ -1,4 +1,4 @@
-//! The session's lease: keep-alives, and until when it is sure to last.
+//! The session's lease: sends keep-alives and computes the time until which the lease lasts for certain.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -16,19 +16,21 @@ use crate::coordination::events::{Events, SILENT};
 use crate::coordination::guard::Guard;
 use crate::coordination::types::LostKind;
 
-/// Keep-alives in the life of a lease; one interval before its end it is given up.
+/// Number of keep-alive intervals in the time to live of a lease. The session is given up one interval before the lease
+/// ends.
 const BEATS: u32 = 5;
-/// Keep-alives are sent at least so often, however long the lease is: nothing else says that etcd has fallen silent.
+/// Maximum interval between keep-alives, even for a long lease, because only a missing answer shows that etcd no longer
+/// responds.
 const MAX_INTERVAL: Duration = Duration::from_secs(15);
-/// The most that an unanswered keep-alive lets us wait on one connection.
+/// Maximum time that a connection may leave a keep-alive unanswered.
 const MAX_PATIENCE: Duration = Duration::from_secs(3);
-/// The least that a new connection may take.
+/// Minimum time limit for opening a new connection.
 const MIN_DIAL: Duration = Duration::from_secs(1);
-/// The job's lease is kept alive at least so often.
+/// Maximum interval between keep-alives of the job's lease.
 const MAX_JOB_INTERVAL: Duration = Duration::from_secs(600);
 
 impl Opened {
-    /// Between two keep-alives.
+    /// Returns the interval between two keep-alives.
     pub(super) fn interval(&self) -> Duration {
         self.ttl / BEATS
     }
@@ -41,12 +43,12 @@ pub(super) struct Lease<'a> {
     id: i64,
     cluster: u64,
     ttl: Duration,
-    /// Boot clock: when this side gives up.
+    /// Time at which this side gives up the session, in nanoseconds of the boot clock.
     deadline: u64,
     next_beat: u64,
-    /// When the job's lease is next kept alive.
+    /// Time of the next keep-alive for the job's lease, in nanoseconds of the boot clock.
     next_job: u64,
-    /// Which leases were asked about on this connection, and when.
+    /// Unanswered keep-alives of this connection: the ID of the lease, and the time at which the keep-alive was sent.
     unanswered: VecDeque<(i64, u64)>,
     is_stalled: bool,
 }
@@ -74,12 +76,13 @@ impl<'a> Lease<'a> {
         self.ttl / BEATS
     }
 
-    /// How long a connection may leave a keep-alive unanswered.
+    /// Returns the time for which a connection may leave a keep-alive unanswered.
     pub(super) fn patience(&self) -> Duration {
         self.interval().min(MAX_PATIENCE)
     }
 
-    /// How long a new connection may take: with a short lease not much less than a password needs.
+    /// Returns the time limit for opening a new connection. It has a minimum even for a short lease, because checking a
+    /// password takes time.
     pub(super) fn dial_patience(&self) -> Duration {
         self.patience().max(MIN_DIAL)
     }
@@ -88,7 +91,7 @@ impl<'a> Lease<'a> {
         self.deadline
     }
 
-    /// Of a time without answers that begins now; `told`: when the user was told of one before.
+    /// Returns the state of an outage that starts now. `told` is the time of the last notice about an earlier outage.
     pub(super) fn away(&self, told: Option<u64>) -> Away {
         let endpoints = &self.options.endpoints;
         let members: Vec<_> = endpoints.iter().map(|(host, port)| endpoint(host, *port)).collect();
@@ -101,7 +104,7 @@ impl<'a> Lease<'a> {
         now >= self.deadline
     }
 
-    /// Why it is over.
+    /// Returns the reason for the loss of the session.
     pub(super) fn lost(&self) -> Lost {
         if self.is_stalled {
             let seconds = self.options.stall_timeout.unwrap_or_default().as_secs_f64();
@@ -112,12 +115,13 @@ impl<'a> Lease<'a> {
         Lost::new(kind, message)
     }
 
-    /// Why etcd does not answer: told whoever is first to see that the lease is over.
+    /// Sets the reason why etcd does not answer. It is reported by the thread that first notices that the lease is
+    /// over.
     pub(super) fn set_trouble(&self, trouble: &str) {
         self.events.set_trouble(Some((LostKind::Silent, format!("{SILENT} ({trouble})"))));
     }
 
-    /// The next moment at which there is something to do.
+    /// Returns the next time at which the lease needs attention.
     pub(super) fn wake(&self) -> u64 {
         self.next_beat.min(self.deadline).min(self.overdue())
     }
@@ -126,14 +130,14 @@ impl<'a> Lease<'a> {
         self.unanswered.front().map_or(u64::MAX, |(_, sent)| sent + nanoseconds(self.patience()))
     }
 
-    /// A new connection is asked at once: nothing else says that somebody is there.
+    /// Sends a keep-alive immediately on a new connection, because only an answer shows that etcd responds.
     pub(super) fn begin_connection(&mut self) {
         self.unanswered.clear();
         self.next_beat = 0;
         self.next_job = 0;
     }
 
-    /// Whether the connection is answered.
+    /// Fails if a keep-alive on this connection was not answered in time.
     pub(super) fn check_answers(&self, now: u64, at: &str) -> Result<(), Lost> {
         if now < self.overdue() {
             return Ok(());
@@ -142,7 +146,7 @@ impl<'a> Lease<'a> {
         Err(Lost::new(LostKind::Timeout, format!("etcd at {at} did not answer a keep-alive within {seconds} s")))
     }
 
-    /// Sends keep-alives when it is time.
+    /// Sends the keep-alives that are due.
     pub(super) fn beat(
         &mut self,
         now: u64,
@@ -168,7 +172,7 @@ impl<'a> Lease<'a> {
         Ok(())
     }
 
-    /// Takes the answer to a keep-alive; true if it renews the lease of the session.
+    /// Handles the answer to a keep-alive. Returns true if it renews the lease of the session.
     pub(super) fn take(&mut self, answer: &pb::KeepAliveResponse, at: &str) -> Result<bool, Lost> {
         let cluster = answer.header.as_ref().map_or(0, |header| header.cluster_id);
         if cluster != self.cluster {
@@ -178,10 +182,10 @@ impl<'a> Lease<'a> {
         let Some(at) = self.unanswered.iter().position(|(id, _)| *id == answer.id) else {
             return Err(Lost::new(LostKind::Protocol, "etcd answered a keep-alive that was never sent"));
         };
-        // Answers come in order.
+        // Answers for the same lease arrive in order.
         let sent = self.unanswered.remove(at).map_or(0, |(_, sent)| sent);
         if answer.id != self.id {
-            // The job's lease is made again when it is needed.
+            // If the job's lease has expired, the next write that needs it creates it again.
             return Ok(false);
         }
         if answer.ttl <= 0 {

@@ -1,17 +1,18 @@
 //! Links are connections between the sessions of a job. They detect a killed agent before its lease expires.
 //!
-//! Each session listens for connections and connects to the session that opened before it, which connects back. A
-//! caller stays connected, and reconnects when the connection ends. The agent's nursery holds a duplicate of each
+//! Each session listens for connections and connects to the session that was opened before it, which connects back. A
+//! caller stays connected, and reconnects when the connection closes. The agent's nursery holds a duplicate of each
 //! connection on which a caller waits. After the agent's death, the nursery cleans up the agent's processes and then
 //! sends the session's last word on these connections. The session's card has a hash of the word, so the caller
-//! recognizes it and revokes the lease.
+//! recognizes the word and revokes the lease.
 //!
-//! A session without a nursery (of a worker, or of a plain program) has no last word, so it has no links. It ends when
+//! A session without a nursery (that of a worker or a plain program) has no last word, so it has no links. It ends when
 //! its program closes it or when its lease expires.
 //!
-//! - **LINK-1** a session revokes the lease of another session only after it received that session's last word. A
+//! - **LINK-1** a session revokes the lease of another session only after it has received that session's last word. A
 //!   refused or broken connection proves nothing, because a firewall or the network may be the cause;
-//! - **LINK-2** a link that cannot be made, or that the network breaks, does no harm, because the lease still expires;
+//! - **LINK-2** a link that cannot be opened, or that the network breaks, does no harm, because the lease still
+//!   expires;
 //! - **LINK-3** a peer is trusted only if it sends the nonce from its card in etcd.
 
 use std::cell::{Cell, RefCell};
@@ -43,7 +44,7 @@ use crate::coordination::guard::Guard;
 
 /// Time limit for a connection attempt, and for the first message on a connection.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Shortest and longest pause between two connection attempts to a session, and between two attempts of a request.
+/// Shortest and longest pause between two attempts to connect to a session, and between two attempts of a request.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(10));
 /// Interval at which a caller checks whether the session's card still exists.
 const LOOK: Duration = Duration::from_secs(60);
@@ -113,8 +114,8 @@ impl Links {
         }
     }
 
-    /// Publishes this session's card, then stays linked to the session that opened before this one. When that session
-    /// is gone, continues with the session that opened before it.
+    /// Publishes this session's card, then stays linked to the session that was opened before this one. When that
+    /// session is gone, continues with the session before it.
     async fn follow(self: Rc<Self>) {
         let _: pb::PutResponse = self.ask("/etcdserverpb.KV/Put", &self.keys.put_card(&self.scope, &self.own)).await;
         let own: pb::RangeResponse = self.ask(RANGE, &self.keys.get_card(&self.scope, self.own.lease)).await;
@@ -146,7 +147,7 @@ impl Links {
         }
         tokio::select! {
             () = self.until_over(peer) => {
-                // Ignore a refusal, because a session that was closed in order has already revoked its lease.
+                // Ignore a refusal, because a session that was closed normally has already revoked its lease.
                 let revoke = pb::LeaseRevokeRequest { id: peer.lease };
                 let _: pb::LeaseRevokeResponse = self.ask("/etcdserverpb.Lease/LeaseRevoke", &revoke).await;
             }
@@ -175,8 +176,8 @@ impl Links {
         }
     }
 
-    /// Waits until the card of the session `peer` is gone from etcd. This is the only sign that a session that cannot
-    /// be reached has ended.
+    /// Waits until the card of the session `peer` is gone from etcd. If the peer cannot be reached, this is the only
+    /// sign that its session has ended.
     async fn gone(&self, peer: &Card) {
         loop {
             sleep(LOOK).await;

@@ -1,10 +1,11 @@
-//! Transactions as etcd wants them, and its answers in our terms. Pure.
+//! Translates transactions into etcd's requests, and etcd's answers back. Pure.
 //!
-//! - **MAP-1** a transaction is carried out by etcd as one, at one revision, whatever was nested for it;
-//! - **MAP-2** a transaction that writes is carried out once, however often it was sent: it compares the session's
-//!   marker, and puts it.
+//! - **MAP-1** etcd executes a transaction as a whole and at one revision, even if it is encoded as nested
+//!   transactions;
+//! - **MAP-2** a transaction that writes is executed only once, no matter how often it is sent, because it compares and
+//!   updates the session's marker.
 //!
-//! What a transaction that writes looks like to etcd:
+//! Encoding of a transaction that writes:
 //!
 //! ```text
 //! if the marker is as the last write left it:
@@ -14,7 +15,7 @@
 //!     get the marker: with this number, an earlier copy was carried out
 //! ```
 //!
-//! etcd judges all compares, nested ones too, before it carries out anything.
+//! etcd evaluates all conditions, including nested ones, before it executes any operation.
 
 use std::sync::Arc;
 
@@ -22,25 +23,25 @@ use super::messages as pb;
 use super::messages::{CompareResult, CompareTarget, Operand, Request, RequestOp, Response, ResponseOp};
 use crate::coordination::types::{Compare, Entry, Op, OpResult, Txn, Watch};
 
-/// Where the marker of each session is, under the prefix. It is behind all other keys, so that each of our prefixes is one
-/// range without it.
+/// Prefix of the keys for session markers, below the store's prefix. It sorts after all keys of users, so that each
+/// prefix of a user is a single range without markers.
 const SESSIONS: &str = "~sessions/";
 
-/// An answer that is none to what was asked.
+/// Error for an answer that does not match its request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the answer is none to this request")]
 pub(super) struct Unexpected;
 
-/// One key, or all that begin alike, as etcd writes it.
+/// A single key or a key prefix, in etcd's range encoding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Region {
     pub(super) key: Vec<u8>,
-    /// Empty: the key alone.
+    /// End of the range, exclusive. Empty for a single key.
     pub(super) end: Vec<u8>,
 }
 
 impl Region {
-    /// Of a key.
+    /// Returns the region of a single key.
     pub(super) fn key(key: Vec<u8>) -> Self {
         Self { key, end: Vec::new() }
     }
@@ -50,33 +51,33 @@ impl Region {
     }
 }
 
-/// A write that is told apart from all others of its session.
+/// Identifies a write among all writes of its session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Write {
     pub(super) number: u64,
-    /// The revision at which the marker was put last.
+    /// Revision at which the marker was last put.
     pub(super) marker: i64,
 }
 
-/// What became of a transaction that writes.
+/// Outcome of a transaction that writes.
 #[derive(Debug, PartialEq)]
 pub(super) enum Written {
-    /// It was carried out now.
+    /// etcd has executed the transaction now.
     Now { ok: bool, revision: i64, responses: Vec<ResponseOp> },
-    /// An earlier copy of it was carried out, at this revision.
+    /// etcd had already executed an earlier copy of the transaction, at this revision.
     Before { ok: bool, revision: i64 },
-    /// Neither: the marker is gone, or somebody else's.
+    /// etcd has executed no copy: the marker is missing, or has an unexpected value.
     Never,
 }
 
-/// Which keys are the job's, and which leases they get.
+/// Prefix and leases of a session's keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Keys {
-    /// Put before each key.
+    /// Prefix that is added to each key.
     pub(super) prefix: String,
-    /// Of the session.
+    /// ID of the session's lease.
     pub(super) lease: i64,
-    /// Of keys that outlive the session; 0: none.
+    /// ID of the lease for keys that outlive the session. 0 for no lease.
     pub(super) job_lease: i64,
 }
 
@@ -85,36 +86,36 @@ impl Keys {
         [self.prefix.as_bytes(), key.as_bytes()].concat()
     }
 
-    /// Our name of a key; `None`: it is none of ours.
+    /// Removes the prefix from a key. `None` if the key is not a user's key of this store.
     fn strip(&self, key: &[u8]) -> Option<Arc<str>> {
         let key = str::from_utf8(key.strip_prefix(self.prefix.as_bytes())?).ok()?;
         (key < SESSIONS).then(|| key.into())
     }
 
-    /// What a watch covers.
+    /// Returns the region that a watch covers.
     pub(super) fn region(&self, watch: &Watch) -> Region {
         if watch.exact { Region::key(self.full(&watch.prefix)) } else { self.under(&watch.prefix) }
     }
 
-    /// The keys that begin so.
+    /// Returns the region of all keys with this prefix.
     pub(super) fn under(&self, prefix: &str) -> Region {
         let mut key = self.full(prefix);
         if SESSIONS.starts_with(prefix) {
             if key.is_empty() {
-                // etcd's word for the first of all keys.
+                // etcd's encoding for the first of all keys.
                 key.push(0);
             }
             return Region { key, end: self.full(SESSIONS) };
         }
         let mut end = key.clone();
         if let Some(last) = end.last_mut() {
-            // No byte of UTF-8 is 255.
+            // This cannot overflow, because UTF-8 has no byte 255.
             *last += 1;
         }
         Region { key, end }
     }
 
-    /// A key and its value, under our name; `None`: it is none of ours.
+    /// Converts a key and its value to an entry. `None` if the key is not a user's key of this store.
     pub(super) fn entry(&self, kv: pb::KeyValue) -> Option<Entry> {
         Some(Entry {
             key: self.strip(&kv.key)?,
@@ -132,7 +133,7 @@ impl Keys {
         self.full(&format!("{SESSIONS}{:016x}", self.lease))
     }
 
-    /// Reads the marker.
+    /// Returns the request that reads the marker.
     pub(super) fn find_marker(&self) -> pb::RangeRequest {
         Region::key(self.marker()).range()
     }
@@ -143,12 +144,12 @@ impl Keys {
         Request::Put(put).into()
     }
 
-    /// Puts the marker for the first time; the answer's revision is that of the marker.
+    /// Returns the request that puts the marker for the first time. The revision of its answer is that of the marker.
     pub(super) fn begin(&self) -> pb::TxnRequest {
         pb::TxnRequest { success: vec![self.put_marker(0, true)], ..pb::TxnRequest::default() }
     }
 
-    /// A transaction that only reads.
+    /// Encodes a transaction that only reads.
     pub(super) fn read(&self, txn: &Txn) -> pb::TxnRequest {
         pb::TxnRequest {
             compare: txn.compares.iter().map(|compare| self.compare(compare)).collect(),
@@ -157,7 +158,7 @@ impl Keys {
         }
     }
 
-    /// A transaction that writes.
+    /// Encodes a transaction that writes.
     pub(super) fn write(&self, txn: &Txn, write: Write) -> pb::TxnRequest {
         let mut inner = self.read(txn);
         inner.success.insert(0, self.put_marker(write.number, true));
@@ -170,7 +171,7 @@ impl Keys {
         }
     }
 
-    /// What the answer to [`Self::write`] says.
+    /// Decodes the answer to [`Self::write`].
     pub(super) fn written(write: Write, answer: pb::TxnResponse) -> Result<Written, Unexpected> {
         let revision = answer.header.ok_or(Unexpected)?.revision;
         let only = answer.responses.into_iter().next().and_then(|op| op.response);
@@ -219,7 +220,8 @@ impl Keys {
         }
     }
 
-    /// What an op reads or changes; of a predecessor, the key whose age is asked first.
+    /// Returns the region that an op reads or changes. For [`Op::Predecessor`], returns the key whose create revision
+    /// is read first.
     fn region_of(&self, op: &Op) -> Region {
         match op {
             Op::Put { key, .. } | Op::Delete(key) | Op::Get(key) | Op::Predecessor { key, .. } => {
@@ -235,7 +237,8 @@ impl Keys {
         if leased {
             return Request::Put(pb::PutRequest { lease: self.lease, ..put }).into();
         }
-        // Whoever writes over a leased key does not make it outlive its owner; etcd refuses this for a key that is missing.
+        // Keep the lease when a put without a lease overwrites a leased key, so that the key does not outlive its
+        // session. etcd refuses `ignore_lease` for a missing key, so use a nested transaction.
         let kept = pb::PutRequest { ignore_lease: true, ..put.clone() };
         let made = pb::PutRequest { lease: self.job_lease, ..put };
         let nested = pb::TxnRequest {
@@ -246,7 +249,8 @@ impl Keys {
         Request::Txn(nested).into()
     }
 
-    /// What the ops have given. The result of [`Op::Predecessor`] is the key itself: see [`Self::predecessor`].
+    /// Returns the results of the ops. The result of [`Op::Predecessor`] is the key itself; [`Self::predecessor`] then
+    /// finds its predecessor.
     pub(super) fn results(&self, ops: &[Op], responses: Vec<ResponseOp>) -> Result<Vec<OpResult>, Unexpected> {
         if ops.len() != responses.len() {
             return Err(Unexpected);
@@ -268,8 +272,8 @@ impl Keys {
         }
     }
 
-    /// The youngest keys that begin so and are older than this create revision, as of `revision` (0: the newest): the
-    /// two youngest, as keys that were made together are as old.
+    /// Returns the request for the two newest keys with this prefix that were created before `created`, as of
+    /// `revision` (0 for the newest). Two are needed to detect keys that were created at the same revision.
     pub(super) fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 2,
@@ -281,7 +285,7 @@ impl Keys {
         }
     }
 
-    /// Of the keys that begin so and were made at this revision, the last by name.
+    /// Returns the request for the last key by name among the keys with this prefix that were created at this revision.
     pub(super) fn last_made(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,
@@ -292,8 +296,8 @@ impl Keys {
         }
     }
 
-    /// Asks what the op at this place has given, of a transaction that was carried out at `revision`: see
-    /// [`Self::recovered`].
+    /// Returns the requests that read what is needed to reconstruct the result of an op, for a transaction that was
+    /// executed at `revision`. [`Self::recovered`] reconstructs it.
     pub(super) fn recover(&self, op: &Op, revision: i64) -> Vec<pb::RangeRequest> {
         let at = |revision| pb::RangeRequest { revision, ..self.region_of(op).range() };
         match op {
@@ -303,8 +307,8 @@ impl Keys {
         }
     }
 
-    /// What an op has given after those `before` it, from what was there before and after the transaction. No key is
-    /// written twice in one, but by deletions.
+    /// Reconstructs the result of an op from the entries before and after its transaction. `before` are the ops that
+    /// precede it. Only deletions may write a key more than once in a transaction.
     pub(super) fn recovered(&self, before: &[Op], op: &Op, mut there: Vec<Vec<pb::KeyValue>>) -> OpResult {
         let is_touched = |entry: &Entry| before.iter().any(|op| writes(op) && covers(op, &entry.key));
         let mut after = self.entries(there.pop().unwrap_or_default());
@@ -329,7 +333,7 @@ impl Keys {
     }
 }
 
-/// Whether the transaction may change anything.
+/// Returns true if the transaction may change a key.
 pub(super) fn is_write(txn: &Txn) -> bool {
     txn.then.iter().chain(&txn.otherwise).any(writes)
 }
@@ -338,7 +342,7 @@ fn writes(op: &Op) -> bool {
     matches!(op, Op::Put { .. } | Op::Delete(_) | Op::DeletePrefix(_))
 }
 
-/// Whether an op is about this key.
+/// Returns true if the op reads or changes this key.
 fn covers(op: &Op, key: &str) -> bool {
     match op {
         Op::Put { key: own, .. } | Op::Delete(own) | Op::Get(own) | Op::Predecessor { key: own, .. } => **own == *key,
@@ -355,12 +359,12 @@ fn marker_of(value: &[u8]) -> Option<(u64, bool)> {
     Some((number.parse().ok()?, ok.parse().ok()?))
 }
 
-/// Revisions and counts of etcd are never negative.
+/// Converts a revision or count of etcd, which is never negative.
 pub(super) fn unsigned(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
 }
 
-/// A revision of etcd; one that it cannot have reached is none.
+/// Converts a revision for etcd. A revision that etcd cannot represent becomes the maximum, which etcd never reaches.
 pub(super) fn signed(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }

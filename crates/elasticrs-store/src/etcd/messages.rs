@@ -1,6 +1,6 @@
-//! The messages of etcd's API v3 that are used here, with etcd's field numbers.
+//! Messages of etcd's v3 API that this client uses, with etcd's field numbers.
 //!
-//! Fields that are neither sent nor read are left out: protobuf skips them.
+//! Fields that are neither sent nor read are omitted, because protobuf skips unknown fields.
 
 use prost::{Enumeration, Message, Oneof};
 
@@ -28,12 +28,12 @@ pub(super) struct KeyValue {
 pub(super) struct RangeRequest {
     #[prost(bytes = "vec", tag = "1")]
     pub(super) key: Vec<u8>,
-    /// Empty: this key alone.
+    /// End of the range, exclusive. Empty to read only `key`.
     #[prost(bytes = "vec", tag = "2")]
     pub(super) range_end: Vec<u8>,
     #[prost(int64, tag = "3")]
     pub(super) limit: i64,
-    /// 0: the newest.
+    /// Revision to read. 0 for the newest.
     #[prost(int64, tag = "4")]
     pub(super) revision: i64,
     #[prost(enumeration = "SortOrder", tag = "5")]
@@ -80,7 +80,7 @@ pub(super) struct PutRequest {
     pub(super) value: Vec<u8>,
     #[prost(int64, tag = "3")]
     pub(super) lease: i64,
-    /// The key keeps the lease that it has; it must be there.
+    /// Keeps the current lease of the key, which must exist.
     #[prost(bool, tag = "6")]
     pub(super) ignore_lease: bool,
 }
@@ -202,10 +202,10 @@ pub(super) struct TxnResponse {
 
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct LeaseGrantRequest {
-    /// Seconds.
+    /// Time to live in seconds.
     #[prost(int64, tag = "1")]
     pub(super) ttl: i64,
-    /// 0: the server chooses.
+    /// ID of the lease. 0 to let the server choose.
     #[prost(int64, tag = "2")]
     pub(super) id: i64,
 }
@@ -241,7 +241,7 @@ pub(super) struct KeepAliveResponse {
     pub(super) header: Option<Header>,
     #[prost(int64, tag = "2")]
     pub(super) id: i64,
-    /// 0: there is no such lease.
+    /// Remaining time to live in seconds. 0 if the lease does not exist.
     #[prost(int64, tag = "3")]
     pub(super) ttl: i64,
 }
@@ -292,7 +292,7 @@ pub(super) struct WatchResponse {
     pub(super) watch_id: i64,
     #[prost(bool, tag = "4")]
     pub(super) canceled: bool,
-    /// With `canceled`: the watch began before this revision, which is the oldest that is known.
+    /// Set together with `canceled` if the watch started before this revision, which is the oldest available one.
     #[prost(int64, tag = "5")]
     pub(super) compact_revision: i64,
     #[prost(string, tag = "6")]

@@ -1,14 +1,14 @@
-//! Client for etcd v3 as an alternative to our own store, for sites that run etcd. Both clients take the same requests
-//! and report the same events.
+//! Client for etcd v3 as an alternative to the coordination store, for sites that run etcd. The clients of both stores
+//! accept the same requests and report the same events.
 //!
-//! `mapping` translates requests and answers, and `watching` tracks which events a watch has received; both are
-//! plain functions. `grpc` makes calls to one member. `dial` and [`tls`] connect to a member, and `open` opens a
-//! session. `jobs` and `session` carry out requests, which wait in `tasks`. `messages` is the part of etcd's API that is used.
-//! `retries` limits how long a failing request is retried. `links` lets sessions detect each other's end, and
-//! `cards` is the data that they publish for that.
+//! `mapping` translates requests and answers, and `watching` tracks which events a watch has received; both consist of
+//! pure functions. `grpc` makes calls to one member. `dial` and [`tls`] connect to a member, and `open` opens a
+//! session. `session` and `jobs` execute requests, which wait in `tasks`. `messages` has the part of etcd's API that is
+//! used. `retries` limits how long a failing request is retried. `links` lets sessions detect each other's end, and
+//! `cards` has the data that they publish for that.
 //!
-//! - **ETCD-1** requests are carried out one at a time, in the order in which they were made;
-//! - **ETCD-2** a request is carried out only once, even if the connection breaks before its answer arrives;
+//! - **ETCD-1** requests are executed one at a time, in the order in which they were made;
+//! - **ETCD-2** a request that writes is executed only once, even if the connection breaks before its answer arrives;
 //! - **ETCD-3** the client ends its session after four fifths of the lease, before etcd would end it. This time is
 //!   counted on the boot clock, from when the client sent the last keep-alive that was answered. Messages that arrive
 //!   later are ignored;

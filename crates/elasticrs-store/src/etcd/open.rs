@@ -1,4 +1,4 @@
-//! From a list of endpoints to an open session: a connection, a lease, a marker.
+//! Opens a session: connects to one of the endpoints, requests a lease, and puts the session's marker.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -26,16 +26,16 @@ pub(super) struct Opened {
     pub(super) cluster: u64,
     pub(super) keys: Keys,
     pub(super) ttl: Duration,
-    /// Boot clock: when the lease was asked for.
+    /// Time at which the lease was requested, in nanoseconds of the boot clock.
     pub(super) sent: u64,
-    /// The revision of the marker.
+    /// Revision at which the marker was put.
     pub(super) marker: i64,
 }
 
-/// The lease that a session which is being opened has already.
+/// Connection and ID of the lease, once etcd has granted it, so that the lease can be revoked if opening is cancelled.
 pub(super) type Granted = RefCell<Option<(Channel, i64)>>;
 
-/// How telling a loss is: what the user has to mend comes first.
+/// Kinds of failures, the most informative first: those that the user has to fix.
 const TELLING: [LostKind; 9] = [
     LostKind::Denied,
     LostKind::Tls,
@@ -137,7 +137,8 @@ async fn begin(options: &Options, channel: &Channel, known: &Granted) -> Result<
             marker,
         }),
         Err(error) => {
-            // What was not to be leaves nothing behind; if this fails too, the lease ends by itself.
+            // Revoke the lease of a session that could not be opened. Ignore an error, because the lease expires by
+            // itself.
             let _ = revoke(channel, granted.id).await;
             Err(error)
         }
@@ -152,7 +153,7 @@ async fn mark(options: &Options, channel: &Channel, keys: &Keys) -> Result<i64, 
     answer.header.map(|header| header.revision).ok_or_else(|| CallError::Foreign("an answer without a revision".into()))
 }
 
-/// Makes a lease that outlives the session, unless it is there; whether it was made.
+/// Creates a lease that outlives the session. Returns false if the lease already exists.
 pub(super) async fn keep(channel: &Channel, id: i64, ttl: Duration) -> Result<bool, CallError> {
     let seconds = i64::try_from(ttl.as_secs()).unwrap_or(i64::MAX);
     let asked = pb::LeaseGrantRequest { ttl: seconds, id };
@@ -165,13 +166,13 @@ pub(super) async fn keep(channel: &Channel, id: i64, ttl: Duration) -> Result<bo
     }
 }
 
-/// Ends a lease, and what it holds.
+/// Revokes a lease, which also deletes its keys.
 pub(super) async fn revoke(channel: &Channel, id: i64) -> Result<(), CallError> {
     let asked = pb::LeaseRevokeRequest { id };
     channel.call::<pb::LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", &asked).await.map(drop)
 }
 
-/// Connects to one of the endpoints again, for a session that is open.
+/// Reconnects an open session to one of the endpoints.
 pub(super) async fn again(
     options: &Options,
     credentials: &Credentials,

@@ -1,39 +1,40 @@
-//! What the maker of a client decides.
+//! Options of an etcd client.
 
 use std::time::Duration;
 
 use super::tls;
 
-/// Where a client connects, as whom, and how patient it is.
+/// Endpoints, credentials and time limits of a client.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Hosts and ports of the members.
+    /// Hosts and ports of the etcd members.
     pub endpoints: Vec<(String, u16)>,
-    /// Put before each key.
+    /// Prefix that is added to each key.
     pub prefix: String,
-    /// `None`: no TLS.
+    /// Certificate files for TLS. `None` to connect without TLS.
     pub tls: Option<tls::Files>,
-    /// Name and password.
+    /// Name and password of the etcd user. `None` to connect without authentication.
     pub user: Option<(String, String)>,
-    /// How long the lease lives without a keep-alive; etcd may make it longer.
+    /// Time to live of the lease without a keep-alive. etcd may extend it.
     pub ttl: Duration,
-    /// The lease of keys that outlive the session, and how long it lives.
+    /// ID and time to live of the lease for keys that outlive the session. `None` to put these keys without a lease.
     pub job_lease: Option<(i64, Duration)>,
-    /// For names, connections and the beginning of the session, on all endpoints together.
+    /// Time limit for opening the session, including name lookups and connections, over all endpoints together.
     pub connect_timeout: Duration,
-    /// For a request, over all attempts.
+    /// Time limit for a request, over all its attempts.
     pub read_timeout: Duration,
-    /// Keep-alives stop when the user has not asked for events for so long; `None`: never.
+    /// Time after which keep-alives stop if the user takes no events. `None` if they never stop.
     pub stall_timeout: Option<Duration>,
-    /// The sessions with which this session has links, if its guard sends last words. `None` for no links.
+    /// Settings of the links to other sessions, which are used if the guard sends last words. `None` for no links.
     pub links: Option<Site>,
 }
 
-/// Which sessions are linked, and where this one is found.
+/// Settings for the links of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Site {
-    /// Sessions of one scope are linked with each other.
+    /// Name of the group of sessions that are linked with each other.
     pub scope: String,
-    /// Where others reach this machine, beside the address from which it reaches etcd.
+    /// Host name or address of this machine for links. It is published in addition to the address from which this
+    /// machine connects to etcd.
     pub host: Option<String>,
 }

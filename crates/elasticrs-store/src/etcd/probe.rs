@@ -1,4 +1,4 @@
-//! Who is it that closes the connection without a word? Asked only then.
+//! Identifies the program on a port that closed the connection without an answer.
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,26 +10,27 @@ use tokio::time::timeout;
 
 use crate::coordination::wire::MAGIC;
 
-/// How long an answer may take.
+/// Time limit for an answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Whether TLS is spoken there: an empty greeting of a client is answered by an alert.
+/// Returns true if the peer speaks TLS. A TLS server answers an empty client hello with an alert.
 pub(super) async fn speaks_tls(peer: SocketAddr) -> bool {
     matches!(answer(peer, &[0x16, 3, 1, 0, 4, 1, 0, 0, 0]).await, Some([0x15 | 0x16, 3, ..]))
 }
 
-/// Whether HTTP/2 is spoken there without TLS: the first frame has settings.
+/// Returns true if the peer speaks HTTP/2 without TLS. Such a server first sends a SETTINGS frame.
 pub(super) async fn speaks_plainly(peer: SocketAddr) -> bool {
     let greeting = [&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &[0, 0, 0, 4, 0, 0, 0, 0, 0]].concat();
     matches!(answer(peer, &greeting).await, Some([_, _, _, 4, ..]))
 }
 
-/// Whether a store of ours is there: it refuses a message without a length in its own words.
+/// Returns true if the peer is a coordination store of this project. Such a store answers a frame of length zero with
+/// its own magic bytes.
 pub(super) async fn is_own_store(peer: SocketAddr) -> bool {
     answer(peer, &[&MAGIC[..], &[0; 4]].concat()).await == Some(MAGIC)
 }
 
-/// The first bytes of the answer.
+/// Returns the first bytes of the answer.
 async fn answer(peer: SocketAddr, question: &[u8]) -> Option<[u8; 8]> {
     timeout(PATIENCE, ask(peer, question)).await.ok()?.ok()
 }
@@ -39,7 +40,7 @@ async fn ask(peer: SocketAddr, question: &[u8]) -> io::Result<[u8; 8]> {
     stream::write_all(&stream, question).await?;
     let mut answer = [0; 8];
     let mut length = 0;
-    // An alert has seven bytes, and the end of the connection behind it.
+    // A TLS alert has seven bytes, after which the connection is closed.
     while length < answer.len() - 1 {
         match stream::read(&stream, &mut answer[length..]).await? {
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),

@@ -1,4 +1,4 @@
-//! An open session: runs requests in order, sends keep-alives, and resumes watches after a reconnect.
+//! An open session: executes requests in order, sends keep-alives, and resumes watches after a reconnect.
 
 use std::pin::Pin;
 use std::rc::Rc;
@@ -47,7 +47,7 @@ impl From<Trouble> for Halt {
 }
 
 type Boxed<T> = Pin<Box<dyn Future<Output = T>>>;
-/// A job, and the revision of the marker that it put.
+/// Result of a job, and the revision of the marker if the job put it.
 type Carried = Result<(Done, Option<i64>), Trouble>;
 
 /// The connection in use and the calls that run on it.
@@ -56,11 +56,11 @@ struct Live {
     beats: Duplex<pb::KeepAliveRequest, pb::KeepAliveResponse>,
     watching: Option<Duplex<pb::WatchRequest, pb::WatchResponse>>,
     running: Option<Boxed<Carried>>,
-    /// Looks whether the other endpoints belong to the same cluster.
+    /// Check that the other endpoints belong to the same cluster.
     comparing: Option<Boxed<Result<(), Lost>>>,
 }
 
-/// An event that one turn of the loop handles.
+/// An event that one iteration of the session loop handles.
 enum Turn {
     Command(Option<Command<Request>>),
     Beat(Result<pb::KeepAliveResponse, CallError>),
@@ -78,7 +78,7 @@ struct Closing {
     until: u64,
 }
 
-/// Time limit for `close`, in nanoseconds. In this time earlier requests are carried out, and the lease is revoked.
+/// Time limit for `close`, in nanoseconds. Within this time, earlier requests are executed and the lease is revoked.
 const CLOSE_LIMIT: u64 = 2_000_000_000;
 /// Nanoseconds after which a broken connection is no longer counted as a repetition of the previous one.
 const CALM: u64 = 10_000_000_000;
@@ -102,7 +102,7 @@ pub(super) struct Session<'a> {
     away: Option<Away>,
     /// Pause before the first reconnect of the current outage (`away`), in nanoseconds.
     first_pause: u64,
-    /// Time at which the user was last told that etcd cannot be reached, on the boot clock.
+    /// Time of the last outage notice to the user, on the boot clock.
     told_away: Option<u64>,
     /// Number of connections that broke in quick succession, and the time at which the last one broke.
     breaks: (u32, u64),
@@ -111,7 +111,7 @@ pub(super) struct Session<'a> {
     /// Highest revision reported to a watch. It may be higher than `seen`, because the answers may have older
     /// revisions.
     told: u64,
-    /// Shows others the connection in use.
+    /// Publishes the current connection to the links. `None` while there is no connection.
     channels: watch::Sender<Option<Channel>>,
 }
 
@@ -210,7 +210,7 @@ impl<'a> Session<'a> {
         Box::pin(compare(options, credentials, self.member, self.cluster, Rc::clone(&self.keys)))
     }
 
-    /// Ends a connection; one that is left by the user takes the lease along.
+    /// Closes a connection. If the user closed the session, revokes its lease first.
     async fn leave(&mut self, live: Live, halt: Halt) -> Halt {
         self.channels.send_replace(None);
         let Live { mut link, beats, watching, running, comparing } = live;
@@ -226,7 +226,8 @@ impl<'a> Session<'a> {
     }
 
     async fn turn(&mut self, live: &mut Live, inbox: &mut Inbox<Request>) -> Result<(), Halt> {
-        // First of all: after a stop of this process or of the machine nothing counts that came too late.
+        // Check the deadline first, because this process or the machine may have been stopped, and messages that arrive
+        // after the deadline do not count.
         let now = boot_now();
         self.check(now)?;
         if live.running.is_none() && self.tasks.is_empty() {
@@ -333,7 +334,8 @@ impl<'a> Session<'a> {
 
     async fn done(&mut self, live: &mut Live, done: Done) -> Result<(), Halt> {
         match done {
-            // What was written before the connection broke may be answered next, at an older revision.
+            // Do not record the revision of the check, because the next answer may be for a write that was executed
+            // before the connection broke, at an older revision.
             Done::Looked => Ok(()),
             Done::Replied { tag, ok, revision, results } => {
                 self.advance(revision)?;
@@ -355,7 +357,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Asks etcd to tell of what a watch has not been told.
+    /// Requests the events that a watch has not reported yet.
     async fn create(&mut self, live: &mut Live, number: i64) -> Result<(), Halt> {
         let Some(request) = self.watches.create(number, &self.keys) else { return Ok(()) };
         let trouble = |error| Trouble::of(error, &live.link.at);

@@ -41,7 +41,7 @@ const SYSTEM: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// What was read from [`Files`]: a configuration for connections, and the certificates. The certificates are examined
+/// Result of reading [`Files`]: a configuration for connections, and the certificates. The certificates are examined
 /// when a server refuses the connection, to find the reason.
 #[derive(Debug)]
 pub(super) struct Identity {
@@ -152,7 +152,7 @@ pub(super) fn explain(error: &Error, identity: &Identity) -> String {
         Error::InvalidCertificate(
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
         ) => "its certificate is for another name",
-        // The only way to tell: the error is that of another library, as an object.
+        // Compare the text, because the error is an opaque object of another library.
         Error::InvalidCertificate(CertificateError::Other(_)) if error.to_string().contains("CaUsedAsEndEntity") => {
             "its certificate is that of an authority (CA:TRUE), which a server cannot use"
         }

@@ -1,7 +1,7 @@
-//! Watches that outlive connections, and the history that etcd remembers. Pure.
+//! State of a session's watches, which survive a change of connection and a compaction of etcd's history. Pure.
 //!
-//! - **RESUME-1** a watch is told of each revision that it covers whole, once, in order; after a compaction as
-//!   [`crate::watched`] says.
+//! - **RESUME-1** a watch reports each revision that it covers completely, once and in order. After a compaction it
+//!   reports the differences, see [`crate::watched`].
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use super::messages as pb;
 use crate::coordination::types::{Entry, Watch};
 use crate::watched::{Told, Watched};
 
-/// What events say that this watch was not told yet.
+/// Returns the changes in these events that the watch has not reported yet.
 fn told(watched: &mut Watched, keys: &Keys, events: Vec<pb::WatchEvent>) -> Vec<Told> {
     let mut told = Vec::<Told>::new();
     for event in events {
@@ -32,17 +32,17 @@ fn told(watched: &mut Watched, keys: &Keys, events: Vec<pb::WatchEvent>) -> Vec<
     told
 }
 
-/// What a message of etcd's asks for.
+/// Effect of a message from etcd.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Heard {
     Told(Vec<Told>),
-    /// The history that this watch needs is forgotten: [`Watches::catch_up`] with what is there.
+    /// etcd no longer has the history that this watch needs. Call [`Watches::catch_up`] with the current entries.
     Forgotten(i64),
-    /// Etcd has ended this watch, for this reason.
+    /// etcd cancelled the watch for this reason.
     Ended(String),
 }
 
-/// All watches of a session, by the number under which etcd knows them on the present connection.
+/// All watches of a session, keyed by their IDs on the current connection.
 #[derive(Debug, Default)]
 pub(super) struct Watches {
     watches: BTreeMap<i64, Watched>,
@@ -50,14 +50,14 @@ pub(super) struct Watches {
 }
 
 impl Watches {
-    /// Adds a watch; its number.
+    /// Adds a watch and returns its ID.
     pub(super) fn add(&mut self, watched: Watched) -> i64 {
         self.last += 1;
         self.watches.insert(self.last, watched);
         self.last
     }
 
-    /// Ends all watches of these keys; their numbers.
+    /// Removes all watches of these keys and returns their IDs.
     pub(super) fn remove(&mut self, watch: &Watch) -> Vec<i64> {
         let same = self.watches.iter().filter(|(_, watched)| watched.watch == *watch);
         let numbers: Vec<_> = same.map(|(number, _)| *number).collect();
@@ -67,7 +67,7 @@ impl Watches {
         numbers
     }
 
-    /// What a watch covers.
+    /// Returns the keys that a watch covers.
     pub(super) fn watch(&self, number: i64) -> Option<&Watch> {
         self.watches.get(&number).map(|watched| &watched.watch)
     }
@@ -76,7 +76,7 @@ impl Watches {
         self.watches.keys().copied().collect()
     }
 
-    /// Asks etcd for what a watch was not told yet.
+    /// Returns the request that makes etcd send all events that the watch has not reported yet.
     pub(super) fn create(&self, number: i64, keys: &Keys) -> Option<pb::WatchRequest> {
         let watched = self.watches.get(&number)?;
         let region = keys.region(&watched.watch);
@@ -89,7 +89,7 @@ impl Watches {
         Some(pb::WatchCommand::Create(create).into())
     }
 
-    /// What a message says. One of a watch that has ended here says nothing.
+    /// Handles a message from etcd. Ignores messages for watches that were already removed.
     pub(super) fn hear(&mut self, keys: &Keys, message: pb::WatchResponse) -> Heard {
         let Some(watched) = self.watches.get_mut(&message.watch_id) else { return Heard::Told(Vec::new()) };
         if message.compact_revision > 0 {
@@ -101,7 +101,8 @@ impl Watches {
         Heard::Told(told(watched, keys, message.events))
     }
 
-    /// Tells a watch of what is there at `revision`, in place of the history; its new number.
+    /// Updates a watch to the entries at `revision` instead of replaying the history. Returns its new ID and the
+    /// differences to report.
     pub(super) fn catch_up(&mut self, number: i64, revision: i64, there: Vec<Entry>) -> Option<(i64, Option<Told>)> {
         let mut watched = self.watches.remove(&number)?;
         let told = watched.catch_up(unsigned(revision), there);

@@ -1,4 +1,4 @@
-//! One connection of a store: bytes in, requests, bytes out.
+//! One connection of the workers' store: reads and executes requests, and sends replies.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -37,9 +37,9 @@ pub(super) struct Connection {
     hub: Rc<RefCell<Hub>>,
     peer: Rc<Peer>,
     parser: Parser,
-    /// The start of an incomplete request, or requests that wait until the peer has taken earlier replies.
+    /// Start of an incomplete request, or requests that wait until the peer has accepted earlier replies.
     unparsed: Vec<u8>,
-    /// Number of bytes of the peer's output that were sent already.
+    /// Number of bytes of the peer's output that have already been sent.
     sent: usize,
     /// Bytes of this connection's buffers that are charged to the store's budget.
     charged: usize,
@@ -56,8 +56,7 @@ struct Stall {
 
 impl Connection {
     pub(super) fn new(id: Id, stream: TcpStream, peer: Rc<Peer>, hub: Rc<RefCell<Hub>>) -> Self {
-        // Ignore an error, because the kernel only refuses this for a connection that is gone, which the next read
-        // reports.
+        // Ignore an error, because the kernel refuses this only for a closed connection, which the next read reports.
         let _ = stream.set_nodelay(true);
         Self {
             id,
@@ -77,7 +76,7 @@ impl Connection {
     pub(super) async fn serve(&mut self) -> Result<(), Closed> {
         let limit = self.hub.borrow().limits.greeting;
         match self.serve_within(limit).await {
-            // This is how the connection of a killed worker ends.
+            // The connection of a killed worker ends like this.
             Err(Closed::Lost(error)) if matches!(error.kind(), ConnectionReset | BrokenPipe) => Ok(()),
             result => result,
         }
@@ -189,7 +188,7 @@ impl Connection {
         Ok(used)
     }
 
-    /// Counts what the buffers take.
+    /// Charges the memory of this connection's buffers to the store's budget.
     fn settle(&mut self) -> Result<(), Closed> {
         let taken = self.unparsed.capacity() + self.peer.out.borrow().capacity();
         let taken = if taken > MAX_IDLE { taken } else { 0 };

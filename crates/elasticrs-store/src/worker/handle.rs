@@ -1,4 +1,4 @@
-//! The handle of a store.
+//! Handle of the workers' store.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,7 +15,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use super::hub::Limits;
 use super::server::{self, Question};
 
-/// Why a store does not answer.
+/// Error when a store cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     #[error("the store is served already")]
@@ -112,7 +112,7 @@ impl WorkerStore {
         ask(&questions, Question::Waiting).unwrap_or_default()
     }
 
-    /// Ends the listener and every connection; when it returns, they are gone. Idempotent.
+    /// Closes the listener and every connection, and blocks until they are closed. Idempotent.
     pub fn close(&self) {
         if !self.is_ours() {
             return;

@@ -14,7 +14,7 @@ use elasticrs_runtime::notices::Notices;
 use super::map::{Id, Map, Refused};
 use super::wire::WireError;
 
-/// Maximum number of waiting clients to report.
+/// Maximum number of waiting clients in a report.
 const TOLD_WAITERS: usize = 256;
 const TOLD_KEYS: usize = 16;
 
@@ -35,7 +35,7 @@ impl Default for Limits {
     }
 }
 
-/// Why a connection was closed by us.
+/// Reason why the store closed a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum Closed {
     #[error(transparent)]

@@ -9,18 +9,18 @@ use std::rc::Rc;
 
 use super::wire::{Keys, MAX_MESSAGE, Pairs, Request, put_bytes, put_number};
 
-/// Reply that ends a wait, and reply to a check that found all keys.
+/// Reply that ends a wait, or that reports that a check found all keys.
 pub(super) const READY: u8 = 0;
 const MISSING: u8 = 1;
 const CANCELLED: u8 = 1;
 
-/// Maximum length of a stored value that requests to append can produce, so that it can still be read in one reply.
+/// Maximum length of a value that append requests can create, so that the value still fits in one reply.
 pub const MAX_VALUE_STORED: usize = MAX_MESSAGE - 8;
 
 /// Approximate memory in bytes that an entry uses in addition to its key and value.
 const OVERHEAD: usize = 96;
 
-/// A connection.
+/// ID of a connection.
 pub type Id = u64;
 
 type Key = Rc<[u8]>;
@@ -34,12 +34,12 @@ pub enum Refused {
     Full(usize),
     #[error("a reply of {0} bytes (the limit is {MAX_MESSAGE})")]
     Reply(usize),
-    /// Appending would make a value that no reply can carry.
+    /// The new value would be too long for a reply.
     #[error("a value of {0} bytes (the limit is {MAX_VALUE_STORED})")]
     Value(usize),
 }
 
-/// Number of bytes that are in use for data of the peers, and the limit.
+/// Number of bytes in use for data of the peers, and its limit.
 #[derive(Debug, Default)]
 pub struct Budget {
     used: usize,
@@ -62,7 +62,7 @@ impl Budget {
         self.used -= bytes;
     }
 
-    /// Bytes in use.
+    /// Returns the number of bytes in use.
     pub fn used(&self) -> usize {
         self.used
     }
@@ -77,7 +77,7 @@ enum What {
 #[derive(Debug)]
 struct Waiting {
     what: What,
-    /// Waits in the order in which they began.
+    /// Number that increases with each wait, so that waits can be ordered by their start.
     ticket: u64,
     /// Keys that were missing when the wait started, without duplicates.
     keys: Vec<Key>,
@@ -100,7 +100,7 @@ pub struct Map {
 }
 
 impl Map {
-    /// An empty store that may use `limit` bytes.
+    /// Creates an empty store that may use `limit` bytes.
     pub fn new(limit: usize) -> Self {
         Self { budget: Budget { used: 0, limit }, ..Self::default() }
     }
@@ -112,8 +112,8 @@ impl Map {
 
     /// Executes a request of the connection `from`.
     ///
-    /// Appends the reply to `reply`, and the connections whose wait is over to `woken`. If it fails, the request had no
-    /// effect, and the caller must close the connection.
+    /// Appends the reply to `reply`, and the connections whose wait is over to `woken`. After an error, the request had
+    /// no effect, and the caller must close the connection.
     pub fn apply(
         &mut self,
         from: Id,
@@ -378,8 +378,8 @@ impl Map {
         }
     }
 
-    /// Updates the waits for a queue to which a value was added, the oldest first, until one of them is over. One value
-    /// is enough for only one client.
+    /// Updates the waits for a queue to which a value was added, oldest first, until one of them is over, because one
+    /// value serves only one client.
     fn wake_one(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         while let Some(waiters) = self.waiters[What::Keys as usize].get_mut(key) {
             let Some((_, id)) = waiters.pop_first() else { break };
@@ -438,7 +438,7 @@ fn text(key: &[u8]) -> String {
     String::from_utf8_lossy(key).chars().take(80).collect()
 }
 
-/// Parses a number as torch's server does: leading blanks, a sign, digits. Ignores all that follows.
+/// Parses a number as torch's server does: leading whitespace, a sign and digits. Ignores everything after the digits.
 fn parse_number(value: &[u8]) -> Option<i64> {
     let value = value.trim_ascii_start();
     let signs = usize::from(matches!(value.first(), Some(b'+' | b'-')));

@@ -1,4 +1,4 @@
-//! Tests of the map: single operations, and random ones against a model that does everything the slow way.
+//! Tests of the map with single operations, and with random operations that are compared with a slow, simple model.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -10,7 +10,7 @@ use super::*;
 
 const GREETING: [u8; 5] = [0, 0xCE, 0xF7, 0x85, 0x3C];
 
-/// A request that owns its keys.
+/// An operation that owns its keys.
 #[derive(Debug, Clone)]
 enum Op {
     Set(u8, Vec<u8>),
@@ -270,7 +270,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A list of keys has no order of its own.
+/// Sorts the reply to `ListKeys`, because the store returns keys in any order.
 fn sorted(op: &Op, reply: &[u8]) -> Vec<u8> {
     let mut items: Vec<&[u8]> = reply.chunks(9).collect();
     if matches!(op, Op::ListKeys) {
@@ -293,7 +293,7 @@ proptest! {
                 }
                 (got, expected) => {
                     prop_assert_eq!(got.err(), expected.err());
-                    // Its connection would be closed now.
+                    // The server would now close the connection.
                     map.stop_waiting(*from);
                     model.apply(*from, &Op::Gone).unwrap();
                 }

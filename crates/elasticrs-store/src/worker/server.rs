@@ -1,8 +1,9 @@
-//! Serves the store over sockets: one task that accepts, and one task per connection, all on one thread.
+//! Serves the store over sockets, with one task that accepts connections and one task per connection, all on one
+//! thread.
 //!
-//! Only a connection's own task uses its socket. To notify another connection (its wait is over), a task appends bytes
-//! to the output of that connection and wakes its task. No task waits for a peer. A connection that does not take its
-//! output is not read from, and it is closed if that lasts too long.
+//! Only a connection's own task uses its socket. To notify another connection that its wait is over, a task appends
+//! bytes to the output of that connection and wakes its task. No task waits for a peer. If a peer does not accept its
+//! output, the store stops reading from its connection, and closes the connection if that lasts too long.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -24,7 +25,7 @@ use super::connection::{CHUNK, Connection};
 use super::hub::{Hub, Limits, Peer};
 use super::map::{Id, Map};
 
-/// Requests to the thread of the store.
+/// A message to the task that runs the store.
 pub(super) enum Question {
     Waiting(SyncSender<BTreeMap<String, Vec<String>>>),
     Close(SyncSender<()>),
@@ -59,7 +60,7 @@ pub(super) async fn first_client(
     Some((Arc::into_inner(listener)?.into(), questions))
 }
 
-/// Runs a store until it is told to close or its handle is dropped.
+/// Runs a store until it is closed or its handle is dropped.
 pub(super) async fn run(
     listener: std::net::TcpListener,
     limits: Limits,

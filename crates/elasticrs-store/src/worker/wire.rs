@@ -1,21 +1,21 @@
-//! Bytes to requests, and replies to bytes. Pure.
+//! Parses requests and encodes replies of the workers' store. Pure.
 //!
-//! The protocol has no frames: an opcode, then its fields. Integers are little-endian; keys and values are a `u64` length
-//! and that many bytes; a list is a `u64` count and its items.
+//! The protocol has no frames: a request is an opcode followed by its fields. Integers are little-endian. A key or
+//! value is a `u64` length and that many bytes. A list is a `u64` count and that many items.
 
 /// Number that a client sends after the opcode of `VALIDATE`.
 pub const MAGIC: u32 = 0x3C85_F7CE;
-/// The longest key, in bytes.
+/// Maximum length of a key, in bytes.
 pub const MAX_KEY: u64 = 8192;
-/// The longest value of one request, in bytes.
+/// Maximum length of a value in a request, in bytes.
 pub const MAX_VALUE: u64 = 8 * 1024 * 1024;
-/// The most keys of one request.
+/// Maximum number of keys in a request.
 pub const MAX_KEYS: u64 = 131_072;
-/// The longest request, and the longest reply, in bytes: a request of the most keys with the longest values would be a
-/// terabyte.
+/// Maximum length of a request or reply, in bytes. It is needed because a request with the maximum number of keys and
+/// values of maximum length would have a terabyte.
 pub const MAX_MESSAGE: usize = 128 * 1024 * 1024;
 
-/// Why bytes are not a request.
+/// Error for bytes that are not a valid request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     #[error("not a client of a TCPStore")]
@@ -57,7 +57,7 @@ pub enum Request<'a> {
     Barrier { key: &'a [u8], size: i64 },
 }
 
-/// The keys of a request, in its order.
+/// The keys of a request, in their order in the request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Keys<'a>(Fields<'a>);
 
@@ -184,7 +184,7 @@ fn number(buffer: &[u8], at: usize) -> Option<u64> {
     buffer.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes))
 }
 
-/// Cuts the bytes of one connection into requests.
+/// Splits the bytes of one connection into requests.
 #[derive(Debug, Default)]
 pub struct Parser {
     is_validated: bool,
@@ -271,14 +271,14 @@ impl<'a> Fields<'a> {
         head
     }
 
-    /// The items of a list, behind its count.
+    /// Skips the count of a list. The items follow.
     fn list(mut self) -> Self {
         self.array::<8>();
         self
     }
 }
 
-/// Appends bytes with their length in front.
+/// Appends bytes, preceded by their length.
 pub fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend_from_slice(&(bytes.len() as u64).to_le_bytes());
     out.extend_from_slice(bytes);

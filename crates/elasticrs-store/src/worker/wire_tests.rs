@@ -1,4 +1,4 @@
-//! Tests of the parser, with an encoder of their own.
+//! Tests of the parser. They have their own encoder.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ use super::*;
 
 const GREETING: [u8; 5] = [0, 0xCE, 0xF7, 0x85, 0x3C];
 
-/// A request as it is sent: its keys and values, and its number if it has one.
+/// A request to send: its opcode, its keys and values, and its number if it has one.
 #[derive(Debug, Clone, PartialEq)]
 struct Sent {
     opcode: u8,
@@ -100,7 +100,7 @@ fn parse(pieces: &[&[u8]], expected: &[Sent]) -> Result<bool, WireError> {
 }
 
 proptest! {
-    /// WS-1
+    /// WS-1: the parsed requests do not depend on how the bytes are split.
     #[test]
     fn however_the_bytes_are_cut_the_requests_are_the_same(
         requests in vec(sent(), 0..8),

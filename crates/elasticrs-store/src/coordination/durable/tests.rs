@@ -1,4 +1,4 @@
-//! A file that is cut off, changed, held, or written while its writer is killed.
+//! Tests with a state file that is truncated, damaged or locked, or whose writer is killed.
 
 use std::env::{current_exe, var, var_os};
 use std::io::{BufRead, BufReader, Write};
@@ -53,7 +53,8 @@ fn an_item() -> impl Strategy<Value = Item> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// The process or the machine ends while a batch is on its way to the disk: the file has less of it, or other bytes.
+    /// Simulates a crash of the process or the machine during a write: the file ends in a part of the batch, or in
+    /// wrong bytes.
     #[test]
     fn of_what_was_on_its_way_nothing_is_left_and_of_the_rest_nothing_is_missing(
         batches in vec(vec(an_item(), 0..5), 1..6),
@@ -333,13 +334,13 @@ fn a_file_of_another_user_is_refused_and_so_is_a_folder_that_anybody_may_write_t
 
 const KILLED: &str = "ELASTICRS_TEST_STATE";
 
-/// Writes until it is killed, and tells of each commit that has returned. A test in name only: see the next one.
+/// Writes until it is killed and prints the revision of each finished commit. Runs as a child process of the next test.
 #[test]
 fn writes_until_it_is_killed() {
     let Some(path) = var_os(KILLED) else { return };
     let (mut file, mut image) = open(Path::new(&path)).unwrap();
     let begun = image.revision;
-    // More than any reader asks for.
+    // Write more commits than the reader waits for.
     for revision in begun + 1..begun + 100_000 {
         let value = vec![u8::try_from(revision % 251).unwrap(); usize::try_from(revision % 7 * 5000).unwrap()];
         image.revision = revision;
@@ -368,7 +369,7 @@ fn a_writer_that_is_killed_leaves_all_that_it_told_of() {
             .spawn()
             .unwrap();
         let told = BufReader::new(writer.stdout.take().unwrap()).lines().map_while(Result::ok);
-        // Others than numbers are of the harness.
+        // Skip the lines of the test harness, which do not end in a number.
         let mut told = told.filter_map(|line| line.split_whitespace().last()?.parse::<u64>().ok());
         let told_by_then = told.nth(round * 37 % 40).unwrap();
         writer.kill().unwrap();

@@ -1,4 +1,4 @@
-//! A store that is started again and again from what it has saved, beside one that just goes on.
+//! Compares a store that is repeatedly restarted from its state file with a store that runs without interruption.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,9 +17,9 @@ enum Step {
     Txn(SessionId, Txn),
     Extend(SessionId, u32),
     End(Vec<SessionId>),
-    /// All is on disk.
+    /// Saves all changes to disk.
     Save,
-    /// The store ends, and another one goes on.
+    /// Replaces the store by a new one that restores the state file.
     Restart,
 }
 
@@ -35,7 +35,7 @@ fn a_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A store as its hub has it, without any connection.
+/// Keys and sessions of a store, as its hub holds them, without connections.
 struct Life {
     state: State,
     sessions: BTreeMap<SessionId, u32>,
@@ -127,7 +127,7 @@ proptest! {
                 prop_assert!(kept.state.history_from(kept.state.oldest()).is_some());
             }
         }
-        // Leases are what they were.
+        // Check that the restored store has the same leases.
         unsaved.drain(..).for_each(|step| plain.carry_out(&step));
         for session in 1..8 {
             let ended = [&mut kept, &mut plain].map(|life| life.state.end_sessions(&[session]));

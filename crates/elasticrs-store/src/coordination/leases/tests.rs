@@ -27,7 +27,7 @@ fn time_in_which_the_store_did_not_run_is_not_counted() {
     let mut leases = Leases::default();
     leases.begin(1, 1000, 5, 0);
     assert_eq!(leases.plan(0), Some(S));
-    // Stopped from here on: the look of 1 s comes at 11 s.
+    // The store is stopped from here on: the look planned for 1 s comes at 11 s.
     assert_eq!(expired(&mut leases, 11 * S), NOBODY);
     assert_eq!(expired(&mut leases, 15 * S - 1), NOBODY);
     assert_eq!(expired(&mut leases, 15 * S), [1]);
@@ -40,7 +40,7 @@ fn nor_is_a_stop_in_the_middle_of_a_look() {
     leases.begin(1, 1000, 5, 0);
     leases.plan(0);
     leases.look(S);
-    // Stopped here, or behind the next line.
+    // The store is stopped before or after the next line.
     assert_eq!(leases.expired(), NOBODY);
     assert_eq!(leases.plan(11 * S), Some(12 * S));
     assert_eq!(expired(&mut leases, 12 * S), NOBODY);
@@ -77,7 +77,7 @@ fn what_cannot_work_is_not_allowed() {
     assert!(!Leases::is_allowed(9, 5) && !Leases::is_allowed(1000, 2) && !Leases::is_allowed(u32::MAX, 5));
 }
 
-/// Where in its loop the store is when it is stopped.
+/// Point of the store's loop at which the store is stopped.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum At {
     Sleep,
@@ -86,9 +86,9 @@ enum At {
 }
 
 proptest! {
-    /// A store that is stopped at any moments for any time, and a client that keeps its pace: never expired. One that is
-    /// silent: expired, at the latest its time to live and one look after the stops, and no sooner than that time less
-    /// an interval for each stop.
+    /// Stops the store at random moments for random times. A client that sends its keep-alives never expires. A silent
+    /// client expires at the latest after the total of its time to live, the stops and one look, and at the earliest
+    /// after its time to live plus the stops, less one interval for each stop.
     #[test]
     fn stops_of_the_store_end_nobody(
         stops in vec((0..3_000_u64, 0..60_000_u64, prop_oneof![Just(At::Sleep), Just(At::Look), Just(At::Plan)]), 0..10),
@@ -107,7 +107,7 @@ proptest! {
                 let pause = |now: u64, here: At| if is_last && at == here { now + stop * MS } else { now };
                 now = pause(look.min(until), At::Sleep);
                 leases.look(now);
-                // All that came meanwhile is read late, and after the look.
+                // Keep-alives that arrived during the stop are read late, after the look.
                 now = pause(now, At::Look);
                 if now >= beat + S {
                     beat = now;
@@ -129,7 +129,7 @@ proptest! {
         }
         let ttl = u64::from(attempts) * S;
         let (ended, stopped, counted) = silent_ended.expect("the last run is long enough");
-        // The stop in which it ended, if it was one, is not among these.
+        // `counted` does not include the stop in which the session expired, if there was one.
         prop_assert!(ended >= ttl + counted, "{ended} {counted}");
         prop_assert!(ended <= ttl + stopped + 60 * S + S, "{ended} {stopped}");
     }

@@ -1,4 +1,4 @@
-//! The store against a naive one: lists that are searched from end to end.
+//! Compares the store with a naive implementation that searches lists from end to end.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -19,7 +19,7 @@ enum Step {
 /// Name, value, create revision, mod revision, lease.
 type Row = (String, Vec<u8>, u64, u64, Option<SessionId>);
 
-/// Keys in the order of their names.
+/// Naive store: a list of keys, sorted by name.
 #[derive(Debug, Default)]
 struct Naive {
     revision: u64,
@@ -226,7 +226,8 @@ proptest! {
         }
     }
 
-    /// Watchers that come and go: each is told every change that its watches cover, once, in order, each revision whole.
+    /// Clients that start and stop watching receive every change that their watches cover, once, in order, and all
+    /// changes of a revision together.
     #[test]
     fn watchers_miss_nothing_and_hear_nothing_twice(
         schedule in vec(prop_oneof![
@@ -341,7 +342,7 @@ fn an_answer_that_is_too_large_leaves_the_transaction_whole() {
     );
 }
 
-/// So many keys of one prefix, one after the other.
+/// Creates this number of keys with one prefix, each in its own transaction.
 fn put_all(state: &mut State, prefix: &str, count: usize) {
     for number in 0..count {
         let put = Op::Put { key: format!("{prefix}{number}").into(), value: [].into(), leased: false };

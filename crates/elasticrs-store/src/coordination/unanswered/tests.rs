@@ -10,20 +10,20 @@ use super::*;
 const KEYS: [&str; 3] = ["a/1", "a/2", "b"];
 const OTHER: u64 = 2;
 
-/// What happens next.
+/// A step of the simulation.
 #[derive(Debug, Clone)]
 enum Step {
-    /// This client puts a key or deletes it.
+    /// This client puts or deletes a key.
     Write(usize, bool),
-    /// Somebody else does.
+    /// Another client puts or deletes a key.
     Elsewhere(usize, bool),
     Watch(usize, bool),
     Unwatch(usize),
-    /// The store reads so many of the requests that are on their way.
+    /// The store reads this number of requests in transit.
     Serve(usize),
-    /// The client reads so many of the answers.
+    /// The client reads this number of answers in transit.
     Read(usize),
-    /// The connection breaks, with all that is on its way, and the session is taken up again.
+    /// The connection breaks, messages in transit are lost, and the session is resumed.
     Break,
 }
 
@@ -39,7 +39,7 @@ fn a_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// No two of them cover the same key but the first and the last.
+/// Returns one of three watches. Only the first and the last cover the same key.
 fn watch(index: usize) -> Watch {
     let (prefix, exact) = [("a/", false), ("b", true), ("a/1", true)][index];
     Watch { prefix: prefix.into(), exact }
@@ -51,12 +51,12 @@ fn write(key: usize, is_put: bool) -> Txn {
     Txn { then: vec![op], ..Txn::default() }
 }
 
-/// A store, its one connection with the client, and what the client's user has been told.
+/// A store, its connection with the client, and the events that the client's user has received.
 struct World {
     state: State,
     watches: Watches,
     unanswered: Unanswered,
-    /// On their way: frames without their lengths, and answers.
+    /// Messages in transit: requests as frames without their lengths, and answers.
     requests: VecDeque<Vec<u8>>,
     answers: VecDeque<Answer>,
     tags: VecDeque<u64>,
@@ -182,7 +182,7 @@ proptest! {
         world.settle();
         prop_assert!(world.tags.is_empty(), "everything is answered");
         prop_assert!(world.unanswered.asked.is_empty());
-        // In order, and each change of a key once.
+        // Changes are in order, and each change of a key is reported once.
         let mut last = BTreeMap::new();
         for told in &world.told {
             prop_assert!(!told.changes.is_empty());
@@ -191,7 +191,7 @@ proptest! {
                 prop_assert!(before < Some(change.mod_revision), "{} was told twice", change.key);
             }
         }
-        // What each watch knows is what is there.
+        // Each watch knows the current entries.
         for (watch, watched) in &mut world.unanswered.watches {
             let there = world.state.snapshot(watch).unwrap();
             prop_assert_eq!(watched.catch_up(world.state.revision(), there), None);

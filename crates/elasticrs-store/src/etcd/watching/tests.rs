@@ -6,10 +6,10 @@ use crate::watched::{Ages, ages};
 
 const KEYS: [&str; 4] = ["w/a", "w/b", "w/c", "x"];
 
-/// What one revision does: keys by index, and whether each is put.
+/// Changes of one revision: the index of each changed key, and true if it is put.
 type Step = BTreeMap<usize, bool>;
 
-/// All that has happened, and what is there after each revision.
+/// Events of each revision, and the keys that exist after it.
 struct Store {
     events: Vec<Vec<pb::WatchEvent>>,
     content: Vec<BTreeMap<String, Ages>>,
@@ -65,16 +65,16 @@ fn keys() -> Keys {
     Keys { prefix: "/".into(), lease: 7, job_lease: 0 }
 }
 
-/// What etcd sends next.
+/// Next message or failure of the simulated etcd.
 #[derive(Debug, Clone)]
 enum Sent {
-    /// Events of so many revisions, from what the watch has asked for on, in one message.
+    /// One message with the events of this number of revisions, starting where the watch is.
     Some(usize),
-    /// The last ones once more, which no etcd should do.
+    /// The previous message again, which a correct etcd never sends.
     Again,
-    /// After a break, the watch is asked for again.
+    /// The connection breaks, and the watch is created again.
     Break,
-    /// The history is gone up to here, and so many revisions later what is there is asked.
+    /// The history up to this point is compacted. The current entries are read this number of revisions later.
     Compacted(usize),
 }
 
@@ -119,7 +119,7 @@ proptest! {
             let ours = |e: &&pb::WatchEvent| watch.covers(str::from_utf8(&e.kv.as_ref().unwrap().key[1..]).unwrap());
             events.filter(ours).cloned().collect()
         };
-        // The revision from which etcd sends, and the one that the user was told of.
+        // Revision from which etcd sends events, and last revision that was reported to the user.
         let (mut at, mut last) = (begin + 1, begin as u64);
         let mut previous = 0..0;
         for sending in sendings.iter().chain(&[Sent::Some(usize::MAX)]) {
@@ -158,7 +158,7 @@ proptest! {
                 prop_assert!(told.revision > last);
                 last = told.revision;
                 apply(&mut known, &told)?;
-                // Each revision is whole: what the user knows is what was there.
+                // Each revision is complete: the reported keys are those that existed at that revision.
                 let there = store.there(&watch, usize::try_from(told.revision).unwrap());
                 let there: BTreeMap<_, _> = there.iter().map(|e| (e.key.to_string(), ages(e))).collect();
                 prop_assert_eq!(&known, &there);
