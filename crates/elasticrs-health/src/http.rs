@@ -1,7 +1,7 @@
 //! The part of HTTP/1.1 that the health server needs: a single `GET` or `HEAD` request per connection. Most headers and
 //! any body are ignored.
 
-/// A request that is longer than this is refused.
+/// Maximum length of a request head in bytes.
 pub const MAX_HEAD: usize = 8 * 1024;
 
 /// A request.
@@ -9,12 +9,12 @@ pub const MAX_HEAD: usize = 8 * 1024;
 pub struct Request {
     /// Path of the request, without the query.
     pub path: String,
-    /// To whom it was sent, as it says.
+    /// Value of the `Host` header. `None` if the request has none.
     pub host: Option<String>,
     pub head_only: bool,
 }
 
-/// A response.
+/// An HTTP response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Response {
     pub status: u16,
@@ -22,11 +22,11 @@ pub struct Response {
     pub body: Vec<u8>,
 }
 
-/// Plain text.
+/// Content type of plain text.
 pub const TEXT: &str = "text/plain; charset=utf-8";
-/// JSON.
+/// Content type of JSON.
 pub const JSON: &str = "application/json";
-/// Prometheus' text format.
+/// Content type of Prometheus' text format.
 pub const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 impl Response {
@@ -69,7 +69,7 @@ fn reason(status: u16) -> &'static str {
 /// True if the request head is complete. The headers end with an empty line.
 pub fn is_whole(bytes: &[u8]) -> bool {
     let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
-    // Empty lines before the request line are passed over, as RFC 9112 asks.
+    // Skip empty lines before the request line, as RFC 9112 recommends.
     let mut begun = false;
     lines.any(|line| {
         let is_empty = matches!(line, b"\n" | b"\r\n");

@@ -3,9 +3,10 @@
 //! The server runs on a thread of its own. Neither the agent's loop nor the supervisor's runtime thread ever waits for
 //! a client, and the server can still answer when one of them hangs. It serves data that other threads provide: the
 //! loop publishes the state of the workers when it changes, metrics are reported through [`Handle`], and the runtime's
-//! counters are atomics. Only the liveness check needs the loop. A liveness request makes a descriptor readable, which
-//! the loop polls together with its others, and then waits a short time for the answer. The answer passes through the
-//! runtime thread, so it proves that both are alive. An idle agent therefore sleeps until a request arrives.
+//! counters are atomics. Only the liveness check needs the loop. A liveness request makes a file descriptor readable,
+//! which the loop polls together with its other descriptors, and then waits a short time for the answer. The answer
+//! passes through the runtime thread, so it proves that both threads are alive. An idle agent therefore sleeps until a
+//! request arrives.
 //!
 //! The [`Handle`] belongs to the agent's thread, and the sockets belong to the server's thread. Shared data is
 //! protected by locks that are held briefly. Checking files on a dead network mount may hang in the kernel, so this is
@@ -14,8 +15,8 @@
 //! - **HEALTH-1** A client has limited time for sending its request and for reading the response.
 //! - **HEALTH-2** There are at most [`server::MAX_CONNECTIONS`] connections. A new connection replaces the oldest one.
 //! - **HEALTH-3** Several requests that wait for the same answer wake the loop only once.
-//! - **HEALTH-4** The agent counts as dead only if a question is not answered within the limit, or if the last answer
-//!   reported that the last progress is longer ago than the limit.
+//! - **HEALTH-4** The agent counts as dead only if it does not answer a question within the limit, or if its last
+//!   answer reported that the last progress was longer ago than the limit.
 //! - **HEALTH-5** Closing or dropping a handle closes the port and stops its threads, except a thread that hangs in a
 //!   file system.
 
@@ -33,7 +34,7 @@ pub use processes::Worker;
 pub use server::{Handle, Settings};
 pub use spans::{Activity, Spans};
 
-/// Parses the agent's status of the job. The error is a message.
+/// Parses the agent's status of the job, which must be a JSON object. The error is a message for the user.
 pub fn parse_status(text: &str) -> Result<serde_json::Value, String> {
     match serde_json::from_str(text) {
         Ok(status @ serde_json::Value::Object(_)) => Ok(status),

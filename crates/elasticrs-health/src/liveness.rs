@@ -1,9 +1,8 @@
-//! Decides if the agent's loop is alive, as a pure function of questions, answers and the clock.
+//! Decides whether the agent's loop is alive. Pure: a function of questions, answers and the time.
 
 use std::time::{Duration, Instant};
 
-/// Duration for which an answer can be reused, so that requests that arrive together cause only one question to the
-/// loop.
+/// Time for which an answer is reused, so that requests that arrive together cause only one question to the loop.
 pub const FRESH: Duration = Duration::from_millis(50);
 
 /// The questions to the loop and its last answer.
@@ -28,7 +27,7 @@ struct Answer {
 /// Next step of a request that needs the liveness.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ask {
-    /// Wake the loop, and wait for its answer.
+    /// Wake the loop and wait for its answer.
     New,
     /// Wait for the answer to an earlier question.
     Pending,
@@ -51,7 +50,7 @@ impl Liveness {
         Self { limit, asked: None, is_passed_on: false, answered: None }
     }
 
-    /// See HEALTH-4.
+    /// Returns the time limit of HEALTH-4.
     pub fn limit(&self) -> Duration {
         self.limit
     }
@@ -81,8 +80,7 @@ impl Liveness {
         self.answered = Some(Answer { at: now, age, doing });
     }
 
-    /// Returns the verdict from what is known at `now`. `at_work` is the time since the loop last waited for events, if
-    /// known.
+    /// Returns the verdict at `now`. `at_work` is the time since the loop last waited for events, or `None` if unknown.
     pub fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
         let since = |at: Instant| now.saturating_duration_since(at);
         let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);

@@ -1,8 +1,9 @@
-//! Counts the bytes that workers write to log files which no thread reads, by checking the sizes of these files on a
-//! thread of its own.
+//! Counts the bytes that workers write to log files that no thread of the agent reads, by checking the sizes of these
+//! files on a separate thread.
 //!
 //! Checking a file on a dead network mount may block forever, so only this thread does it. The thread sleeps until a
-//! scrape asks, or until an attempt starts or ends. A scrape waits for the thread only once and for a short time.
+//! scrape requests a check, or until an attempt starts or ends. A scrape waits for the thread only once and for a short
+//! time.
 //!
 //! - **SIZES-1** A count never decreases. If a file has become smaller, all of its bytes count as new.
 //! - **SIZES-2** No lock is held while a file is checked, so that the known counts can be read and further checks
@@ -22,11 +23,11 @@ use elasticrs_runtime::threads::Leavable;
 use tokio::sync::watch;
 use tokio::time::timeout_at;
 
-/// Time limit for which a scrape waits for the thread. A scrape does not wait at all if the thread has been busy for
-/// longer than this.
+/// Time limit for a scrape to wait for the thread. If the thread has already been busy for longer, the scrape does not
+/// wait.
 pub const PATIENCE: Duration = Duration::from_millis(200);
 
-/// A stream of a worker, by local rank.
+/// A stream of a worker: its local rank, and standard output or standard error.
 pub type Stream = (u32, Dest);
 
 /// Log file to which only one stream of one worker is written.
@@ -45,11 +46,11 @@ pub enum Look {
     Absent,
     /// A regular file, with its device and inode numbers and its size in bytes.
     File((u64, u64), u64),
-    /// Something that has no size, or an error.
+    /// The file is not a regular file, or checking it failed.
     Unknown,
 }
 
-/// Checks a file. May block as long as its file system does.
+/// Checks a file. May block in the file system.
 fn look(path: &Path) -> Look {
     match std::fs::metadata(path) {
         Ok(stat) if stat.is_file() => Look::File((stat.dev(), stat.ino()), stat.len()),
@@ -58,7 +59,7 @@ fn look(path: &Path) -> Look {
     }
 }
 
-/// The byte counts, computed as a pure function of the results of checking the files.
+/// Byte counts. Pure: they are computed from the results of checking the files.
 #[derive(Debug, Default)]
 struct Tally {
     counts: BTreeMap<Stream, u64>,
@@ -85,8 +86,8 @@ impl Tally {
         }
     }
 
-    /// Processes the result of checking a file, see SIZES-1. Returns the stream and its count. `None` if the result
-    /// says nothing about the count.
+    /// Processes the result of checking a file, see SIZES-1. Returns the stream and its count. `None` if the count
+    /// cannot be updated from this result.
     fn saw(&mut self, path: &Path, now: Look) -> Option<(Stream, u64)> {
         let file = self.files.get_mut(path)?;
         let is_first = file.is_first;
@@ -112,7 +113,7 @@ impl Tally {
     }
 }
 
-/// Task for the thread: start another attempt with these files, or check the current files if `None`.
+/// Task for the thread: `Some` starts another attempt with these files, and `None` checks the current files.
 type Turn = Option<Vec<LogFile>>;
 
 #[derive(Default)]
@@ -120,7 +121,7 @@ struct State {
     turns: Option<mpsc::Sender<Turn>>,
     counts: BTreeMap<Stream, u64>,
     is_watching: bool,
-    /// Numbers of tasks that were requested from the thread and that it has started.
+    /// Number of tasks that were requested from the thread. `begun` is the number of tasks that it has started.
     wanted: u64,
     begun: u64,
     /// Time of the oldest request that is not finished yet.
@@ -130,7 +131,7 @@ struct State {
 
 impl State {
     fn want(&mut self, turn: Turn, now: Instant) {
-        // The send fails if the thread has panicked. The counts then stay the same.
+        // Sending fails if the thread has panicked. The counts then stay unchanged.
         if self.turns.as_ref().is_some_and(|turns| turns.send(turn).is_ok()) {
             self.wanted += 1;
             self.waiting_since.get_or_insert(now);
@@ -148,9 +149,9 @@ impl State {
 /// The counts and their age.
 #[derive(Debug, Clone, Default)]
 pub struct Known {
-    /// Bytes of all attempts.
+    /// Bytes of each stream in all attempts.
     pub counts: BTreeMap<Stream, u64>,
-    /// Age of the counts. `None` if no newer counts are possible.
+    /// Age of the counts. `None` if the counts are final.
     pub age: Option<Duration>,
 }
 
@@ -164,12 +165,12 @@ pub struct LogSizes {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Turns of the thread that are over.
+    /// Number of tasks that the thread has finished.
     done: watch::Sender<u64>,
 }
 
 impl LogSizes {
-    /// Starts an attempt that writes to these files. Returns at once, like all other methods that are not async.
+    /// Starts an attempt whose workers write to these files. Does not block, like all methods that are not async.
     pub fn begin(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.begin_with(files, look)
     }
@@ -195,7 +196,7 @@ impl LogSizes {
         Ok(())
     }
 
-    /// SIZES-3.
+    /// Ends the attempt: requests the final check of SIZES-3.
     pub fn end(&self) {
         let mut state = lock(&self.shared.state);
         if std::mem::take(&mut state.is_watching) {
@@ -203,7 +204,7 @@ impl LogSizes {
         }
     }
 
-    /// Waits until every file has been checked at least once since this call, or until [`PATIENCE`] elapses.
+    /// Waits until every file has been checked at least once since this call, or until [`PATIENCE`] has elapsed.
     pub async fn ask(&self) {
         let (target, since) = {
             let mut state = lock(&self.shared.state);
@@ -219,7 +220,7 @@ impl LogSizes {
         }
     }
 
-    /// SIZES-2.
+    /// Returns the counts and their age. Does not wait for a check, see SIZES-2.
     pub fn known(&self, now: Instant) -> Known {
         let state = lock(&self.shared.state);
         let is_current = !state.is_watching && state.waiting_since.is_none();
@@ -227,7 +228,7 @@ impl LogSizes {
         Known { counts: state.counts.clone(), age }
     }
 
-    /// Stops the thread. A thread that hangs in a file system is left behind and exits when its system call returns.
+    /// Stops the thread. A thread that hangs in a file system is abandoned and exits when its system call returns.
     /// Idempotent.
     pub fn close(&self) {
         lock(&self.shared.state).turns = None;

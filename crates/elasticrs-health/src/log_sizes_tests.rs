@@ -63,7 +63,7 @@ fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
     assert_eq!(counts, [Some(0), Some(500)]);
     tally.begin(vec![file(OUT, "out", false)]);
     assert_eq!(saw(&mut tally, sized(2, 510)), Some(510));
-    // The next attempt gets another file of the same name.
+    // In the next attempt, the name belongs to another file.
     tally.begin(vec![file(OUT, "out", false)]);
     assert_eq!([Look::Absent, sized(3, 5)].map(|now| saw(&mut tally, now)), [Some(510), Some(515)]);
     tally.begin(vec![file(OUT, "out", false)]);
@@ -109,7 +109,7 @@ fn asked(sizes: &LogSizes) -> Known {
     sizes.known(Instant::now())
 }
 
-/// Scrapes repeatedly until the counts have these values.
+/// Scrapes until the counts have these values.
 fn until(sizes: &LogSizes, counts: &[(Stream, u64)]) -> Known {
     loop {
         let known = asked(sizes);
@@ -166,7 +166,7 @@ fn who_asks_is_answered_while_a_look_hangs() {
     let (sizes, answer, looking) = gated();
     looking.recv().unwrap();
     answer.send(sized(1, 7)).unwrap();
-    // One more check, because of the question.
+    // One more check runs because of the scrape.
     answer.send(sized(1, 8)).unwrap();
     until(&sizes, &[(OUT, 8)]);
     for _ in 0..2 {

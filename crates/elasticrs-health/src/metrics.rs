@@ -1,8 +1,8 @@
 //! Metrics of a job, in Prometheus' text format 0.0.4.
 //!
-//! - **METRICS-1** Names, types and labels are those of `docs/metrics.md`, and every metric family is present from the
+//! - **METRICS-1** Names, types and labels are those in `docs/metrics.md`, and every metric family is present from the
 //!   start.
-//! - **METRICS-2** The agent's own metrics have at most [`MAX_SERIES`] series, whatever their names. Values of further
+//! - **METRICS-2** The user's own metrics have at most [`MAX_SERIES`] series, whatever their names. Values of further
 //!   series are dropped and counted.
 
 use std::collections::BTreeMap;
@@ -21,11 +21,11 @@ use crate::spans::Spans;
 /// Maximum number of series (pairs of group and name) that `put_metric` may create.
 pub const MAX_SERIES: usize = 2000;
 
-/// Seconds from a failure until the workers run again.
+/// Upper limits of the recovery-time buckets, in seconds.
 const BUCKETS: [f64; 13] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
 
 named_enum! {
-    /// Why workers started again.
+    /// Reason for a restart of the workers.
     pub enum Cause {
         WorkerFailed = "worker_failed",
         WorkerHung = "worker_hung",
@@ -38,7 +38,7 @@ named_enum! {
 }
 
 named_enum! {
-    /// The state of the workers, as torch calls it.
+    /// State of the workers, with torch's names.
     pub enum State {
         Init = "INIT",
         Healthy = "HEALTHY",
@@ -59,10 +59,10 @@ struct Series {
 /// All metrics that are reported by other code, rather than read at the time of a scrape.
 #[derive(Debug)]
 pub struct Registry {
-    /// Time by activity.
+    /// Time spent on each activity.
     pub spans: Spans,
     restarts: [u64; Cause::ALL.len()],
-    /// Number of recoveries by bucket. The last bucket is for times above all limits.
+    /// Number of recoveries in each bucket. The last bucket is for times above all limits.
     recoveries: [u64; BUCKETS.len() + 1],
     recovery_seconds: f64,
     put: BTreeMap<(String, String), Series>,
@@ -76,7 +76,7 @@ pub struct Job {
     pub run_id: String,
     /// Name of the machine.
     pub node: String,
-    /// Group rank of this node and the number of workers on all nodes; `None` before the first round.
+    /// Group rank of this node and the number of workers on all nodes. `None` before the first round.
     pub placed: Option<(u32, u32)>,
 }
 
@@ -95,7 +95,7 @@ pub struct Moment<'a> {
 }
 
 impl Registry {
-    /// Nothing was counted yet.
+    /// Creates a registry in which all counts are zero.
     pub fn new(now: Instant) -> Self {
         Self {
             spans: Spans::new(now),
@@ -113,12 +113,12 @@ impl Registry {
         self.job = Some(job);
     }
 
-    /// The workers start again.
+    /// Counts a restart of the workers.
     pub fn restarted(&mut self, cause: Cause) {
         self.restarts[cause as usize] += 1;
     }
 
-    /// The workers run again.
+    /// Records the time from a failure until the workers run again.
     pub fn recovered(&mut self, span: Duration) {
         let seconds = span.as_secs_f64();
         let bucket = BUCKETS.iter().position(|limit| seconds <= *limit).unwrap_or(BUCKETS.len());
@@ -126,7 +126,7 @@ impl Registry {
         self.recovery_seconds += seconds;
     }
 
-    /// METRICS-2.
+    /// Records a value of the user's metric `name` in `group`. Limits the number of series, see METRICS-2.
     pub fn put(&mut self, group: &str, name: &str, value: f64) {
         let key = (group.to_owned(), name.to_owned());
         if self.put.len() >= MAX_SERIES && !self.put.contains_key(&key) {
@@ -139,7 +139,7 @@ impl Registry {
         series.count += 1;
     }
 
-    /// METRICS-1.
+    /// Returns the page of metrics. See METRICS-1.
     pub fn render(&self, moment: &Moment<'_>) -> String {
         let mut page = Page(String::with_capacity(4096));
         render_agent(&mut page, moment);
@@ -156,7 +156,7 @@ impl Registry {
     fn render_identity(&self, page: &mut Page) {
         let Some(Job { run_id, node, placed }) = &self.job else { return };
         let group_rank = placed.map_or_else(String::new, |(group_rank, _)| group_rank.to_string());
-        // The labels are on one metric of their own: labels on every sample would start new series in each round.
+        // Put the labels on a metric of their own, because labels on every sample would start new series in each round.
         page.family("elasticrs_job_info", "gauge", "Always 1; the job, the machine and the group rank of this agent.");
         let labels = [("run_id", run_id.as_str()), ("node", node), ("group_rank", &group_rank)];
         page.sample("elasticrs_job_info", &labels, 1.0);

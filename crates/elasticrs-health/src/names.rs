@@ -1,14 +1,15 @@
 //! Checks the host name to which a request was sent.
 //!
-//! A browser lets a page read responses from the page's own host name. The owner of that name can make it resolve to
-//! this machine (DNS rebinding), but the `Host` header of such a request still contains the name. So data about the job
-//! is only returned for this machine's own names. IP addresses are accepted, because they are not resolved. Requests
-//! without `Host` are accepted, because browsers always send one.
+//! A browser lets a web page read responses from the page's own host name. The owner of that name can make it resolve
+//! to this machine (DNS rebinding), but the `Host` header of such a request still contains the name. So data about the
+//! job is returned only for requests to this machine's own names. IP addresses are accepted, because they are not
+//! resolved. Requests without `Host` are accepted, because browsers always send the header.
 
 use std::fs;
 use std::net::{IpAddr, Ipv6Addr};
 
-/// True if a request with this `Host` header was meant for this server. `listens_on` is the host that the user chose.
+/// Returns true if a request with this `Host` header was meant for this server. `listens_on` is the host that the user
+/// chose.
 ///
 /// Reads a few files if the name is not a literal match. Names are not resolved, because that may take long and because
 /// the answer depends on other machines.
@@ -17,7 +18,7 @@ pub fn is_ours(host: Option<&str>, listens_on: &str) -> bool {
     if is_address_or_loopback(&name) {
         return true;
     }
-    // A file that is not there names nothing.
+    // A missing file counts as empty.
     let read = |path| fs::read_to_string(path).unwrap_or_default();
     let machine = nix::sys::utsname::uname().map(|uts| uts.nodename().to_string_lossy().into_owned());
     let machine = plain(&machine.unwrap_or_default());
@@ -32,7 +33,7 @@ fn plain(name: &str) -> String {
 fn without_port(host: &str) -> String {
     let is_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit());
     plain(match host.rsplit_once(':') {
-        // Within the brackets of an address of IPv6 there are colons, too.
+        // An IPv6 address in brackets also contains colons.
         Some((name, port)) if is_port(port) => name,
         _ => host,
     })
@@ -48,7 +49,8 @@ fn is_address_or_loopback(name: &str) -> bool {
     is_address || matches!(name, "localhost" | "ip6-localhost" | "ip6-loopback") || name.ends_with(".localhost")
 }
 
-/// The machine's own name, what `/etc/hosts` calls it besides, and both within the domains of `/etc/resolv.conf`.
+/// Returns true if `name` is the machine's name, an alias of it in `/etc/hosts`, or the machine's name within a domain
+/// of `/etc/resolv.conf`.
 fn is_of_machine(name: &str, machine: &str, hosts: &str, resolver: &str) -> bool {
     let short = machine.split('.').next().unwrap_or_default();
     if short.is_empty() {

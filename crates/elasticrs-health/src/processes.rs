@@ -7,13 +7,13 @@ use nix::unistd::{SysconfVar, sysconf};
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Usage {
     pub resident: u64,
-    /// Seconds of CPU, in the program and in the kernel.
+    /// CPU time in seconds, in user and kernel mode.
     pub cpu: f64,
     /// Start time in clock ticks since boot. Distinguishes a process from a later one with the same pid.
     pub started: u64,
 }
 
-/// A worker that runs.
+/// A running worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Worker {
     pub rank: u32,

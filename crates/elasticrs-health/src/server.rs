@@ -1,4 +1,4 @@
-//! The thread, its sockets, and the handle of the agent.
+//! The health server: its handle, its thread, and the responses to requests.
 
 use std::collections::VecDeque;
 use std::io;
@@ -28,16 +28,16 @@ use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
 use crate::processes::Worker;
 
-/// HEALTH-2.
+/// Maximum number of connections at the same time. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
-/// Time limit for a client to send its request, and again for reading the response. See HEALTH-1.
+/// Time limit for a client to send its request, and another time for it to read the response. See HEALTH-1.
 pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
-/// Time limit for which a request for `/healthz` waits for the agent's loop. After that, the response contains what is
-/// known.
+/// Maximum time that a request for `/healthz` waits for the agent's loop. After that, the response contains what is
+/// known so far.
 pub const PATIENCE: Duration = Duration::from_secs(1);
 /// Maximum number of bytes after a request that are read and discarded.
 const MAX_DROPPED: usize = 256 * 1024;
-/// Duration for which a page of metrics can be reused.
+/// Time for which a page of metrics is reused.
 const PAGE_FRESH: Duration = Duration::from_millis(100);
 
 /// Settings of a server.
@@ -58,7 +58,7 @@ struct Published {
     workers: Vec<Worker>,
 }
 
-/// Between the handle and the thread.
+/// State that the handle and the server thread share.
 struct Shared {
     began: Instant,
     host: String,
@@ -74,8 +74,8 @@ struct Shared {
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
-/// Pending answer of the supervisor's runtime. The answer is given when this value is dropped, because otherwise the
-/// question would stay open if the runtime ends first.
+/// Answer of the agent's loop that is waiting to pass through the supervisor's runtime. The answer is recorded when
+/// this value is dropped, so that it is also recorded if the runtime stops before it runs the task.
 struct Answer {
     shared: Arc<Shared>,
     age: Duration,
@@ -88,7 +88,7 @@ impl Drop for Answer {
     }
 }
 
-/// The agent's side. All methods return at once.
+/// The agent's handle of its health server. No method blocks, except that closing waits for the server's thread.
 pub struct Handle {
     port: u16,
     shared: Arc<Shared>,
@@ -97,7 +97,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Starts to listen and to answer requests. `tell` is called with a message for the user when something is wrong.
+    /// Starts to listen and to answer requests. `tell` is called with a message for the user when a problem occurs.
     pub fn start(settings: &Settings, tell: Tell) -> Result<Self, ListenError> {
         let port = Port::from(settings.port);
         let failed = |source: io::Error| ListenError { host: Some(settings.host.clone()), port, source };
@@ -128,7 +128,7 @@ impl Handle {
         self.port
     }
 
-    /// Descriptor that is readable while a client waits for [`Self::answer`].
+    /// Returns a file descriptor that is readable while a client waits for [`Self::answer`].
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.shared.wake.as_fd()
     }
@@ -139,12 +139,12 @@ impl Handle {
         self.shared.answer(age, doing);
     }
 
-    /// Does the same as [`Self::answer`], but only after the thread that supervises the workers has run the answer,
-    /// because that thread may hang as well.
+    /// Same as [`Self::answer`], but passes the answer through the thread that supervises the workers, because that
+    /// thread may hang as well.
     pub fn answer_through(&self, supervisor: &Supervisor, age: Duration, doing: Option<String>) {
         self.shared.wake.clear();
         lock(&self.shared.liveness).pass_on();
-        // Ignore a failure, because it means that the runtime has ended, and the loop is notified of that in another
+        // Ignore a failure, because it means that the runtime has stopped, and the loop is notified of that in another
         // way.
         let _ = supervisor.spawn(self.answer_of_runtime(age, doing));
     }
@@ -154,18 +154,18 @@ impl Handle {
         Box::new(move || Box::pin(async move { drop(answer) }))
     }
 
-    /// Sets the runtime's counters to show.
+    /// Sets the counters of the runtime that the metrics show.
     pub fn show(&self, counters: Counters) {
         *lock(&self.shared.counters) = counters;
     }
 
-    /// Watches the loop that takes this supervisor's events. If the loop works on one event for too long, this is known
-    /// before any client asks.
+    /// Watches the loop that takes this supervisor's events. If the loop works on one event for too long, a liveness
+    /// request detects this without waiting for an answer.
     pub fn watch_loop(&self, supervisor: &Supervisor) {
         *lock(&self.shared.turn) = Some(supervisor.counters().turn);
     }
 
-    /// Starts an attempt that writes to log files that no thread reads. See [`crate::log_sizes`].
+    /// Starts an attempt whose workers write to log files that no thread reads. See [`crate::log_sizes`].
     pub fn watch_files(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.shared.sizes.begin(files)
     }
@@ -175,7 +175,7 @@ impl Handle {
         self.shared.sizes.end();
     }
 
-    /// Publishes the new state of the job. `workers` are kept from before if `None`.
+    /// Publishes the state of the job. If `workers` is `None`, the previous list of workers stays.
     pub fn publish(&self, state: State, status: Value, workers: Option<Vec<Worker>>) {
         let mut published = lock(&self.shared.published);
         (published.state, published.status) = (state, status);
@@ -186,12 +186,13 @@ impl Handle {
         lock(&self.shared.page).take();
     }
 
-    /// Counts something.
+    /// Updates the metrics that are reported by other code. Passes the current time to `counts`.
     pub fn count<T>(&self, counts: impl FnOnce(&mut Registry, Instant) -> T) -> T {
         counts(&mut lock(&self.shared.registry), Instant::now())
     }
 
-    /// HEALTH-5. Idempotent. In a forked child it does nothing: the thread is the parent's.
+    /// Stops the server and its threads, see HEALTH-5. Idempotent. Does nothing in a forked child, because the thread
+    /// belongs to the parent.
     pub fn close(&self) {
         if std::process::id() != self.owner {
             return;
@@ -230,7 +231,7 @@ async fn run(listener: std::net::TcpListener, shared: Arc<Shared>, notices: Noti
     }
 }
 
-/// HEALTH-1. Whatever goes wrong with one client is that client's own affair.
+/// Serves one client within the time limits of HEALTH-1. An error affects only this client.
 async fn serve(stream: &TcpStream, shared: &Shared) {
     let (response, head_only) = match timeout(CLIENT_LIMIT, read_head(stream)).await {
         Err(_) | Ok(Err(_)) => return,
@@ -264,7 +265,7 @@ async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
 }
 
 /// Sends the response, then discards further request bytes before closing, because closing with unread bytes could lose
-/// the response. Closes the connection of a client that does not stop sending.
+/// the response. Stops waiting if the client keeps sending.
 async fn send(stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     stream::write_all(stream, bytes).await?;
     stream::part(stream, MAX_DROPPED).await
@@ -317,11 +318,11 @@ impl Shared {
         self.answered.send_replace(());
     }
 
-    /// HEALTH-3.
+    /// Asks the loop whether it is alive, see HEALTH-3. Returns the verdict after the answer, or after [`PATIENCE`].
     async fn ask(&self) -> Verdict {
         let patience = PATIENCE.min(lock(&self.liveness).limit());
         let deadline = Instant::now() + patience;
-        // From here on no answer is missed.
+        // Subscribe before asking, so that no answer is missed.
         let mut answered = self.answered.subscribe();
         let ask = lock(&self.liveness).ask(Instant::now());
         if ask == Ask::New {
@@ -378,7 +379,7 @@ impl Shared {
         let mut page = self.fresh_page();
         if page.is_none() {
             self.sizes.ask().await;
-            // Only one of the requests that waited together builds the page.
+            // If several requests waited together, only the first of them builds the page.
             page = self.fresh_page();
         }
         let body = page.unwrap_or_else(|| self.new_page());

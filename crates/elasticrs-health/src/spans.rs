@@ -11,9 +11,9 @@ named_enum! {
         Starting = "starting",
         /// Workers run, and none is known to have failed.
         Productive = "productive",
-        /// From a failure until the workers run again.
+        /// Workers have failed and do not run again yet.
         Restarting = "restarting",
-        /// A rendezvous with other nodes is under way.
+        /// The agent waits for other nodes in a rendezvous.
         WaitingForNodes = "waiting_for_nodes",
         /// Workers run, and one of them hangs.
         Hung = "hung",
@@ -40,7 +40,7 @@ impl Spans {
         (self.now, self.since) = (activity, now);
     }
 
-    /// Moves this much time from productive to hung, because a worker is now known to have hung during it.
+    /// Moves this duration from productive to hung time, because a worker is now known to have hung during it.
     pub fn was_hung(&mut self, span: Duration, now: Instant) {
         self.enter(self.now, now);
         let moved = span.min(self.totals[Activity::Productive as usize]);

@@ -116,7 +116,7 @@ impl CoordinationServer {
     }
 }
 
-/// One of the stores in which agents may meet.
+/// Client of one of the two stores through which agents coordinate.
 enum Engine {
     Own(Client),
     Etcd(etcd::Client),
@@ -326,7 +326,7 @@ impl CoordinationClient {
     }
 }
 
-/// Two values of which neither makes sense without the other.
+/// Combines two values that must be given together. Raises an exception if only one of them is given.
 fn both<A, B>(values: (Option<A>, Option<B>), one: &str, other: &str) -> PyResult<Option<(A, B)>> {
     match values {
         (Some(a), Some(b)) => Ok(Some((a, b))),
@@ -403,7 +403,7 @@ fn op(tuple: &Bound<'_, PyTuple>) -> PyResult<Op> {
     fields.done(length, op)
 }
 
-/// A tuple that stands for a compare or an op.
+/// A Python tuple that describes a compare or an op.
 struct Fields<'a, 'py> {
     tuple: &'a Bound<'py, PyTuple>,
 }

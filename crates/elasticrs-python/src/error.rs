@@ -1,4 +1,4 @@
-//! Errors of the core as Python exceptions: the only place that names exception types for them.
+//! Converts errors of the core to Python exceptions. Only this module chooses their exception types.
 
 use std::error::Error as _;
 
@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 pyo3::create_exception!(_core, SupervisorError, PyException, "The supervisor cannot do what was asked.");
 
-/// Carries [`CoreError`] through `?`.
+/// Wraps a [`CoreError`], so that `?` converts it to a Python exception.
 pub struct Error(pub CoreError);
 
 impl From<CoreError> for Error {
@@ -39,7 +39,8 @@ impl From<Error> for PyErr {
     }
 }
 
-/// Python picks the subclass of `OSError` by the number itself, which `PyErr::from(io::Error)` would lose.
+/// Converts an OS error to `OSError` with its error number, from which Python chooses the subclass.
+/// `PyErr::from(io::Error)` would lose the number.
 pub fn os_error(error: &std::io::Error, doing: &str) -> PyErr {
     match error.raw_os_error() {
         Some(errno) => PyOSError::new_err((errno, format!("{doing}: {}", nix::errno::Errno::from_raw(errno).desc()))),
@@ -47,7 +48,7 @@ pub fn os_error(error: &std::io::Error, doing: &str) -> PyErr {
     }
 }
 
-/// Converts an error from binding or resolving an address. Errors of the resolver have no error number.
+/// Converts an error from binding or resolving an address. A resolver error has no error number.
 pub fn listen_error(error: &ListenError) -> PyErr {
     match error.source.raw_os_error() {
         Some(_) => os_error(&error.source, &error.to_string()),

@@ -1,4 +1,4 @@
-//! Events of the core as Python objects.
+//! Converts events of the core to Python objects.
 
 use std::ffi::OsString;
 
@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use crate::error::SupervisorError;
 
-/// Exit code, or the negative number of the signal, as Python's `subprocess` has it.
+/// Returns the exit code, or the negative signal number, as Python's `subprocess` does. `None` if the exit is unknown.
 fn exitcode(exit: WorkerExit) -> Option<i32> {
     match exit {
         WorkerExit::Exited { code } => Some(code),
@@ -228,7 +228,7 @@ fn start_failed(failure: &StartFailure) -> StartFailed {
     }
 }
 
-/// The Python object of an event; the end of the runtime is an exception.
+/// Converts an event to a Python object. Raises an exception if the supervisor's runtime has panicked.
 pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
     match event {
         Event::Warmed { failure, is_beside } => {
@@ -325,7 +325,7 @@ fn timer_expired(timer: supervisor::TimerExpired) -> TimerExpired {
     TimerExpired { local_rank, pid, scope, at, deadline, others, signal, seen_ns: seen.0 }
 }
 
-/// See `Supervisor.heartbeats`.
+/// Converts a heartbeat to its Python class.
 pub fn heartbeat(beat: supervisor::Heartbeat) -> Heartbeat {
     Heartbeat { local_rank: beat.local_rank, at_ns: beat.at.0, step: beat.step, section: beat.section }
 }

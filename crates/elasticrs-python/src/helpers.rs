@@ -1,4 +1,4 @@
-//! Functions beside the supervisor.
+//! Python functions that do not need a supervisor.
 
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;

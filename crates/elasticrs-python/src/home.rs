@@ -1,4 +1,4 @@
-//! The thread on which a store client runs, and the receiver of its notices.
+//! Chooses the thread on which a store client runs, and the destination of the notices of stores.
 //!
 //! A client that holds an agent's lease runs on the supervisor's thread, so that a busy store on the other thread
 //! delays neither signals nor keep-alives. Clients without a supervisor run on the thread of the stores.
@@ -19,21 +19,21 @@ pub enum Home {
 }
 
 impl Home {
-    /// The supervisor's thread, or that of the stores.
+    /// Chooses the thread of the supervisor, or the thread of the stores if there is no supervisor.
     pub fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
         supervisor.map_or_else(|| Stores::entered().map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
     }
 
-    /// Raises in a forked child.
+    /// Raises an exception in a forked child.
     pub fn check_owner(&self) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.check_owner(),
-            // A supervisor checks for itself.
+            // The supervisor checks this itself.
             Self::Agent(_) => Ok(()),
         }
     }
 
-    /// Does the same as [`Stores::close`].
+    /// Same as [`Stores::close`].
     pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.close(py, end),

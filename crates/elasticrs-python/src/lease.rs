@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 
 use crate::supervisor::Supervisor;
 
-/// Gives the nursery the connections and the deadline of a session.
+/// Passes the connections and the deadline of a session to the nursery.
 struct Nursery {
     keeper: Keeper,
     /// True if the nursery holds a second connection, to which the session may move.
@@ -21,8 +21,8 @@ struct Nursery {
 
 impl Guard for Nursery {
     fn connected(&self, socket: BorrowedFd<'_>) {
-        // If the descriptor cannot be duplicated, the connection closes when this process exits. The nursery still
-        // knows the deadline by which it must end the workers.
+        // Ignore a failure to duplicate the descriptor. The connection then closes when this process exits, but the
+        // nursery still knows the deadline by which it must kill the workers.
         if let Ok(duplicate) = socket.try_clone_to_owned() {
             self.keeper.hold(duplicate);
         }
@@ -51,8 +51,8 @@ impl Guard for Nursery {
     }
 
     fn linked(&self, socket: BorrowedFd<'_>, word: [u8; 32], is_first: bool) {
-        // If the descriptor cannot be duplicated, the other agents only notice the death of this agent when its lease
-        // expires.
+        // Ignore a failure to duplicate the descriptor. The other agents then notice the death of this agent only when
+        // its lease expires.
         if let Ok(duplicate) = socket.try_clone_to_owned() {
             self.keeper.hold_link(duplicate, word, is_first);
         }

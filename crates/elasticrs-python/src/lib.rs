@@ -1,7 +1,8 @@
-//! `elasticrs._core`: the seam between Python, `elasticrs-core` and `elasticrs-store`.
+//! `elasticrs._core`: Python bindings for the Rust crates of elasticrs.
 //!
-//! Thin on purpose: frozen classes, no decisions, no call into Python from a Rust thread. Whatever can block releases
-//! the GIL. The documentation of every name is in `python/elasticrs/_core.pyi`.
+//! This crate only translates between Python and the other crates. Its classes are frozen, it makes no decisions, and
+//! Rust threads never call into Python. Calls that can block release the GIL. Every name is documented in
+//! `python/elasticrs/_core.pyi`.
 
 use pyo3::prelude::*;
 

@@ -1,4 +1,4 @@
-//! Where the nursery's program comes from.
+//! Chooses the program of the nursery, and runs the nursery in a Python interpreter.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -16,7 +16,7 @@ use pyo3::types::PyBytes;
 use crate::error::os_error;
 use crate::spec::{ProcessSpec, duration, signal};
 
-/// Built by `build.rs`; runs from a memory file.
+/// The nursery's program, built by `build.rs`. It is executed from a memory file.
 static IMAGE: &[u8] = include_bytes!(env!("ELASTICRS_NURSERY_IMAGE"));
 
 /// Returns the images to try, in order: the embedded program, then a plain interpreter that loads this extension by its
@@ -53,7 +53,8 @@ impl WarmNursery {
     }
 }
 
-/// `None` where Python is embedded in another program, and has no executable.
+/// Returns the image that runs the nursery in a Python interpreter. `None` if Python is embedded in another program and
+/// has no executable.
 fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
     let Some(path) = py.import("sys")?.getattr("executable")?.extract::<Option<OsString>>()? else { return Ok(None) };
     let extension: OsString = py.import("elasticrs._core")?.getattr("__file__")?.extract()?;
@@ -77,7 +78,7 @@ pub fn nursery_main(py: Python<'_>, start: &str) -> u8 {
     py.detach(|| server::run(Some(start)))
 }
 
-/// Must be called before the nursery imports modules.
+/// Prepares a warm nursery. Must be called before the nursery imports modules.
 #[pyfunction]
 pub fn warm_nursery_begin(start: &str) {
     server::begin_warm(start);
@@ -85,19 +86,19 @@ pub fn warm_nursery_begin(start: &str) {
 
 type Strings = Vec<Py<PyBytes>>;
 
-/// Does the same as `nursery_main`, in an interpreter that has imported the modules of its workers. The workers are
-/// forks of this process, and the function returns only in them, with their arguments and environment.
+/// Same as `nursery_main`, in an interpreter that has imported the modules of its workers. The workers are forks of
+/// this process, and the function returns only in the workers, with their arguments and environment.
 #[pyfunction]
 pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Strings)> {
     let os = py.import("os")?;
     let fork = os.getattr("fork")?.unbind();
-    // Safe because the process has only this thread, which released the interpreter.
+    // Forking is safe because the process has only this thread, which released the interpreter.
     let forker: Forker = Box::new(move || {
         Python::attach(|py| {
             let forked = fork.call0(py).and_then(|pid| pid.extract::<i32>(py));
             forked.map_err(|error| {
                 let errno = error.value(py).getattr("errno").and_then(|errno| errno.extract());
-                // The exception has no error number, for example because an audit hook raised it.
+                // Use `ECANCELED` if the exception has no error number, for example because an audit hook raised it.
                 Errno::from_raw(errno.unwrap_or(Errno::ECANCELED as i32))
             })
         })
@@ -109,7 +110,7 @@ pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Stri
             };
             Ok((bytes(worker.argv), bytes(worker.env)))
         }
-        // Skip the exit handlers of libraries, because only workers should run them.
+        // Skip the exit handlers of libraries, because only workers may run them.
         Err(code) => Err(os.call_method1("_exit", (code,)).err().unwrap_or_else(|| PySystemExit::new_err(code))),
     }
 }

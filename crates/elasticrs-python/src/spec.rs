@@ -1,4 +1,4 @@
-//! Converts descriptions of what to start from Python values.
+//! Converts the Python descriptions of processes, groups and log streams to the core's types.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{OwnedFd, RawFd};
@@ -16,13 +16,13 @@ use pyo3::types::{PyDict, PyMapping};
 
 use crate::error::os_error;
 
-/// Seconds, as a span.
+/// Converts seconds to a duration. `name` is used in the error message.
 pub fn duration(seconds: f64, name: &str) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| PyValueError::new_err(format!("{name} must be a finite number of seconds >= 0, got {seconds}")))
 }
 
-/// A signal number.
+/// Converts a signal number. Raises `ValueError` if it is invalid.
 pub fn signal(number: i32) -> PyResult<Signal> {
     Signal::new(number).ok_or_else(|| PyValueError::new_err(format!("{number} is not a signal number")))
 }
@@ -34,7 +34,7 @@ fn no_nul(text: OsString, what: &str) -> PyResult<OsString> {
     Ok(text)
 }
 
-/// An argument: text in the file system's encoding, or bytes.
+/// A command-line argument: text, which is encoded for the file system, or bytes.
 #[derive(FromPyObject)]
 pub enum Argument {
     Text(OsString),
@@ -53,7 +53,8 @@ impl Argument {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct ProcessSpec {
     pub inner: core::ProcessSpec,
-    /// Descriptors to pass on, by their numbers in this process. They are duplicated when the group is started.
+    /// Descriptors that the process inherits, by their numbers in this process. They are duplicated when the group is
+    /// started.
     pass_fds: Vec<RawFd>,
 }
 
@@ -99,7 +100,7 @@ impl ProcessSpec {
 }
 
 impl ProcessSpec {
-    /// Converts the spec to the core's type. Appends duplicates of the descriptors that are passed on to `descriptors`.
+    /// Converts the spec to the core's type. Appends duplicates of the inherited descriptors to `descriptors`.
     pub fn to_core(&self, descriptors: &mut Vec<OwnedFd>) -> PyResult<core::ProcessSpec> {
         let mut spec = self.inner.clone();
         for &number in &self.pass_fds {
@@ -203,7 +204,7 @@ impl GroupSpec {
 }
 
 impl GroupSpec {
-    /// Converts the spec to the core's type, with duplicates of the descriptors that are passed on.
+    /// Converts the spec to the core's type, with duplicates of the inherited descriptors.
     pub fn to_core(&self) -> PyResult<core::GroupSpec> {
         let mut descriptors = Vec::new();
         let processes = self.processes.iter().map(|process| process.get().to_core(&mut descriptors));
@@ -220,7 +221,7 @@ impl GroupSpec {
     }
 }
 
-/// A descriptor of the agent, or a file.
+/// Destination of a log stream: a descriptor of the agent (1 or 2), or a file.
 #[derive(FromPyObject)]
 pub enum LogDestination {
     Console(u8),

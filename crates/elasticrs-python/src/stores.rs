@@ -1,6 +1,6 @@
 //! The thread on which all stores of a process run.
 //!
-//! The thread ends when the last store is closed. An agent's stores release the thread only when the supervisor is
+//! The thread exits when the last store is closed. An agent's stores release the thread only when the supervisor is
 //! closed, so that the next attempt can reuse it. A forked child does not have the thread and never waits for it.
 
 use std::io;
@@ -71,7 +71,7 @@ impl Stores {
         Ok(())
     }
 
-    /// Releases the reference to the thread. Releasing the last reference waits until the thread has ended.
+    /// Releases the reference to the thread. If it is the last reference, waits until the thread has exited.
     pub fn leave(&self) {
         let left = lock(&self.runtime).take();
         drop(left);

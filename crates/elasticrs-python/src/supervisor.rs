@@ -21,15 +21,15 @@ use crate::nursery::{self, WarmNursery};
 use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy, duration, signal};
 use crate::stores::Stores;
 
-/// Maximum duration of a wait without a check for Python's signals. A signal does not interrupt the wait if it arrives
-/// between the last check and the system call, or if the kernel delivers it to another thread. The duration equals the
-/// agent's own safety interval, so that the check causes no extra wake-ups.
+/// Longest wait without a check for Python's signals. A signal does not interrupt the wait if it arrives between the
+/// last check and the system call, or if the kernel delivers it to another thread. The value equals the agent's own
+/// safety interval, so that the check causes no extra wake-ups.
 pub(crate) const LOOK: Duration = Duration::from_secs(5);
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct Supervisor {
     pub(crate) inner: core::Supervisor,
-    /// Reference to the thread of the stores. Acquired when the first store is used.
+    /// Reference to the stores' thread. Acquired when the first store is used.
     pub(crate) stores: Arc<Stores>,
 }
 

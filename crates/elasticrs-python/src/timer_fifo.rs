@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 
 use crate::error::os_error;
 
-/// Pid, scope, time of expiration, signal.
+/// A timer record: pid, scope, expiration time (-1 to release the timer) and signal number (0 for none).
 type Record = (i32, String, f64, i32);
 
 struct Reader {

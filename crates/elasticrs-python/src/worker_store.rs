@@ -24,7 +24,7 @@ enum PortOrRange {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct WorkerStore {
     inner: worker::WorkerStore,
-    /// Reference to the stores' thread. Set by `serve` if there is no supervisor.
+    /// Reference to the stores' thread. `None` if the store is not served, or if a supervisor was given.
     home: Mutex<Option<Stores>>,
     notices: Arc<List>,
 }

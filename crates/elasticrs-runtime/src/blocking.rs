@@ -1,4 +1,4 @@
-//! Blocking calls, such as file reads and name lookups, for threads that run futures and therefore may not block.
+//! Runs blocking calls, such as file reads and name lookups, for threads that run futures and therefore must not block.
 //!
 //! - **BLOCKING-1** the calling thread never blocks, because each call has its own thread, which is never joined;
 //! - **BLOCKING-2** a call that hangs in the kernel occupies only one thread, however often its callers time out and
@@ -16,11 +16,11 @@ use crate::threads;
 /// Maximum number of different calls that may hang at the same time.
 pub const MAX_CALLS: usize = 8;
 
-/// The running blocking calls that were started from one thread. Callers that pass equal keys at the same time share
-/// one call.
+/// Blocking calls that were started from one thread and are still running. Callers that pass equal keys at the same
+/// time share one call.
 ///
-/// Callers should set their own timeout. If all callers of a call time out, the call keeps running, and the next caller
-/// with the same key waits for it.
+/// Callers should set their own timeouts. If all callers of a call time out, the call keeps running, and the next
+/// caller with the same key waits for it.
 #[derive(Debug)]
 pub struct BlockingCalls<K, V> {
     running: RefCell<BTreeMap<K, watch::Receiver<Option<V>>>>,

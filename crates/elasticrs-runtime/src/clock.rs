@@ -1,23 +1,23 @@
-//! The kernel's clocks, comparable between the processes of one machine.
+//! The kernel's clocks. Their times can be compared between processes on the same machine.
 
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-/// Nanoseconds on `CLOCK_MONOTONIC`; the same clock as Python's `time.monotonic_ns`.
+/// Time in nanoseconds on `CLOCK_MONOTONIC`, the clock of Python's `time.monotonic_ns`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Stamp(pub u64);
 
 impl Stamp {
-    /// The current time.
+    /// Returns the current time.
     pub fn now() -> Self {
         Self(read(ClockId::CLOCK_MONOTONIC))
     }
 }
 
-/// Returns the time in nanoseconds on `CLOCK_BOOTTIME`. This clock continues while the machine is suspended and cannot
-/// be set.
+/// Returns the time in nanoseconds on `CLOCK_BOOTTIME`. This clock keeps running while the machine is suspended and
+/// cannot be set.
 pub fn boot_now() -> u64 {
     read(ClockId::CLOCK_BOOTTIME)
 }
@@ -27,7 +27,7 @@ pub fn wall_now() -> u64 {
     read(ClockId::CLOCK_REALTIME)
 }
 
-/// Converts a duration to nanoseconds. A duration of more than five centuries is cut off at the largest number.
+/// Converts a duration to nanoseconds. A duration above five centuries becomes the largest number.
 pub fn nanoseconds(span: Duration) -> u64 {
     u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }

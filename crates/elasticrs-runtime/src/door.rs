@@ -1,8 +1,8 @@
-//! Accepts connections, but never so many that the process lacks descriptors for its own work.
+//! Accepts connections, but leaves enough file descriptors for the other work of the process.
 //!
-//! A store runs in an agent, which must also watch and restart workers. Unknown clients, or a very large job, may only
-//! use a part of the descriptors. The rest is reserved for the agent itself and for health requests. Further
-//! connections wait in the kernel's queue.
+//! A store runs in an agent, which must also watch and restart workers. Connections to the store, whether from unknown
+//! clients or from a very large job, may use only a part of the descriptors. The rest is reserved for the agent itself
+//! and for health requests. Further connections wait in the kernel's queue.
 //!
 //! - **DOOR-1** An error of `accept` does not stop the listener. It is reported at intervals, and `accept` is retried.
 
@@ -16,12 +16,12 @@ use tokio::net::TcpStream;
 
 use crate::notices::Notices;
 
-/// Delay before the next attempt to accept a connection when no descriptor is left.
+/// Delay before the next attempt to accept a connection after an error.
 const PAUSE: Duration = Duration::from_millis(100);
 /// Minimum time between two notices to the user.
 const SILENCE: Duration = Duration::from_secs(10);
 
-/// Purpose of the connections. Each kind leaves some descriptors to the kinds of higher priority and to the rest of the
+/// Purpose of the connections. Each purpose leaves some descriptors to those of higher priority and to the rest of the
 /// process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
@@ -41,13 +41,14 @@ pub struct Door {
 }
 
 impl Door {
-    /// Must be called on the thread that runs the store.
+    /// Creates a listener. Must be called on the thread that will accept its connections.
     pub fn new(listener: std::net::TcpListener, purpose: Purpose) -> io::Result<Self> {
         Ok(Self { listener: tokio::net::TcpListener::from_std(listener)?, purpose, held: None, told: None })
     }
 
     /// Accepts the next connection. Returns the stream and the peer's address, with IPv4-mapped addresses in IPv4 form.
-    /// Cancel-safe. `notices` is told at intervals if `store` cannot accept connections.
+    /// Cancel-safe. If connections cannot be accepted, reports this to `notices` from time to time, with `store` as the
+    /// name of the server.
     pub async fn accept(&mut self, notices: &Notices, store: &str) -> (TcpStream, SocketAddr) {
         loop {
             match self.next().await {
@@ -77,8 +78,8 @@ impl Door {
     }
 }
 
-/// True if this descriptor's number is below the limit for this purpose. Also true if the lowest free number is,
-/// because descriptors have been closed since.
+/// Returns true if this descriptor's number is below the limit for this purpose, or if the lowest free number is,
+/// because descriptors may have been closed since.
 fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
     let below = soft.saturating_sub(kept(soft, purpose));
@@ -88,17 +89,17 @@ fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
 
 /// Returns the number of descriptors that are reserved for other uses.
 fn kept(soft: u64, purpose: Purpose) -> u64 {
-    // This is enough to start, watch and stop the workers of a node.
+    // Enough to start, watch and stop the workers of a node.
     let own = (soft / 8).clamp(16, 64);
     match purpose {
         Purpose::Health => own,
-        // Reserve further descriptors for health requests, of which few are needed because these are short, and for the
-        // one waiting connection that each full store holds.
+        // Reserve further descriptors for health requests, which are short and need only a few, and for the one waiting
+        // connection that each full store holds.
         Purpose::Store => own + (soft / 16).clamp(8, 64),
     }
 }
 
-/// Errors that `accept` reports for a connection that has gone already.
+/// Returns true for an error that affects only a connection that was closed before it was accepted.
 fn is_of_one_connection(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)

@@ -1,8 +1,8 @@
-//! Shared code for this library's threads, which run inside a process that belongs to the user.
+//! Code for this library's threads, which run inside the user's process.
 //!
 //! [`threads`] starts threads, [`runtime`] runs futures on a thread, [`blocking`] makes blocking calls for futures, and
-//! [`wake`] wakes waiting threads. [`listen`] and [`door`] accept clients, [`stream`] moves their bytes, and
-//! [`notices`] carries messages to the user. Without the feature `agent` only [`clock`] and [`named_enum`] are built.
+//! [`wake`] wakes waiting threads. [`listen`] and [`door`] accept clients, [`stream`] transfers their bytes, and
+//! [`notices`] delivers messages to the user. Without the feature `agent`, only [`clock`] and [`named_enum`] are built.
 
 #[cfg(feature = "agent")]
 pub mod blocking;

@@ -2,8 +2,8 @@
 //!
 //! The caller owns the listener. Connections wait in the kernel's queue until they are accepted.
 //!
-//! - **LISTEN-1** Without a host, the listener uses all addresses, IPv6 and IPv4 if the kernel has both.
-//! - **LISTEN-2** From a range, the first free port is used. An error names the address and the port.
+//! - **LISTEN-1** Without a host, the listener uses all addresses: IPv6 and IPv4 if the kernel supports both.
+//! - **LISTEN-2** If a range of ports is given, the first free port is used. An error names the address and the port.
 
 use std::fmt;
 use std::io;
@@ -24,13 +24,13 @@ pub enum Port {
 }
 
 impl From<u16> for Port {
-    /// Converts a port number. 0 stands for any port, as for the kernel.
+    /// Converts a port number. 0 means any port, as in the kernel.
     fn from(port: u16) -> Self {
         if port == 0 { Self::Any } else { Self::Range(port, port) }
     }
 }
 
-/// Why an address cannot be listened on.
+/// Error when listening on an address fails.
 #[derive(Debug)]
 pub struct ListenError {
     /// The host as it was given. `None` for all addresses.
@@ -80,8 +80,8 @@ pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError
     Err(failed(error))
 }
 
-/// Listens on several addresses. An empty host stands for all addresses. With port 0, the kernel chooses a port for the
-/// first address, and the other addresses use the same one. If an address fails, none stays bound.
+/// Listens on several addresses. An empty host means all addresses. With port 0, the kernel chooses a port for the
+/// first address, and the other addresses use the same port. If an address fails, all listeners are closed again.
 pub fn listen_at_all(addresses: &[(String, u16)]) -> Result<Vec<TcpListener>, ListenError> {
     let mut listeners = Vec::new();
     let mut chosen = 0;
@@ -116,7 +116,7 @@ fn listen_at(host: Option<&str>, port: u16) -> io::Result<TcpListener> {
     Err(failed)
 }
 
-/// True if the address does not exist on this machine, for example because the kernel has no IPv6.
+/// Returns true if the address does not exist on this machine, for example because the kernel has no IPv6.
 fn is_no_address_of_ours(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(nix::libc::EAFNOSUPPORT | nix::libc::EADDRNOTAVAIL))
 }

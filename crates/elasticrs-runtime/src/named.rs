@@ -9,7 +9,7 @@ macro_rules! named_enum {
         pub enum $name { $($(#[$doc])* $variant,)+ }
 
         impl $name {
-            /// All of them, in order.
+            /// All variants, in order.
             pub const ALL: [Self; [$($name::$variant),+].len()] = [$(Self::$variant),+];
 
             /// Returns the name of this variant.

@@ -20,7 +20,7 @@ use crate::wake::Wake;
 
 /// Maximum number of lines in each [`WINDOW`]. Further lines are only counted.
 pub const LINES: u32 = 10;
-/// See [`LINES`].
+/// Time window of the limit [`LINES`].
 pub const WINDOW: Duration = Duration::from_secs(10);
 /// Maximum number of lines that are kept until the user fetches them.
 const KEPT: usize = 256;
@@ -28,7 +28,7 @@ const KEPT: usize = 256;
 /// Function that receives the lines.
 pub type Tell = Box<dyn Fn(String) + Send>;
 
-/// Passes lines on at a limited rate. A peer that misbehaves in a loop therefore causes only a few lines and a count.
+/// Passes lines on at a limited rate, so that a peer that misbehaves in a loop causes only a few lines and a count.
 pub struct Notices {
     tell: Tell,
     rate: RefCell<Rate>,
@@ -123,7 +123,7 @@ impl List {
         }
     }
 
-    /// All lines; never blocks.
+    /// Returns and removes all lines. Never blocks.
     pub fn take(&self) -> Vec<String> {
         let mut inner = lock(&self.inner);
         if let Some(wake) = self.wake.get() {
@@ -147,7 +147,7 @@ impl List {
         if !inner.lines.is_empty() {
             wake.set();
         }
-        // This is safe from a race because the lock is held.
+        // No other thread can set the descriptor in between, because this thread holds the lock.
         Ok(self.wake.get_or_init(|| wake).as_fd())
     }
 }

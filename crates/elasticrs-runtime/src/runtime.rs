@@ -14,13 +14,12 @@ use crate::threads;
 /// thread.
 pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 
-/// Hands one task over to another thread. Returns `false` if the thread does not exist, so that the task will never
-/// run.
+/// Passes one task to another thread. Returns `false` if the thread does not exist, so that the task will never run.
 pub type HandOver = Box<dyn FnOnce(Task) -> bool + Send>;
 
-/// Runs futures of other threads on a thread of its own.
+/// A thread that runs tasks of other threads.
 pub trait Spawn {
-    /// Hands a task over to the thread. Returns `false` if the thread has ended, so that the task will never run.
+    /// Passes a task to the thread. Returns `false` if the thread has exited, so that the task will never run.
     fn spawn(&self, task: Task) -> bool;
 }
 
@@ -48,8 +47,8 @@ pub fn start<F: Future<Output = ()>>(
     })
 }
 
-/// A thread that runs the tasks that are handed to it. Dropping the value drops all tasks, which closes their sockets,
-/// and waits for the thread. In a forked child, which does not have the thread, dropping does nothing.
+/// A thread that runs the tasks that it is given. Dropping the value drops all tasks, which closes their sockets, and
+/// waits for the thread. In a forked child, which does not have the thread, dropping does nothing.
 #[derive(Debug)]
 pub struct Runtime {
     tasks: Option<UnboundedSender<Task>>,
@@ -63,7 +62,7 @@ impl Runtime {
         let (tasks, mut inbox) = unbounded_channel::<Task>();
         let serve = move || async move {
             while let Some(task) = inbox.recv().await {
-                // A panic stays in the task.
+                // Spawn the task, so that a panic affects only this task.
                 tokio::task::spawn_local(async { task().await });
             }
         };
@@ -86,7 +85,7 @@ impl Drop for Runtime {
         }
         drop(tasks);
         if let Some(thread) = thread {
-            // The loop has no panic to pass on.
+            // Ignore the result, because this thread does not panic.
             let _ = thread.join();
         }
     }
@@ -107,7 +106,7 @@ mod tests {
         assert!(runtime.spawn(Box::new(move || {
             Box::pin(async move {
                 started.send(std::thread::current().name().map(str::to_owned)).unwrap();
-                // Held until the runtime goes.
+                // Keep `started` until the runtime drops the task.
                 std::future::pending::<()>().await;
                 drop(started);
             })

@@ -15,7 +15,7 @@ const LOOK: Duration = Duration::from_millis(100);
 const LEAVE_GRACE: Duration = Duration::from_millis(200);
 
 /// Starts a thread that blocks all signals, because Python's signal handlers belong to Python's own threads. SIGPIPE is
-/// blocked as well, so that writing to a closed connection is an error here even in a program in which SIGPIPE is
+/// blocked as well, so that writing to a closed connection returns an error even in a program in which SIGPIPE is
 /// fatal.
 pub fn start<T: Send + 'static>(
     builder: Builder,
@@ -38,7 +38,7 @@ pub fn panic_message(panic: &(dyn Any + Send)) -> String {
 #[derive(Debug)]
 pub struct Leavable {
     handle: JoinHandle<()>,
-    /// Receiver whose sender is dropped when the thread ends, even by a panic.
+    /// Receiver whose sender is dropped when the thread exits, even by a panic.
     ended: Receiver<()>,
 }
 
@@ -53,7 +53,7 @@ impl Leavable {
         Ok(Self { handle, ended })
     }
 
-    /// Waits for the thread for a short time. A thread that hangs is left behind and exits when it can.
+    /// Waits for the thread for a short time. A thread that hangs is abandoned and exits when it can.
     pub fn leave(self) {
         if self.ended.recv_timeout(LEAVE_GRACE) == Err(RecvTimeoutError::Disconnected) {
             let _ = self.handle.join();
@@ -61,15 +61,15 @@ impl Leavable {
     }
 }
 
-/// Sends a request to a task and waits for the answer. Returns `None` if the task has ended.
+/// Sends a request to a task and waits for the answer. Returns `None` if the task has stopped.
 pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>) -> Q) -> Option<A> {
     ask_within(inbox, question, Duration::MAX)
 }
 
-/// Like [`ask`], but also returns `None` if the task does not answer within `limit`, because its thread may hang.
+/// Same as [`ask`], but also returns `None` if the task does not answer within `limit`, because its thread may hang.
 ///
-/// Checks regularly whether the task has ended, because waiting for the request to be dropped is not enough: a request
-/// that is sent just while the task ends can stay in the channel for as long as the channel's sender exists.
+/// Checks regularly whether the task has stopped. It is not enough to wait until the request is dropped: a request that
+/// is sent just when the task stops can stay in the channel for as long as the channel's sender exists.
 pub fn ask_within<Q, A>(
     inbox: &UnboundedSender<Q>,
     question: impl FnOnce(SyncSender<A>) -> Q,
@@ -82,7 +82,7 @@ pub fn ask_within<Q, A>(
         match answer.recv_timeout(LOOK) {
             Ok(answer) => return Some(answer),
             Err(RecvTimeoutError::Disconnected) => return None,
-            // Look for an answer once more, because the task may have answered just before it dropped its inbox.
+            // Check for an answer once more, because the task may have answered just before it dropped its inbox.
             Err(RecvTimeoutError::Timeout) if inbox.is_closed() || asked.elapsed() >= limit => {
                 return answer.try_recv().ok();
             }
@@ -102,7 +102,7 @@ mod tests {
         let (inbox, mut questions) = unbounded_channel::<SyncSender<u8>>();
         let task = std::thread::spawn(move || {
             questions.blocking_recv().unwrap().send(7).unwrap();
-            // Dropped without an answer.
+            // Drop the request without an answer.
             drop(questions.blocking_recv());
         });
         assert_eq!(ask(&inbox, |reply| reply), Some(7));
@@ -123,8 +123,7 @@ mod tests {
         let (inbox, questions) = unbounded_channel::<()>();
         let mut kept = None;
         let answer = ask::<_, u8>(&inbox, |reply| {
-            // Keep the reply alive and drop the inbox, as if the request was sent at the moment at which the task
-            // ended.
+            // Keep the reply alive and drop the inbox, as if the request was sent just when the task stopped.
             kept = Some(reply);
             std::thread::spawn(move || drop(questions));
         });

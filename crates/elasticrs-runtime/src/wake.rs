@@ -1,11 +1,11 @@
-//! A descriptor that signals pending work to a poll loop.
+//! A file descriptor that wakes a poll loop.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// Readable from [`Self::set`] to [`Self::clear`].
+/// A file descriptor that is readable after [`Self::set`], until [`Self::clear`].
 #[derive(Debug)]
 pub struct Wake(EventFd);
 
@@ -21,9 +21,9 @@ impl Wake {
         let _ = self.0.write(1);
     }
 
-    /// Undoes [`Self::set`].
+    /// Makes the descriptor unreadable again.
     pub fn clear(&self) {
-        // EAGAIN: it was clear.
+        // Ignore EAGAIN, because it means that the descriptor was not readable.
         let _ = self.0.read();
     }
 }
