@@ -24,7 +24,7 @@ struct Answer {
     doing: Option<String>,
 }
 
-/// Next step of a request that needs the liveness.
+/// Next step of a liveness request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ask {
     /// Wake the loop and wait for its answer.

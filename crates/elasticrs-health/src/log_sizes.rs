@@ -155,7 +155,7 @@ pub struct Known {
     pub age: Option<Duration>,
 }
 
-/// The thread and its results.
+/// Handle of the thread that checks the files, with the results of the thread.
 #[derive(Default)]
 pub struct LogSizes {
     shared: Arc<Shared>,

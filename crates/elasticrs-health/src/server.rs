@@ -68,7 +68,7 @@ struct Shared {
     published: Mutex<Published>,
     registry: Mutex<Registry>,
     counters: Mutex<Counters>,
-    /// Current step of the agent's loop. `None` if no loop is watched.
+    /// Shows for how long the agent's loop has been busy with one event. `None` if no loop is watched.
     turn: Mutex<Option<Arc<Turn>>>,
     sizes: LogSizes,
     page: Mutex<Option<(Instant, Vec<u8>)>>,

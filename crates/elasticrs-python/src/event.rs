@@ -372,7 +372,7 @@ fn outcome_name(outcome: Outcome) -> &'static str {
     }
 }
 
-/// Creates an instance of one of the classes above as a Python object.
+/// Converts an instance of one of the classes above to a Python object.
 pub fn object<T>(py: Python<'_>, value: T) -> PyResult<Py<PyAny>>
 where
     T: pyo3::PyClass + Into<PyClassInitializer<T>>,

@@ -47,7 +47,7 @@ impl HealthServer {
 
     #[pyo3(signature = (age, supervisor=None, doing=None))]
     fn answer(&self, age: f64, supervisor: Option<&Supervisor>, doing: Option<String>) -> PyResult<()> {
-        // Do not use `max`, because it would turn NaN into a number.
+        // Do not use `max`, because it would turn NaN into 0, and NaN must be rejected.
         let age = duration(if age < 0.0 { 0.0 } else { age }, "age")?;
         match supervisor {
             Some(supervisor) => self.handle.answer_through(&supervisor.inner, age, doing),

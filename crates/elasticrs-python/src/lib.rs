@@ -20,7 +20,7 @@ mod supervisor;
 mod timer_fifo;
 mod worker_store;
 
-/// The native part of elasticrs; private.
+/// The private native module of elasticrs.
 #[pymodule(gil_used = false)]
 mod _core {
     #[pymodule_export]

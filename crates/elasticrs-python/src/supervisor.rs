@@ -174,7 +174,7 @@ impl Supervisor {
 
     fn fence_at(&self, from_now: Option<f64>) -> PyResult<bool> {
         let at = |from_now: f64| {
-            // Do not use `max`, because it would turn NaN into a number.
+            // Do not use `max`, because it would turn NaN into 0, and NaN must be rejected.
             let from_now = if from_now < 0.0 { 0.0 } else { from_now };
             let nanoseconds = duration(from_now, "the deadline")?.as_nanos();
             Ok::<_, PyErr>(boot_now().saturating_add(u64::try_from(nanoseconds).unwrap_or(u64::MAX)))

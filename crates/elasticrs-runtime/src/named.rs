@@ -9,7 +9,7 @@ macro_rules! named_enum {
         pub enum $name { $($(#[$doc])* $variant,)+ }
 
         impl $name {
-            /// All variants, in order.
+            /// All variants, in the order of their declaration.
             pub const ALL: [Self; [$($name::$variant),+].len()] = [$(Self::$variant),+];
 
             /// Returns the name of this variant.
@@ -17,7 +17,7 @@ macro_rules! named_enum {
                 match self { $(Self::$variant => $text),+ }
             }
 
-            /// Returns the variant with this name.
+            /// Returns the variant with this name. `None` if there is none.
             pub fn of_name(name: &str) -> Option<Self> {
                 Self::ALL.into_iter().find(|each| each.name() == name)
             }

@@ -4,7 +4,7 @@
 //! [`List`] that the user reads from time to time.
 //!
 //! - **NOTICE-1** There are at most [`LINES`] lines in each [`WINDOW`]. The next line contains the number of omitted
-//!   ones.
+//!   lines.
 //! - **NOTICE-2** A list that is not read has a limited length, and reports the number of dropped lines.
 
 use std::cell::RefCell;

@@ -21,7 +21,8 @@ pub fn start<T: Send + 'static>(
     builder: Builder,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    // Block the signals before the thread starts, because it inherits the mask and so never receives a signal.
+    // Block the signals before the thread starts, because a new thread inherits the mask, so it never receives a
+    // signal.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     let started = builder.spawn(body);
     before.thread_set_mask()?;

@@ -112,8 +112,8 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     proptest! {
-        /// The notices are neither late nor too frequent, no matter how often the store fails and how rarely the code
-        /// checks.
+        /// The notices are neither late nor too frequent, no matter how often the store fails and how rarely the client
+        /// checks for due notices.
         #[test]
         fn the_user_is_told_in_time_and_not_flooded(
             times in prop::collection::vec((0..20 * SECOND, 0..20 * SECOND), 1..100), lease in 10..100_u64,

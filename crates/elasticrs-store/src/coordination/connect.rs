@@ -41,8 +41,8 @@ pub struct Options {
     /// True if the session survives a broken connection. The client then reconnects until the lease expires, and may
     /// send a request twice.
     pub resume: bool,
-    /// Store that this user connected to before. The connection fails unless the store is the same one or has restored
-    /// its state.
+    /// Store that this user connected to before. The connection fails unless it leads to the same store, or to one that
+    /// has restored that store's state.
     pub met: Option<MetStore>,
 }
 
@@ -245,7 +245,7 @@ pub(crate) async fn connect(
     patience: Duration,
     begun: impl Fn(SocketAddr),
 ) -> Result<(TcpStream, SocketAddr), Lost> {
-    // Limit the time for each address, so that one that does not answer leaves time for the next ones.
+    // Limit the time for each address, so that an address that does not answer leaves time for the others.
     let share = patience / u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
     let share = if addresses.len() == 1 { Duration::MAX } else { share };
     let mut kinds = Vec::new();

@@ -32,7 +32,7 @@ const MAX_DROPPED: usize = 4 * MAX_REQUEST;
 
 /// Reason why a connection ended.
 enum End {
-    /// The peer closed the connection, or was sent the reason for its end.
+    /// The peer closed the connection, or has been sent the reason why the connection ends.
     Gone,
     /// The connection was reset or timed out, so the state of the peer is unknown.
     Broken,
@@ -261,14 +261,14 @@ impl Connection {
     async fn read(&mut self) -> Result<(), End> {
         self.frames.rest();
         loop {
-            // Send only the messages queued before this wait, because a later one may report a change that is not on
-            // disk yet.
+            // Send only the messages queued before this wait, because a later message may report a change that is not
+            // on disk yet.
             let pushed = self.outbox.pushed();
             self.hub.settled().await;
             let is_sent = match self.outbox.flush(&self.stream, pushed) {
                 Ok(is_sent) => is_sent,
-                // A broken pipe means that the client closed the connection before the connection was reset. Continue,
-                // because the client's last requests and the end of its stream can still be read.
+                // A broken pipe means that the client had closed the connection before it was reset. Continue, because
+                // the client's last requests and the end of its stream can still be read.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => true,
                 Err(error) => return Err(error.into()),
             };

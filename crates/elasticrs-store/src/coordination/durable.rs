@@ -86,7 +86,7 @@ pub(super) struct Granted {
     pub(super) ttl_ms: u32,
 }
 
-/// A part of a state, or a change of it.
+/// An item of a record in the state file: a part of the store's state, or a change to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Item {
     /// The only run that the store serves (`None`: any run), and the IDs of the store and its predecessors, newest
@@ -121,7 +121,7 @@ kinds! { Item, "an unknown kind of item";
 record!(Granted { secret, interval_ms, attempts, ttl_ms });
 record!(Stored { value, create_revision, mod_revision, lease });
 
-/// A whole state.
+/// The whole state of a store, as read from its state file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Image {
     pub(super) run_id: Option<String>,
@@ -344,7 +344,7 @@ impl StateFile {
     }
 
     /// Sets the synced length in the head to the length of the file. The new value reaches the disk with the next sync.
-    /// If only the process crashes, the kernel still has it.
+    /// If only the process crashes, the kernel still has the value.
     fn note_synced(&self) -> io::Result<()> {
         self.file.write_all_at(&self.end.to_le_bytes(), SYNCED_AT)
     }

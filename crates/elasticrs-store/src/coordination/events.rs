@@ -17,7 +17,7 @@ use super::offset::Offset;
 use super::protocol::StoreId;
 use super::types::{Change, LostKind, OpResult};
 
-/// An event of a client.
+/// An event that a client reports to its user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     Connected {

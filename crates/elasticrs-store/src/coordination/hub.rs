@@ -400,7 +400,7 @@ impl Hub {
         let revision = shared.state.revision();
         let first = from_revision.unwrap_or(revision + 1);
         let Some(history) = shared.state.history_from(first) else {
-            // The reply contains the oldest revision that is still in the history.
+            // The history no longer has the requested revision. Reply with the oldest revision that it has.
             let results = vec![OpResult::Count(shared.state.oldest())];
             return answer_to(outbox, &Answer::Reply { tag, ok: false, revision, results });
         };
@@ -469,7 +469,7 @@ impl Hub {
         }
     }
 
-    /// Saves changes to disk, one batch after another, until a save fails. After that the store has to stop.
+    /// Saves changes to disk, one batch at a time, until a save fails. After that the store has to stop.
     pub(super) async fn save(self: Rc<Self>) -> StateError {
         let Some(journal) = &self.journal else { return pending().await };
         loop {

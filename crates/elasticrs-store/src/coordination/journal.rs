@@ -17,7 +17,7 @@ use super::state::{Revision, SessionId, State};
 #[derive(Debug)]
 pub(super) struct Journal {
     kept: RefCell<Kept>,
-    /// Number of changes so far. `on_disk` is the number of those that are on disk.
+    /// Number of changes recorded so far. `on_disk` counts those that are on disk.
     noted: Cell<u64>,
     on_disk: Cell<u64>,
     changed: Notify,

@@ -95,11 +95,12 @@ impl Leases {
         }
     }
 
-    /// Returns the time of the next look: the first deadline, or one shortest interval from now if that is earlier. So
-    /// a time during which the store does not run is known to within that interval. Remembers the returned time, so
-    /// that the next look can tell how late it is.
+    /// Returns the time for the next call of [`Self::look`]: the first deadline, or one shortest interval from now if
+    /// that is earlier. So a time during which the store does not run is known to within that interval. Remembers the
+    /// returned time, so that the next call can measure its delay.
     ///
-    /// Call this after [`Self::look`]. If that was longer ago than an interval, the store did not run in between.
+    /// Call this after [`Self::look`]. If the last look was longer ago than an interval, the store did not run in
+    /// between.
     pub(super) fn plan(&mut self, now: u64) -> Option<u64> {
         let (deadline, _) = self.deadlines.first()?;
         let (&shortest, _) = self.wishes.first_key_value()?;
@@ -121,7 +122,7 @@ impl Leases {
         self.looked = now;
     }
 
-    /// Returns the sessions whose deadline had passed at the last look.
+    /// Returns the sessions whose deadline had passed at the last call of [`Self::look`].
     pub(super) fn expired(&self) -> Vec<SessionId> {
         let now = self.looked.saturating_sub(self.late);
         self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now).map(|(_, session)| *session).collect()

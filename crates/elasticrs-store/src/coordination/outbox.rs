@@ -88,7 +88,7 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Returns the number of messages pushed so far. [`Self::flush`] takes it as the limit of what to send.
+    /// Returns the number of messages queued so far. Pass it to [`Self::flush`] to send only these messages.
     pub(super) fn pushed(&self) -> u64 {
         self.next.get()
     }

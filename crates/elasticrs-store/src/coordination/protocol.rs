@@ -60,7 +60,7 @@ pub struct WatchFrom {
 /// A message from a client to the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// Always the first message.
+    /// Always the first message of a client.
     Hello(Hello),
     /// Answers the store's challenge. The proof is made with the token of `scope`, or with the store's token if `scope`
     /// is `None`.

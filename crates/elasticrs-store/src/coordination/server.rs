@@ -32,7 +32,7 @@ pub(super) enum Command {
     Close(SyncSender<()>),
 }
 
-/// Why a server could not be started.
+/// Reason why a server could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
     #[error(transparent)]
@@ -175,8 +175,8 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
     accepting.shutdown().await;
     if closed.is_some() && hub.journal.is_none() {
         hub.say_farewell();
-        // Each connection sends the farewell when its task runs next. A client that does not receive it waits until its
-        // lease expires.
+        // Let the task of each connection run once, so that it sends the farewell. A client that does not receive it
+        // waits until its lease expires.
         yield_now().await;
     }
     // Stop these tasks first, so that closing the connections does not end any session.

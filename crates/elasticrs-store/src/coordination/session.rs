@@ -27,7 +27,7 @@ use crate::watched::Told;
 /// A request of the user, encoded as a frame.
 pub(super) type Asked = (Kind, Vec<u8>);
 
-/// Next thing for the session loop to handle.
+/// An event that one iteration of the session loop handles.
 enum Turn {
     Command(Option<Command<Asked>>),
     Socket(io::Result<()>),

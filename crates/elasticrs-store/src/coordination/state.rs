@@ -206,7 +206,7 @@ impl State {
         if first <= self.compacted || first > self.revision + 1 {
             return None;
         }
-        // Revisions are consecutive.
+        // Revision numbers are consecutive, so their difference is the number of revisions to skip.
         let skip = usize::try_from(first - self.compacted - 1).ok()?;
         Some(self.history.iter().skip(skip))
     }

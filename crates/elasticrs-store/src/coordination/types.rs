@@ -116,7 +116,7 @@ named_enum! {
         Timeout = "timeout",
         /// The host name has no address.
         Resolve = "resolve",
-        /// The two sides speak different versions.
+        /// The two sides use different versions of the protocol.
         Version = "version",
         /// One side has no token, or the tokens differ.
         Token = "token",

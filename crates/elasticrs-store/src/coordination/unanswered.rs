@@ -33,7 +33,7 @@ struct Asked {
     is_over: bool,
 }
 
-/// Result for the user of an answer from the store.
+/// Effect of an answer from the store: the event to report to the user, if any.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Heard {
     Nothing,
@@ -112,7 +112,7 @@ impl Unanswered {
     }
 
     fn catch_up(&mut self, watch: &Watch, revision: u64, results: Vec<OpResult>) -> Result<Heard, Malformed> {
-        // The watch was stopped in the meantime.
+        // Ignore the answer if the watch was stopped in the meantime.
         let Some(watched) = self.watches.get_mut(watch) else { return Ok(Heard::Nothing) };
         let there = results.into_iter().map(|result| match result {
             OpResult::Entry(Some(entry)) => Ok(entry),

@@ -91,7 +91,7 @@ impl Watches {
         for (position, change) in revision.changes.iter().enumerate() {
             for client in self.watchers(&change.key) {
                 let seen = of_client.entry(client).or_default();
-                // Two watches of a client may cover the same key.
+                // Add a position only once, because two watches of a client may cover the same key.
                 if seen.last() != Some(&position) {
                     seen.push(position);
                 }

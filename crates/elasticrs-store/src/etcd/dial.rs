@@ -72,7 +72,7 @@ impl Link {
     }
 
     /// Returns the TLS error of the connection, if there is one, instead of the error of a call. A server may reject a
-    /// certificate only after the handshake, so the call reports merely a broken connection.
+    /// certificate only after the handshake, so that the call reports only a broken connection.
     pub(super) async fn last_words(&mut self, lost: Lost) -> Lost {
         if lost.kind != LostKind::Closed {
             return lost;
@@ -380,7 +380,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Overheard<S> {
 impl<S: AsyncWrite + Unpin> AsyncWrite for Overheard<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         match Pin::new(&mut self.stream).poll_write(cx, bytes) {
-            // Pretend that the write succeeded, because the reason why the connection ended can still be read from it.
+            // Pretend that the write succeeded, so that the HTTP/2 library continues to read. The reason why the
+            // connection ended may still arrive.
             Poll::Ready(Err(error)) => {
                 self.heard.borrow_mut().unwritten.get_or_insert_with(|| plain(&error));
                 Poll::Ready(Ok(bytes.len()))

@@ -1,5 +1,5 @@
-//! Execution of the user's requests on one connection. If the connection breaks, the session may execute a job again on
-//! the next one.
+//! Executes the user's requests on one connection. If the connection breaks, the session may execute a job again on the
+//! next one.
 
 use std::rc::Rc;
 
@@ -98,8 +98,8 @@ impl Desk {
         };
         done.map_err(|stop| match stop {
             Stop::Call(error) => Trouble::of(error, &self.at),
-            // Retry on another member: a member that was paused may answer reads from its old data before it learns of
-            // the newer ones (etcd issue 20418, fixed in the versions of 2026).
+            // Retry on another member: a member that was paused may answer reads from its old data before it receives
+            // the newer data (etcd issue 20418, fixed in the versions of 2026).
             Stop::Behind(lost) => Trouble::Again(lost),
             Stop::Lost(lost) => Trouble::Fatal(lost),
         })
@@ -189,8 +189,8 @@ impl Desk {
     }
 
     async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, Stop> {
-        // If etcd has compacted this revision, read the newest one. The keys that were created before `created` are the
-        // same there, except that some may have been deleted.
+        // If etcd has compacted this revision, read the newest revision instead. The keys that were created before
+        // `created` are the same there, except that some may have been deleted.
         let (mut youngest, at) = match self.range(&self.keys.predecessor(prefix, created, revision)).await {
             Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
                 (self.range(&self.keys.predecessor(prefix, created, 0)).await?.1, 0)

@@ -8,11 +8,11 @@
 //! Encoding of a transaction that writes:
 //!
 //! ```text
-//! if the marker is as the last write left it:
-//!     if the compares hold: put the marker (number, true), then ...
-//!     otherwise:            put the marker (number, false), otherwise ...
+//! if the marker is unchanged since the last write:
+//!     if the conditions hold: put the marker (number, true), run `then`
+//!     otherwise:              put the marker (number, false), run `otherwise`
 //! otherwise:
-//!     get the marker: with this number, an earlier copy was carried out
+//!     get the marker: if it has this number, an earlier copy was executed
 //! ```
 //!
 //! etcd evaluates all conditions, including nested ones, before it executes any operation.

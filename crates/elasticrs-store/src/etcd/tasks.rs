@@ -15,7 +15,7 @@ const MOST_ATTEMPTED: usize = 2;
 /// A pending request, made by the user or by the session itself.
 pub(super) struct Task {
     pub(super) what: What,
-    /// The failures so far. `None` before the first attempt.
+    /// Failed attempts so far. `None` before the first attempt.
     pub(super) retries: Option<Retries>,
 }
 

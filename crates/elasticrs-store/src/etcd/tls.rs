@@ -52,7 +52,7 @@ pub(super) struct Identity {
 }
 
 thread_local! {
-    /// Certificate reads in progress, by their files.
+    /// Certificate files that are being read, by their paths.
     static READS: Rc<BlockingCalls<Files, Result<Arc<Identity>, String>>> = Rc::default();
 }
 

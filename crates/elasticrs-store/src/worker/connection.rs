@@ -23,7 +23,7 @@ const MAX_UNSENT: usize = 64 * 1024;
 /// Maximum capacity in bytes that an idle connection keeps in its buffers.
 const MAX_IDLE: usize = 16 * 1024;
 
-/// Progress of a connection.
+/// Point up to which a connection is served.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
     Greeted,

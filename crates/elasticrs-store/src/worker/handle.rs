@@ -59,8 +59,8 @@ impl WorkerStore {
         self.port
     }
 
-    /// Serves clients on this thread from now on. `tell` is called with a message for the user when a connection is
-    /// closed because of its behaviour. Fails if the store is already served or closed, or if the thread has ended.
+    /// Serves clients on the thread `on` from now on. `tell` is called with a message for the user when a connection is
+    /// closed because of its behavior. Fails if the store is already served or closed, or if the thread has exited.
     pub fn serve(&self, on: &dyn Spawn, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();
@@ -68,8 +68,8 @@ impl WorkerStore {
         })
     }
 
-    /// Does the same as [`Self::serve`], but another thread serves the clients. The task is passed to `hand_over` when
-    /// the first client connects. Until then, `on` waits for that client.
+    /// Same as [`Self::serve`], but another thread serves the clients. The task is passed to `hand_over` when the first
+    /// client connects. Until then, the thread `on` waits for that client.
     pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();

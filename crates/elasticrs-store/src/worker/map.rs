@@ -157,8 +157,8 @@ impl Map {
         Ok(())
     }
 
-    /// Returns the waiting connections, in the order in which they started to wait. Each has at most `most` of the keys
-    /// that it still misses.
+    /// Returns the waiting connections, in the order in which they started to wait, with at most `most` missing keys
+    /// for each.
     pub(super) fn waiters(&self, most: usize) -> Vec<(Id, Vec<&[u8]>)> {
         let mut found: Vec<_> = self.waiting.iter().collect();
         found.sort_unstable_by_key(|(_, waiting)| waiting.ticket);

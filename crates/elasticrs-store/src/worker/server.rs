@@ -31,7 +31,8 @@ pub(super) enum Question {
     Close(SyncSender<()>),
 }
 
-/// Waits for the first client, so that an unused store needs no thread. Returns `None` if the store is closed before.
+/// Waits for the first client, so that an unused store needs no thread. Returns `None` if the store is closed before a
+/// client connects.
 pub(super) async fn first_client(
     listener: std::net::TcpListener,
     mut questions: UnboundedReceiver<Question>,

@@ -16,7 +16,7 @@ enum Step {
     End(Vec<SessionId>),
 }
 
-/// Name, value, create revision, mod revision, lease.
+/// A key of the naive store: name, value, create revision, mod revision and lease.
 type Row = (String, Vec<u8>, u64, u64, Option<SessionId>);
 
 /// Naive store: a list of keys, sorted by name.
