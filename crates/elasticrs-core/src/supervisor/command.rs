@@ -1,4 +1,4 @@
-//! What the handle asks of the runtime thread, and what both share.
+//! Commands from the supervisor's handle to the runtime thread, and the state that both share.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,16 +22,17 @@ use crate::signal::Signal;
 use crate::spec::{GroupSpec, ProcessSpec, StopPolicy};
 use crate::timer::hang::{Elsewhere, Limits};
 
-/// How a supervisor works.
+/// Configuration of a supervisor.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Where the nursery's program comes from; the first image that can be executed is taken.
+    /// Programs for the nursery, in order of preference. The first one that can be executed is used.
     pub nursery: Vec<NurseryImage>,
-    /// The process is ours: it becomes a child subreaper, and after the loss of a nursery whatever it inherits is ended.
+    /// True if the supervisor may control the whole calling process. The process then becomes a child subreaper. If the
+    /// nursery is lost, the supervisor kills all orphans that this process adopts.
     pub owns_process: bool,
 }
 
-/// Why the supervisor cannot do what was asked.
+/// Error from a method of the supervisor.
 #[derive(Debug, thiserror::Error)]
 pub enum SupervisorError {
     #[error("the supervisor ran out of resources")]
@@ -48,31 +49,31 @@ pub enum SupervisorError {
         #[source]
         source: io::Error,
     },
-    /// No process can be started in the place of this worker.
+    /// This worker cannot be replaced now.
     #[error("local rank {local_rank} cannot be replaced: {reason}")]
     Replace { local_rank: u32, reason: &'static str },
-    /// What was given as a page for heartbeats is none, or not that of the next rank.
+    /// The descriptor is not a page for heartbeats, or this worker is not the next one in rank order.
     #[error("no page for the heartbeats of local rank {local_rank}")]
     Page {
         local_rank: u32,
         #[source]
         source: io::Error,
     },
-    /// The FIFO of the timers cannot be made, or there is one already.
+    /// The FIFO for the timers cannot be created, or the supervisor already has one.
     #[error("could not watch timers{}", if path.as_os_str().is_empty() { String::new() } else { format!(" at {}", path.display()) })]
     Timers {
-        /// Where; empty: in a directory of its own.
+        /// Requested path of the FIFO. Empty if the FIFO was to be created in a new directory.
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    /// The memory of the heartbeats cannot be had, or cannot be had safely.
+    /// The shared memory for the heartbeats cannot be created, or it cannot be sealed against truncation.
     #[error("cannot make the memory for heartbeats that --hang-timeout needs (memfd_create)")]
     Heartbeats(#[source] io::Error),
-    /// [`super::Supervisor::close`] was called, or the runtime panicked; the workers are gone.
+    /// [`super::Supervisor::close`] was called, or the runtime panicked. The workers were killed.
     #[error("the supervisor has ended")]
     Ended,
-    /// A child made by `fork` must not use its parent's supervisor.
+    /// This process is a child made by `fork`. A child cannot use the supervisor of its parent.
     #[error("the process was forked: the supervisor belongs to pid {owner}")]
     Forked { owner: u32 },
 }
@@ -82,8 +83,8 @@ pub(super) type Reply<T> = SyncSender<T>;
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
     Adopt(Adopted, Reply<Result<(), SupervisorError>>),
-    /// Start this process as a replacement for a failed worker. The second field has the descriptors that the process
-    /// inherits. Its `pass_fds` refer to them by index.
+    /// Start this process as a replacement for a failed worker. The second field contains the descriptors that the
+    /// process inherits. The indices in `pass_fds` refer to this list.
     Replace(Box<ProcessSpec>, Vec<OwnedFd>, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
@@ -102,12 +103,12 @@ pub(super) enum Command {
     Close {
         keep_descendants: bool,
     },
-    /// Makes the runtime panic. Tests need this command, because they have no other way to cause a panic.
+    /// Make the runtime panic. Tests need this command, because they have no other way to cause a panic.
     #[cfg(test)]
     Panic,
 }
 
-/// Change to the set of sockets that the nursery holds.
+/// A change to the set of sockets that the nursery holds.
 pub(super) enum Guarded {
     Hold(OwnedFd),
     /// Hold a link with another agent. The first link of a session replaces the links of the previous session.
@@ -117,14 +118,14 @@ pub(super) enum Guarded {
         is_first: bool,
     },
     /// Hold this socket in addition to the others. The supervisor sends true on the channel once this request is in the
-    /// kernel's socket buffer: from then on the nursery receives the request even if this process dies. It sends false
-    /// if no descriptor is left for a duplicate. The supervisor drops the channel if there is no nursery or if the link
-    /// to the nursery is closed.
+    /// kernel's socket buffer. From then on, the nursery receives the request even if this process dies. The supervisor
+    /// sends false if the socket cannot be duplicated, because no descriptor is free. It drops the channel if there is
+    /// no nursery or if the link to the nursery is closed.
     Beside(OwnedFd, oneshot::Sender<bool>),
     Release(Release),
 }
 
-/// A process that Python started, with its descriptors. See [`super::Supervisor::adopt`].
+/// A process that Python started and that joins the group, with its descriptors. See [`super::Supervisor::adopt`].
 pub(super) struct Adopted {
     pub(super) local_rank: u32,
     pub(super) pid: i32,

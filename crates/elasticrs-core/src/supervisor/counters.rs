@@ -1,4 +1,5 @@
-//! What the runtime counts, for whoever shows it: a handle that other threads read without asking anybody.
+//! Counters and heartbeats of the supervisor, for status displays. Other threads read them without a request to the
+//! runtime thread.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,7 +13,7 @@ use crate::logs::LogTotals;
 use crate::timer::hang::Seen;
 use crate::timer::pages::HeartbeatPage;
 
-/// Timers of the workers.
+/// Numbers of the workers' expiration timers.
 #[derive(Debug, Default)]
 pub struct TimerCounts {
     live: AtomicU64,
@@ -21,17 +22,17 @@ pub struct TimerCounts {
 }
 
 impl TimerCounts {
-    /// How many are live now.
+    /// Returns the number of timers that are running now.
     pub fn live(&self) -> u64 {
         self.live.load(Ordering::Relaxed)
     }
 
-    /// How many have expired so far.
+    /// Returns the number of timers that have expired so far.
     pub fn expired(&self) -> u64 {
         self.expired.load(Ordering::Relaxed)
     }
 
-    /// How many of these were seen more than [`LATE_NS`] after their deadline.
+    /// Returns the number of expired timers that were handled more than [`LATE_NS`] after their deadline.
     pub fn late(&self) -> u64 {
         self.late.load(Ordering::Relaxed)
     }
@@ -48,17 +49,19 @@ impl TimerCounts {
     }
 }
 
-/// A timer that is acted on later than this is late.
+/// Delay in nanoseconds after which an expired timer counts as handled late.
 pub const LATE_NS: u64 = 10_000_000;
 
-/// The pages in which workers leave their heartbeats, of the group that runs or ran last.
+/// Memory pages with the heartbeats of the workers. They belong to the current group, or to the last group if no group
+/// is running.
 #[derive(Debug, Default)]
 pub struct Heartbeats {
     pages: Mutex<Vec<Arc<HeartbeatPage>>>,
 }
 
 impl Heartbeats {
-    /// The last one of each worker that had any. Reads memory that is shared with the workers, and asks nobody.
+    /// Returns the last heartbeat of each worker that has sent one. Reads memory that is shared with the workers, and
+    /// never blocks on the runtime thread.
     pub fn all(&self) -> Vec<Heartbeat> {
         let now = Stamp::now().0;
         (0..).zip(lock(&self.pages).iter()).filter_map(|(rank, page)| Heartbeat::of(rank, &page.read(now))).collect()
@@ -70,7 +73,7 @@ impl Heartbeats {
 }
 
 impl Heartbeat {
-    /// What is known of this worker, if it has given any.
+    /// Converts what was read from a worker's page. Returns `None` if the worker has sent no heartbeat, or has exited.
     pub(crate) fn of(local_rank: u32, seen: &Seen) -> Option<Self> {
         let Seen::Beat(beat) = seen else { return None };
         let section = beat.section.as_ref().map(|section| section.name.clone());
@@ -78,10 +81,12 @@ impl Heartbeat {
     }
 }
 
-/// Since when the agent's loop is at work on what woke it last. A loop that waits for events may do so for ever.
+/// Measures how long the agent's event loop has been handling its last event. Waiting for the next event may take
+/// forever and is not measured.
 #[derive(Debug)]
 pub struct Turn {
-    /// Monotonic nanoseconds, or [`WAITS`].
+    /// Time at which the loop started to handle the event, in nanoseconds of the monotonic clock, or [`WAITS`] while
+    /// the loop waits for an event.
     since: AtomicU64,
 }
 
@@ -94,7 +99,7 @@ impl Default for Turn {
 }
 
 impl Turn {
-    /// For how long it has not come back to wait; `None` while it waits.
+    /// Returns the time for which the loop has been handling its last event. `None` while the loop waits for an event.
     pub fn at_work(&self) -> Option<Duration> {
         let since = self.since.load(Ordering::Relaxed);
         (since != WAITS).then(|| Duration::from_nanos(Stamp::now().0.saturating_sub(since)))
@@ -109,13 +114,13 @@ impl Turn {
     }
 }
 
-/// Everything that one supervisor counts.
+/// All counters of one supervisor.
 #[derive(Debug, Clone, Default)]
 pub struct Counters {
     pub timers: Arc<TimerCounts>,
     pub logs: Arc<LogTotals>,
     pub heartbeats: Arc<Heartbeats>,
-    /// Of the loop that takes the supervisor's events.
+    /// State of the agent's event loop, which receives the supervisor's events.
     pub turn: Arc<Turn>,
 }
 

@@ -1,14 +1,14 @@
-//! The group's deadlines: a handful of named points in time that stand still while the group is suspended.
+//! The group's deadlines: at most one for each kind of timer. All of them are paused while the group is suspended.
 
 use std::time::{Duration, Instant};
 
-/// What a deadline is for.
+/// Purpose of a deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Timer {
     /// Deadline by which all workers must be running.
     Start,
-    /// Time to check whether the fence deadline has passed. The supervisor checks this during a start, because the
-    /// nursery may be blocked in that start.
+    /// Time to check whether the fence deadline has passed. The supervisor checks it while workers are being started,
+    /// because the nursery may be blocked in that start.
     Fence,
     /// Deadline for the imports of a warm nursery.
     Warm,
@@ -19,19 +19,19 @@ pub enum Timer {
     Kill,
     /// Deadline for workers to exit after SIGKILL. The supervisor does not wait for them any longer.
     GiveUp,
-    /// Deadline for the nursery's reply to a sweep.
+    /// Deadline for the result of a sweep, which cleans up leftover processes.
     Sweep,
     /// Time to check whether the nursery has reported all exits that the kernel shows.
     Check,
     /// Time to check for workers that hang.
     Hang,
-    /// Time to sample the worker of this local rank, which should be exiting after an uncaught exception.
+    /// Time to sample the exit of the worker with this local rank, which has recorded an uncaught exception.
     Exit(u32),
-    /// Time at which the worker of this local rank, which is stopped, is reported as paused.
+    /// Time at which the stopped worker with this local rank is reported as paused.
     Paused(u32),
-    /// Deadline for the worker of this local rank, which has failed, to exit.
+    /// Deadline for the failed worker with this local rank to exit.
     Condemned(u32),
-    /// Deadline by which the replacement for the worker of this local rank must be running.
+    /// Deadline by which the replacement for the worker with this local rank must be running.
     Replace(u32),
 }
 
@@ -39,7 +39,7 @@ pub enum Timer {
 /// kernel (state D).
 pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
 
-/// At most one deadline for each [`Timer`].
+/// The deadlines that are set. There is at most one for each [`Timer`].
 #[derive(Debug, Default)]
 pub(super) struct Deadlines {
     armed: Vec<(Timer, Instant)>,
@@ -47,13 +47,13 @@ pub(super) struct Deadlines {
 }
 
 impl Deadlines {
-    /// Sets the deadline of `timer` to `delay` after `now`, in place of an earlier one.
+    /// Sets the deadline of `timer` to `delay` after `now`. Replaces an earlier deadline of the same timer.
     pub(super) fn arm(&mut self, timer: Timer, delay: Duration, now: Instant) {
         self.disarm(timer);
         self.armed.push((timer, after(now, delay)));
     }
 
-    /// As [`Self::arm`], but never later than it was.
+    /// Like [`Self::arm`], but keeps an earlier deadline.
     pub(super) fn hasten(&mut self, timer: Timer, delay: Duration, now: Instant) {
         let sooner = self.armed.iter().all(|(t, at)| *t != timer || after(now, delay) < *at);
         if sooner {
@@ -69,7 +69,7 @@ impl Deadlines {
         self.armed.clear();
     }
 
-    /// When to look again; `None` while frozen or when nothing is armed.
+    /// Returns the earliest deadline. `None` while the deadlines are paused, or if none is set.
     pub(super) fn next(&self) -> Option<Instant> {
         if self.frozen_at.is_some() {
             return None;
@@ -77,7 +77,7 @@ impl Deadlines {
         self.armed.iter().map(|(_, at)| *at).min()
     }
 
-    /// Takes the earliest deadline that has passed.
+    /// Removes and returns the earliest deadline that has passed.
     pub(super) fn expired(&mut self, now: Instant) -> Option<Timer> {
         if self.frozen_at.is_some() {
             return None;
@@ -88,12 +88,12 @@ impl Deadlines {
         Some(timer)
     }
 
-    /// Time stands still from `now` on.
+    /// Pauses all deadlines from `now` on.
     pub(super) fn freeze(&mut self, now: Instant) {
         self.frozen_at.get_or_insert(now);
     }
 
-    /// Time goes on; every deadline moves by the pause.
+    /// Resumes all deadlines. Each deadline moves later by the length of the pause.
     pub(super) fn thaw(&mut self, now: Instant) {
         if let Some(since) = self.frozen_at.take() {
             let pause = now.saturating_duration_since(since);
@@ -104,7 +104,8 @@ impl Deadlines {
     }
 }
 
-/// An `Instant` cannot hold any number of years; one is for ever here.
+/// Returns `now + delay`, or one year after `now` if the delay is longer, because an `Instant` cannot represent every
+/// sum.
 pub(super) fn after(now: Instant, delay: Duration) -> Instant {
     now + delay.min(Duration::from_secs(365 * 24 * 3600))
 }

@@ -1,4 +1,4 @@
-//! What the supervisor tells.
+//! Events that the supervisor reports to the agent.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,24 +12,25 @@ use crate::signal::Signal;
 use crate::sys::stage::Stage;
 use crate::timer::hang::{Ground, Missed};
 
-/// One thing that happened.
+/// Something that happened to the group, a worker, the nursery, or the supervisor itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// A [warm](crate::nursery::launch::Warm) nursery has finished its imports, or has exited. After a failure, workers
-    /// start cold from now on.
+    /// A [warm](crate::nursery::launch::Warm) nursery has finished its imports, or has exited. If it has exited, later
+    /// workers are started by a cold nursery.
     Warmed {
         failure: Option<NurseryEnd>,
-        /// True for a nursery that [`super::Supervisor::import_beside`] has started and that has not taken over.
+        /// True for a second nursery that [`super::Supervisor::import_beside`] has started and that has not taken over
+        /// yet.
         is_beside: bool,
     },
-    /// Every worker of the group runs its program.
+    /// All workers of the group are running their programs.
     GroupStarted {
-        /// Pids by local rank.
+        /// Pids of the workers, ordered by local rank.
         pids: Vec<i32>,
-        /// When the last of them ran.
+        /// Time at which the last worker was running.
         started: Stamp,
     },
-    /// The group could not be started; nothing of it is left.
+    /// The group could not be started. All of its processes were killed.
     StartFailed(StartFailure),
     /// A worker has exited. Reported once for each worker.
     WorkerExited {
@@ -44,31 +45,32 @@ pub enum Event {
         /// started it.
         usage: Option<Usage>,
     },
-    /// No process of a failed worker is left, except those listed in `swept`, and a replacement may be started.
+    /// All processes of a failed worker are gone, except those listed in `swept`, and a replacement may be started.
     /// Reported once for each failed worker, and only by a group that [replaces](crate::spec::GroupSpec::replaces)
     /// failed workers.
     WorkerSwept { local_rank: u32, swept: Swept, at: Stamp },
     /// A replacement for a failed worker is running.
     WorkerReplaced { local_rank: u32, pid: i32, started: Stamp },
-    /// A replacement could not be started. No process of it is left.
+    /// A replacement for a failed worker could not be started.
     ReplaceFailed(StartFailure),
-    /// The first failure of the group. The siblings have already been signalled.
+    /// The first worker of the group has failed. The other workers have already been signalled.
     FailureSeen {
         local_rank: u32,
         /// Time at which the supervisor noticed the failure.
         seen: Stamp,
-        /// Time at which the stop signal had been sent to the last sibling.
+        /// Time at which the stop signal had been sent to all other workers.
         signalled: Stamp,
         siblings: u32,
     },
-    /// An expiration timer of a worker, or of a descendant of one, was not released in time. With a signal, the worker
-    /// counts as failed, and [`Self::FailureSeen`] follows.
+    /// An expiration timer of a worker, or of one of its descendants, was not released in time. If the timer has a
+    /// signal, the worker counts as failed, and [`Self::FailureSeen`] follows.
     TimerExpired(TimerExpired),
-    /// A worker missed its heartbeat deadline. It counts as failed, and [`Self::FailureSeen`] follows.
+    /// A worker missed its heartbeat deadline. The worker counts as failed, and [`Self::FailureSeen`] follows.
     WorkerHung(Box<WorkerHung>),
     /// A worker has recorded an uncaught exception, or has not exited in time after recording one.
     WorkerRaised(WorkerRaised),
-    /// Workers did not exit within their grace period, or their exit made no progress. They get SIGKILL now.
+    /// Workers did not exit within their grace period, or their exit made no progress. They are being killed with
+    /// SIGKILL.
     WorkersKilled(WorkersKilled),
     /// A worker has been stopped for one second by a signal that the supervisor did not send.
     WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
@@ -77,21 +79,21 @@ pub enum Event {
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing all workers and their
     /// descendants. Reported immediately, even if no group is running. A running group ends with [`Outcome::Stopped`].
     Fenced { at: Stamp },
-    /// No process of the group is left, except those listed here.
+    /// All processes of the group are gone, except those listed here.
     GroupEnded {
         outcome: Outcome,
         nursery: Option<NurseryEnd>,
-        /// Workers that did not exit after SIGKILL, each with the kernel function in which it waits. The name is empty
-        /// if it cannot be read.
+        /// Local rank of each worker that did not exit after SIGKILL, and the kernel function in which it waits. The
+        /// name of the function is empty if it cannot be read.
         stuck_workers: Vec<(u32, String)>,
         swept: Swept,
         at: Stamp,
     },
     /// A log file cannot be read, or its file system is full. Reported once for each file.
     LogTrouble { local_rank: u32, path: PathBuf, errno: i32 },
-    /// A feature of the supervisor is impaired or has failed, as described in the message. The job continues.
+    /// A feature of the supervisor is impaired or has failed, as the message describes. The job continues.
     Degraded { message: String },
-    /// A task of the runtime panicked. The workers are being killed, and no further event follows.
+    /// A task of the runtime panicked. The workers are being killed, and this is the last event.
     Panicked { message: String },
 }
 
@@ -123,34 +125,34 @@ fn console_name(dest: Dest) -> &'static str {
     }
 }
 
-/// A timer that was not released in time.
+/// An expiration timer that was not released in time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TimerExpired {
     pub local_rank: u32,
-    /// Process that acquired the timer: the worker or a descendant.
+    /// Pid of the process that acquired the timer: the worker or one of its descendants.
     pub pid: i32,
     pub scope: String,
     /// File and line of the block that acquired the timer. `None` if the client did not send them.
     pub at: Option<String>,
-    /// Deadline of the timer by the worker's wall clock, in milliseconds since 1970.
+    /// Deadline of the timer on the worker's wall clock, in milliseconds since 1970.
     pub deadline_ms: u64,
-    /// Number of other active timers of the process.
+    /// Number of other active timers of the same process.
     pub others: u32,
     /// Signal that was sent to the process. `None` if the timer has no signal, so that its expiry is only reported.
     pub signal: Option<Signal>,
     pub seen: Stamp,
 }
 
-/// A worker, or a descendant of it, has recorded an uncaught exception and is about to exit.
+/// An uncaught exception that a worker or one of its descendants has recorded, just before it exits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerRaised {
     pub local_rank: u32,
-    /// Process that recorded the exception: the worker or a descendant.
+    /// Pid of the process that recorded the exception: the worker or one of its descendants.
     pub pid: i32,
-    /// Last part of the traceback, as the process sent it. Empty if it sent none.
+    /// Last part of the traceback. Empty if the process sent no traceback.
     pub text: String,
-    /// Time at which the exception was recorded. If the process did not send that time, the time at which its notice
-    /// was received.
+    /// Time at which the process recorded the exception. If the process did not send that time, the time at which the
+    /// supervisor received the report.
     pub seen: Stamp,
     /// Time limit for the exit, measured from `seen`. `None` if there is no limit.
     pub limit: Option<Duration>,
@@ -163,10 +165,10 @@ pub enum ExitStage {
     /// The exception has just been recorded.
     Begun,
     /// The time limit for the exit has passed, but the exit is making progress. The worker counts as failed, but gets
-    /// the same grace period as its siblings to finish its exit. [`Event::FailureSeen`] follows.
+    /// the same grace period as the other workers to finish its exit. [`Event::FailureSeen`] follows.
     Slow,
     /// The time limit for the exit has passed, and the exit makes no progress. The worker counts as failed and is
-    /// killed at once. [`Event::FailureSeen`] follows.
+    /// killed immediately. [`Event::FailureSeen`] follows.
     Stalled,
 }
 
@@ -183,12 +185,12 @@ pub struct WorkersKilled {
 /// Reason for sending SIGKILL to workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KillReason {
-    /// They did not exit within the grace after this signal.
+    /// The workers did not exit within the grace period after this signal.
     AfterSignal(Signal),
-    /// Their exit after an uncaught exception made progress, but was not complete at the end of the grace. They were
-    /// sent no signal before.
+    /// The exit of the workers after an uncaught exception made progress, but did not finish within the grace period.
+    /// The workers were sent no other signal before SIGKILL.
     SlowExit,
-    /// Their exit after an uncaught exception made no progress.
+    /// The exit of the workers after an uncaught exception made no progress.
     StalledExit,
 }
 
@@ -201,14 +203,14 @@ pub struct Heartbeat {
     pub section: Option<String>,
 }
 
-/// Reports a worker that hangs, and what every worker was doing when the hang was detected.
+/// A worker that hangs, and the state of every worker when the hang was detected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerHung {
-    /// The worker for which the others are most likely waiting.
+    /// Local rank of the worker for which the others are most likely waiting.
     pub local_rank: u32,
     pub pid: i32,
     pub missed: Missed,
-    /// Time of the worker's last heartbeat or output, or the start of the group.
+    /// Time of the worker's last heartbeat or output. If there was none, the start of the group.
     pub since: Stamp,
     pub limit: Duration,
     pub seen: Stamp,
@@ -218,39 +220,39 @@ pub struct WorkerHung {
     pub ranks: Vec<RankSeen>,
 }
 
-/// What a worker was doing.
+/// State of a worker at the time of a hang.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankSeen {
     pub local_rank: u32,
     pub heartbeat: Option<Heartbeat>,
-    /// True if at least half of the worker's limit has passed.
+    /// True if at least half of the worker's time limit has passed.
     pub is_late: bool,
     /// State of the process: a letter as in `/proc/PID/stat`, or a space if the state is unknown.
     pub state: char,
     /// Kernel function in which the worker waits. Empty if the worker is running or the function cannot be read.
     pub wait_channel: String,
-    /// Innermost frame of the worker's Python program.
+    /// Innermost frame of the worker's Python program. `None` if it is unknown.
     pub frame: Option<String>,
 }
 
 /// Outcome of cleaning up the processes that workers left behind.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Swept {
-    /// Processes that had to be signalled. Has only the first of them if there are many.
+    /// Processes that had to be signalled. If there were many, only the first of them.
     pub ended: Vec<Descendant>,
-    /// Number of further processes that had to be signalled.
+    /// Number of processes that had to be signalled, in addition to those in `ended`.
     pub more: u32,
     /// Processes that could not be killed.
     pub stuck: Vec<Descendant>,
-    /// Processes that were spared.
+    /// Processes that were not killed, because they have left the job on purpose.
     pub spared: Vec<Descendant>,
-    /// Processes that have exited but cannot be reaped yet, because a tracer holds them. Each of them is also reported
-    /// as [`Event::Degraded`].
+    /// Pids of processes that have exited but cannot be reaped yet, because a tracer holds them. Each of them is also
+    /// reported as [`Event::Degraded`].
     pub held: Vec<i32>,
 }
 
 impl Swept {
-    /// Merges the outcome of a later sweep of the same processes into this one.
+    /// Adds the outcome of a later sweep of the same processes to this one.
     pub(super) fn follow_up(&mut self, later: Self) {
         self.ended.extend(later.ended);
         self.more += later.more;
@@ -258,7 +260,7 @@ impl Swept {
     }
 }
 
-/// How a nursery was lost.
+/// Exit of a nursery that was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NurseryEnd {
     pub exit: WorkerExit,
@@ -266,20 +268,20 @@ pub struct NurseryEnd {
     pub hung: bool,
 }
 
-/// Why a group ended.
+/// Outcome of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// All workers exited 0.
+    /// All workers exited with code 0.
     Succeeded,
-    /// A worker failed first.
+    /// A worker failed before the group was stopped or lost.
     Failed,
-    /// It was stopped on request, or by the fence.
+    /// The group was stopped on request, or because the fence deadline passed.
     Stopped,
-    /// The nursery died, and the workers with it.
+    /// The nursery died, and its workers died with it.
     Lost,
 }
 
-/// Why a group could not be started.
+/// Reason why a group or a replacement worker could not be started.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StartFailure {
     #[error("could not {stage}{} for local rank {local_rank}: {}",
@@ -289,20 +291,20 @@ pub enum StartFailure {
         local_rank: u32,
         stage: Stage,
         errno: i32,
-        /// The path or program that it was about.
+        /// Path or program that the failed operation used. Empty if there is none.
         subject: String,
     },
-    /// The start took longer than its deadline; the nursery was killed.
+    /// The start took longer than its deadline. It was aborted by killing the hanging process or the nursery.
     #[error("local rank {local_rank} did not start within {deadline:?}: it hangs while it tries to {}{}",
         stage.map_or_else(|| "begin".to_owned(), |s| s.to_string()),
         if wait_channel.is_empty() { String::new() } else { format!(" (in {wait_channel})") })]
     Hung {
         local_rank: u32,
-        /// The last stage that it reported.
+        /// Last stage that the start reported. `None` if it reported no stage.
         stage: Option<Stage>,
-        /// The kernel function that it waits in; empty when unreadable.
+        /// Kernel function in which the start waits. Empty if it cannot be read.
         wait_channel: String,
-        /// See [`crate::spec::GroupSpec::start_deadline`].
+        /// Time limit for the start, see [`crate::spec::GroupSpec::start_deadline`].
         deadline: std::time::Duration,
     },
 }

@@ -1,19 +1,19 @@
-//! Takes evidence of what the workers of a group were doing when one of them hung. The evidence is taken before any of
-//! the workers gets a signal to stop.
+//! Gathers evidence of what each worker of a group is doing when one of them hangs or a timer expires. The evidence is
+//! gathered before any worker gets a signal to stop.
 //!
 //! The state, the wait channel and, if it is readable, the kernel stack of each thread come from `/proc`. The Python
-//! stacks of a worker come from `faulthandler`: on [`stack_signal`], it writes them to the file that the worker's hook
-//! has opened. Its handler is written in C and does not need the GIL, so it also works if the worker is blocked in a
-//! collective or never releases the GIL. If a worker does not write its stacks, `py-spy` inspects it, provided that
-//! `py-spy` is installed.
+//! stacks of a worker come from `faulthandler`: on [`stack_signal`], it writes them to a file that the worker's hook
+//! has opened. The signal handler is written in C and does not need the GIL, so it also works if the worker is blocked
+//! in a collective or never releases the GIL. If a worker does not write its stacks, `py-spy` inspects it, provided
+//! that `py-spy` is installed.
 //!
-//! - **EVI-1** a process gets the signal only if it has a handler for the signal and the hook's file;
+//! - **EVI-1** a process gets the signal only if it has a handler for the signal and the hook's file exists;
 //! - **EVI-2** all ranks are examined in parallel, each on its own thread, and the caller gets the evidence by its
-//!   deadline. If a file of one rank hangs, only the evidence of that rank is missing;
-//! - **EVI-3** only regular files are opened, because a worker may replace its file by a FIFO, and opening a FIFO would
-//!   block;
-//! - **EVI-4** the traceback of a crash stays in the file, even if it is written while the evidence is taken;
-//! - **EVI-5** if the evidence is not needed anymore, the threads stop at once and kill `py-spy`.
+//!   deadline. If access to a file of one rank hangs, only the evidence of that rank is missing;
+//! - **EVI-3** only regular files are opened, because a worker may have replaced its file with a FIFO, and opening a
+//!   FIFO could block;
+//! - **EVI-4** the traceback of a crash stays in the file, even if it is written while evidence is gathered;
+//! - **EVI-5** if the evidence is no longer needed, the threads stop at once and kill `py-spy`.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -34,37 +34,39 @@ use crate::stat::Stat;
 use crate::sys::command::die_with_thread;
 use crate::sys::pidfd;
 
-/// For all ranks together.
+/// Time limit for gathering evidence from all ranks together.
 pub const LIMIT: Duration = Duration::from_secs(2);
-/// Part of [`LIMIT`] in which `faulthandler` has to write the stacks. `py-spy` gets the rest.
+/// Part of [`LIMIT`] in which `faulthandler` has to write the stacks. `py-spy` gets the rest of the time.
 const ANSWERS: Duration = Duration::from_millis(1200);
-/// Time after which a file that does not grow is considered complete.
+/// Time after which a stack file that has stopped growing is considered complete.
 const SETTLED: Duration = Duration::from_millis(40);
 const PAUSE: Duration = Duration::from_millis(5);
-/// Time limit for `py-spy` to exit after SIGKILL. It may hang in the kernel, like the worker that it inspects.
+/// Time limit for `py-spy` to exit after SIGKILL. Like the worker that it inspects, `py-spy` may hang in the kernel.
 const REAPED: Duration = Duration::from_millis(100);
 const MAX_THREADS: usize = 64;
 const MAX_DESCENDANTS: usize = 64;
 const MAX_STACKS: usize = 256 * 1024;
-/// As far as the stacks of a crash are looked for.
+/// Maximum number of bytes of the stack file that are searched for the traceback of a crash.
 const MAX_ANSWER: u64 = 16 * 1024 * 1024;
-/// The beginning of what `faulthandler` writes of one; the answer to [`stack_signal`] has none.
+/// Text with which `faulthandler` starts the traceback of a crash. The stacks that it writes on [`stack_signal`] do not
+/// contain this text.
 const CRASH: &[u8] = b"Fatal Python error";
 
-/// The signal on which a worker writes its stacks. `python/elasticrs/_worker/hook/sitecustomize.py` has it as well.
+/// Returns the signal on which a worker writes its Python stacks. The same number is set in
+/// `python/elasticrs/_worker/hook/sitecustomize.py`.
 pub fn stack_signal() -> i32 {
     libc::SIGRTMIN() + 12
 }
 
-/// Where the evidence of one worker goes.
+/// Paths of the files for the evidence of one worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EvidenceFiles {
-    /// The file that the worker's hook has opened for `faulthandler`.
+    /// File that the worker's hook has opened for `faulthandler`.
     pub stacks: PathBuf,
     pub report: PathBuf,
 }
 
-/// A worker that is looked at.
+/// A worker whose evidence is gathered.
 #[derive(Debug, Clone)]
 pub(super) struct Subject {
     pub(super) local_rank: u32,
@@ -73,25 +75,26 @@ pub(super) struct Subject {
     pub(super) title: String,
 }
 
-/// What was found.
+/// Evidence about one worker.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Found {
     pub local_rank: u32,
-    /// One letter, as in `/proc/PID/stat`; a blank when it has ended.
+    /// State of the process: a letter as in `/proc/PID/stat`, or a space if the state is unknown.
     pub state: char,
-    /// The kernel function that it waits in; empty when it runs, or that cannot be read.
+    /// Kernel function in which the process waits. Empty if the process is running or the function cannot be read.
     pub wait_channel: String,
-    /// The innermost Python frame of the thread that answered, the main thread as a rule.
+    /// Innermost Python frame of the thread that wrote its stack, which is usually the main thread. `None` if it is
+    /// unknown.
     pub frame: Option<String>,
-    /// Why there is no report.
+    /// Reason why the report could not be written. `None` if there was no problem.
     pub problem: Option<String>,
 }
 
-/// How long evidence is waited for.
+/// Time limit for gathering evidence. The caller can cancel the gathering earlier.
 #[derive(Debug)]
 pub(super) struct Patience {
     pub(super) deadline: Instant,
-    /// EVI-5.
+    /// True if the evidence is no longer needed (**EVI-5**).
     pub(super) given_up: AtomicBool,
 }
 
@@ -105,7 +108,8 @@ impl Patience {
     }
 }
 
-/// Looks at all; blocks as long as `patience` lasts at most, apart from a disk that does not answer.
+/// Gathers the evidence of all subjects. Blocks until `patience` is over at the latest, or longer if a file system does
+/// not respond.
 pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, patience: &Patience) -> Vec<Found> {
     let mut looks: Vec<Look> = subjects.into_iter().map(Look::begin).collect();
     await_answers(&mut looks, patience);
@@ -122,17 +126,17 @@ pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, patience: &P
     reports.into_iter().map(with_frame).collect()
 }
 
-/// One worker while it is looked at.
+/// A worker while its evidence is gathered.
 struct Look {
     subject: Subject,
-    /// The process that answers: the worker, or the Python program below it.
+    /// Pid of the process that is asked for its stacks: the worker, or the Python program below it.
     target: i32,
     status: Option<Status>,
     kernel: String,
     answer: Option<Answer>,
 }
 
-/// The answer of `faulthandler`, from this place in the file on.
+/// The file to which `faulthandler` writes the stacks, and the offset at which the new stacks start.
 struct Answer {
     file: File,
     start: u64,
@@ -168,7 +172,7 @@ impl Look {
     fn begin(subject: Subject) -> Self {
         let asked = target_of(subject.pid);
         let target = asked.as_ref().map_or(subject.pid, |(pid, _)| *pid);
-        // Before it is disturbed.
+        // Read the state before the signal disturbs the process.
         let (status, kernel) = (Status::of(subject.pid), kernel_side(target));
         let answer = asked.filter(|(pid, _)| can_answer(*pid));
         let answer = answer.and_then(|(_, pidfd)| ask(&pidfd, &subject.files.as_ref()?.stacks).ok());
@@ -187,13 +191,14 @@ impl Look {
         let Some(files) = &self.subject.files else { return (found, None) };
         let written = open(OpenOptions::new().read(true).create(true).append(true), &files.report);
         let spy = written.and_then(|mut file| {
-            // An earlier one is of somebody who went on.
+            // Discard an earlier report, because it is about a worker that recovered.
             file.set_len(0)?;
             file.write_all(self.text(&stacks, found.state).as_bytes())?;
             if !stacks.is_empty() || self.status.is_none() {
                 return Ok(None);
             }
-            // A debugger stops what it looks into, which fails where that is done already.
+            // Use the non-blocking mode of `py-spy` for a stopped or traced process. Otherwise `py-spy` would pause the
+            // process, which fails for a process that is already stopped.
             let is_held = matches!(found.state, 'T' | 't');
             py_spy.map(|program| Spy::begin(program, self.target, is_held, file)).transpose()
         });
@@ -206,7 +211,7 @@ impl Look {
         }
     }
 
-    /// Takes the answer out of the file, which is for the stacks of crashes (EVI-4).
+    /// Moves the stacks out of the file, unless the file contains the traceback of a crash (**EVI-4**).
     fn read(&self, answer: Answer) -> io::Result<String> {
         let start = answer.start;
         let (stacks, has_crash) = answer.read()?;
@@ -219,7 +224,7 @@ impl Look {
     fn text(&self, stacks: &str, state: char) -> String {
         let mut text = format!("{}\npid {}, state {state}\n", self.subject.title, self.subject.pid);
         if self.target != self.subject.pid {
-            // Writing to a string cannot fail, here and below.
+            // Ignore the result here and below, because writing to a string cannot fail.
             let _ = writeln!(text, "the program below it: pid {}", self.target);
         }
         if stacks.is_empty() {
@@ -232,15 +237,17 @@ impl Look {
     }
 }
 
-/// The first process from here downwards that has a handler for the signal.
+/// Returns the first process that has a handler for the signal, searching the worker and then its descendants.
 fn target_of(pid: i32) -> Option<(i32, OwnedFd)> {
     let below = descendants(pid, &[]).map(|listed| listed.pid).take(MAX_DESCENDANTS);
     let open = |pid| pidfd::open(pid).ok().map(|pidfd| (pid, pidfd));
-    // Opened first: what is read then is about this process, or it has ended.
+    // Open the pidfd before reading `/proc`, because the data could otherwise be about another process that got the
+    // same pid.
     std::iter::once(pid).chain(below).filter_map(open).find(|(pid, _)| has_handler(*pid))
 }
 
-/// EVI-1, from the mask of caught signals in `/proc/PID/status`.
+/// Returns true if the process has a handler for [`stack_signal`], according to the mask of caught signals in
+/// `/proc/PID/status` (**EVI-1**).
 fn has_handler(pid: i32) -> bool {
     let status = procfs::read(pid, "status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
@@ -248,7 +255,7 @@ fn has_handler(pid: i32) -> bool {
     mask & (1 << (stack_signal() - 1)) != 0
 }
 
-/// EVI-3: a plain file and nothing else, without waiting for anybody.
+/// Opens a regular file without blocking, and fails for any other kind of file (**EVI-3**).
 fn open(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let file = options.custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(path)?;
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is no plain file")) }
@@ -266,7 +273,8 @@ fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
 }
 
 impl Answer {
-    /// The stacks, and whether those of a crash came behind them: the question may have ended a wait.
+    /// Returns the new stacks, and true if the file also contains the traceback of a crash. A crash may follow the
+    /// signal, because the signal interrupts a system call in which the process was waiting.
     fn read(mut self) -> io::Result<(String, bool)> {
         let mut bytes = Vec::new();
         self.file.seek(SeekFrom::Start(self.start))?;
@@ -277,14 +285,15 @@ impl Answer {
     }
 }
 
-/// Of the thread that has taken the signal, or of the last one, which is the main thread.
+/// Returns the innermost frame of the thread that received the signal. If no thread is marked as such, returns the
+/// frame of the last thread, which is the main thread.
 fn innermost_frame(stacks: &str) -> Option<String> {
     let current = stacks.find("Current thread").or_else(|| stacks.rfind("Thread 0x"))?;
     let frame = stacks[current..].lines().skip(1).map(str::trim).find(|line| line.starts_with("File "))?;
     Some(frame.to_owned())
 }
 
-/// One line for each thread of a process, and its kernel stack where that may be read.
+/// Returns one line for each thread of a process, followed by the kernel stack of the thread if it is readable.
 fn kernel_side(pid: i32) -> String {
     let mut text = String::new();
     for thread in threads(pid).into_iter().flatten().take(MAX_THREADS) {
@@ -301,11 +310,11 @@ fn kernel_side(pid: i32) -> String {
     text
 }
 
-/// `py-spy` while it looks into a worker.
+/// A running `py-spy` process that inspects a worker.
 struct Spy {
     child: Child,
     report: File,
-    /// Where in the report what it writes begins.
+    /// Offset in the report at which the output of `py-spy` starts.
     start: u64,
 }
 
@@ -313,10 +322,10 @@ impl Spy {
     fn begin(program: &Path, pid: i32, is_held: bool, report: File) -> io::Result<Self> {
         let (output, errors, start) = (report.try_clone()?, report.try_clone()?, report.metadata()?.len());
         let mut command = Command::new(program);
-        // Whole names of files, as `faulthandler` writes them: places of several ranks are compared.
+        // Print full file names, as `faulthandler` does, because the frames of different ranks are compared.
         command.args(["dump", "--full-filenames", "--pid", &pid.to_string()]);
         command.args(is_held.then_some("--nonblocking")).stdin(Stdio::null()).stdout(output).stderr(errors);
-        // This thread waits for it.
+        // Make `py-spy` die with this thread, because this thread waits for it.
         let child = die_with_thread(&mut command).spawn()?;
         Ok(Self { child, report, start })
     }
@@ -347,7 +356,8 @@ fn reap(mut child: Child) {
     let _ = std::thread::Builder::new().name("elasticrs-reap".to_owned()).spawn(move || child.wait());
 }
 
-/// Of the main thread, or of the first one, in the form of [`innermost_frame`].
+/// Returns the innermost frame of the main thread from the output of `py-spy`, in the format of [`innermost_frame`]. If
+/// no thread is marked as the main thread, uses the first thread.
 fn innermost_spied(output: &str) -> Option<String> {
     let lines: Vec<&str> = output.lines().collect();
     let is_thread = |line: &&str| line.starts_with("Thread ");
@@ -356,7 +366,7 @@ fn innermost_spied(output: &str) -> Option<String> {
     lines[thread + 1..].iter().map_while(|line| line.strip_prefix("    ")).find_map(|frame| {
         let (name, place) = frame.split_once(" (")?;
         let (file, line) = place.strip_suffix(')')?.rsplit_once(':')?;
-        // `faulthandler` writes the name alone, without that of the class.
+        // Drop the name of the class, because `faulthandler` writes only the name of the function.
         let function = name.rsplit('.').next()?;
         Some(format!("File \"{file}\", line {line} in {function}"))
     })
@@ -385,7 +395,7 @@ mod tests {
             Thread 7 (active): \"MainThread\"\n    Loader.<locals>.read (/data (old)/a:b.py:41)\n    <module> (/b.py:9)\n";
         let read = "File \"/data (old)/a:b.py\", line 41 in read";
         assert_eq!(innermost_spied(output).as_deref(), Some(read));
-        // Names of threads are not always known, nor lines.
+        // `py-spy` does not always know the names of threads and the line numbers.
         let nameless = "Thread 0x7F00 (idle)\n    native (/a.so)\n    f (/a.py:1)\nThread 8 (idle)\n    g (/a.py:2)\n";
         assert_eq!(innermost_spied(nameless).as_deref(), Some("File \"/a.py\", line 1 in f"));
         for none in

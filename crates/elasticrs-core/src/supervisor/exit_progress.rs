@@ -1,8 +1,9 @@
-//! Decides whether a worker makes progress with its exit after an uncaught exception. Progress means that it flushes
-//! files, uploads data, or waits for a CPU.
+//! Decides whether a worker that exits after an uncaught exception makes progress. Progress means that the worker
+//! flushes files, uploads data, or waits for a CPU.
 //!
-//! The CPU time and transferred bytes of the worker and its descendants are sampled twice and compared. All decisions
-//! are in the pure function [`progressed`]. [`sample`] runs on its own thread, because it reads `/proc` and may block.
+//! The CPU time and the transferred bytes of the worker and its descendants are sampled twice and compared. All
+//! decisions are in the pure function [`progressed`]. [`sample`] runs on its own thread, because it reads `/proc` and
+//! may block.
 
 use std::iter;
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ use crate::procfs;
 use crate::stat::Stat;
 
 /// Time limit for one sample, because a read of `/proc/PID/io` blocks while the process is inside `exec`, for example
-/// of a program on a dead network file system.
+/// if the program is on a dead network file system.
 pub(super) const LIMIT: Duration = Duration::from_secs(2);
 const MAX_PROCESSES: usize = 64;
 const MAX_THREADS: usize = 256;
@@ -23,17 +24,17 @@ const MAX_THREADS: usize = 256;
 const BUSY_SHARE: u32 = 20;
 /// Number of bytes read between two samples that counts as progress. Monitoring threads that poll `/proc` read less.
 const MANY_BYTES: u64 = 64 * 1024;
-/// Fields of `/proc/PID/stat` that hold CPU time in clock ticks: user and kernel mode of the process, and the same of
-/// its reaped children.
+/// Fields of `/proc/PID/stat` that hold CPU time in clock ticks: the user and system time of the process, followed by
+/// the user and system time of its reaped children.
 const CPU_TICKS: std::ops::RangeInclusive<usize> = 14..=17;
 
-/// Totals of a worker and its descendants.
+/// Resource usage of a worker and its descendants, added up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sample {
     at: Instant,
     /// CPU time in clock ticks.
     cpu: u64,
-    /// Nanoseconds for which threads were ready to run but had no CPU.
+    /// Time in nanoseconds for which threads were ready to run but had no CPU.
     delayed: u64,
     read: u64,
     written: u64,
@@ -53,7 +54,7 @@ pub(super) fn sample(worker: i32) -> Sample {
 }
 
 impl Sample {
-    /// Returns the time between an earlier sample and this one.
+    /// Returns the time that has passed from an earlier sample to this one.
     pub(super) fn since(&self, before: &Self) -> Duration {
         self.at.saturating_duration_since(before.at)
     }
@@ -71,8 +72,8 @@ impl Sample {
         self.written += count("wchar:");
         for thread in threads(pid).into_iter().flatten().take(MAX_THREADS) {
             self.waits_for_disk |= Stat::in_folder(&thread).and_then(|stat| stat.field(3)) == Some('D');
-            // The fields of `schedstat` are nanoseconds on a CPU, nanoseconds ready to run, and the number of time
-            // slices.
+            // The fields of `schedstat` are the nanoseconds on a CPU, the nanoseconds of waiting for a CPU, and the
+            // number of time slices.
             let schedule = std::fs::read_to_string(thread.join("schedstat")).unwrap_or_default();
             self.delayed += schedule.split_whitespace().nth(1).and_then(|value| value.parse().ok()).unwrap_or(0);
         }
@@ -83,7 +84,7 @@ impl Sample {
 pub(super) fn progressed(before: &Sample, after: &Sample, ticks_per_second: u64) -> bool {
     let span = nanoseconds(after.since(before));
     let cpu = after.cpu.saturating_sub(before.cpu).saturating_mul(1_000_000_000 / ticks_per_second.max(1));
-    // Subtract with saturation, because the totals shrink when a descendant has exited between the samples.
+    // Use saturating subtraction, because the totals shrink if a descendant has exited between the samples.
     let busy = cpu.saturating_add(after.delayed.saturating_sub(before.delayed));
     after.waits_for_disk
         || busy > 0 && busy >= span / u64::from(BUSY_SHARE)

@@ -1,4 +1,4 @@
-//! The handle that the agent holds.
+//! The supervisor's handle, through which the agent controls the runtime thread.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -28,7 +28,8 @@ use crate::spec::{GroupSpec, ProcessSpec, StopPolicy};
 use crate::sys::pidfd;
 use crate::timer::hang::{Elsewhere, Limits};
 
-/// For tasks on the runtime thread that hold a lease: the connection, and the deadline. Keeps nothing alive.
+/// Handle to the supervisor for tasks on the runtime thread that hold the agent's lease. Through it, such a task
+/// controls the connections that the nursery holds and sets the fence deadline. It does not keep the supervisor alive.
 #[derive(Clone)]
 pub struct Keeper {
     commands: WeakUnboundedSender<Command>,
@@ -36,27 +37,27 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Same as [`Supervisor::guard_connection`]. This method and all other methods do nothing if the supervisor has
+    /// Same as [`Supervisor::guard_connection`]. All methods except [`Self::fence`] do nothing if the supervisor has
     /// ended.
     pub fn hold(&self, connection: OwnedFd) {
         self.send(Guarded::Hold(connection));
     }
 
-    /// Gives the nursery a link with another agent. The nursery sends `word` on it when no process of this agent is
-    /// left. The first link of a session (`is_first`) replaces the links of the previous session.
+    /// Gives the nursery a link to another agent. The nursery sends `word` on this link once all processes of this
+    /// agent are gone. The first link of a session (`is_first`) replaces the links of the previous session.
     pub fn hold_link(&self, link: OwnedFd, word: LastWord, is_first: bool) {
         self.send(Guarded::Link { link, word, is_first });
     }
 
     /// Gives the nursery a second connection to hold, because the session is about to move to it. Returns once the
-    /// request is in the kernel's socket buffer, because the nursery then receives the connection even if this process
-    /// is killed. Returns immediately if there is no nursery. Returns false if the connection is not held, because no
-    /// descriptor was left to duplicate it.
+    /// request is in the kernel's socket buffer. From then on, the nursery receives the connection even if this process
+    /// is killed. Returns immediately if there is no nursery. Returns false if the nursery does not hold the
+    /// connection, because no descriptor was free for a duplicate.
     pub async fn hold_beside(&self, connection: OwnedFd) -> bool {
         let (held, is_held) = oneshot::channel();
         self.send(Guarded::Beside(connection, held));
-        // An error means that there is no nursery, or that the nursery is exiting together with its workers. The next
-        // nursery then gets the connection.
+        // An error means that there is no nursery, or that the nursery is exiting together with its workers. In both
+        // cases, the next nursery gets the connection.
         is_held.await.unwrap_or(true)
     }
 
@@ -67,7 +68,7 @@ impl Keeper {
 
     fn send(&self, guarded: Guarded) {
         if let Some(commands) = self.commands.upgrade() {
-            // Sending fails only if the runtime has ended. The nursery has then ended, too.
+            // Sending fails only if the runtime has ended. The nursery has then exited, too.
             let _ = commands.send(Command::Guard(guarded));
         }
     }
@@ -80,8 +81,9 @@ impl Keeper {
 
 /// Starts, watches and stops the workers of one agent, one group at a time.
 ///
-/// All methods return at once, except [`Self::next`], [`Self::drain`] and [`Self::close`]. In a child made by `fork` they
-/// fail with [`SupervisorError::Forked`], and those that need the runtime with [`SupervisorError::Ended`] once it is gone.
+/// All methods return immediately, except [`Self::next`], [`Self::drain`] and [`Self::close`]. In a child made by
+/// `fork`, they fail with [`SupervisorError::Forked`]. Methods that need the runtime fail with
+/// [`SupervisorError::Ended`] once the runtime has ended.
 pub struct Supervisor {
     commands: UnboundedSender<Command>,
     shared: Shared,
@@ -102,7 +104,7 @@ impl Supervisor {
         let thread = {
             let shared = shared.clone();
             let builder = Builder::new().name("elasticrs".into()).stack_size(512 * 1024);
-            // A panic drops the task, and with it the link: the nursery then kills all workers.
+            // A panic drops the task, which closes the link to the nursery. The nursery then kills all workers.
             let tell = move |message| panicked.push(super::Event::Panicked { message });
             runtime::start(builder, move || task::run(config, inbox, shared, ready), tell)?
         };
@@ -115,29 +117,30 @@ impl Supervisor {
         Ok(Self { commands, shared, thread, owner })
     }
 
-    /// The pid of the nursery, while there is one.
+    /// Returns the pid of the nursery. `None` if there is no nursery.
     pub fn nursery_pid(&self) -> Option<i32> {
         Some(self.shared.nursery_pid.load(Ordering::Relaxed)).filter(|pid| *pid != 0)
     }
 
-    /// Begins to start a group. [`super::Event::GroupStarted`] or [`super::Event::StartFailed`] follows.
+    /// Requests the start of a group. [`super::Event::GroupStarted`] or [`super::Event::StartFailed`] follows.
     pub fn start(&self, group: GroupSpec) -> Result<(), SupervisorError> {
         self.ask(|reply| Command::Start(Box::new(group), reply))?
     }
 
-    /// Begins to start a process in the place of a worker that has failed and was swept, in a running group that
-    /// [replaces](GroupSpec::replaces). [`super::Event::WorkerReplaced`] or [`super::Event::ReplaceFailed`] follows, or the end
-    /// of the group. `descriptors`: what [`ProcessSpec::pass_fds`] point into.
+    /// Requests the start of a replacement for a failed worker whose leftover processes were cleaned up. The group must
+    /// be running and must [replace](GroupSpec::replaces) failed workers. [`super::Event::WorkerReplaced`],
+    /// [`super::Event::ReplaceFailed`], or the end of the group follows. The entries of [`ProcessSpec::pass_fds`] are
+    /// indices into `descriptors`.
     pub fn replace(&self, process: ProcessSpec, descriptors: Vec<OwnedFd>) -> Result<(), SupervisorError> {
         self.ask(|reply| Command::Replace(Box::new(process), descriptors, reply))?
     }
 
-    /// Makes a process that this process started a member of the running group.
+    /// Adds a process that Python started to the running group.
     ///
-    /// `status` is for a process whose parent is another one: a pipe into which that one writes, in four bytes, the
-    /// status that `wait4` gave for it. `page` is for one that waits to begin and has a page for its heartbeats
-    /// ([`crate::timer::pages::HeartbeatPage::share`]): it is watched like those that are started here. Such processes
-    /// are adopted in the order of their ranks.
+    /// `status` is needed if the process is not a child of this process. It is a pipe to which the parent writes the
+    /// status from `wait4`, as four bytes. `page` is the process's page for heartbeats
+    /// ([`crate::timer::pages::HeartbeatPage::share`]); its heartbeats are then watched like those of other workers.
+    /// Processes with a page must be adopted before they start to work, in the order of their local ranks.
     pub fn adopt(
         &self,
         local_rank: u32,
@@ -150,13 +153,14 @@ impl Supervisor {
         self.ask(|reply| Command::Adopt(adopted, reply))?
     }
 
-    /// Stops the group; a harder call overrides. [`super::Event::GroupEnded`] follows.
+    /// Stops the group. Another call can shorten the grace period or send a stronger signal.
+    /// [`super::Event::GroupEnded`] follows.
     pub fn stop(&self, policy: StopPolicy) -> Result<(), SupervisorError> {
         self.tell(Command::Stop(policy, None))
     }
 
-    /// The same, because a worker of another node hangs. Where heartbeats are watched the evidence of all workers is taken
-    /// first, and [`super::Event::WorkerHung`] names the one that may have kept it waiting.
+    /// Stops the group, because a worker on another node hangs. If heartbeats are watched, the evidence of all workers
+    /// is gathered first. If a local worker may be the cause of the hang, [`super::Event::WorkerHung`] reports it.
     pub fn stop_for_hang(&self, policy: StopPolicy, elsewhere: Elsewhere) -> Result<(), SupervisorError> {
         self.tell(Command::Stop(policy, Some(elsewhere)))
     }
@@ -168,20 +172,20 @@ impl Supervisor {
     }
 
     /// Forwards a signal that this process received to these workers. [`GroupSpec::stop_scope`] says which processes of
-    /// each worker get it. A worker that dies from the signal counts as failed. Nothing is sent while workers are being
+    /// each worker get it. A worker that dies from the signal counts as failed. Does nothing while workers are being
     /// started.
     pub fn forward(&self, signal: Signal, local_ranks: Vec<u32>) -> Result<(), SupervisorError> {
         self.tell(Command::Forward(signal, local_ranks))
     }
 
-    /// Suspends all groups with SIGSTOP and pauses their deadlines. Returns once the signals are sent.
+    /// Suspends the group with SIGSTOP and pauses its deadlines. Returns once the signals are sent.
     pub fn suspend(&self) -> Result<(), SupervisorError> {
         self.ask(Command::Suspend)
     }
 
-    /// Starts to import the modules again, in a second warm nursery at the lowest priority, because files of modules
+    /// Starts a second warm nursery, which imports the modules again at the lowest priority, because files of modules
     /// that the current nursery has imported have changed. Replaces an earlier second nursery. The current nursery and
-    /// its workers continue. [`super::Event::Warmed`] reports the end of the import, which may take `limit`.
+    /// its workers continue. [`super::Event::Warmed`] reports the end of the imports, which may take at most `limit`.
     ///
     /// # Errors
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
@@ -189,8 +193,8 @@ impl Supervisor {
         self.tell(Command::ImportBeside(limit))
     }
 
-    /// Lets the second nursery start the next groups, and ends the first one. Returns false, and changes nothing, if no
-    /// second nursery has finished its imports or if a group exists.
+    /// Makes the second nursery start the next groups, and stops the first one. Returns false, and changes nothing, if
+    /// no second nursery has finished its imports or if a group exists.
     ///
     /// # Errors
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
@@ -198,112 +202,116 @@ impl Supervisor {
         self.ask(Command::TakeOver)
     }
 
-    /// Undoes [`Self::suspend`].
+    /// Resumes a group that was suspended with [`Self::suspend`].
     pub fn resume(&self) -> Result<(), SupervisorError> {
         self.tell(Command::Resume)
     }
 
-    /// Copies what is written to these files to the console, until their group has ended and all is copied. Opens the
-    /// files, so it may block on a dead network file system.
+    /// Copies everything that is written to these log files to the console, until the group has ended and all output is
+    /// copied. Opens the files, so it may block on a dead network file system.
     pub fn follow(&self, streams: Vec<LogStream>) -> Result<(), SupervisorError> {
         self.check_owner()?;
         self.shared.logs.follow(streams)?;
         Ok(())
     }
 
-    /// Blocks until the files of ended groups are on the console, at most for `timeout`; returns those that are not.
+    /// Blocks until the log files of ended groups are copied to the console, but at most for `timeout`. Returns the
+    /// files that are not fully copied.
     pub fn drain(&self, timeout: Duration) -> Result<Vec<NotDrained>, SupervisorError> {
         self.ask(|reply| Command::Drain(timeout, reply))
     }
 
-    /// Runs a future of somebody else on the runtime thread, in its `LocalSet`.
+    /// Runs a future of another component on the runtime thread, in its `LocalSet`.
     ///
-    /// It goes on until it has ended or the supervisor is closed, which drops it after the nursery has ended: what it
-    /// holds open outlives the workers. Its panic is told as [`super::Event::Degraded`], and hurts nobody else. It must
-    /// not block: the stop of a group waits for it.
+    /// The future runs until it completes or the supervisor is closed. Closing drops the future after the nursery has
+    /// exited, so descriptors that the future holds stay open longer than the workers run. A panic of the future is
+    /// reported as [`super::Event::Degraded`] and does not affect other tasks. The future must not block, because it
+    /// would delay the stop of a group.
     pub fn spawn(&self, task: Task) -> Result<(), SupervisorError> {
         self.tell(Command::Spawn(task))
     }
 
-    /// Reads expiration timers of workers from a FIFO from now on, until [`Self::close`] removes it: at `path`, or in a
-    /// directory of its own. Returns where it is; see [`crate::timer`]. [`super::Event::TimerExpired`] tells what is due,
-    /// [`super::Event::Degraded`] what was refused.
+    /// Starts to read the expiration timers of the workers from a FIFO, until [`Self::close`] removes the FIFO. Creates
+    /// the FIFO at `path`, or in a new directory if `path` is `None`, and returns its path. See [`crate::timer`].
+    /// [`super::Event::TimerExpired`] reports expired timers, and [`super::Event::Degraded`] reports rejected records.
     pub fn watch_timers(&self, path: Option<PathBuf>) -> Result<PathBuf, SupervisorError> {
         self.ask(|reply| Command::WatchTimers(path, reply))?
     }
 
-    /// Gives the workers of the groups that follow a page for their heartbeats (`ELASTICRS_HEARTBEAT`), and watches them;
-    /// see [`crate::timer::hang`]. [`super::Event::WorkerHung`] tells who hangs.
+    /// Watches the workers of all later groups for hangs, and gives each of them a page for its heartbeats
+    /// (`ELASTICRS_HEARTBEAT`). See [`crate::timer::hang`]. [`super::Event::WorkerHung`] reports a worker that hangs.
     pub fn watch_hangs(&self, limits: Limits) -> Result<(), SupervisorError> {
         self.tell(Command::WatchHangs(limits))
     }
 
-    /// Where the evidence of the workers goes, by local rank, when one of them hangs or a timer expires: for the group that
-    /// is started next, and those after it. `py_spy` looks into workers that do not answer.
+    /// Sets the files for the evidence of each worker, ordered by local rank. They apply to the next group and to later
+    /// groups, and are written if a worker hangs or a timer expires. `py_spy` is the program that inspects workers
+    /// which do not write their stacks.
     pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
         self.tell(Command::KeepEvidence(files, py_spy))
     }
 
-    /// Watches for workers of the group that is started next which record an uncaught exception and do not end within
-    /// `limit`. [`super::Event::WorkerRaised`] tells of both. Returns the name of the abstract socket to which such a
-    /// worker sends a datagram.
+    /// Watches the exits of workers in the next group. [`super::Event::WorkerRaised`] reports a worker that records an
+    /// uncaught exception, and reports it again if the worker does not exit within `limit`. Returns the name of the
+    /// abstract socket to which such a worker sends a datagram.
     pub fn watch_exits(&self, limit: Option<Duration>) -> Result<String, SupervisorError> {
         let (notices, name) = open_notices()?;
         self.tell(Command::WatchExits(notices, limit))?;
         Ok(name)
     }
 
-    /// The last heartbeat of each worker that had any, of the group that runs or ran last.
+    /// Returns the last heartbeat of each worker that has sent one, in the current group or the last group.
     pub fn heartbeats(&self) -> Result<Vec<Heartbeat>, SupervisorError> {
         self.check_owner()?;
         Ok(self.shared.counters.heartbeats.all())
     }
 
-    /// Gives the nursery this duplicate of the agent's connection to a store, in place of an earlier one.
+    /// Gives the nursery a duplicate of the agent's connection to a store. Replaces an earlier connection.
     ///
-    /// The nursery closes it when it ends, and outlives a dead agent until nothing of the workers is left: the connection
-    /// ends then, not before. A nursery that replaces a lost one gets it as well. What goes wrong later is told as
-    /// [`super::Event::Degraded`].
+    /// The nursery keeps the connection open as long as it runs. If the agent dies, the nursery runs until all
+    /// processes of the workers are gone, so the store sees the connection close only then. If the nursery is lost, its
+    /// replacement gets the connection, too. Later problems are reported as [`super::Event::Degraded`].
     pub fn guard_connection(&self, connection: OwnedFd) -> Result<(), SupervisorError> {
         self.tell(Command::Guard(Guarded::Hold(connection)))
     }
 
-    /// Undoes [`Self::guard_connection`].
+    /// Makes the nursery close the connections that it holds.
     pub fn release_connection(&self) -> Result<(), SupervisorError> {
         self.tell(Command::Guard(Guarded::Release(Release::All)))
     }
 
-    /// What a task needs that holds this agent's lease.
+    /// Returns a handle for the task that holds this agent's lease.
     pub fn keeper(&self) -> Keeper {
         Keeper { commands: self.commands.downgrade(), fence: self.fence() }
     }
 
-    /// The deadline of this agent's lease: whoever holds one must have ended all of its work when the lease ends, and may
-    /// have been stopped, or be cut off, at that moment. The nursery kills all workers then. All nurseries of one
-    /// supervisor share it; one that had passed counts for the group that ran, and none can be started until it is set again.
+    /// Returns the fence, which is the deadline of this agent's lease. All work of the agent must have stopped when the
+    /// lease expires, but the agent itself may be stopped or disconnected at that time. Therefore the nursery kills all
+    /// workers at the deadline. All nurseries of a supervisor share the fence. Once the deadline has passed, no group
+    /// can be started until it is set again.
     pub fn fence(&self) -> Arc<Fence> {
         Arc::clone(&self.shared.fence)
     }
 
-    /// What is counted; goes on being readable after the end.
+    /// Returns the counters. They can still be read after the supervisor has ended.
     pub fn counters(&self) -> Counters {
         self.shared.counters.clone()
     }
 
-    /// Tells the agent what it should say to its user, from tasks given to [`Self::spawn`], as
-    /// [`super::Event::Degraded`].
+    /// Returns a function that reports a message to the user as [`super::Event::Degraded`]. Tasks that were passed to
+    /// [`Self::spawn`] use it.
     pub fn teller(&self) -> impl Fn(String) + Send + 'static {
         let queue = Arc::clone(&self.shared.queue);
         move |message| queue.push(super::Event::Degraded { message })
     }
 
-    /// The queue of events.
+    /// Returns the queue of events.
     pub fn queue(&self) -> Result<&Queue, SupervisorError> {
         self.check_owner()?;
         Ok(&self.shared.queue)
     }
 
-    /// Waits for the next thing; see [`Queue::next`].
+    /// Waits for the next event, watched descriptor, or signal. See [`Queue::next`].
     pub fn next(&self, timeout: Option<Duration>) -> Result<Next, SupervisorError> {
         let queue = self.queue()?;
         self.shared.counters.turn.waits();
@@ -312,14 +320,15 @@ impl Supervisor {
         Ok(next?)
     }
 
-    /// Kills what is left (unless `keep_descendants`), ends the nursery and the runtime thread. Idempotent.
+    /// Kills all remaining workers and descendants, and stops the nursery and the runtime thread. With
+    /// `keep_descendants`, leaves descendants running if no group exists. Idempotent.
     pub fn close(&self, keep_descendants: bool) -> Result<(), SupervisorError> {
         self.check_owner()?;
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
-            // A runtime that has ended by itself has nothing left to close.
+            // Ignore an error, which means that the runtime has already ended and there is nothing to close.
             let _ = self.commands.send(Command::Close { keep_descendants });
-            // Its panics were told as an event.
+            // Ignore an error, because a panic of the thread was already reported as an event.
             let _ = thread.join();
             self.shared.logs.close();
         }
@@ -341,7 +350,8 @@ impl Supervisor {
     }
 }
 
-/// For what must not wait for a store: the client that holds a lease, and the look for the first client.
+/// Lets tasks run on the runtime thread that must not wait for a store: the client that holds a lease, and the search
+/// for the first client.
 impl Spawn for Supervisor {
     fn spawn(&self, task: Task) -> bool {
         Self::spawn(self, task).is_ok()
@@ -349,7 +359,7 @@ impl Spawn for Supervisor {
 }
 
 impl Drop for Supervisor {
-    /// As `close(false)`: a supervisor that is forgotten leaves nothing behind. In a forked child it does nothing.
+    /// Same as `close(false)`, so that no processes are left behind. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.close(false).is_err() {
             // Leak the logs, because dropping them would wait for a thread that only exists in the parent process.

@@ -1,4 +1,4 @@
-//! The one place where everything arrives that an agent waits for.
+//! Queue of events for the agent. A wait on it also ends when a watched descriptor is readable.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,7 +12,7 @@ use elasticrs_runtime::wake::Wake;
 use super::event::Event;
 use crate::sys::poll::{Polled, poll_readable};
 
-/// Events from the runtime thread, and descriptors that the agent itself wants to hear of.
+/// Events from the runtime thread, and descriptors that the agent watches.
 #[derive(Debug)]
 pub struct Queue {
     events: Mutex<VecDeque<Event>>,
@@ -20,10 +20,10 @@ pub struct Queue {
     wake: Wake,
 }
 
-/// Why a wait came back.
+/// Result of a wait on the queue.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Something happened.
+    /// An event from the runtime thread.
     Event(Event),
     /// A watched descriptor is readable.
     FdReady(RawFd),
@@ -33,7 +33,7 @@ pub enum Next {
 }
 
 impl Queue {
-    /// An empty queue.
+    /// Creates an empty queue.
     pub fn new() -> io::Result<Self> {
         Ok(Self { events: Mutex::default(), watched: Mutex::default(), wake: Wake::new()? })
     }
@@ -44,7 +44,7 @@ impl Queue {
         self.wake.set();
     }
 
-    /// From now on [`Self::next`] returns while `fd` is readable.
+    /// Makes [`Self::next`] return while `fd` is readable.
     pub fn watch(&self, fd: RawFd) {
         let mut watched = lock(&self.watched);
         if !watched.contains(&fd) {
@@ -52,14 +52,15 @@ impl Queue {
         }
     }
 
-    /// Undoes [`Self::watch`].
+    /// Stops watching a descriptor that was passed to [`Self::watch`].
     pub fn unwatch(&self, fd: RawFd) {
         lock(&self.watched).retain(|w| *w != fd);
     }
 
-    /// Waits for the next thing, at most for `timeout`. Blocks; one thread at a time.
+    /// Waits for an event or a watched descriptor, for at most `timeout`. Blocks, and only one thread may wait at a
+    /// time.
     ///
-    /// Watched descriptors come first: they carry signals and are drained by their owner, while the events wait safely.
+    /// Watched descriptors take precedence over events, because they carry signals. The caller must drain them.
     pub fn next(&self, timeout: Option<Duration>) -> io::Result<Next> {
         let mut fds = lock(&self.watched).clone();
         fds.push(self.wake.as_raw_fd());
@@ -75,7 +76,7 @@ impl Queue {
         let mut events = lock(&self.events);
         let event = events.pop_front();
         if events.is_empty() {
-            // Under the lock, so that no push can come between: its wake-up would be lost.
+            // Clear the wake-up while holding the lock. Otherwise the wake-up of a concurrent push could be lost.
             self.wake.clear();
         }
         event.map_or(Next::Interrupted, Next::Event)

@@ -1,4 +1,4 @@
-//! The time between the request to start a group and the moment when all of it runs, or none.
+//! State of a group while its workers are being started. Either all workers start, or the start fails.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,10 +10,10 @@ use crate::nursery::protocol::Request;
 use crate::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy, StopScope};
 use crate::sys::stage::Stage;
 
-/// How the workers of a group are started, at first and later.
+/// Settings for starting the workers of a group. Replacements are started with the same settings.
 #[derive(Debug, Default)]
 pub(super) struct Terms {
-    /// See [`GroupSpec::start_deadline`].
+    /// Time limit for a start. See [`GroupSpec::start_deadline`].
     pub(super) deadline: Duration,
     keep_ignored: Vec<i32>,
     replaces: bool,
@@ -25,7 +25,7 @@ impl Terms {
         Self { deadline: spec.start_deadline, keep_ignored, replaces: spec.replaces }
     }
 
-    /// The request for one worker, with the descriptors that go with it.
+    /// Returns the request to start a worker, and the descriptors to send with it.
     pub(super) fn spawn_request(
         &self,
         process: &ProcessSpec,
@@ -44,7 +44,7 @@ enum Answer {
     Failed,
 }
 
-/// What the nursery has answered so far.
+/// A group whose workers are being started.
 pub(super) struct Starting {
     answers: Vec<Answer>,
     on_failure: StopPolicy,
@@ -54,7 +54,7 @@ pub(super) struct Starting {
     failure: Option<StartFailure>,
     nursery: Option<NurseryEnd>,
     stop: Option<StopPolicy>,
-    /// What happened to workers that run already while others are still being started.
+    /// Events about workers that are already running while others are still being started.
     early: Vec<Input>,
 }
 
@@ -82,7 +82,7 @@ impl Starting {
         }
     }
 
-    /// The first failure is the one that is told.
+    /// Records a failure to start a worker. Only the first failure is reported.
     pub(super) fn failed(&mut self, failure: StartFailure) {
         if let StartFailure::Worker { local_rank, .. } = &failure {
             self.answer(*local_rank, Answer::Failed);
@@ -90,8 +90,8 @@ impl Starting {
         self.failure.get_or_insert(failure);
     }
 
-    /// The deadline has passed. The nursery starts workers in order: the first one without an answer is the one, or the
-    /// one behind it.
+    /// Records that the deadline for the start has passed. The nursery starts the workers in order, so the start of the
+    /// first worker without an answer hangs. With [`Stage::NextFork`], it is the worker after that one.
     pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: String) {
         let mut waiting = (0..).zip(&self.answers).filter(|(_, answer)| matches!(answer, Answer::Awaited));
         let (behind, stage) = match stage {
@@ -102,7 +102,7 @@ impl Starting {
         self.failed(StartFailure::Hung { local_rank, stage, wait_channel, deadline: self.terms.deadline });
     }
 
-    /// Workers that run already.
+    /// Returns the pids of the workers that are already running.
     pub(super) fn pids(&self) -> Vec<i32> {
         let pid = |answer: &Answer| if let Answer::Spawned { pid, .. } = answer { Some(*pid) } else { None };
         self.answers.iter().filter_map(pid).collect()
@@ -112,7 +112,8 @@ impl Starting {
         self.nursery = Some(end);
     }
 
-    /// The harder one of several wins.
+    /// Records a request to stop the group. If there are several requests, the one with the shortest grace period
+    /// counts.
     pub(super) fn stop(&mut self, policy: StopPolicy) {
         if self.stop.is_none_or(|earlier| policy.grace <= earlier.grace) {
             self.stop = Some(policy);
@@ -135,7 +136,8 @@ impl Starting {
         self.failure.is_some()
     }
 
-    /// After the sweep of a start that came to nothing: its failure, or how the group ended without ever running.
+    /// Returns the result of a start that did not succeed, after the sweep: its failure, or the outcome of a group that
+    /// was stopped or lost before all workers were running.
     pub(super) fn take_end(&mut self) -> Result<StartFailure, (Outcome, Option<NurseryEnd>)> {
         match (self.failure.take(), self.stop) {
             (Some(failure), _) => Ok(failure),
@@ -144,7 +146,8 @@ impl Starting {
         }
     }
 
-    /// The running group, its pids and pidfds by local rank, and what happened to it already.
+    /// Returns the running group, the pids and pidfds by local rank, the settings for starts, and the events that
+    /// happened during the start.
     pub(super) fn into_group(self) -> (Group, Vec<(i32, OwnedFd)>, Terms, Vec<Input>) {
         let spawned = |answer| match answer {
             Answer::Spawned { pid, pidfd } => Some((pid, pidfd)),

@@ -1,4 +1,4 @@
-//! Watching processes that the nursery cannot report: adopted ones, and the workers of a nursery that was lost.
+//! Watches processes whose exits the nursery cannot report: adopted processes, and the workers of a lost nursery.
 
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,7 +18,7 @@ use crate::nursery::token::Token;
 use crate::procfs;
 use crate::sys::readiness::register;
 
-/// The end of a watched process.
+/// Exit of a watched process.
 #[derive(Debug)]
 pub(super) struct Watched {
     pub(super) pid: i32,
@@ -26,11 +26,11 @@ pub(super) struct Watched {
     pub(super) seen: Stamp,
 }
 
-/// How long a parent may take to tell the status of a child that has ended.
+/// Time limit for a parent to send the status of a child that has exited.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
 
-/// Waits for the end of a process. The status of a child of ours is looked at and left for Python, which started it;
-/// that of anybody else's child comes through `status`, or is unknown.
+/// Waits for the exit of a process. If the process is a child of this process, peeks at its status and leaves the
+/// reaping to Python, which started it. The status of any other process comes through `status`, or is unknown.
 pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<OwnedFd>) -> Watched {
     let seen_by_epoll = match register(Arc::clone(&pidfd), Interest::READABLE) {
         Ok(watched) => watched.readable().await.is_ok(),
@@ -51,40 +51,40 @@ pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<Own
     Watched { pid, exit, seen }
 }
 
-/// The status that the parent of an ended process writes: four bytes, as `wait4` gave them.
+/// Reads the wait status of an exited process, which its parent writes to the pipe: four bytes, as returned by `wait4`.
 async fn told_by_its_parent(status: OwnedFd) -> Option<WorkerExit> {
     let pipe = register(status, Interest::READABLE).ok()?;
-    // A writer that is lost shows as the end of the file.
+    // If the writer has exited without writing, the pipe becomes readable at its end.
     let _guard = tokio::time::timeout(STATUS_LIMIT, pipe.readable()).await.ok()?.ok()?;
     let mut bytes = [0; 4];
-    // Written in one piece, which a pipe does not split.
+    // Read the four bytes at once, because a pipe does not split such a short write.
     match nix::unistd::read(pipe.get_ref(), &mut bytes) {
         Ok(4) => WorkerExit::from_wait_status(i32::from_ne_bytes(bytes)),
         Ok(_) | Err(_) => None,
     }
 }
 
-/// Which of the processes of these pidfds are dead.
+/// Returns for each of these pidfds whether its process has exited.
 pub(super) fn ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
     let mut fds: Vec<PollFd<'_>> = pidfds.iter().map(|pidfd| PollFd::new(*pidfd, PollFlags::POLLIN)).collect();
-    // An error leaves the question open: nobody is known to be dead.
+    // If `poll` fails, report no process as exited.
     let any = poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
     fds.iter().map(|fd| any && fd.any() == Some(true)).collect()
 }
 
-/// Reaps the zombies that came to this process because it is pid 1, except nurseries.
+/// Reaps the zombies that this process has adopted because it is pid 1. Never reaps nurseries.
 ///
-/// Children that Python started are reaped by Python; one that is a zombie at this moment ends the round.
+/// Python reaps the children that it started. If one of them is a zombie now, this call stops early.
 pub(super) fn reap_orphans(nurseries: &[i32]) {
     let started_by_us = |pid: Pid| {
-        // An orphan came from below another process: it is in a session or group that is not ours.
+        // An orphan was started by a descendant of a nursery or another process, so it is in a different session.
         nurseries.contains(&pid.as_raw()) || getsid(Some(pid)) == getsid(None)
     };
     let peek = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
     while let Ok(status) = waitid(Id::All, peek) {
         match status.pid() {
             Some(pid) if !started_by_us(pid) => {
-                // It cannot have gone in between: this is its only parent, and this its only reaper.
+                // The child still exists, because only this code reaps it.
                 let _ = waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
             }
             Some(_) | None => return,
@@ -92,8 +92,8 @@ pub(super) fn reap_orphans(nurseries: &[i32]) {
     }
 }
 
-/// Returns the kernel function in which a process waits. Empty if the process is running or gone, or if it may not be
-/// inspected.
+/// Returns the kernel function in which a process waits. Empty if the process is running or has exited, or if it cannot
+/// be inspected.
 pub(super) fn wait_channel(pid: i32) -> String {
     procfs::read(pid, "wchan").filter(|name| name != "0").unwrap_or_default()
 }
@@ -109,9 +109,10 @@ pub(super) fn child_that_starts(pid: i32, others: &[i32]) -> Option<i32> {
     children.find(|child| !others.contains(child) && program(*child) == own)
 }
 
-/// Ends what a lost nursery has left; blocks for at most about `give_up`.
+/// Kills the processes that a lost nursery left behind. Blocks for at most about `give_up`.
 ///
-/// `adopted` are children that Python reaps; `sessions` are the pids of the lost workers, which led their sessions.
+/// `adopted` are children of this process that Python reaps, and they are spared. `sessions` are the pids of the lost
+/// workers, each of which led its own session.
 pub(super) fn sweep_after_loss(
     token: Token,
     owns_process: bool,

@@ -2,12 +2,12 @@
 //!
 //! A zombie occupies a process ID until its parent waits for it. The nursery adopts and reaps the orphans of a worker,
 //! unless the worker is a child subreaper and adopts them itself. Every worker of a group that
-//! [replaces](crate::spec::GroupSpec::replaces) its workers is a child subreaper, and most programs never wait for
+//! [replaces](crate::spec::GroupSpec::replaces) failed workers is a child subreaper, and most programs never wait for
 //! children that they did not start.
 //!
-//! [`Scanner::scan`] runs on its own thread, because it reads `/proc`. It skips the scan while there are few processes,
-//! according to the last scan and the number of process IDs that the kernel has handed out since. So a job that starts
-//! no processes only costs one read of a small file.
+//! [`Scanner::scan`] runs on its own thread, because it reads `/proc`. It skips the scan if there cannot be many
+//! processes, according to the last scan and the number of process IDs that the kernel has assigned since. A job that
+//! starts no processes therefore only costs one read of a small file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -15,43 +15,44 @@ use std::time::Instant;
 use crate::nursery::tree::{Status, children_of_self, descendants, describe, newest_pid};
 use crate::procfs;
 
-/// Number of zombie children of one process that is reported. This is a quarter of 1024, which is the smallest limit of
-/// processes that is common for containers. It is more than a program leaves for a moment if it starts one helper for
-/// each CPU and then waits for all of them.
+/// Number of zombie children from which a process is reported. This is a quarter of 1024, the smallest process limit
+/// that is common for containers. It is more than a program has for a moment if it starts one helper for each CPU and
+/// then waits for all of them.
 const MANY: usize = 256;
-/// The scan uses at most 1/`SHARE` of the time, however many processes there are.
+/// Scans use at most 1/`SHARE` of the time, however many processes there are.
 const SHARE: u32 = 100;
 
 /// The processes to scan.
 pub(super) struct Subjects {
     /// Local rank and pid of each running worker.
     pub(super) workers: Vec<(u32, i32)>,
-    /// True if this process is the agent's own, so that its children are the agent's.
+    /// True if the calling process belongs to the agent alone, so that all of its children are the agent's.
     pub(super) agent: bool,
 }
 
 /// State of the scan between two calls.
 #[derive(Debug, Default)]
 pub(super) struct Scanner {
-    /// Workers that were reported, and the agent.
+    /// Pids of the processes that were already reported: workers, and the agent.
     reported: BTreeSet<i32>,
-    /// `None` if there was no scan.
+    /// Result of the last scan. `None` if there was none.
     last: Option<Last>,
     rest_until: Option<Instant>,
 }
 
-/// Facts from the last scan. They tell whether there may be many zombies now.
+/// Data from the last scan, used to estimate whether there may be many zombies now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Last {
-    /// Newest pid when the scan began.
+    /// Newest pid at the start of the scan.
     newest: i32,
-    /// Number of processes below the worker with the most of them, dead or alive.
+    /// Number of descendants of the worker that has the most of them, including zombies.
     processes: usize,
 }
 
 impl Last {
-    /// Returns true if one process may have [`MANY`] zombie children when the newest pid is `newest`: processes that the
-    /// scan saw, and later ones. Pids start again from the lowest after the highest. Some sandboxes always report zero.
+    /// Returns true if a process may have [`MANY`] zombie children, counting the processes of the last scan and all
+    /// processes started since. `newest` is the newest pid now. Pids wrap around to the lowest after the highest, and
+    /// some sandboxes always report zero.
     fn may_be_many(self, newest: i32) -> bool {
         let started = usize::try_from(newest - self.newest);
         newest <= 0 || started.is_ok_and(|started| started + self.processes >= MANY) || newest < self.newest
@@ -74,7 +75,7 @@ impl Scanner {
         messages
     }
 
-    /// Returns the messages, and the number of processes below the worker with the most of them.
+    /// Returns the messages, and the number of descendants of the worker that has the most of them.
     fn scan_now(&mut self, Subjects { workers, agent }: &Subjects) -> (Vec<String>, usize) {
         let me = std::process::id().cast_signed();
         self.reported.retain(|&pid| pid == me || workers.iter().any(|(_, worker)| *worker == pid));
@@ -101,8 +102,8 @@ impl Scanner {
     }
 }
 
-/// Returns the number of zombie children of the worker and of each of its descendants that has some, and the number of
-/// all descendants.
+/// Returns the number of zombie children, for the worker and for each of its descendants that has any, and the number
+/// of all descendants.
 fn zombies_below(worker: i32) -> (BTreeMap<i32, usize>, usize) {
     let (mut zombies, mut processes) = (BTreeMap::<i32, usize>::new(), 0);
     for listed in descendants(worker, &[]) {
@@ -118,7 +119,7 @@ fn is_zombie(pid: i32) -> bool {
     Status::of(pid).is_some_and(Status::has_ended)
 }
 
-/// Consequence of zombies, for both messages.
+/// Explanation for the user, used in both messages.
 const CONSEQUENCE: &str = "Each one occupies a process ID, and at the limit of processes nothing more can be started";
 
 fn worker_message(local_rank: u32, parent: i32, count: usize) -> String {
@@ -146,7 +147,8 @@ mod tests {
 
     use super::*;
 
-    /// A child subreaper that adopts this number of orphans and reaps none of them. Waits until all of them are zombies.
+    /// Starts a child subreaper that adopts this number of orphans and reaps none of them. Waits until all of them are
+    /// zombies.
     fn subreaper(orphans: usize) -> Child {
         let program = "
 import ctypes, os, sys
@@ -180,7 +182,7 @@ sys.stdin.read()
     }
 
     fn scan(scanner: &mut Scanner, workers: &[(u32, i32)]) -> Vec<String> {
-        // As if the pause was over and processes had been started.
+        // Make the scan due, as if the pause were over and processes had been started.
         (scanner.rest_until, scanner.last) = (None, None);
         scanner.scan(&Subjects { workers: workers.to_vec(), agent: false })
     }
@@ -205,7 +207,7 @@ sys.stdin.read()
     #[test]
     fn a_descendant_with_many_zombies_is_reported_for_its_worker() {
         let many = subreaper(MANY);
-        // This test process is the worker.
+        // Use this test process as the worker.
         let own = std::process::id().cast_signed();
         let messages = scan(&mut Scanner::default(), &[(1, own)]);
         let [message] = &messages[..] else { panic!("{messages:?}") };
