@@ -275,7 +275,7 @@ impl Supervisor {
         self.tell(Command::Guard(Guarded::Hold(connection)))
     }
 
-    /// Makes the nursery close the connections that it holds.
+    /// Makes the nursery notify its peers and close all connections that it holds.
     pub fn release_connection(&self) -> Result<(), SupervisorError> {
         self.tell(Command::Guard(Guarded::Release(Release::All)))
     }

@@ -1,4 +1,5 @@
-//! The agent's end of the link to its nursery, as a source of events for the runtime.
+//! The agent's end of the link to the nursery. It turns replies from the nursery and its exit into events for the
+//! runtime.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -33,9 +34,9 @@ use crate::sys::stage::Stage;
 /// Event that [`Nursery::next`] returns.
 #[derive(Debug)]
 pub(super) enum FromNursery {
-    /// A reply of the nursery, with the descriptors that were sent along.
+    /// A reply from the nursery, with the descriptors that were sent along.
     Reply(Reply, Vec<OwnedFd>),
-    /// The nursery has exited, and all replies that it had sent were returned.
+    /// The nursery has exited. All replies that it sent were returned before.
     Died(WorkerExit),
     /// The nursery does not exit after SIGKILL, because its control group is frozen or it hangs in the kernel.
     GivenUp,
@@ -49,35 +50,35 @@ const DEATH_LIMIT: Duration = Duration::from_secs(5);
 pub(super) struct Nursery {
     pub(super) pid: i32,
     pub(super) token: Token,
-    /// The import phase. `None` if the nursery is not importing modules.
+    /// State of the module imports. `None` if the nursery is not importing modules.
     pub(super) import: Option<Import>,
     pub(super) sentinel: Option<Guard>,
     link: AsyncFd<AgentLink>,
     pidfd: AsyncFd<OwnedFd>,
     stages: OwnedFd,
-    /// Senders to notify once all queued requests are in the kernel's socket buffer.
+    /// Channels to notify once all queued requests are in the kernel's socket buffer.
     waiting: Vec<oneshot::Sender<bool>>,
     link_is_open: bool,
     has_died: bool,
-    /// When the supervisor started to wait for the exit. `None` if it is not waiting for it.
+    /// Time at which the supervisor started to wait for the nursery's exit. `None` if it is not waiting.
     ending: Option<Instant>,
-    /// True if the nursery was killed because it hung.
+    /// True if the nursery was killed because it did not respond.
     pub(super) hung: bool,
 }
 
-/// See [`Warming`].
+/// State of a nursery's module imports. See [`Warming`].
 #[derive(Debug)]
 pub(super) struct Import {
     pub(super) warm: Arc<Warm>,
     pub(super) since: u64,
-    /// Reason why the link was closed during the import: a module executed another program or closed the nursery's
-    /// descriptors. `None` if neither has been detected.
+    /// How the nursery lost its link during the imports: a module executed another program or closed the nursery's
+    /// descriptors. `None` if neither was detected.
     pub(super) end: Option<End>,
-    /// True if the sentinel was lost.
+    /// True if the import was stopped because the sentinel was lost.
     pub(super) is_unguarded: bool,
 }
 
-/// The sentinel, which acts if the nursery cannot, and the memory page that they share.
+/// The sentinel, which cleans up if the nursery cannot, and the memory page that both share.
 #[derive(Debug)]
 pub(super) struct Guard {
     pub(super) sentinel: Box<Nursery>,
@@ -85,7 +86,7 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    /// Tells the sentinel which nursery it guards.
+    /// Sends the sentinel the pidfd of the nursery that it guards.
     fn introduce(&mut self, nursery: &AsyncFd<OwnedFd>) -> io::Result<()> {
         let mut fds = vec![nursery.get_ref().try_clone()?];
         fds.extend(self.activity.descriptors()?);
@@ -99,7 +100,7 @@ impl Nursery {
         Self::of(launch(images)?)
     }
 
-    /// See [`launch_again`].
+    /// Starts a nursery that continues or repeats module imports. See [`launch_again`].
     pub(super) fn launch_again(images: &[NurseryImage], import: &Terms) -> Result<Self, LaunchError> {
         Self::of(launch_again(images, import)?)
     }
@@ -135,7 +136,7 @@ impl Nursery {
         self.import.is_none() && self.sentinel.as_ref().is_some_and(ended)
     }
 
-    /// Replaces a sentinel that was lost. After an error there is no sentinel.
+    /// Replaces the sentinel after it was lost. Leaves the nursery without a sentinel if that fails.
     pub(super) fn renew_sentinel(&mut self, images: &[NurseryImage]) -> Result<Option<&mut Self>, LaunchError> {
         let Some(Guard { sentinel, activity }) = self.sentinel.take() else { return Ok(None) };
         exit_of(sentinel.pidfd.get_ref());
@@ -145,7 +146,7 @@ impl Nursery {
         Ok(Some(&mut guard.sentinel))
     }
 
-    /// Like [`Self::send`], but sends the request to the sentinel, too.
+    /// Sends a request to the nursery and to its sentinel. See [`Self::send`].
     pub(super) fn send_to_both(&mut self, request: &Request, fds: Vec<OwnedFd>) -> io::Result<()> {
         if let Some(Guard { sentinel, .. }) = &mut self.sentinel {
             sentinel.send(request, fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?);
@@ -161,7 +162,7 @@ impl Nursery {
         }
     }
 
-    /// Notifies `told` once all queued requests are in the kernel's socket buffer: from then on the nursery receives
+    /// Notifies `told` once all queued requests are in the kernel's socket buffer. From then on, the nursery receives
     /// them even if this process dies. Drops `told` if the link is closed.
     pub(super) fn tell_sent(&mut self, told: oneshot::Sender<bool>) {
         self.waiting.push(told);
@@ -179,41 +180,41 @@ impl Nursery {
         }
     }
 
-    /// Stops using the link after an error and kills the nursery. The nursery is usually exiting already. If it is not,
-    /// it would never exit by itself.
+    /// Stops using the link after an error and kills the nursery. Usually the nursery is already exiting. Otherwise it
+    /// would never exit by itself.
     fn give_up(&mut self) {
         self.link_is_open = false;
         self.waiting.clear();
         self.kill();
     }
 
-    /// Sends SIGCONT to the nursery, because a user may have stopped it.
+    /// Sends SIGCONT to the nursery, because a user may have stopped it with a signal.
     pub(super) fn resume(&self) {
-        // The only possible error is ESRCH: the nursery has exited, which is about to be reported.
+        // Ignore the only possible error, ESRCH. It means that the nursery has exited, which is about to be reported.
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGCONT);
     }
 
     pub(super) fn kill(&mut self) {
         self.ending.get_or_insert_with(Instant::now);
-        // The only possible error is ESRCH: the nursery has already exited.
+        // Ignore the only possible error, ESRCH. It means that the nursery has already exited.
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGKILL);
     }
 
-    /// Kills a nursery that does not respond. Its death is then handled like any other.
+    /// Kills a nursery that does not respond. Its exit is then handled like any other exit.
     pub(super) fn kill_hung(&mut self) {
         self.hung = true;
         self.kill();
     }
 
-    /// See [`stage_reached`].
+    /// Returns the last stage that the start of a worker has reached. See [`stage_reached`].
     pub(super) fn stage_reached(&self) -> Option<Stage> {
         stage_reached(&self.stages)
     }
 
-    /// Kills a nursery whose link has ended during the imports, unless the process is already exiting. A nursery closes
-    /// its link only when it exits. An imported module has therefore executed another program, which might run the
-    /// script outside of any group, or has closed descriptors that it does not own. Stores in [`Import::end`] which of
-    /// the two has happened.
+    /// Kills a nursery whose link was closed during the imports, unless the process is already exiting. A nursery
+    /// closes its link only when it exits. An imported module has therefore executed another program, which might run
+    /// the script outside of any group, or has closed descriptors that it does not own. Stores in [`Import::end`] which
+    /// of the two has happened.
     #[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
     fn end_what_it_executes(&mut self) {
         let Some(import) = &mut self.import else { return };
@@ -231,8 +232,8 @@ impl Nursery {
         self.kill();
     }
 
-    /// Kills the importing nursery, because its sentinel is lost. If the agent were killed now, no process would clean
-    /// up what the import has started.
+    /// Kills an importing nursery whose sentinel was lost. Without the sentinel, no process would clean up after the
+    /// import if the agent were killed.
     fn end_unguarded(&mut self) {
         if let Some(import) = &mut self.import {
             import.is_unguarded = true;
@@ -259,8 +260,8 @@ impl Nursery {
             }
             let ending = self.ending;
             let wants_to_write = self.link.get_ref().has_unsent();
-            // Clear the readiness before the next read, because a frame that arrives in between sets it again. An error
-            // of `readable` means that the runtime is shutting down, so this future is no longer polled.
+            // Clear the readiness before the next read, because a frame that arrives in between sets it again.
+            // `readable` fails only if the runtime is shutting down, and then this future is no longer polled.
             tokio::select! {
                 biased;
                 Ok(mut guard) = self.link.readable() => guard.clear_ready(),
@@ -280,10 +281,10 @@ impl Nursery {
         }
     }
 
-    /// Makes the nursery exit and waits for its exit. If `leave` is set, the nursery leaves its processes running;
-    /// otherwise the link is closed, and the nursery kills them. Returns `None` if the nursery does not exit.
+    /// Makes the nursery exit and waits for its exit. With `leave`, the nursery leaves its processes running. Otherwise
+    /// the link is closed, and the nursery kills its processes. Returns `None` if the nursery does not exit.
     pub(super) async fn end(mut self, leave: bool, limit: Duration) -> Option<WorkerExit> {
-        // Do not let the nursery end the session, because this process is alive.
+        // Make the nursery close its connections without ending the agent's session, because this process is alive.
         self.send(&Request::Release(Release::Quietly), Vec::new());
         if leave {
             if let Some(Guard { sentinel, .. }) = &mut self.sentinel {
@@ -315,19 +316,19 @@ impl Nursery {
         Some(exit)
     }
 
-    /// Makes this sentinel kill the processes that its nursery left behind. If the sentinel fails, the calling process
-    /// kills them.
+    /// Makes this sentinel kill the processes that its nursery left behind. If the sentinel fails, this process kills
+    /// them.
     pub(super) async fn end_what_it_guards(self, limit: Duration) {
         let token = self.token;
         if self.end(false, limit).await != Some(WorkerExit::Exited { code: 0 }) {
-            // Ignore the result, because this process cannot do more about processes that are still alive after the
+            // Ignore the result, because this process can do nothing about processes that are still alive after the
             // limit.
             let _ = tokio::task::spawn_blocking(move || kill_by_token(token, limit)).await;
         }
     }
 
     async fn wait_for_end(&mut self) -> FromNursery {
-        // The link closes a moment before the process exits.
+        // Wait for the exit, because the link closes a moment before the process exits.
         let ending = *self.ending.get_or_insert_with(Instant::now);
         tokio::select! {
             biased;

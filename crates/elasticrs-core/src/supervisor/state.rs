@@ -1,4 +1,4 @@
-//! The life of one group of workers, as a pure function: inputs go in, effects come out. No I/O, no clock, no lock.
+//! State machine of one group of workers. A pure function maps inputs to effects, without I/O, clocks or locks.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -17,14 +17,15 @@ use crate::signal::Signal;
 use crate::spec::{Descendants, StopPolicy, StopScope};
 use crate::timer::hang::{Elsewhere, Limits, Watch};
 
-/// Time after which a stopped worker is reported as paused.
+/// Time after which a worker that was stopped by a signal is reported as paused.
 pub const PAUSE_IS_TOLD_AFTER: Duration = Duration::from_secs(1);
-/// Time from SIGTERM to SIGKILL for descendants that are still running at the end of `--linger`.
+/// Time from SIGTERM to SIGKILL for descendants that are still running after `--linger`.
 const LINGERER_GRACE: Duration = Duration::from_secs(1);
-/// Time limit for the sweep if workers did not exit after SIGKILL, because their descendants will not exit either.
+/// Time limit for the sweep if workers did not exit after SIGKILL. It is short, because their descendants will probably
+/// not exit either.
 pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 
-/// What happened to the group.
+/// Input of a group's state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Input {
     /// A member has exited.
@@ -33,14 +34,14 @@ pub enum Input {
     Paused { pid: i32, signal: i32 },
     /// A stopped member is running again.
     Continued { pid: i32 },
-    /// The caller asked for the group to be stopped.
+    /// The caller requests a stop of the group.
     Stop(StopPolicy),
-    /// The caller asked for the group to be stopped, because a rank on another node hangs.
+    /// The caller requests a stop of the group, because a rank on another node hangs.
     StopForHang(StopPolicy, Elsewhere),
-    /// The caller asked for this signal to be sent to these local ranks. `None` stands for all of them.
+    /// The caller requests that this signal is sent to these local ranks. `None` means all local ranks.
     Signal(Signal, Option<Vec<u32>>),
-    /// The agent received this signal and forwards it to the running workers with these local ranks. This is not a
-    /// stop: a worker that exits later, or dies from the signal, counts as failed in the usual way.
+    /// The agent received this signal and forwards it to the running workers with these local ranks. This does not stop
+    /// the group: a worker that exits later, or dies from the signal, is handled like any other worker that exits.
     Forward(Signal, Vec<u32>),
     /// Suspend the group and pause its deadlines.
     Suspend,
@@ -48,29 +49,30 @@ pub enum Input {
     Resume,
     /// A deadline has passed.
     Expired(Timer),
-    /// The answer to [`Effect::Sweep`].
+    /// Result of [`Effect::Sweep`].
     Swept(Swept),
     /// The nursery has died. Its workers are killed by their parent-death signal.
     NurseryLost(NurseryEnd),
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
     Fenced,
-    /// Pids of dead members whose exits have not been reported yet. Precedes each input that may make the group send
-    /// signals. Otherwise a worker that had died by itself would be recorded as stopped by the supervisor.
+    /// Pids of dead members whose exits have not been reported yet. Comes before each input that may make the group
+    /// send signals. Otherwise a worker that had died by itself would be recorded as stopped by the supervisor.
     Dead(Vec<i32>),
-    /// A timer of a member, or of a descendant of one, was not released in time.
+    /// A timer of a member, or of one of its descendants, was not released in time.
     TimerExpired(TimerExpired),
     /// Start watching all current members for hangs.
     Watch(Limits),
-    /// The workers' heartbeats and last output. Precedes each input for which [`Group::needs_sight`] returns true.
+    /// The workers' heartbeats and last output. Comes before each input for which [`Group::needs_sight`] returns true.
     Sight(Sight),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<Found>),
-    /// A member, or a descendant of one, has recorded an uncaught exception.
+    /// A member, or one of its descendants, has recorded an uncaught exception.
     Raised(WorkerRaised),
-    /// A member that recorded an uncaught exception was sampled, because [`Timer::Exit`] expired. `progressed` says
-    /// whether it made progress since its previous sample, and is `None` for the first sample.
+    /// The exit of a member that recorded an uncaught exception was sampled, because [`Timer::Exit`] expired.
+    /// `progressed` is true if the member has made progress since its previous sample. It is `None` for the first
+    /// sample.
     ExitSampled { local_rank: u32, progressed: Option<bool> },
-    /// The group has a new member, which Python started.
+    /// A process that Python started has joined the group.
     Adopted { local_rank: u32, pid: i32 },
     /// Result of [`Effect::SweepLeft`].
     LeftSwept(Swept, Stamp),
@@ -82,17 +84,18 @@ pub enum Input {
     ReplaceFailed(StartFailure),
 }
 
-/// An action for the executor. The actions are carried out in the order in which they are returned.
+/// An action for the executor. The executor carries out actions in the order in which they are returned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     /// Send a signal to a worker, or to its process group.
     Signal {
-        /// The worker, which leads the group, dead or alive.
+        /// Pid of the worker, which also identifies its process group. The worker may have exited.
         pid: i32,
         to: StopScope,
         signal: Signal,
     },
-    /// Send a signal only to this process, whose timer has expired: a worker or a descendant of one.
+    /// Send a signal only to this process, because its timer has expired. The process is a worker or one of its
+    /// descendants.
     SignalProcess { pid: i32, signal: Signal },
     /// Set a deadline.
     Arm(Timer, Duration),
@@ -104,25 +107,25 @@ pub enum Effect {
     Freeze,
     /// Resume all deadlines.
     Thaw,
-    /// Stop all descendants. Answered by [`Input::Swept`]. A later sweep replaces one that is still running.
+    /// Clean up all descendants. Answered by [`Input::Swept`]. A later sweep replaces one that is still running.
     Sweep {
-        /// Time for which descendants may continue before the first signal.
+        /// Time for which descendants may keep running before the first signal.
         linger: Duration,
-        /// Time from SIGTERM to SIGKILL. Zero sends SIGKILL at once.
+        /// Time from SIGTERM to SIGKILL. If it is zero, SIGKILL is sent at once.
         grace: Duration,
         /// Time after which processes that cannot be killed are reported.
         give_up: Duration,
     },
     /// Kill the processes that this worker left behind when it exited. Answered by [`Input::LeftSwept`], unless
-    /// [`Self::Sweep`] replaces it. Only one such sweep runs at a time.
+    /// [`Self::Sweep`] replaces this sweep. Only one sweep of this kind runs at a time.
     SweepLeft { local_rank: u32, pid: i32, give_up: Duration },
-    /// Record what all members are doing. Answered by [`Input::Evidence`].
+    /// Gather evidence of what all members are doing. Answered by [`Input::Evidence`].
     TakeEvidence { title: String },
-    /// Report a failure to Python. The executor adds the time after it has sent the preceding signals.
+    /// Report a failure to Python. The executor adds the time at which it had sent the preceding signals.
     TellFailure {
         local_rank: u32,
         seen: Stamp,
-        /// Number of siblings to which the preceding effects send signals.
+        /// Number of other workers to which the preceding effects send signals.
         siblings: u32,
     },
     /// Report an event to Python.
@@ -131,7 +134,7 @@ pub enum Effect {
     TellEnd(End),
 }
 
-/// The end of a group; see [`Event::GroupEnded`].
+/// Result of a group that has ended. See [`Event::GroupEnded`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct End {
     pub outcome: Outcome,
@@ -149,14 +152,14 @@ enum Phase {
     Stopping,
     /// SIGKILL was sent. The supervisor stops waiting for the workers at [`Timer::GiveUp`].
     Killing,
-    /// All workers have exited or hang after SIGKILL. Descendants are being stopped or, if `lingering`, may still
-    /// continue.
+    /// All workers have exited or hang after SIGKILL. Their descendants are being cleaned up. If `lingering`, they may
+    /// still keep running.
     Sweeping { lingering: bool },
     /// The end of the group was reported.
     Ended,
 }
 
-/// One group, from its start to its end.
+/// State of one group, from its start to its end.
 #[derive(Debug)]
 pub struct Group {
     members: Vec<Member>,
@@ -173,15 +176,16 @@ pub struct Group {
     suspended: bool,
     watch: Option<Watch>,
     sight: Sight,
-    /// What waits for evidence, while that is taken.
+    /// Actions that wait for evidence. `None` if no evidence is being gathered.
     waiting: Option<Vec<Then>>,
     replaces: bool,
-    /// The members whose places are left, by their indices: what the first one has left is being swept.
+    /// Indices of the failed members whose leftover processes are still to be cleaned up. The clean-up of the first one
+    /// is running.
     left: VecDeque<usize>,
 }
 
 impl Group {
-    /// A group whose workers, by local rank, have these pids.
+    /// Creates the group. `pids` are the pids of its workers, ordered by local rank.
     pub fn new(pids: &[i32], on_failure: StopPolicy, stop_scope: StopScope, on_success: Descendants) -> Self {
         let members = (0..).zip(pids).map(|(local_rank, &pid)| Member::new(local_rank, pid, false)).collect();
         Self {
@@ -203,32 +207,33 @@ impl Group {
         }
     }
 
-    /// As [`Self::rank_of`], of a member that is watched for hangs: not of one that has failed and is about to end.
+    /// Like [`Self::rank_of`], but only for a member that is watched for hangs. A member that has failed and is about
+    /// to exit is not watched.
     pub fn watched_rank_of(&self, pid: i32) -> Option<u32> {
         self.members.iter().find(|m| m.pid == pid && m.runs() && m.condemned.is_none()).map(|m| m.local_rank)
     }
 
-    /// True while nothing has begun to end it.
+    /// Returns true if no worker has failed and no stop was requested.
     pub fn is_running(&self) -> bool {
         self.phase == Phase::Running
     }
 
-    /// Whether the end was told.
+    /// Returns true if the end of the group was reported.
     pub fn has_ended(&self) -> bool {
         self.phase == Phase::Ended
     }
 
-    /// The rank of the member with this pid, if it has not ended.
+    /// Returns the local rank of the member with this pid. `None` if there is no such member or if it has exited.
     pub fn rank_of(&self, pid: i32) -> Option<u32> {
         self.members.iter().find(|m| m.pid == pid && m.runs()).map(|m| m.local_rank)
     }
 
-    /// Pids of the members that have not ended.
+    /// Returns the pids of the members whose exits were not reported yet.
     pub fn living(&self) -> impl Iterator<Item = i32> {
         self.members.iter().filter(|m| !m.ended).map(|m| m.pid)
     }
 
-    /// Whether this input may make the group signal its members: then [`Input::Dead`] has to come first.
+    /// Returns true if this input may make the group signal its members. [`Input::Dead`] must then come first.
     pub fn may_signal(&self, input: &Input) -> bool {
         match input {
             Input::Exited { exit, .. } => {
@@ -245,7 +250,7 @@ impl Group {
         }
     }
 
-    /// The one transition function.
+    /// Handles an input and returns the effects. This is the only function that changes the state of the group.
     #[must_use]
     pub fn on_input(&mut self, input: Input) -> Vec<Effect> {
         let mut effects = Vec::new();
@@ -274,7 +279,7 @@ impl Group {
             }
             Input::Expired(timer) => self.on_expired(timer, &mut effects),
             Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. }) => self.tell_end(swept, &mut effects),
-            // Nobody waits for it any more.
+            // Ignore these inputs, because the group is not suspended or no sweep is running.
             Input::Resume | Input::Swept(_) => {}
             Input::NurseryLost(end) => self.on_nursery_lost(end, &mut effects),
             Input::Fenced => self.on_fenced(&mut effects),
@@ -332,14 +337,16 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Who waits to be judged lived when there was a reason for it.
+    /// Records the members that are dead without a reported exit. Skips members about which a decision is pending,
+    /// because the reason for that decision arose while they were alive.
     fn on_dead(&mut self, pids: &[i32]) {
         for index in 0..self.members.len() {
             self.members[index].dead |= pids.contains(&self.members[index].pid) && !self.is_to_be_judged(index);
         }
     }
 
-    /// What an ended worker has left in its group serves nobody any more. After the last one the sweep ends it.
+    /// Signals the rest of the process group of a worker that has exited during a stop, because these processes are no
+    /// longer needed. Does nothing after the last exit, because the sweep then cleans up.
     fn stop_rest_of(&mut self, pid: i32, effects: &mut Vec<Effect>) {
         let Some(signal) = self.stop_signal.filter(|_| self.phase == Phase::Stopping) else { return };
         if self.all_have_ended() {
@@ -356,9 +363,9 @@ impl Group {
             return;
         };
         if suspended {
-            // Stopped by us; all go on together.
+            // The supervisor has stopped the member itself and will continue all members together.
         } else if stopping {
-            // The stop signal may have been sent before this; a stopped process never sees it.
+            // Continue the member, because a stopped process would not handle the stop signal.
             effects.push(to_group(pid, Signal::CONT));
         } else if member.pause == Pause::Running {
             member.pause = Pause::Noticed(signal);
@@ -385,7 +392,7 @@ impl Group {
                 self.begin_stop(policy, None, effects);
                 self.sweep_when_all_have_ended(effects);
             }
-            // The harder call wins: a new signal is passed on, and the deadline only ever comes nearer.
+            // Send the new signal, and move the deadline only to an earlier time.
             Phase::Stopping => self.begin_stop(policy, None, effects),
             Phase::Sweeping { lingering: true } => {
                 self.outcome = Outcome::Stopped;
@@ -451,7 +458,7 @@ impl Group {
             }
             Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
             Timer::Check | Timer::Hang => self.look(effects),
-            // Do nothing: these deadlines do not apply in this phase, or the executor handles them.
+            // Ignore these deadlines. They do not apply in this phase, or the executor handles them.
             Timer::Kill
             | Timer::GiveUp
             | Timer::Start
@@ -464,14 +471,14 @@ impl Group {
         }
     }
 
-    /// Kills the workers that Python started and the process groups of all workers. The nursery only kills the workers
-    /// that it started itself.
+    /// Kills the workers that Python started and the process groups of all workers, because the nursery only kills the
+    /// workers that it started itself.
     fn on_fenced(&mut self, effects: &mut Vec<Effect>) {
         if matches!(self.phase, Phase::Running | Phase::Sweeping { lingering: true }) {
             self.outcome = Outcome::Stopped;
         }
         if self.suspended {
-            // Deadlines go on, and nobody else does: no SIGCONT before the SIGKILL.
+            // Resume the deadlines, but send no SIGCONT, because the members must not run again before SIGKILL.
             self.thaw(effects);
         }
         match self.phase {
@@ -491,25 +498,27 @@ impl Group {
         self.forget_places();
         match self.phase {
             Phase::Running => self.outcome = Outcome::Lost,
-            // Nobody will answer the sweep: ask for it again, of whoever sweeps now.
+            // Request the sweep again, because the lost nursery will not answer the first request. The supervisor then
+            // sweeps itself.
             Phase::Sweeping { .. } => return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects),
             Phase::Stopping | Phase::Killing | Phase::Ended => {}
         }
-        // Its own workers die with it; those that Python started do not.
+        // Kill the workers that Python started. The workers of the nursery die with it.
         if self.phase != Phase::Killing {
             self.kill(effects);
         }
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Signals every worker, and the groups of those that have ended: what a dead worker started holds the device as well.
-    /// `but`: it has got a signal of its own, and until the deadline that is all.
+    /// Sends the stop signal to every worker, and to the process groups of workers that have already exited, because
+    /// their leftover processes may still hold the device. The worker with the pid `but` gets no signal before the
+    /// deadline, because it has already got one or has a grace period to exit by itself.
     fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>, effects: &mut Vec<Effect>) {
         self.on_resume(effects);
         if policy.is_hard() {
             return self.kill(effects);
         }
-        // Members that live come first: they are what everybody waits for.
+        // Signal running members first, because the stop takes as long as they need to exit.
         for ended in [false, true] {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
             for member in members.filter(|m| Some(m.pid) != but) {
@@ -543,7 +552,8 @@ impl Group {
         }
     }
 
-    /// While nothing ends the group, a place that is left is one that is taken again.
+    /// Returns true if all members have exited and no replacement is expected or being started. While the group is
+    /// running, a failed member is expected to be replaced.
     fn all_have_ended(&self) -> bool {
         let is_over =
             |m: &Member| m.place == Place::Taken || m.place != Place::Promised && self.phase != Phase::Running;
@@ -574,7 +584,7 @@ impl Group {
     fn tell_end(&mut self, swept: Swept, effects: &mut Vec<Effect>) {
         self.phase = Phase::Ended;
         if self.suspended {
-            // Nobody is left to go on, but the deadlines are those of the next group as well.
+            // Resume the deadlines, although no member is left, because the next group uses the same deadlines.
             self.thaw(effects);
         }
         let stuck_workers = self.members.iter().filter(|m| !m.ended).map(|m| (m.local_rank, m.pid)).collect();

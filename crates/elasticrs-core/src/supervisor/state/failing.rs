@@ -1,4 +1,5 @@
-//! Workers that have failed but are still running, for example because a timer has expired or because they hang.
+//! Handles workers that have failed but are still running, for example because a timer has expired or because they
+//! hang.
 
 use std::time::Duration;
 
@@ -10,9 +11,9 @@ use crate::supervisor::event::WorkersKilled;
 use elasticrs_runtime::clock::Stamp;
 
 impl Group {
-    /// Handles a timer that was not released in time. If the timer has a signal, sends that signal to the process, and
-    /// the worker counts as failed. Ignores the timer if the worker is already being stopped, because that stop has a
-    /// deadline of its own.
+    /// Handles a timer that was not released in time. If the timer has a signal, the process gets that signal and the
+    /// worker counts as failed. Ignores the timer if the worker is already being stopped, because that stop has its own
+    /// deadline.
     pub(super) fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
         let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
         let Some(member) = self.working(local_rank) else { return };
@@ -48,8 +49,8 @@ impl Group {
         self.members.iter_mut().find(runs).filter(|_| self.phase == Phase::Running)
     }
 
-    /// Kills a worker immediately, without grace. Also stops the other workers, unless the group replaces failed
-    /// workers.
+    /// Kills a worker immediately, without a grace period. Also stops the other workers, unless the group replaces
+    /// failed workers.
     pub(super) fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
         let Some(member) = self.working(local_rank) else { return };
         let worker = member.pid;
@@ -77,8 +78,8 @@ impl Group {
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
-    /// Stops the group after the failure of a worker that has not exited yet. Returns the number of its running
-    /// siblings.
+    /// Stops the group after the failure of a worker that has not exited yet. Returns the number of other workers that
+    /// are still running.
     fn fail(&mut self, worker: i32, but: Option<i32>, effects: &mut Vec<Effect>) -> u32 {
         self.outcome = Outcome::Failed;
         let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();

@@ -1,7 +1,8 @@
-//! Workers that hang: when they are looked at, when evidence is taken, and who is blamed after that.
+//! Handles workers that hang: when their heartbeats are checked, when evidence is gathered, and which worker is blamed.
 //!
-//! [`crate::timer::hang`] has the rules of the limits. Evidence takes time, in which workers may go on or end: whatever
-//! waits for it is judged again by what is seen then, and before a worker it concerns is told as ended.
+//! [`crate::timer::hang`] contains the rules for the time limits. While evidence is gathered, workers may recover or
+//! exit. A decision that waits for evidence is therefore checked again with the heartbeats at that time, and is made
+//! before the exit of a worker that it concerns is reported.
 
 use std::time::Duration;
 
@@ -15,28 +16,29 @@ use crate::timer::hang::{
 };
 use elasticrs_runtime::clock::{Stamp, nanoseconds};
 
-/// The signs of life at a moment.
+/// Heartbeats and output of all workers at one point in time.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sight {
     pub at: Stamp,
-    /// The heartbeats, by member: what Python starts joins later, and may have none.
+    /// What was read from the heartbeat page of each member. Members that Python started come last, and may be missing.
     pub seen: Vec<Seen>,
-    /// When the last line of any worker came.
+    /// Time of the last line of output of any worker. `None` if there was no output.
     pub line: Option<u64>,
 }
 
-/// What waits for evidence.
+/// Action that waits for evidence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Then {
     Timer(TimerExpired),
-    /// The worker of this local rank has raised, and has not ended.
+    /// The worker of this local rank has recorded an uncaught exception, and its exit makes no progress.
     Exit(u32),
     Hung(Look),
-    /// A rank of another node hangs: whoever of these keeps it waiting is told before they are stopped.
+    /// A rank on another node hangs, so this group is to be stopped. Before the stop, the local worker that keeps that
+    /// rank waiting is reported, if there is one.
     Stop(StopPolicy, Elsewhere, Look),
 }
 
-/// What was found when the heartbeats were looked at.
+/// Result of a check of the heartbeats.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Look {
     late: Vec<Overdue>,
@@ -49,7 +51,7 @@ impl Then {
         matches!((self, other), (Self::Timer(one), Self::Timer(other)) if one.local_rank == other.local_rank)
     }
 
-    /// True if it is about something that this member has done, or not done, while it lived.
+    /// Returns true if this action is about what the member did, or failed to do, while it was alive.
     fn concerns(&self, member: usize, local_rank: u32) -> bool {
         match self {
             Self::Timer(timer) => timer.local_rank == local_rank,
@@ -76,7 +78,7 @@ impl Then {
 }
 
 impl Group {
-    /// True if this input may be judged by signs of life: then [`Input::Sight`] has to come first.
+    /// Returns true if this input may lead to a decision based on heartbeats. [`Input::Sight`] must then come first.
     pub fn needs_sight(&self, input: &Input) -> bool {
         let looks = |input: &Input| {
             matches!(input, Input::StopForHang(..) | Input::Suspend | Input::Expired(Timer::Check | Timer::Hang))
@@ -90,8 +92,8 @@ impl Group {
         self.look(effects);
     }
 
-    /// Judges, and sets the time of the next look. Nobody hangs while another one has to end: it may be what the others
-    /// wait for.
+    /// Checks the heartbeats and sets the time of the next check. Skips the check while a failed member is about to
+    /// exit, because the others may be waiting for that member.
     pub(super) fn look(&mut self, effects: &mut Vec<Effect>) {
         let is_time = self.phase == Phase::Running && self.waiting.is_none() && !self.is_anyone_condemned();
         let Some(watch) = self.watch.as_mut().filter(|_| is_time) else { return };
@@ -115,7 +117,8 @@ impl Group {
         }
     }
 
-    /// When a rank hangs elsewhere, what it waits for may be here: the evidence comes first.
+    /// Handles a request to stop the group because a rank on another node hangs. Gathers evidence first, because a
+    /// local worker may be the cause.
     pub(super) fn on_stop_for_hang(&mut self, policy: StopPolicy, elsewhere: Elsewhere, effects: &mut Vec<Effect>) {
         let Some(watch) = self.watch.as_mut().filter(|_| self.phase == Phase::Running) else {
             return self.on_stop(policy, effects);
@@ -126,10 +129,11 @@ impl Group {
         self.take_evidence(Then::Stop(policy, elsewhere, Look { late, seen, at }), effects);
     }
 
-    /// Takes the evidence first.
+    /// Gathers evidence, and runs the action afterwards.
     pub(super) fn take_evidence(&mut self, then: Then, effects: &mut Vec<Effect>) {
         if let Some(waiting) = &mut self.waiting {
-            // The first timer of a rank decides what becomes of it. Others, of which there may be any number, do not wait.
+            // The first timer of a rank decides what happens to that rank. Do not queue further timers of the same
+            // rank, because there may be any number of them.
             if !waiting.iter().any(|earlier| earlier.is_of_same_rank(&then)) {
                 waiting.push(then);
             }
@@ -148,19 +152,20 @@ impl Group {
             effects.push(Effect::Tell(Event::Degraded { message }));
         }
         self.follow_all_up(waiting, found, effects);
-        // Those that went on meanwhile are watched as before.
+        // Continue to watch the workers that have recovered.
         self.look(effects);
     }
 
-    /// What waits for evidence counts as if that had been found before: whoever had used up its limit has hung.
+    /// Runs all actions that wait for evidence now, without evidence. A worker whose limit had passed counts as hung.
     pub(super) fn settle(&mut self, effects: &mut Vec<Effect>) {
         let waiting = self.waiting.take().unwrap_or_default();
         self.follow_all_up(waiting, &[], effects);
     }
 
-    /// A worker has ended while evidence is taken. The question itself may have ended its wait (`pause` returns on any
-    /// signal), but not undone that its timer had expired, or that it had hung. One that has ended well leaves the others
-    /// the time for their evidence.
+    /// Handles the exit of a worker while evidence is being gathered. The signal that requests the stacks may have made
+    /// the worker exit, because `pause` returns on any signal. Even then, its timer had expired or it had hung, so
+    /// actions that concern the worker are run first. After a successful exit, the evidence of the other workers is
+    /// still awaited.
     pub(super) fn settle_before_exit(&mut self, index: usize, exit: WorkerExit, effects: &mut Vec<Effect>) {
         let fails_group = !exit.is_success() && !self.survives(index);
         let Some(waiting) = &mut self.waiting else { return };
@@ -176,7 +181,7 @@ impl Group {
         }
         for then in due {
             match then {
-                // Of the others it says nothing: they may have waited for this one.
+                // Report only the worker that has exited, because the others may have been waiting for it.
                 Then::Hung(look) => {
                     if let Some(hung) = self.judge(look, &[]).filter(|hung| hung.local_rank == local_rank) {
                         self.on_hung(hung, effects);
@@ -187,14 +192,14 @@ impl Group {
         }
     }
 
-    /// True if something about this member is still to be judged, from the time when it lived.
+    /// Returns true if a waiting action is about what this member did while it was alive.
     pub(super) fn is_to_be_judged(&self, index: usize) -> bool {
         self.waiting.iter().flatten().any(|then| then.concerns(index, self.members[index].local_rank))
     }
 
     fn follow_all_up(&mut self, mut thens: Vec<Then>, found: &[Found], effects: &mut Vec<Effect>) {
         if thens.iter().any(|then| matches!(then, Then::Stop(..))) {
-            // It looks at the same ranks, and knows of one more.
+            // Drop the check of the same ranks, because the stop request also considers the rank on the other node.
             thens.retain(|then| !matches!(then, Then::Hung(_)));
         }
         for then in thens {
@@ -234,34 +239,36 @@ impl Group {
         self.members.iter().any(|member| member.runs() && member.condemned.is_some())
     }
 
-    /// Nothing that a hung worker could do on SIGTERM is worth its grace: it did not come to that for much longer.
+    /// Kills a worker that hangs without a grace period. The worker would not use that time to save anything, because
+    /// it has already done nothing for longer than that.
     fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
         self.fail_at_once(hung.local_rank, hung.seen, Event::WorkerHung(hung.into()), effects);
     }
 
-    /// It may be what a rank of another node waits for.
+    /// Reports a worker for which a rank on another node may be waiting.
     fn on_suspected(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
         if self.working(hung.local_rank).is_some() {
             effects.push(Effect::Tell(Event::WorkerHung(hung.into())));
         }
     }
 
-    /// HANG-5
+    /// Returns true if the check was not made before or during a suspension of the group (**HANG-5**).
     fn holds(&self, look: &Look) -> bool {
         self.watch.as_ref().is_some_and(|watch| watch.holds(look.at.0))
     }
 
-    /// HANG-6
+    /// Drops the ranks that have recovered since the check (**HANG-6**).
     fn without_those_that_went_on(&self, look: Look) -> Look {
         Look { late: still_late(look.late, &self.sight.seen, self.sight.line), ..look }
     }
 
-    /// Whoever was may have ended meanwhile.
+    /// Returns true if a rank that has exceeded its limit is still running. It may have exited since the check.
     fn anyone_is_due(&self, look: &Look) -> bool {
         look.late.iter().any(|overdue| overdue.is_due && self.members[overdue.rank].runs())
     }
 
-    /// Who is to blame of those that are late.
+    /// Returns which of the late ranks is to blame, with the state of all running ranks. `None` if no running rank is
+    /// to blame.
     fn verdict(
         &self,
         Look { late, seen, at }: &Look,
@@ -305,14 +312,14 @@ impl Group {
     }
 }
 
-/// Returns the subject of a message about these ranks, such as "local rank 3 is" or "local ranks 1, 2 are".
+/// Returns the beginning of a message about these ranks, such as "local rank 3 is" or "local ranks 1, 2 are".
 fn ranks_are(local_ranks: &[u32]) -> String {
     let names = local_ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     if local_ranks.len() == 1 { format!("local rank {names} is") } else { format!("local ranks {names} are") }
 }
 
-/// Returns the message about ranks whose process is still exiting, although their program returned longer ago than the
-/// time limit for a step.
+/// Returns the message about ranks whose process is still exiting, although more time than the limit for a step has
+/// passed since their program returned.
 fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) -> String {
     let (ranks_are, step) = (ranks_are(local_ranks), step.as_secs_f64());
     let limit = exit.map_or_else(
@@ -322,8 +329,8 @@ fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) ->
     format!("{ranks_are} still exiting {step} s after the program returned; {limit}")
 }
 
-/// Returns the message about ranks that are not watched for hangs yet. Lists every possible reason, because only the
-/// worker knows which one applies.
+/// Returns the message about ranks that are not watched for hangs yet. The message lists every possible reason, because
+/// only the worker knows which one applies.
 fn unwatched(local_ranks: &[u32], limit: Duration) -> String {
     let ranks_are = ranks_are(local_ranks);
     format!(

@@ -1,4 +1,4 @@
-//! A worker, as the state of its group sees it.
+//! State of one worker in a group.
 
 use super::Effect;
 use crate::signal::Signal;
@@ -10,12 +10,12 @@ use elasticrs_runtime::clock::Stamp;
 pub(super) enum Pause {
     #[default]
     Running,
-    /// Stopped, and not told yet.
+    /// The worker is stopped by this signal, and this was not reported yet.
     Noticed(i32),
     Told,
 }
 
-/// Of a member that has failed in a group that replaces; see [`super::replacing`].
+/// State of a member's place in a group that replaces failed workers. See [`super::replacing`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Place {
     #[default]
@@ -31,17 +31,18 @@ pub(super) struct Member {
     pub(super) pid: i32,
     pub(super) adopted: bool,
     pub(super) ended: bool,
-    /// Its exit is not told yet.
+    /// True if the process is dead but its exit was not reported yet.
     pub(super) dead: bool,
     pub(super) sent: Option<Signal>,
-    /// Signal that asked the worker to exit, and after which it had its grace. `None` if there was none, because its
-    /// exit after an uncaught exception was slow and was left alone for the grace.
+    /// Signal that asked the worker to exit within its grace period. `None` if the worker got no such signal, because
+    /// it was already exiting slowly after an uncaught exception and was given the grace period to finish.
     asked_by: Option<Signal>,
-    /// The last signal that was sent to its whole group.
+    /// Last signal that was sent to the worker's whole process group.
     group_sent: Option<Signal>,
     pub(super) pause: Pause,
     pub(super) raised: Option<WorkerRaised>,
-    /// Since then it has failed, whatever it exits with, and the others go on.
+    /// Time at which the worker was found to have failed while it was still running. It counts as failed whatever its
+    /// exit code is, and the other workers continue. `None` if it was not found to have failed.
     pub(super) condemned: Option<Stamp>,
     pub(super) place: Place,
 }
@@ -51,7 +52,7 @@ impl Member {
         Self { local_rank, pid, adopted, ..Self::default() }
     }
 
-    /// Signals it or its group, and keeps that in mind for its end.
+    /// Returns the effect that sends a signal to the worker or its process group, and records the signal.
     pub(super) fn send(&mut self, signal: Signal, to: StopScope) -> Effect {
         if self.runs() {
             self.sent = Some(signal);
@@ -62,39 +63,40 @@ impl Member {
         Effect::Signal { pid: self.pid, to, signal }
     }
 
-    /// Sends a signal that asks the worker to exit within the grace.
+    /// Returns the effect that sends a signal which asks the worker to exit within the grace period.
     pub(super) fn stop(&mut self, signal: Signal, to: StopScope) -> Effect {
         self.asked_by = Some(signal);
         self.send(signal, to)
     }
 
-    /// Records that another task sends this signal to the worker, to ask it to exit within the grace.
+    /// Records that the timer code sends this signal to the worker, which asks it to exit within the grace period.
     pub(super) fn is_stopped_by(&mut self, signal: Signal) {
         (self.asked_by, self.sent) = (Some(signal), Some(signal));
     }
 
-    /// Reason for killing the worker at the end of its grace.
+    /// Returns the reason for killing the worker at the end of its grace period.
     pub(super) fn why_overdue(&self) -> KillReason {
         self.asked_by.map_or(KillReason::SlowExit, KillReason::AfterSignal)
     }
 
-    /// True if its whole group was sent this signal, or SIGKILL, last.
+    /// Returns true if the last signal to the worker's whole process group was this signal or SIGKILL.
     pub(super) fn group_has_got(&self, signal: Signal) -> bool {
         self.group_sent.is_some_and(|sent| sent == signal || sent == Signal::KILL)
     }
 
-    /// Nothing of it is left, not even its number.
+    /// Returns true if all processes of the worker are gone and its pid may be reused.
     pub(super) fn is_gone(&self) -> bool {
         matches!(self.place, Place::Free | Place::Promised)
     }
 
-    /// As far as is known.
+    /// Returns true if the worker is not known to have exited.
     pub(super) fn runs(&self) -> bool {
         !self.ended && !self.dead
     }
 }
 
-/// Signals the whole group, for a reason that is none of its end.
+/// Returns the effect that sends a signal to a whole process group without recording it, because the signal is not
+/// meant to make the worker exit.
 pub(super) fn to_group(pid: i32, signal: Signal) -> Effect {
     Effect::Signal { pid, to: StopScope::Group, signal }
 }
