@@ -239,8 +239,8 @@ impl Group {
         self.members.iter().any(|member| member.runs() && member.condemned.is_some())
     }
 
-    /// Kills a worker that hangs without a grace period. The worker would not use that time to save anything, because
-    /// it has already done nothing for longer than that.
+    /// Kills a worker that hangs. It gets no grace period, because it would not use that time to save anything: it has
+    /// already done nothing for longer than that.
     fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
         self.fail_at_once(hung.local_rank, hung.seen, Event::WorkerHung(hung.into()), effects);
     }
@@ -252,7 +252,7 @@ impl Group {
         }
     }
 
-    /// Returns true if the check was not made before or during a suspension of the group (**HANG-5**).
+    /// Returns true if the group has not been suspended since the check (**HANG-5**).
     fn holds(&self, look: &Look) -> bool {
         self.watch.as_ref().is_some_and(|watch| watch.holds(look.at.0))
     }

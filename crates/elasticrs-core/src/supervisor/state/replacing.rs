@@ -1,7 +1,8 @@
-//! Workers whose places are taken by others after they have failed, while the rest of the group goes on.
+//! Replaces workers that have failed, while the rest of the group continues.
 //!
-//! A place is left when its worker has failed, free when nothing of that worker is left, promised while another process is
-//! started there, and taken when that runs. A member that has exited 0 keeps its place.
+//! Each member has a place in the group. The place is *left* after the worker has failed, *free* after all of the
+//! worker's processes are gone, *promised* while a replacement is being started, and *taken* while a worker is running
+//! in it. A member that has exited with code 0 keeps its place.
 
 use std::time::Duration;
 
@@ -12,18 +13,18 @@ use crate::spec::StopScope;
 use crate::supervisor::event::StartFailure;
 use elasticrs_runtime::clock::Stamp;
 
-/// What is left to a start that goes on when the group is killed.
+/// Time limit for a replacement to finish its start after the group is killed.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
 
 impl Group {
-    /// The same group, whose workers are replaced.
+    /// Makes the group replace failed workers.
     #[must_use]
     pub fn replacing(mut self) -> Self {
         self.replaces = true;
         self
     }
 
-    /// Why no process can be started in the place of this worker.
+    /// Returns the reason why this worker cannot be replaced now. `None` if it can be replaced.
     pub fn refusal(&self, local_rank: u32) -> Option<&'static str> {
         let member = self.members.iter().find(|m| m.local_rank == local_rank);
         match (member.map(|m| (m.place, m.ended)), self.phase) {
@@ -38,27 +39,30 @@ impl Group {
         }
     }
 
-    /// Local ranks in whose places processes are being started.
+    /// Returns the local ranks for which replacements are being started.
     pub fn starting(&self) -> impl Iterator<Item = u32> {
         self.members.iter().filter(|m| m.place == Place::Promised).map(|m| m.local_rank)
     }
 
-    /// True if the others go on when this member fails. What Python has started is not the nursery's to sweep.
+    /// Returns true if the other members continue when this member fails. They never continue after the failure of a
+    /// member that Python started, because the nursery cannot clean up its processes.
     pub(super) fn survives(&self, index: usize) -> bool {
         self.replaces && self.phase == Phase::Running && !self.members[index].adopted
     }
 
-    /// As [`Self::survives`], by pid.
+    /// Returns the index of the member with this pid if the other members continue when it fails. See
+    /// [`Self::survives`].
     pub(super) fn survivable(&self, pid: i32) -> Option<usize> {
         self.members.iter().position(|m| m.pid == pid && !m.ended).filter(|&index| self.survives(index))
     }
 
-    /// A member has failed and ended: what it has left is swept, after what those before it have.
+    /// Handles the exit of a failed member. Its leftover processes are cleaned up after those of the members that
+    /// failed earlier.
     pub(super) fn leave(&mut self, index: usize, effects: &mut Vec<Effect>) {
         self.members[index].place = Place::Left;
         if let Some(watch) = &mut self.watch {
             watch.lose(index);
-            // Nobody was looked at while it had to end.
+            // Check the other members at once, because checks were paused while this member was about to exit.
             effects.push(Effect::Arm(Timer::Hang, Duration::ZERO));
         }
         self.left.push_back(index);
@@ -85,7 +89,7 @@ impl Group {
     /// Adds a member that Python started.
     pub(super) fn on_adopted(&mut self, local_rank: u32, pid: i32, effects: &mut Vec<Effect>) {
         let mut member = Member::new(local_rank, pid, true);
-        // Kill it if it came too late to be a member of a running group.
+        // Kill the new member if the group is no longer running.
         if self.phase != Phase::Running {
             effects.push(member.send(Signal::KILL, StopScope::Group));
         }
@@ -105,7 +109,7 @@ impl Group {
     pub(super) fn on_replaced(&mut self, local_rank: u32, pid: i32, started: Stamp, effects: &mut Vec<Effect>) {
         let Some(index) = self.promised(local_rank) else { return };
         for ended in self.members.iter_mut().filter(|m| m.pid == pid) {
-            // The kernel has given its pid out again.
+            // Forget the pid of the exited member, because the kernel has assigned the same pid to the replacement.
             ended.pid = 0;
         }
         self.members[index] = Member::new(local_rank, pid, false);
@@ -130,7 +134,7 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Nobody sweeps what was left, and nobody starts what was promised.
+    /// Cancels all clean-ups and starts of replacements, because the nursery that carried them out is lost.
     pub(super) fn forget_places(&mut self) {
         self.left.clear();
         for member in self.members.iter_mut().filter(|m| m.place == Place::Promised) {
@@ -138,7 +142,8 @@ impl Group {
         }
     }
 
-    /// Those that are being started get a last chance, so that the end of the group does not wait for them.
+    /// Shortens the deadlines of replacements that are being started, so that the end of the group does not wait for
+    /// them.
     pub(super) fn hasten_starts(&self, effects: &mut Vec<Effect>) {
         effects.extend(self.starting().map(|local_rank| Effect::Hasten(Timer::Replace(local_rank), LAST_CHANCE)));
     }

@@ -1,7 +1,7 @@
-//! A second warm nursery, which imports modules again while the first one and its workers continue.
+//! A second warm nursery, which imports modules again while the first nursery and its workers continue.
 //!
-//! There are never more than two. The second one has no workers, so it gets the connections and the fence only when it
-//! takes over.
+//! There are never more than two warm nurseries. The second one has no workers, so it gets the agent's connections and
+//! the fence only when it takes over.
 
 use std::time::{Duration, Instant};
 
@@ -14,17 +14,17 @@ use crate::supervisor::event::{Event, NurseryEnd};
 use crate::supervisor::nursery_io::{FromNursery, Nursery};
 use crate::sys::priority;
 
-/// The second nursery.
+/// The second nursery and its import deadline.
 pub(super) struct Beside {
     nursery: Nursery,
     /// Deadline for the imports.
     until: Instant,
-    /// Nice value that the nursery gets when it takes over. `None` if the nursery has its usual value.
+    /// Nice value to restore when the nursery takes over. `None` if the nursery does not run at a low priority.
     nice: Option<i32>,
 }
 
 impl Beside {
-    /// Returns the next event of the nursery. Cancel-safe. Kills the nursery at the deadline for its imports.
+    /// Returns the next event from the nursery. Kills the nursery at the deadline for its imports. Cancel-safe.
     pub(super) async fn next(&mut self) -> FromNursery {
         let limited = self.nursery.import.is_some() && !self.nursery.hung;
         tokio::select! {
@@ -36,7 +36,7 @@ impl Beside {
         self.nursery.next().await
     }
 
-    /// Returns the pids of the nursery and of its sentinel.
+    /// Returns the pids of the second nursery and its sentinel.
     pub(super) fn pids(&self) -> impl Iterator<Item = i32> {
         [self.nursery.pid].into_iter().chain(self.nursery.sentinel.as_ref().map(|guard| guard.sentinel.pid))
     }
@@ -54,7 +54,7 @@ impl Task {
             Ok(nursery) if nursery.import.is_some() => {
                 self.beside = Some(Beside { nursery, until: after(Instant::now(), limit), nice });
             }
-            // The warm program could not be executed, so this is a cold nursery.
+            // The warm program could not be executed, so the launched nursery is a cold one and is not needed.
             Ok(nursery) => {
                 self.retire(nursery);
                 self.beside_has_failed(NurseryEnd { exit: WorkerExit::Unknown, hung: false });
@@ -63,7 +63,7 @@ impl Task {
         }
     }
 
-    /// Ends the second nursery, if there is one.
+    /// Stops the second nursery, if there is one.
     pub(super) fn end_beside(&mut self) {
         if let Some(beside) = self.beside.take() {
             self.retire(beside.nursery);
@@ -75,12 +75,13 @@ impl Task {
             return false;
         }
         let Some(beside) = self.beside.take_if(|beside| beside.nursery.import.is_none()) else { return false };
-        // Workers inherit the nice value, so this nursery is of no use without its old value.
+        // Stop this nursery if its nice value cannot be restored, because its workers would inherit the low priority.
         if beside.nice.is_some_and(|nice| priority::set_nice_of(beside.nursery.pid, nice).is_err()) {
             self.retire(beside.nursery);
             return false;
         }
-        // From here on only the second nursery enforces the deadline, although the first one may still run for a moment.
+        // From here on, only the second nursery enforces the fence deadline, although the first one may still run for a
+        // moment.
         if !self.shared.fence.hand_over() {
             self.beside = Some(Beside { nice: None, ..beside });
             return false;
@@ -100,7 +101,7 @@ impl Task {
                 self.shared.queue.push(Event::Warmed { failure: None, is_beside: true });
             }
             FromNursery::Reply(Reply::Ready { .. }, _) => warm::refuse(&mut beside.nursery),
-            // It has no workers and holds no connection, so it has nothing else to report.
+            // Ignore any other reply, because this nursery has no workers and holds no connection.
             FromNursery::Reply(..) => {}
             FromNursery::Died(exit) => self.on_lost_beside(*exit),
             FromNursery::GivenUp => {

@@ -1,4 +1,4 @@
-//! The sweep of what the members of a group leave.
+//! Cleans up the processes that the members of a group leave behind, and closes the supervisor.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -13,7 +13,8 @@ use crate::supervisor::event::{Event, Swept};
 use crate::supervisor::state::{End, Input};
 use crate::supervisor::watch;
 
-/// How much longer than it was told to a sweep may take before whoever carries it out counts as hung.
+/// Extra time for a sweep, in addition to its own time limits. After that, the nursery or the thread that carries it
+/// out counts as hung.
 pub(super) const SWEEP_SLACK: Duration = Duration::from_secs(5);
 
 impl Task {
@@ -42,7 +43,8 @@ impl Task {
         self.deadlines.arm(Timer::Sweep, limit, Instant::now());
     }
 
-    /// Whoever sweeps does not answer.
+    /// Handles a sweep that has exceeded its deadline. Kills the nursery. If the sweep runs in this process, reports it
+    /// as failed.
     pub(super) fn on_overdue_sweep(&mut self) {
         if let Some(nursery) = &mut self.nursery {
             nursery.kill_hung();
@@ -74,7 +76,8 @@ impl Task {
         }
     }
 
-    /// Ends the nursery, and with it whatever is left.
+    /// Closes the supervisor. Makes the nursery kill all remaining processes, or leave them running with
+    /// `keep_descendants`.
     pub(super) async fn close(mut self, keep_descendants: bool) {
         self.give_up_evidence();
         self.end_beside();
@@ -84,8 +87,8 @@ impl Task {
 
     async fn close_nursery(&mut self, keep_descendants: bool) {
         let Some(nursery) = self.nursery.take() else {
-            // The nursery was lost, and what it left may still be being ended. What does not end in time has its
-            // SIGKILL pending.
+            // Wait for the sweep of a lost nursery's processes, if it is still running. Processes that do not exit in
+            // time have already been sent SIGKILL.
             if let Some(sweep) = self.own_sweep.take() {
                 let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
             }

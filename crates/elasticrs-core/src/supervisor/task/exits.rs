@@ -1,9 +1,9 @@
-//! Receives the notices of workers that recorded an uncaught exception, and samples their exits.
+//! Receives reports from workers that recorded an uncaught exception, and samples their exits.
 //!
-//! The exception hook of a worker sends a datagram to an abstract Unix socket of the attempt. It contains the time and
-//! the last part of the traceback. The kernel adds the sender's pid, which must belong to a worker or a descendant of
-//! one. The text is only for the user, and no decision of the core depends on it. The exception can be reported even if
-//! a file system hangs, because the agent reads no file for it.
+//! The exception hook of a worker sends a datagram, called a notice, to an abstract Unix socket of the attempt. The
+//! notice contains the time and the last part of the traceback. The kernel adds the sender's pid, which must belong to
+//! a worker or one of its descendants. The text is only for the user, and no decision of the core depends on it. The
+//! exception can be reported even if a file system hangs, because the agent reads no file for it.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -26,15 +26,15 @@ use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
 
-/// Maximum length of a notice in bytes. The end of a longer notice is cut off. The hook never sends more than this.
+/// Maximum length of a notice in bytes. Longer notices are truncated. The hook never sends more than this.
 const MAX_TEXT: usize = 4096;
 
-/// Maximum number of notices to receive at once. The number is limited because any process in the network namespace may
-/// send notices, and finding the worker that a sender descends from requires reading `/proc`.
+/// Maximum number of notices to receive at once. It is limited because any process in the network namespace may send
+/// notices, and finding the worker that a sender descends from requires reading `/proc`.
 const SLICE: usize = 64;
 
-/// Opens a socket for notices in the abstract namespace, under a name chosen by the kernel. It needs no file and
-/// disappears when its descriptor is closed.
+/// Opens the socket for notices in the abstract namespace, under a name chosen by the kernel. The socket needs no file
+/// and disappears when its descriptor is closed.
 pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let notices = socket(AddressFamily::Unix, SockType::Datagram, flags, None)?;
@@ -45,22 +45,22 @@ pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
     Ok((notices, String::from_utf8_lossy(name).into_owned()))
 }
 
-/// The group's processes that have recorded an uncaught exception, and the samples of their workers.
+/// Processes of the group that have recorded an uncaught exception, and the samples of their workers' exits.
 #[derive(Default)]
 pub(super) struct Exits {
     limit: Option<Duration>,
     notices: Option<AsyncFd<OwnedFd>>,
     /// Processes that have recorded an uncaught exception.
     raised: Vec<Raised>,
-    /// Samples in progress, each with the local rank of its worker. The result is `None` if sampling timed out.
+    /// Samples in progress, each with the local rank of its worker. The sample is `None` if sampling timed out.
     sampling: JoinSet<(u32, Option<Sample>)>,
 }
 
 /// Event that [`Exits::next`] returns.
 pub(super) enum Woken {
-    /// The socket may have notices.
+    /// The socket may contain notices.
     Notices,
-    /// A worker that has raised was sampled. `None` if sampling timed out.
+    /// The worker of a process that recorded an exception was sampled. `sample` is `None` if sampling timed out.
     Sampled { local_rank: u32, sample: Option<Sample> },
 }
 
@@ -69,7 +69,7 @@ struct Raised {
     local_rank: u32,
     process: OwnedFd,
     is_sampled: bool,
-    /// The last sample of the worker. `None` if there is none, or if it timed out.
+    /// Last sample of the worker. `None` if there is none, or if sampling timed out.
     sample: Option<Sample>,
 }
 
@@ -101,13 +101,13 @@ impl Exits {
         }
     }
 
-    /// Receives up to [`SLICE`] of the notices that have arrived. Keeps only the first notice of each sender.
+    /// Receives up to [`SLICE`] of the notices that have arrived. Keeps only the first notice from each sender.
     fn take(&self) -> Vec<Notice> {
         let mut found: Vec<Notice> = Vec::new();
         let Some(notices) = &self.notices else { return found };
         for _ in 0..SLICE {
             // Call `receive` directly first, because the reactor may not have noticed yet that a notice has arrived. If
-            // there is none, the second attempt through `try_io` clears the readiness.
+            // there is none, the second call through `try_io` clears the readiness.
             let again = |_| notices.try_io(Interest::READABLE, |notices| Ok(receive(notices)?));
             match receive(notices.get_ref()).or_else(again) {
                 Ok(Some(notice)) if notice.may_be_a_worker() && found.iter().all(|other| other.pid != notice.pid) => {
@@ -121,20 +121,20 @@ impl Exits {
         found
     }
 
-    /// Forgets a worker, because a replacement takes over its rank.
+    /// Removes the data of a worker, because a replacement takes its local rank.
     pub(super) fn forget(&mut self, local_rank: u32) {
         self.raised.retain(|raised| raised.local_rank != local_rank);
     }
 
-    /// Returns whether the worker made progress since its previous sample. `None` if this cannot be known, for example
+    /// Returns true if the worker has made progress since its previous sample. `None` if this is unknown, for example
     /// for the first sample.
     fn progressed(&mut self, local_rank: u32, sample: Option<Sample>) -> Option<bool> {
         let raised = self.raised.iter_mut().find(|raised| raised.local_rank == local_rank)?;
         let is_first = !std::mem::replace(&mut raised.is_sampled, true);
         match (std::mem::replace(&mut raised.sample, sample), sample) {
             _ if is_first => None,
-            // Too much time has passed between the samples, so the workers or the whole machine were suspended. Do not
-            // judge the worker by that time.
+            // Do not judge the worker by these samples. So much time has passed between them that the workers or the
+            // whole machine must have been suspended.
             (Some(before), Some(after)) if after.since(&before) > self.limit? + exit_progress::LIMIT => None,
             (Some(before), Some(after)) => Some(progressed(&before, &after, ticks_per_second())),
             _ => Some(false),
@@ -152,16 +152,17 @@ impl Exits {
 #[derive(Debug, PartialEq, Eq)]
 struct Notice {
     pid: i32,
-    /// Real user id of the sender, as the kernel reports it.
+    /// Real user ID of the sender, as reported by the kernel.
     uid: u32,
-    /// When the exception was recorded, in nanoseconds of the monotonic clock. The order of failures is decided by this
-    /// time, because this thread may receive the notice much later.
+    /// Time at which the exception was recorded, in nanoseconds of the monotonic clock. `None` if the sender did not
+    /// send it. It determines the order of failures, because this thread may receive the notice much later.
     recorded: Option<u64>,
     text: String,
 }
 
 impl Notice {
-    /// Parses `NANOSECONDS\nTEXT`. If there is no such number, the whole datagram is the text.
+    /// Parses a datagram of the form `NANOSECONDS
+    /// TEXT`. If it has no such number, the whole datagram is the text.
     fn new(pid: i32, uid: u32, said: &[u8]) -> Self {
         let said = String::from_utf8_lossy(said);
         let parts = said.split_once('\n').and_then(|(number, text)| Some((number.parse().ok()?, text)));
@@ -171,16 +172,16 @@ impl Notice {
         }
     }
 
-    /// Returns false for a process of another user, because it cannot be a worker. If the agent runs as root, any user
-    /// is accepted, because workers may have dropped their privileges. A sender that runs as root is always accepted,
-    /// because a worker may use `sudo`.
+    /// Returns false if the sender belongs to another user, because such a process cannot be a worker. If the agent
+    /// runs as root, any user is accepted, because workers may have dropped their privileges. A sender that runs as
+    /// root is always accepted, because a worker may use `sudo`.
     fn may_be_a_worker(&self) -> bool {
         let own = nix::unistd::getuid();
         own.is_root() || [own.as_raw(), 0].contains(&self.uid)
     }
 }
 
-/// Receives the next datagram; `None` if the kernel added no credentials.
+/// Receives the next notice. `None` if the kernel added no credentials.
 fn receive(notices: &OwnedFd) -> nix::Result<Option<Notice>> {
     let mut control = nix::cmsg_space!(UnixCredentials);
     let mut buffer = [0; MAX_TEXT];
@@ -211,13 +212,13 @@ impl Task {
             Woken::Notices => self.on_notices(),
             Woken::Sampled { local_rank, sample } => self.on_exit_sample(local_rank, sample),
         }
-        // Yield, because a sender that never stops could otherwise keep the runtime from polling its sockets and
+        // Yield to the runtime. Otherwise a sender that never stops could keep the runtime from polling its sockets and
         // timers.
         tokio::task::yield_now().await;
     }
 
-    /// Records up to [`SLICE`] of the notices that have arrived. Also called before an exit is recorded, because a
-    /// worker that raises and exits while this thread is delayed would otherwise seem to have exited without an
+    /// Records up to [`SLICE`] of the notices that have arrived. Also called before an exit is recorded. Otherwise, a
+    /// worker that records an exception and exits while this thread is delayed would seem to have exited without an
     /// exception.
     pub(super) fn on_notices(&mut self) {
         if matches!(self.current, Current::Starting(_)) {
@@ -229,8 +230,8 @@ impl Task {
             // Ignore notices from processes that do not belong to a worker.
             let Some(local_rank) = running.worker_of(pid) else { continue };
             let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
-            // Apply the time limit only to a process that is alive. If several processes of one worker raise an
-            // exception, watch only the first of them for as long as that process is alive.
+            // Apply the time limit only to a process that is alive. If several processes of one worker record an
+            // exception, watch only the first of them as long as it is alive.
             let limit = match process {
                 Some(process) if self.exits.has_ended(local_rank) => {
                     self.exits.forget(local_rank);
@@ -247,8 +248,8 @@ impl Task {
         }
     }
 
-    /// Measures on another thread whether a worker that has raised an exception is still busy. All processes of the
-    /// worker are measured, because the worker may be a shell whose child is saving a checkpoint.
+    /// Samples on another thread whether the exit of a worker makes progress. All processes of the worker are sampled,
+    /// because the worker may be a shell whose child is saving a checkpoint.
     pub(super) fn sample_exit(&mut self, local_rank: u32) {
         let Current::Running(running) = &self.current else { return };
         let mut members = running.members.iter().map(|member| member.pid);
@@ -260,8 +261,8 @@ impl Task {
     }
 
     fn on_exit_sample(&mut self, local_rank: u32, sample: Option<Sample>) {
-        // Ignore the sample if the process that raised has exited. If that was only a descendant, the worker may
-        // continue.
+        // Ignore the sample if the process that recorded the exception has exited. If that process was only a
+        // descendant, the worker itself may continue.
         if !self.exits.has_ended(local_rank) {
             let progressed = self.exits.progressed(local_rank, sample);
             self.input(Input::ExitSampled { local_rank, progressed });

@@ -1,4 +1,4 @@
-//! Workers that hang, and evidence of it.
+//! Tests of workers that hang, and of the evidence about them.
 
 use super::*;
 use crate::timer::hang::{Beat, Elsewhere, Limits, Seen, StepLimit};
@@ -6,7 +6,7 @@ use crate::timer::hang::{Beat, Elsewhere, Limits, Seen, StepLimit};
 pub(super) const FOUR_SECONDS: Limits =
     Limits { step: StepLimit::Fixed(Duration::from_secs(4)), startup: Some(Duration::from_secs(4)), exit: None };
 
-/// The last heartbeat of each rank, all in seconds.
+/// Returns an input with the time of the last heartbeat of each rank, in seconds.
 pub(super) fn sight(now: u64, beats: [Option<u64>; 4]) -> Input {
     let nanoseconds = |seconds| seconds * 1_000_000_000;
     let seen = beats.map(|last| match last {
@@ -30,7 +30,8 @@ fn after(group: &mut Group, input: Input, found: Vec<Found>) -> Vec<Effect> {
     group.on_input(Input::Evidence(found))
 }
 
-/// A group in which rank 2 has been silent for four seconds, and the others for one, before anybody has looked.
+/// Returns a group in which rank 2 has been silent for four seconds and the other ranks for one second, before the
+/// first check.
 fn silent() -> Group {
     let mut group = lingering();
     let _ = group.on_input(sight(0, [Some(0); 4]));
@@ -154,7 +155,7 @@ fn who_may_keep_another_node_waiting_is_told_and_gets_its_grace() {
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "nobody is watched");
 }
 
-/// A group whose workers are replaced; of two that are silent rank 2 is the one for which rank 1 waits.
+/// Returns a group that replaces failed workers. Ranks 1 and 2 are silent, and rank 1 waits for rank 2.
 fn waiting_for_one() -> Group {
     let mut group = lingering().replacing();
     let _ = group.on_input(sight(0, [Some(0); 4]));
@@ -163,7 +164,7 @@ fn waiting_for_one() -> Group {
     group
 }
 
-/// A second later.
+/// Returns the heartbeats one second later, after rank 2 has exited.
 fn without_rank_2() -> Input {
     let Input::Sight(mut sight) = sight(6, [Some(6), Some(0), None, Some(6)]) else { unreachable!() };
     sight.seen[2] = Seen::Ended;

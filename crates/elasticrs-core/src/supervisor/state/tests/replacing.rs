@@ -1,4 +1,4 @@
-//! Workers that are replaced, and the others, which go on.
+//! Tests of groups that replace failed workers while the other workers continue.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ fn failed_start(local_rank: u32) -> StartFailure {
     StartFailure::Hung { local_rank, stage: None, wait_channel: String::new(), deadline: Duration::ZERO }
 }
 
-/// The worker of this rank fails, is swept, and another one takes its place.
+/// Makes the worker of this rank fail, completes its clean-up, and starts a replacement with the given pid.
 fn replace(group: &mut Group, local_rank: u32, pid: i32) {
     let old = PIDS[local_rank as usize];
     let _ = group.on_input(exited(old, FAILED));
@@ -177,7 +177,7 @@ fn a_slow_exit_that_outlasts_its_grace_is_not_killed_for_want_of_progress() {
     let _ = group.on_input(raised(2));
     let effects = group.on_input(sampled(2, Some(true)));
     assert_eq!(signals(&effects), [], "it is left alone");
-    // Any other signal of the user's asks for no exit.
+    // The user's signal 10 does not ask the worker to exit, so it is not the reason for the kill.
     let _ = group.on_input(Input::Signal(Signal::new(10).expect("it exists"), Some(vec![2])));
     let effects = group.on_input(Input::Expired(Timer::Condemned(2)));
     assert_eq!(killed(&effects), [(vec![2], KillReason::SlowExit, 30)]);
@@ -203,14 +203,15 @@ fn what_python_has_started_is_not_replaced() {
     assert!(effects.iter().any(|e| matches!(e, Effect::TellFailure { local_rank: 4, .. })));
 }
 
-/// What a history does, by local rank.
+/// One step of a random history. Workers are identified by their local ranks.
 #[derive(Debug, Clone)]
 enum Step {
     Exit(u32, WorkerExit),
     Other(Input),
     AnswerSweep,
     Replace(u32),
-    /// The kernel may give out a pid again.
+    /// The start of a replacement is answered. With a pid, the replacement is running, and the pid may be one that was
+    /// used before.
     AnswerStart(u32, Option<i32>),
     Time(u32),
 }
@@ -239,13 +240,13 @@ fn any_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The nursery and the kernel, as a group that replaces sees them.
+/// Model of the nursery and the kernel, which feeds inputs to a group that replaces failed workers.
 struct World {
     group: Group,
     living: BTreeMap<u32, i32>,
     exiting: Option<(u32, i32)>,
     last: BTreeMap<u32, WorkerExit>,
-    /// Whose rest is being swept, and who was swept and is not taken.
+    /// Local rank of the failed worker whose leftover processes are being cleaned up.
     sweeping: Option<u32>,
     free: BTreeSet<u32>,
     promised: BTreeSet<u32>,
@@ -253,7 +254,7 @@ struct World {
     armed: BTreeSet<Timer>,
     owes_sweep: bool,
     takes_evidence: bool,
-    /// Something has ended the group.
+    /// True if something has ended the group.
     is_over: bool,
     ends: Vec<Outcome>,
 }
@@ -369,7 +370,7 @@ impl World {
             Step::Other(input) => {
                 self.is_over |= matches!(input, Input::Stop(_) | Input::NurseryLost(_) | Input::Fenced);
                 if matches!(input, Input::NurseryLost(_)) {
-                    // Neither sweeps nor starts are answered any more.
+                    // The lost nursery answers no more requests for clean-ups or starts.
                     (self.sweeping, self.promised) = (None, BTreeSet::new());
                 }
                 self.input(input)
@@ -381,7 +382,7 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// SUP-9, and the group can be brought to its end whatever happened before, once.
+    /// Checks **SUP-9**, and that any history of inputs can be completed, so that the group ends exactly once.
     #[test]
     fn every_history_of_a_group_that_replaces_can_be_brought_to_its_end(
         history in prop::collection::vec(any_step(), 0..60),
