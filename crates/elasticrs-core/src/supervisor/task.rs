@@ -1,4 +1,5 @@
-//! The runtime thread: one loop that owns the nursery's link, the pidfds and the deadlines, and carries effects out.
+//! Event loop of the supervisor on the runtime thread. It owns the link to the nursery, the pidfds and the deadlines,
+//! feeds events to the group's state machine, and carries out the effects.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -49,10 +50,10 @@ use hang::{Gathering, Hangs};
 use loss::FENCE_AFTER;
 use watchdog::{Ring, Watchdog};
 
-/// How long `close` waits for a nursery to end what is left.
+/// Time limit for a nursery to kill its remaining processes and exit when the supervisor is closed.
 const CLOSE_LIMIT: Duration = Duration::from_secs(35);
 
-/// What the runtime thread runs.
+/// Creates the supervisor's task and runs it until it is closed. Reports the result of the creation through `ready`.
 pub(super) async fn run(
     config: Config,
     inbox: UnboundedReceiver<Command>,
@@ -63,9 +64,10 @@ pub(super) async fn run(
         Ok(task) => task,
         Err(error) => return drop(ready.send(Err(error))),
     };
-    // Nobody waits for the answer only if the maker has gone, and then the inbox is closed as well.
+    // Sending fails only if the creator has stopped waiting. The inbox is then closed as well, so the task ends.
     let _ = ready.send(Ok(()));
-    // A task of its own: otherwise every wake-up of another one would look through all that this one waits for.
+    // Run the loop as a separate task. Otherwise every wake-up of another task on this thread would poll everything
+    // that this loop waits for.
     or_panic(tokio::task::spawn_local(task.serve(inbox)).await);
 }
 
@@ -74,11 +76,11 @@ struct Running {
     group: Group,
     members: Vec<Member>,
     terms: Terms,
-    /// A process that is started in the place of another hangs, and was killed for that.
+    /// The error about a replacement whose start hangs and was killed. `None` if there is none.
     hung: Option<StartFailure>,
-    /// Pids that were dead, and not reported so, at the last check.
+    /// Pids of the members that were dead at the last check although no exit had been reported.
     unreported: Vec<i32>,
-    /// Pids that had ended at the last check, and that a tracer held.
+    /// Pids of the members that had exited but were held by a tracer at the last check.
     held: Vec<i32>,
 }
 
@@ -102,38 +104,41 @@ struct Task {
     shared: Shared,
     nursery: Option<Nursery>,
     beside: Option<Beside>,
-    /// The token of the last nursery: what it left is found by it.
+    /// Token of the last nursery. The processes that the nursery left behind are found by this token.
     token: Token,
     current: Current,
-    /// What is to start when the nursery has imported.
+    /// The group to start once the nursery has finished its imports. `None` if no group waits for them.
     waits_for_import: Option<GroupSpec>,
     deadlines: Deadlines,
     watched: JoinSet<Watched>,
-    /// Futures of others, see [`super::Supervisor::spawn`]. Declared behind the nursery: they end after it.
+    /// Futures of other components. See [`super::Supervisor::spawn`]. Declared after the nursery, so that they are
+    /// dropped after it.
     tasks: JoinSet<()>,
-    /// Nurseries, and evidence, that are ending.
+    /// Nurseries and evidence threads that are no longer used but still have to finish.
     retired: JoinSet<()>,
-    /// What the nursery holds for us; kept for the next one.
+    /// Sockets that the nursery holds. They are kept here to pass them to the next nursery.
     guard: Connections,
-    /// The number of the last request for a sweep.
+    /// Number of the last request for a sweep.
     sweeps: u32,
-    /// Answers to earlier ones, while the answer to the last one follows.
+    /// Results of earlier sweeps, kept until the result of the last requested sweep arrives.
     swept: Swept,
-    /// The number of the request to sweep what one worker has left, and the worker's local rank.
+    /// Number of the request to clean up after one failed worker, and the worker's local rank. `None` if there is no
+    /// such request.
     sweeps_left: Option<(u32, u32)>,
     own_sweep: Option<JoinHandle<Swept>>,
     watchdog: Option<Watchdog>,
     hangs: Hangs,
     gathering: Option<Gathering>,
     exits: Exits,
-    /// The longest sweep after the loss of a nursery, which itself may be what cannot be ended.
+    /// Upper limit for a sweep that this process does after the loss of a nursery. It is short if the nursery itself
+    /// could not be killed.
     sweep_limit: Duration,
-    /// Who has ended and is held by a tracer: each is told once.
+    /// Pids of the processes that were already reported as held by a tracer after their exit.
     held: BTreeSet<i32>,
     zombies: Arc<Mutex<zombies::Scanner>>,
 }
 
-/// What woke the loop.
+/// Event that wakes the loop.
 enum Wake {
     Nursery(FromNursery),
     Beside(FromNursery),
@@ -214,7 +219,8 @@ impl Task {
                 Wake::Swept(swept) => self.on_swept(swept),
                 Wake::Task(ended) => self.on_task_end(ended),
                 Wake::Command(command) => {
-                    // Report recorded exceptions first, because they are no longer reported once a stop has begun.
+                    // Report recorded exceptions first, because they would no longer be reported after the start of a
+                    // stop.
                     self.on_notices();
                     self.on_command(command);
                 }
@@ -316,7 +322,8 @@ impl Task {
             Command::Adopt(adopted, reply) => answer(&reply, self.adopt(adopted)),
             Command::Stop(policy, elsewhere) => self.stop(policy, elsewhere),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
-            // Drop the signal during a start, because the new workers have no handlers yet and nothing to save.
+            // Ignore the signal while workers are being started, because they have no signal handlers and nothing to
+            // save yet.
             Command::Forward(signal, local_ranks) if matches!(self.current, Current::Running(_)) => {
                 self.input(Input::Forward(signal, local_ranks));
             }
@@ -330,13 +337,14 @@ impl Task {
             Command::TakeOver(reply) => answer(&reply, self.take_over()),
             Command::Drain(limit, reply) => {
                 let logs = Arc::clone(&self.shared.logs);
-                // A panic in it drops the reply, which its asker sees.
+                // A panic in this task drops the reply, so the caller gets an error.
                 tokio::task::spawn_local(
                     async move { answer(&reply, logs.drained(after(Instant::now(), limit)).await) },
                 );
             }
             Command::Spawn(task) => {
-                // Made in there, so that a panic of the maker is that of its future.
+                // Create the future inside the task, so that a panic during its creation is handled like a panic of the
+                // future.
                 self.tasks.spawn_local(async move { task().await });
             }
             Command::WatchTimers(path, reply) => answer(&reply, self.watch_timers(path.as_deref())),
@@ -384,7 +392,7 @@ impl Task {
         let requests = requests.collect::<io::Result<Vec<_>>>()?;
         self.check_sentinel();
         let Some(nursery) = self.nursery.as_mut() else { return Ok(()) };
-        // What earlier starts have reported is of no interest.
+        // Discard the stages that earlier starts have reported.
         nursery.stage_reached();
         for (request, fds) in requests {
             nursery.send(&request, fds);
@@ -414,7 +422,7 @@ impl Task {
         self.deadlines.disarm(Timer::Start);
         self.deadlines.disarm(Timer::Fence);
         if starting.has_failed() {
-            // SUP-1: the others go as well.
+            // Clean up the workers that were started, because a group starts completely or not at all (**SUP-1**).
             return self.sweep(Duration::ZERO, Duration::ZERO, super::deadlines::GIVE_UP_AFTER);
         }
         let Current::Starting(starting) = std::mem::replace(&mut self.current, Current::Idle) else { return };
@@ -450,7 +458,7 @@ impl Task {
             Current::Starting(starting) => {
                 starting.stop(policy);
                 if self.waits_for_import.take().is_some() {
-                    // Nobody is there yet.
+                    // No worker has been started yet, so there is nothing to sweep.
                     self.on_swept(Swept::default());
                 } else {
                     let grace = if policy.signal == Signal::KILL { Duration::ZERO } else { policy.grace };
@@ -474,8 +482,8 @@ impl Task {
                 Timer::Kill if matches!(self.current, Current::Starting(_)) => self.kill_start(),
                 Timer::Sweep => self.on_overdue_sweep(),
                 Timer::Replace(local_rank) => self.on_hung_replace(local_rank),
-                // Do not sample the worker, because only a descendant of it has raised and exited. The worker itself
-                // may continue.
+                // Do not sample the worker, because the exception was recorded by a descendant that has exited since.
+                // The worker itself may continue.
                 Timer::Exit(local_rank) if self.exits.has_ended(local_rank) => {}
                 Timer::Exit(local_rank) => self.sample_exit(local_rank),
                 Timer::Check => {
@@ -497,7 +505,7 @@ impl Task {
             Current::Starting(starting) => starting.early(input),
             Current::Running(running) => {
                 if running.group.may_signal(&input) {
-                    // Nothing follows from it by itself.
+                    // Ignore the result, because this input has no effects by itself.
                     let _ = running.group.on_input(Input::Dead(running.dead()));
                 }
                 if running.group.needs_sight(&input) {
@@ -566,11 +574,12 @@ impl Task {
 }
 
 fn answer<T>(reply: &Reply<T>, value: T) {
-    // The asker may have been killed meanwhile, for example by an exception in another thread; then nobody cares.
+    // Ignore an error. The caller may have stopped waiting, for example because of an exception in another thread.
     let _ = reply.send(value);
 }
 
-/// A panic of a task is a panic of the runtime: its value must not be swallowed.
+/// Returns the value of a task, or continues its panic on this thread, because such a panic must stop the whole
+/// runtime.
 fn or_panic<T>(joined: Result<T, JoinError>) -> T {
     match joined {
         Ok(value) => value,

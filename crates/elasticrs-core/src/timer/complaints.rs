@@ -1,4 +1,4 @@
-//! Counts rejected requests and expired timers without a signal, and reports them at a limited rate.
+//! Counts rejected timer records and expired timers without a signal, and reports them at a limited rate.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -15,14 +15,14 @@ struct Kind {
     last: Option<Instant>,
 }
 
-/// Numbers of rejected requests, by kind.
+/// Numbers of rejected timer records, by reason.
 #[derive(Debug, Default)]
 pub struct Complaints {
     kinds: BTreeMap<Refusal, Kind>,
 }
 
 impl Complaints {
-    /// Counts a rejected request. Returns a message if the user should be notified now. `claim` describes the request.
+    /// Counts a rejected record. Returns a message if the user should be notified now. `claim` describes the record.
     pub fn add(&mut self, refusal: Refusal, now: Instant, claim: impl FnOnce() -> String) -> Option<String> {
         let kind = self.kinds.entry(refusal).or_default();
         kind.count += 1;
@@ -36,18 +36,18 @@ impl Complaints {
     }
 }
 
-/// Maximum number of expired timers without a signal that are reported in each [`INTERVAL`]. A program may cause
-/// thousands of them in a second.
+/// Maximum number of expired timers without a signal to report in each [`INTERVAL`]. A program may cause thousands of
+/// them in a second.
 pub const MAX_TOLD: u32 = 64;
 
-/// Returns the message for the expired timers that were not reported one by one.
+/// Returns the message about expired timers that were not reported individually. `None` if there were none.
 pub fn more_timers(count: u64) -> Option<String> {
     let timers = if count == 1 { "timer" } else { "timers" };
     (count > 0)
         .then(|| format!("{count} more {timers} expired without a signal: at most {MAX_TOLD} a minute are reported"))
 }
 
-/// Returns the beginning of a line, made safe for a terminal.
+/// Returns the beginning of a record, with control characters escaped so that it is safe to print on a terminal.
 pub fn excerpt(line: &[u8]) -> String {
     const SHOWN: usize = 120;
     let more = if line.len() > SHOWN { "…" } else { "" };

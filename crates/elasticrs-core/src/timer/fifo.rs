@@ -1,4 +1,4 @@
-//! The FIFO itself: made, opened, read, and removed again.
+//! Creates, opens, reads and removes the FIFO for timer records.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -11,32 +11,32 @@ use nix::fcntl::{FcntlArg, Flock, FlockArg, fcntl};
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 
-/// Capacity of the FIFO in bytes. It has room for about 5,000 records, so that workers do not block while this process
-/// waits for a CPU. A user without privileges may not request more.
+/// Capacity of the FIFO in bytes. It has room for about 5,000 records, so that workers do not block while the agent
+/// waits for a CPU. A larger capacity requires privileges by default.
 pub const CAPACITY: i32 = 1 << 20;
 
-/// A FIFO that only this process reads. Dropping it removes the FIFO and the directory that was made for it.
+/// A FIFO that only this process reads. Dropping this value removes the FIFO and the directory that was created for it.
 #[derive(Debug)]
 pub struct Fifo {
     path: PathBuf,
     directory: Option<PathBuf>,
-    /// The FIFO, opened for reading and writing, so that reading never hits the end of the file when there are no
-    /// writers. The lock shows other processes of this program that the FIFO is in use.
+    /// The FIFO, opened for reading and writing, so that a read without any writers does not return the end of the
+    /// file. The lock shows other processes of this program that the FIFO is in use.
     file: Flock<File>,
 }
 
 impl Fifo {
     /// Creates a FIFO at `path`, or in a new directory that only this user can enter.
     ///
-    /// Takes over the FIFO of a server that was killed: a FIFO of this user that no other user may open and that no
-    /// process reads. Any other existing file is left alone. Fails with `EEXIST` if another file is at `path`, and with
-    /// `EBUSY` if another process reads the FIFO there.
+    /// Takes over a FIFO that was left behind by a killed process. Such a FIFO belongs to this user, no other user may
+    /// open it, and no process reads it. Any other existing file is left unchanged: fails with `EEXIST` if another file
+    /// is at `path`, and with `EBUSY` if another process reads the FIFO.
     pub fn create(path: Option<&Path>) -> io::Result<Self> {
         let Some(path) = path else {
             let directory = make_directory()?;
             let path = directory.join("timers");
             return Self::at(path, Some(directory.clone())).inspect_err(|_| {
-                // Ignore an error of the clean-up, because the caller needs the original error.
+                // Ignore an error during clean-up, because the caller needs the original error.
                 let _ = fs::remove_dir(&directory);
             });
         };
@@ -49,16 +49,16 @@ impl Fifo {
             made => {
                 made?;
                 take(&path).inspect_err(|error| {
-                    // Do not remove the FIFO if another process has locked it before.
+                    // Do not remove the FIFO if another process has locked it first.
                     if error.kind() != io::ErrorKind::ResourceBusy {
-                        // Ignore an error of the clean-up, because the caller needs the original error.
+                        // Ignore an error during clean-up, because the caller needs the original error.
                         let _ = fs::remove_file(&path);
                     }
                 })
             }
         }?;
-        // Ignore an error, which occurs if this user's pipes use too much memory already. The FIFO then has a smaller
-        // capacity.
+        // Ignore an error, which occurs if the pipes of this user already use too much memory. The FIFO then has a
+        // smaller capacity.
         let _ = fcntl(&*file, FcntlArg::F_SETPIPE_SZ(CAPACITY));
         Ok(Self { path, directory, file })
     }
@@ -68,7 +68,7 @@ impl Fifo {
         &self.path
     }
 
-    /// Returns a duplicate of the descriptor, to be polled.
+    /// Returns a duplicate of the FIFO's descriptor, for polling and reading.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         self.file.as_fd().try_clone_to_owned()
     }
@@ -81,7 +81,7 @@ impl Fifo {
 
 impl Drop for Fifo {
     fn drop(&mut self) {
-        // Remove the FIFO only if it is still the same file. It may have been replaced or removed already.
+        // Remove the file only if it is still this FIFO, because another process may have removed or replaced it.
         if self.is_still_there() {
             let _ = fs::remove_file(&self.path);
         }
@@ -91,7 +91,7 @@ impl Drop for Fifo {
     }
 }
 
-/// Opens and locks an existing FIFO for this process alone.
+/// Opens an existing FIFO and locks it, so that no other process of this program reads it.
 fn take(path: &Path) -> io::Result<Flock<File>> {
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
     let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
@@ -201,7 +201,7 @@ mod tests {
         let (ours, theirs) = (directory.path().join("ours"), directory.path().join("theirs"));
         mkfifo(&theirs, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-        // Open descriptors stay open.
+        // The limit does not affect descriptors that are already open.
         setrlimit(Resource::RLIMIT_NOFILE, 0, hard).unwrap();
         let refused = [&ours, &theirs].map(|path| Fifo::create(Some(path)).unwrap_err().raw_os_error());
         setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();

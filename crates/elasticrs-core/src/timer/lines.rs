@@ -1,12 +1,12 @@
-//! Cuts what comes through the FIFO into lines, in bounded memory.
+//! Splits the bytes from the FIFO into lines, with bounded memory.
 
 use memchr::memchr;
 
-/// A record has at most as many bytes as a pipe takes in one piece (`PIPE_BUF`): longer ones of several writers could
-/// be mixed up.
+/// Maximum length of a record in bytes. This is `PIPE_BUF`, the number of bytes that are written to a pipe atomically.
+/// Longer records of several writers could be interleaved.
 pub const MAX_LINE: usize = 4096;
 
-/// The unfinished line, or the fact that it is too long.
+/// Buffer for an incomplete line. If the line is too long, its bytes are skipped instead.
 #[derive(Debug, Default)]
 pub struct Lines {
     partial: Vec<u8>,
@@ -14,7 +14,8 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// Hands out each line that `bytes` completes, without its newline; `None` for one that is too long.
+    /// Passes each line that `bytes` completes to `line`, without its newline. Passes `None` for a line that is too
+    /// long.
     pub fn feed(&mut self, mut bytes: &[u8], mut line: impl FnMut(Option<&[u8]>)) {
         while let Some(end) = memchr(b'\n', bytes) {
             let (head, rest) = (&bytes[..end], &bytes[end + 1..]);
@@ -35,7 +36,7 @@ impl Lines {
             return;
         }
         if self.partial.len() + bytes.len() > MAX_LINE {
-            // Report the line at once, because its end may never arrive.
+            // Report the line now, because its end may never arrive.
             line(None);
             self.partial.clear();
             self.skipping = true;

@@ -1,45 +1,46 @@
-//! One line of the FIFO, with which a worker acquires or releases a timer.
+//! A line in the FIFO, with which a worker acquires or releases a timer.
 //!
-//! The fields of torch's client are `version`, `pid`, `scope_id`, `expiration_time` (seconds since 1970, negative to
-//! release) and `signal`. This library's client adds fields that torch's server ignores: `deadline_ns` (the expiration
-//! on the monotonic clock), `start_time` (field 22 of `/proc/PID/stat`), and `at` (the place in the program).
+//! Torch's client sends the fields `version`, `pid`, `scope_id`, `expiration_time` (seconds since 1970, negative to
+//! release the timer) and `signal`. This library's client adds fields that torch's server ignores: `deadline_ns` (the
+//! expiration on the monotonic clock), `start_time` (field 22 of `/proc/PID/stat`), and `at` (the place in the
+//! program).
 
 use memchr::memmem;
 use serde::Deserialize;
 
 use crate::signal::Signal;
 
-/// A request of a worker.
+/// A worker's request to acquire or release a timer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Record {
     pub pid: i32,
-    /// The name of the timer, unique in its process.
+    /// Name of the timer, unique within its process.
     pub scope: Box<str>,
     pub request: Request,
-    /// Start time of the writer, in the kernel's clock ticks since boot. Distinguishes the writer from a later process
-    /// with the same pid.
+    /// Start time of the process that wrote the record, in clock ticks since boot. Distinguishes the process from a
+    /// later process with the same pid.
     pub start_time: Option<u64>,
 }
 
 /// Operation on a timer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request {
-    /// Starts a timer, and replaces an earlier timer of the same process and scope.
+    /// Starts a timer. Replaces an earlier timer of the same process and scope.
     Acquire {
-        /// Expiry in seconds since 1970. Used in messages, and as the deadline if `deadline_ns` is `None`.
+        /// Expiration in seconds since 1970. Used in messages, and as the deadline if `deadline_ns` is `None`.
         expires: f64,
         /// Deadline in nanoseconds on the monotonic clock.
         deadline_ns: Option<u64>,
-        /// Signal to send at the deadline. `None` to only report the expiry.
+        /// Signal to send at the deadline. `None` if the expiration is only reported.
         signal: Option<Signal>,
-        /// File and line of the block.
+        /// File and line of the block that acquires the timer.
         at: Option<Box<str>>,
     },
-    /// End it.
+    /// Releases the timer.
     Release,
 }
 
-/// Why a line, or what it asks for, was refused.
+/// Reason for rejecting a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, thiserror::Error)]
 pub enum Refusal {
     #[error("it has more than {} bytes", super::lines::MAX_LINE)]
@@ -77,12 +78,11 @@ struct Wire {
     at: Option<Box<str>>,
 }
 
-/// Beginning of every record of both clients. It cannot occur inside a JSON string, because its quotes would be escaped
-/// there.
+/// Beginning of every record of both clients. It cannot occur inside a JSON string, where its quotes would be escaped.
 const BEGIN: &[u8] = br#"{"version""#;
 
-/// Reads one line. Reports two results if a writer died in the middle of its record, so that the next writer's record
-/// follows in the same line.
+/// Parses one line. Reports two results if the line contains an incomplete record of a writer that died, followed by
+/// the record of the next writer.
 pub fn read(line: &[u8], mut found: impl FnMut(Result<Record, Refusal>)) {
     let whole = parse(line);
     let rest = match whole {
@@ -95,10 +95,10 @@ pub fn read(line: &[u8], mut found: impl FnMut(Result<Record, Refusal>)) {
     }
 }
 
-/// Reads one record.
+/// Parses one record.
 pub fn parse(line: &[u8]) -> Result<Record, Refusal> {
     let wire: Wire = serde_json::from_slice(line).map_err(|_| {
-        // Spellings of Python's `json` module, which are not valid JSON.
+        // Detect spellings that Python's `json` module writes but that are not valid JSON.
         let is_no_number =
             [&b": NaN"[..], b": Infinity", b": -Infinity"].iter().any(|n| memmem::find(line, n).is_some());
         if is_no_number { Refusal::NotFinite } else { Refusal::Malformed }

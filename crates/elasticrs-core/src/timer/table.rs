@@ -1,7 +1,7 @@
-//! The live timers and their deadlines, ordered: no scan, whatever their number.
+//! Table of the active timers, ordered by deadline, so that the next deadline is found without a scan.
 //!
-//! An ordered set, not a binary heap: a released timer leaves it at once, so that a worker that acquires and releases for
-//! days with far deadlines leaves nothing behind.
+//! The table uses an ordered map and not a binary heap, because a released timer must be removed at once. Otherwise a
+//! worker that acquires and releases timers with distant deadlines for days would fill the memory.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use elasticrs_runtime::clock::Stamp;
 
 use crate::signal::Signal;
 
-/// Maximum number of live timers of all processes.
+/// Maximum number of active timers of all processes together.
 pub const MAX_TIMERS: usize = 16_384;
 
 /// A timer that has expired.
@@ -19,20 +19,21 @@ pub struct Due {
     pub pid: i32,
     pub scope: Arc<str>,
     pub terms: Terms,
-    /// Number of other live timers of the same process.
+    /// Number of other active timers of the same process.
     pub others: usize,
 }
 
 /// Data of a timer, except its deadline.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Terms {
-    /// Expiry on the worker's wall clock, in seconds since 1970. Used in messages only.
+    /// Expiration on the worker's wall clock, in seconds since 1970. Used only in messages.
     pub expires: f64,
     pub signal: Option<Signal>,
     pub at: Option<Box<str>>,
 }
 
-/// Deadline in nanoseconds of the table's clock, and a number that distinguishes timers with the same deadline.
+/// Key of a timer in the queue: the deadline in nanoseconds of the table's clock, and a number that distinguishes
+/// timers with the same deadline.
 type Position = (u64, u64);
 
 #[derive(Debug)]
@@ -41,35 +42,35 @@ struct Timer {
     terms: Terms,
 }
 
-/// All live timers.
+/// All active timers.
 #[derive(Debug, Default)]
 pub struct Timers {
     by_process: HashMap<i32, HashMap<Arc<str>, Timer>>,
     queue: BTreeMap<Position, (i32, Arc<str>)>,
     last: u64,
     frozen_at: Option<u64>,
-    /// How long the table's clock has been paused, in nanoseconds.
+    /// Total time for which the table's clock was paused, in nanoseconds.
     paused: u64,
 }
 
 impl Timers {
-    /// Returns the number of live timers.
+    /// Returns the number of active timers.
     pub fn len(&self) -> usize {
         self.queue.len()
     }
 
-    /// True if no timer is live.
+    /// Returns true if no timer is active.
     pub fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
 
-    /// True if this process has a live timer.
+    /// Returns true if this process has an active timer.
     pub fn has(&self, pid: i32) -> bool {
         self.by_process.contains_key(&pid)
     }
 
-    /// Starts a timer that is due at `deadline`, in place of an earlier one of this process and scope. `false`: there are
-    /// too many.
+    /// Starts a timer that expires at `deadline`. Replaces an earlier timer of the same process and scope. Returns
+    /// false if there are too many timers.
     pub fn acquire(&mut self, pid: i32, scope: &str, deadline: Stamp, terms: Terms) -> bool {
         let earlier = self.take(pid, scope);
         if self.queue.len() >= MAX_TIMERS {
@@ -83,7 +84,7 @@ impl Timers {
         true
     }
 
-    /// Ends a timer; `false` when there is none.
+    /// Removes a timer. Returns false if there is no such timer.
     pub fn release(&mut self, pid: i32, scope: &str) -> bool {
         self.take(pid, scope).is_some()
     }
@@ -110,19 +111,19 @@ impl Timers {
         *self = Self { last: self.last, ..Self::default() };
     }
 
-    /// Returns the next deadline. `None` if the clock is paused or no timer is live.
+    /// Returns the next deadline. `None` if the clock is paused or no timer is active.
     pub fn next(&self) -> Option<Stamp> {
         let (&(due, _), _) = self.queue.first_key_value()?;
         self.frozen_at.is_none().then_some(Stamp(due.saturating_add(self.paused)))
     }
 
-    /// Takes the earliest timer that is due.
+    /// Removes and returns the earliest timer that has expired.
     pub fn expired(&mut self, now: Stamp) -> Option<Due> {
         if self.next()? > now {
             return None;
         }
         let (_, (pid, scope)) = self.queue.pop_first()?;
-        // What is in the queue is in the map as well: the two change together.
+        // The timer is also in the map, because the queue and the map always change together.
         let of_process = self.by_process.get_mut(&pid)?;
         let Timer { terms, .. } = of_process.remove(&scope)?;
         let others = of_process.len();
@@ -137,7 +138,7 @@ impl Timers {
         self.frozen_at.get_or_insert(now.0);
     }
 
-    /// Resumes the clock. Live timers expire later by the length of the pause.
+    /// Resumes the clock. Active timers expire later by the length of the pause.
     pub fn thaw(&mut self, now: Stamp) {
         if let Some(since) = self.frozen_at.take() {
             self.paused += now.0.saturating_sub(since);
@@ -145,8 +146,8 @@ impl Timers {
     }
 }
 
-/// Converts a wall-clock time to the monotonic clock by the current offset between both. Steps of the wall clock before
-/// or after this call have no effect.
+/// Converts a wall-clock time to the monotonic clock, by the current offset between the two clocks. Changes of the wall
+/// clock before or after this call have no effect.
 pub fn on_monotonic(expires: f64, wall_now: f64, now: Stamp) -> Stamp {
     let span = (expires - wall_now) * 1e9;
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "casts of floats saturate")]
@@ -250,7 +251,8 @@ mod tests {
     }
 
     proptest! {
-        /// Compares the table with a model: a list of the remaining time of each timer, which is searched linearly.
+        /// Compares the table with a simple model: a map with the remaining time of each timer, which is searched
+        /// linearly.
         #[test]
         fn it_does_as_a_list_would(steps in proptest::collection::vec(step(), 0..200)) {
             let (mut timers, mut now, mut frozen) = (Timers::default(), 1000_u64, false);
@@ -259,8 +261,8 @@ mod tests {
                 match step {
                     Step::Acquire(pid, scope, span) => {
                         let scope = scope.to_string();
-                        // No process runs while the clock is paused, so none can start a timer. A request that was
-                        // already on its way counts from the resumption.
+                        // Skip the request while the clock is paused, because no process runs and none can start a
+                        // timer. A request that was already written counts from the moment when the clock resumes.
                         if !frozen {
                             timers.acquire(pid, &scope, Stamp(now + span), terms());
                             model.insert((pid, scope), span);

@@ -161,8 +161,7 @@ struct Notice {
 }
 
 impl Notice {
-    /// Parses a datagram of the form `NANOSECONDS
-    /// TEXT`. If it has no such number, the whole datagram is the text.
+    /// Parses a datagram of the form `NANOSECONDS\nTEXT`. If it has no such number, the whole datagram is the text.
     fn new(pid: i32, uid: u32, said: &[u8]) -> Self {
         let said = String::from_utf8_lossy(said);
         let parts = said.split_once('\n').and_then(|(number, text)| Some((number.parse().ok()?, text)));

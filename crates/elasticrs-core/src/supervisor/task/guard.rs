@@ -1,5 +1,5 @@
-//! Gives the nursery everything that it guards for the agent: the connection of the agent's lease, the links with other
-//! agents, and the fence, which is the deadline for killing all workers.
+//! Passes to the nursery what it guards for the agent: the connection of the agent's lease, the links to other agents,
+//! and the fence, which is the deadline for killing all workers.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -23,8 +23,8 @@ impl Task {
             }
             Guarded::Beside(socket, held) => {
                 if !self.hold(Held { socket, word: None }, true) {
-                    // The newest socket must be the same one in this process and in the nursery, because the session
-                    // may release the newest one next.
+                    // Release the newest socket here as well. Otherwise this process and the nursery would have
+                    // different newest sockets, and the session may release the newest one next.
                     self.guard.release(Release::Newest);
                     let _ = held.send(false);
                 } else if let Some(nursery) = &mut self.nursery {
@@ -38,7 +38,8 @@ impl Task {
         }
     }
 
-    /// Returns false if the nursery did not get the socket, which an event has then reported.
+    /// Gives the nursery a socket to hold. Returns false after reporting an event if the nursery did not get the
+    /// socket.
     fn hold(&mut self, held: Held, beside: bool) -> bool {
         let request = Request::Hold { beside, word: held.word };
         let copy = held.socket.try_clone().map(|copy| vec![copy]);
@@ -67,7 +68,8 @@ impl Task {
         send(Request::Fence { holder: self.shared.fence.holder() }, self.shared.fence.descriptors());
     }
 
-    /// Returns false if no descriptor was left for the duplicates, which an event has then reported.
+    /// Sends a request to the nursery and its sentinel. Returns false after reporting an event if no descriptor was
+    /// free for the duplicates.
     fn send_to_both(&mut self, request: &Request, fds: io::Result<Vec<OwnedFd>>) -> bool {
         let Some(nursery) = &mut self.nursery else { return true };
         let sent = fds.and_then(|fds| nursery.send_to_both(request, fds));
@@ -77,7 +79,8 @@ impl Task {
         sent.is_ok()
     }
 
-    /// Replaces a sentinel that was lost, because the agent may be killed while the nursery hangs.
+    /// Replaces the sentinel if it was lost. Without a sentinel, no process would clean up if the agent were killed
+    /// while the nursery hangs.
     pub(super) fn check_sentinel(&mut self) {
         let Some(mut nursery) = self.nursery.take_if(|nursery| nursery.has_lost_sentinel()) else { return };
         match nursery.renew_sentinel(&self.config.nursery) {

@@ -1,4 +1,4 @@
-//! What the state of the group needs to know of hangs: the heartbeats of the workers, and evidence of what they are doing.
+//! Supplies the group's state machine with the heartbeats of the workers, and with evidence of what they are doing.
 
 use std::ffi::OsString;
 use std::io;
@@ -20,24 +20,25 @@ use crate::supervisor::state::{Input, Sight};
 use crate::timer::hang::{Limits, Seen};
 use crate::timer::pages::HeartbeatPage;
 
-/// The number under which a worker gets its page, or the next free one below: out of the way of what programs number
-/// themselves.
+/// Preferred descriptor number of the heartbeat page in a worker. If it is taken, the next lower free number is used.
+/// The number is high, so that it does not conflict with descriptors of the worker's program.
 const PAGE_FD: i32 = 198;
-/// A disk that does not answer must not keep a hung job.
+/// Extra time to wait for evidence threads after their deadline. It is limited, so that a disk that does not respond
+/// cannot delay the end of a hung job.
 const SLACK: Duration = Duration::from_millis(100);
 
-/// How the workers of a group are watched.
+/// Settings and heartbeat pages for detecting hangs of workers.
 #[derive(Default)]
 pub(super) struct Hangs {
     pub(super) limits: Option<Limits>,
     pub(super) files: Vec<EvidenceFiles>,
     pub(super) py_spy: Option<PathBuf>,
-    /// By local rank; those of the last group stay until the next one.
+    /// Heartbeat page of each worker, ordered by local rank. The pages of a group are kept until the next group starts.
     pages: Vec<Arc<HeartbeatPage>>,
 }
 
 impl Hangs {
-    /// Adds a page for each worker, if they are watched.
+    /// Adds a heartbeat page for each worker, if workers are watched for hangs.
     pub(super) fn give_pages(&mut self, spec: &mut GroupSpec) -> io::Result<()> {
         self.pages.clear();
         if self.limits.is_none() {
@@ -50,7 +51,7 @@ impl Hangs {
         Ok(())
     }
 
-    /// The same for the one worker that takes the place of another.
+    /// Adds a heartbeat page for a replacement worker, if workers are watched for hangs.
     pub(super) fn give_page_again(
         &mut self,
         process: &mut ProcessSpec,
@@ -62,7 +63,8 @@ impl Hangs {
         Ok(())
     }
 
-    /// Takes the page of a worker that another process has started, the next one by rank.
+    /// Stores the heartbeat page of a worker that Python started. Fails if the worker is not the next one in rank
+    /// order.
     pub(super) fn take_page(&mut self, local_rank: u32, page: OwnedFd) -> io::Result<()> {
         if local_rank as usize != self.pages.len() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -80,7 +82,8 @@ impl Hangs {
         Sight { at, seen: self.seen(running, at.0), line: logs.last_written(at).map(|line| line.0) }
     }
 
-    /// By member, as far as there are pages: what Python starts joins later, and has none.
+    /// Reads the heartbeats of the members that have pages. Members that Python started come last, and may have no
+    /// page.
     fn seen(&self, running: &Running, now: u64) -> Vec<Seen> {
         let read = |member: &super::Member| match running.group.watched_rank_of(member.pid) {
             Some(local_rank) => self.pages.get(local_rank as usize).map_or(Seen::Nothing, |page| page.read(now)),
@@ -91,7 +94,8 @@ impl Hangs {
 }
 
 fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::Result<Arc<HeartbeatPage>> {
-    // What is passed on is first moved above all targets: half of what a worker may number is left for that.
+    // Use at most half of the descriptor numbers that a worker may use. The nursery needs the other half, because it
+    // first moves the passed descriptors above all target numbers.
     let half = i32::try_from(limits::descriptors_of_workers() / 2).unwrap_or(i32::MAX);
     let page = HeartbeatPage::new(Stamp::now().0)?;
     let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);
@@ -105,7 +109,7 @@ fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::R
     Ok(Arc::new(page))
 }
 
-/// Evidence that is being gathered about workers, with one thread for each worker.
+/// Evidence that is being gathered. Each worker is examined on its own thread.
 pub(super) struct Gathering {
     threads: JoinSet<Vec<Found>>,
     /// Local ranks of the workers that are being examined.
@@ -125,12 +129,12 @@ impl Gathering {
         self.asked.push(local_rank);
     }
 
-    /// Waits for the evidence until the deadline. Reports a problem for each worker whose evidence is missing.
+    /// Waits for the evidence until the deadline. Adds a problem for each worker whose evidence is missing.
     /// Cancel-safe.
     pub(super) async fn found(&mut self) -> Vec<Found> {
         let deadline = self.patience.deadline + SLACK;
         while let Ok(Some(found)) = tokio::time::timeout_at(deadline.into(), self.threads.join_next()).await {
-            // An error means that the thread of a worker panicked, so the evidence of that worker is missing.
+            // An error means that the thread of a worker panicked. The evidence of that worker is then missing.
             self.found.extend(found.into_iter().flatten());
         }
         let mut found = std::mem::take(&mut self.found);
@@ -168,7 +172,7 @@ impl Task {
         self.gathering = Some(gathering);
     }
 
-    /// Stops waiting for the evidence, because it is not needed anymore. The threads finish in the background. Closing
+    /// Stops waiting for the evidence, because it is no longer needed. The threads finish in the background. Closing
     /// the supervisor waits for them, because `py-spy` is a child of this process and must be reaped.
     pub(super) fn give_up_evidence(&mut self) {
         let Some(mut gathering) = self.gathering.take() else { return };

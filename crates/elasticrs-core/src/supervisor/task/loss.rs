@@ -1,4 +1,4 @@
-//! A nursery that hangs, dies, or cannot even die.
+//! Handles a nursery that hangs, dies, or does not exit even after SIGKILL.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,7 +17,7 @@ use crate::supervisor::state::{HOPELESS_SWEEP, Input};
 use crate::supervisor::watch;
 use crate::sys::stage::Stage;
 
-/// So much longer the nursery has to see by itself that the fence has passed.
+/// Extra time for the nursery to notice by itself that the fence deadline has passed.
 pub(super) const FENCE_AFTER: Duration = Duration::from_millis(100);
 const FENCED: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 
@@ -33,12 +33,14 @@ impl Task {
                 }
             };
             starting.hung(stage, wait_channel);
-            // The child that hangs dies with it, as far as it can: `on_nursery_death` sweeps, for so long as that takes.
+            // The hanging child dies together with the nursery, if it can be killed. `on_nursery_death` then sweeps
+            // until the child is gone or the time limit passes.
             nursery.kill();
         }
     }
 
-    /// The start was to end by now. Its workers die with the nursery, and so does one that hangs.
+    /// Kills the nursery, because the start was to be stopped and its grace period is over. Workers that are running or
+    /// still being started die with the nursery.
     pub(super) fn kill_start(&mut self) {
         if let (Current::Starting(starting), Some(nursery)) = (&self.current, &mut self.nursery)
             && !starting.has_failed()
@@ -47,7 +49,7 @@ impl Task {
         }
     }
 
-    /// The nursery cannot look at the fence while it waits for a start, so that is done here.
+    /// Checks the fence deadline in place of the nursery, which cannot check it while it is blocked in a start.
     pub(super) fn fence_start(&mut self) {
         let is_starting = match &self.current {
             Current::Idle => false,
@@ -62,7 +64,7 @@ impl Task {
                 let left = Duration::from_nanos(deadline.saturating_sub(boot_now()));
                 self.deadlines.arm(Timer::Fence, left + FENCE_AFTER, Instant::now());
             }
-            // The nursery has seen it, or its sentinel; or there is none.
+            // Do nothing. The nursery or its sentinel has noticed the deadline, or no deadline is set.
             Ok(Look::Passed { first: false } | Look::Unset | Look::HandedOver(_)) | Err(_) => {}
             Ok(Look::Passed { first: true }) => {
                 self.end_fenced();
@@ -76,7 +78,7 @@ impl Task {
         }
     }
 
-    /// The deadline has passed in a start, and the nursery does not tell it.
+    /// Handles a fence deadline that has passed during a start, because the nursery does not report it.
     fn end_fenced(&mut self) {
         self.shared.queue.push(Event::Fenced { at: Stamp::now() });
         match &mut self.current {
@@ -85,8 +87,9 @@ impl Task {
         }
     }
 
-    /// Its workers do not die with it, so they are killed, and its descendants swept, as far as they can be. When it can be
-    /// ended, it ends: its SIGKILL is pending.
+    /// Stops waiting for a nursery that does not exit after SIGKILL. Its workers do not die with it, so they are
+    /// killed, and its descendants are swept as far as possible. The nursery dies as soon as the kernel can kill it,
+    /// because its SIGKILL is pending.
     pub(super) fn give_up_nursery(&mut self) {
         if let Some(nursery) = &mut self.nursery {
             nursery.hung = false;
@@ -108,7 +111,7 @@ impl Task {
                 return;
             }
         } else if let Some(Guard { mut sentinel, .. }) = sentinel {
-            // What is left is ended here.
+            // Kill the sentinel, because this process cleans up instead.
             sentinel.kill();
             self.retire(*sentinel);
         }
@@ -117,7 +120,7 @@ impl Task {
             Current::Starting(starting) => {
                 starting.nursery_lost(end);
                 if !starting.is_stopped() && matches!(self.shared.fence.look(), Ok(Look::Passed { .. })) {
-                    // Its sentinel has killed it: it hung.
+                    // The sentinel has killed the nursery because the nursery hung. Report the passed fence deadline.
                     self.end_fenced();
                 }
                 self.deadlines.disarm(Timer::Start);
@@ -125,7 +128,7 @@ impl Task {
                 self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
             }
             Current::Running(running) => {
-                // Nobody reports their exits any more.
+                // Watch the remaining workers from here, because the lost nursery no longer reports their exits.
                 for member in running.members.iter().filter(|member| !member.adopted) {
                     if running.group.living().any(|pid| pid == member.pid) {
                         self.watched.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd), None));
@@ -133,7 +136,7 @@ impl Task {
                 }
                 let started = running.group.is_running() && running.group.starting().next().is_some();
                 if started && matches!(self.shared.fence.look(), Ok(Look::Passed { .. })) {
-                    // Likewise.
+                    // Report the passed fence deadline, as during a start.
                     self.end_fenced();
                 }
                 self.input(Input::NurseryLost(end));
@@ -142,7 +145,7 @@ impl Task {
     }
 }
 
-/// The line for a nursery that is given up.
+/// Returns the message about a nursery that does not exit after SIGKILL.
 pub(super) fn left_behind(nursery: i32) -> String {
     let channel = watch::wait_channel(nursery);
     let channel = if channel.is_empty() { "the kernel" } else { &channel };

@@ -1,4 +1,4 @@
-//! How the members of the group are taken in, and how signals reach them.
+//! Adds processes that Python started to the group, and sends signals to the members.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -16,10 +16,12 @@ use crate::supervisor::watch;
 use crate::sys::pidfd;
 
 impl Member {
-    /// What it has started, but for those that clean up after it. The nursery has no part in it.
+    /// Kills the other processes in the process group of this member, except those that clean up after it. The nursery
+    /// is not involved, because Python started the member.
     fn kill_rest_of_group(&self) {
         let rest = cleaner::others_in_groups(self.pid, |group| group == self.pid);
-        // A member that has ended meanwhile may have left its pid to somebody else.
+        // If the member has exited, do not signal the processes, because its pid may identify another process group by
+        // now.
         if watch::ended(&[self.pidfd.as_fd()]) == [false] {
             for target in rest {
                 target.signal(nix::sys::signal::Signal::SIGKILL);
@@ -54,13 +56,13 @@ impl Task {
         if signal == Signal::KILL && to == StopScope::Group && member.adopted && member.leads_a_group {
             member.kill_rest_of_group();
         }
-        // ESRCH: it is gone, which is fine. Any other refusal (a set-uid worker) shows as a worker that does not end, which
-        // is reported by name.
+        // Ignore errors. ESRCH means that the process has exited. After any other error, for example for a set-uid
+        // worker, the worker does not exit and is later reported by its rank.
         let _ = if to == StopScope::Worker || !member.leads_a_group {
             pidfd::send_signal(&member.pidfd, signal.number())
         } else if signal == Signal::KILL {
             if let (false, Some(nursery)) = (member.adopted, &mut self.nursery) {
-                // For the rest of its group.
+                // Let the nursery kill the rest of the worker's process group.
                 nursery.send(&Request::SignalGroup { pid, signal: signal.number() }, Vec::new());
             }
             pidfd::send_signal(&member.pidfd, signal.number())
@@ -70,7 +72,8 @@ impl Task {
             nursery.send(&Request::SignalGroup { pid, signal: signal.number() }, Vec::new());
             Ok(())
         } else {
-            // The nursery knows its own workers only. What an adopted one leaves is ended by its keeper.
+            // Signal only the member, because the nursery knows only the workers that it started. Its keeper kills the
+            // processes that the member leaves behind.
             pidfd::send_signal(&member.pidfd, signal.number())
         };
     }

@@ -1,4 +1,4 @@
-//! A worker that has failed: the sweep of what it has left, and the start of another process in its place.
+//! Cleans up after a failed worker and starts its replacement.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::stage::Stage;
 
-/// How long a start that hangs may take to end after SIGKILL.
+/// Time limit for a hanging start to end after SIGKILL.
 const KILL_LIMIT: Duration = Duration::from_secs(5);
 
 impl Task {
@@ -37,7 +37,7 @@ impl Task {
         let Some((_, local_rank)) = self.sweeps_left.take() else { return };
         self.deadlines.disarm(Timer::Sweep);
         self.tell_all_held(&swept);
-        // Nobody writes there any more.
+        // Finish the log files of this rank, because no process of the failed worker can write to them anymore.
         self.shared.logs.finish_rank(local_rank);
         self.exits.forget(local_rank);
         self.input(Input::LeftSwept(swept, Stamp::now()));
@@ -81,7 +81,7 @@ impl Task {
         self.deadlines.disarm(Timer::Replace(local_rank));
         running.hung = None;
         for ended in running.members.iter_mut().filter(|member| member.pid == pid) {
-            // The kernel has given its pid out again.
+            // Forget the pid of the exited member, because the kernel has assigned the same pid to the replacement.
             ended.pid = 0;
         }
         if let Some(member) = running.members.get_mut(local_rank as usize) {
@@ -99,8 +99,9 @@ impl Task {
         self.input(Input::ReplaceFailed(failure));
     }
 
-    /// The nursery waits for the start, and does nothing else. What hangs is killed: then the start has failed, or a worker
-    /// that has just begun. If that does not help, the nursery goes, and all workers with it.
+    /// Handles the start of a replacement that has exceeded its deadline. The nursery is blocked in that start. The
+    /// hanging child is killed first: then the start fails, or the worker fails if it had just started. If that does
+    /// not help, the nursery is killed, and all workers die with it.
     pub(super) fn on_hung_replace(&mut self, local_rank: u32) {
         let Current::Running(running) = &mut self.current else { return };
         let Some(nursery) = &mut self.nursery else { return };
@@ -129,9 +130,9 @@ impl Task {
     }
 }
 
-/// Says whether it was one.
+/// Kills a process if it is a child of `parent`. Returns true if the process was killed.
 fn kill_child(parent: i32, child: i32) -> bool {
     let Ok(pidfd) = pidfd::open(child) else { return false };
-    // Not read before: the pid might be another's.
+    // Check the parent after opening the pidfd, because the pid could otherwise have been reused.
     Status::of(child).is_some_and(|status| status.parent == parent) && pidfd::send_signal(&pidfd, libc::SIGKILL).is_ok()
 }

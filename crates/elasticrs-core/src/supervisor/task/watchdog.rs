@@ -1,7 +1,8 @@
-//! Expiration timers of the running group: the FIFO, the processes behind its records, and what is due.
+//! Expiration timers of the running group: reads the FIFO, finds the processes that wrote its records, and handles
+//! expired timers.
 //!
-//! While a group is being started the FIFO is left alone: a worker may write before the last one runs, and before the
-//! group is known. See [`crate::timer`] for the invariants.
+//! The FIFO is not read while a group is being started, because a worker may write to it before the pids of all workers
+//! are known. See [`crate::timer`] for the invariants.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -37,26 +38,28 @@ use crate::timer::lines::Lines;
 use crate::timer::record::{self, Record, Refusal, Request};
 use crate::timer::table::{Due, Terms, Timers, on_monotonic};
 
-/// What is read at a time. Between two pieces the clock is looked at.
+/// Maximum number of bytes to read at once. The clock is checked after each read.
 const PIECE: usize = libc::PIPE_BUF;
-/// Reading takes so long, and one piece more, before others get their turn: the stop of a group never waits for it. By
-/// time, as the cost of a record depends on whose it is.
+/// Maximum time for reading before other tasks of the runtime run, so that the stop of a group never waits for it. The
+/// last read may exceed it. The limit is a time, because the cost of a record depends on the process that wrote it.
 const SLICE: Duration = Duration::from_millis(1);
-/// What is read before somebody is reaped, at most: a writer that never stops must not keep a hung worker alive.
+/// Maximum number of bytes to read before expired timers are handled. Otherwise a writer that never stops could keep a
+/// hung worker alive.
 const MAX_DRAIN: usize = 2 * CAPACITY as usize;
-/// How many processes may have timers at a time; each costs a descriptor.
+/// Maximum number of processes that may have timers at the same time. Each of them needs a descriptor.
 const MAX_PROCESSES: usize = 512;
-/// How far up the search for the worker goes that a process descends from.
+/// Maximum number of ancestors to check when searching for the worker that a process descends from.
 const MAX_DEPTH: usize = 64;
 
-/// A process whose records count.
+/// A process that may set timers, because it is a worker or a descendant of one.
 struct Bound {
     pidfd: Arc<OwnedFd>,
     start_time: Option<u64>,
     local_rank: u32,
-    /// It is about to get the signal of a timer that has expired: until then it must not be forgotten for another one.
+    /// True if the process is about to get the signal of an expired timer. Until then, the process must not be removed
+    /// to make room for another one.
     is_due: bool,
-    /// Ends the wait for its exit.
+    /// Handle that cancels the wait for the exit of the process.
     wait: AbortHandle,
 }
 
@@ -66,7 +69,7 @@ impl Drop for Bound {
     }
 }
 
-/// What woke it.
+/// Event that [`Watchdog::next`] returns.
 pub(super) enum Ring {
     Readable,
     Due,
@@ -82,7 +85,8 @@ pub(super) struct Watchdog {
     lines: Lines,
     timers: Timers,
     bound: HashMap<i32, Bound>,
-    /// Pids that were found to be no worker's in the reading that goes on: each is looked for in `/proc` once.
+    /// Pids that were found not to belong to a worker during the current read, so that each of them is looked up in
+    /// `/proc` only once.
     strangers: HashSet<i32>,
     exits: JoinSet<()>,
     complaints: Complaints,
@@ -114,30 +118,31 @@ impl Watchdog {
         })
     }
 
-    /// The next thing. Cancel-safe: nothing is taken before it is returned.
+    /// Waits for the next event. Cancel-safe, because nothing is consumed before it is returned.
     pub(super) async fn next(&mut self) -> Ring {
         let Self { input, rings, exits, .. } = self;
         loop {
             tokio::select! {
                 biased;
-                // Errors mean that the runtime shuts down, and then nobody waits for this future either.
+                // Errors mean that the runtime is shutting down, and then this future is no longer polled.
                 Ok(mut ready) = rings.readable() => {
                     ready.clear_ready();
                     return Ring::Due;
                 }
                 Some(exited) = exits.join_next() => {
-                    // Otherwise it was given up, because the process has no timers.
+                    // Otherwise the wait was cancelled, because the process has no timers.
                     if exited.is_ok() {
                         return Ring::Exited;
                     }
                 }
-                // Stays ready until a read finds nothing.
+                // The FIFO stays marked as readable until a read finds no data.
                 Ok(_) = input.readable() => return Ring::Readable,
             }
         }
     }
 
-    /// The group has ended. Returns what is still to be said of its timers.
+    /// Removes all timers, because the group has ended. Returns a message about expired timers that were not reported
+    /// yet.
     pub(super) fn clear(&mut self) -> Option<String> {
         self.timers.clear();
         self.bound.clear();
@@ -155,10 +160,11 @@ impl Watchdog {
         self.arm();
     }
 
-    /// Sends a signal to a process that had a timer.
+    /// Sends a signal to a process that has set a timer.
     pub(super) fn signal(&self, pid: i32, signal: Signal) {
         if let Some(bound) = self.bound.get(&pid) {
-            // ESRCH: it has ended. Another refusal (a set-uid program) shows as a worker that does not end.
+            // Ignore errors. ESRCH means that the process has exited. After any other error, for example for a set-uid
+            // program, the worker does not exit and is reported later.
             let _ = pidfd::send_signal(&bound.pidfd, signal.number());
         }
     }
@@ -168,7 +174,8 @@ impl Watchdog {
         self.timers.remove_process(pid);
     }
 
-    /// TIM-5, also where the exit was not told yet: a later process may have the pid already.
+    /// Removes the timers of processes that have exited, even if their exits were not reported yet, because a new
+    /// process may already have the same pid (**TIM-5**).
     fn forget_ended(&mut self) {
         let pids: Vec<i32> = self.bound.keys().copied().collect();
         let pidfds: Vec<_> = pids.iter().map(|pid| self.bound[pid].pidfd.as_fd()).collect();
@@ -178,7 +185,7 @@ impl Watchdog {
         }
     }
 
-    /// Sets the one timer for the earliest deadline.
+    /// Sets the kernel timer to the earliest deadline.
     fn arm(&mut self) {
         self.counts.set_live(self.timers.len());
         let next = self.timers.next();
@@ -186,16 +193,17 @@ impl Watchdog {
             return;
         }
         self.armed = next;
-        // Zero would disarm it.
+        // Use at least one nanosecond, because zero would disarm the timer.
         let at = next.map(|at| Expiration::OneShot(TimeSpec::from_duration(Duration::from_nanos(at.0.max(1)))));
-        // A time that the kernel does not take is more than a lifetime away.
+        // Ignore an error, because the kernel only rejects times that are more than a lifetime away.
         let _ = match at {
             Some(at) => self.alarm.set(at, TimerSetTimeFlags::TFD_TIMER_ABSTIME),
             None => self.alarm.unset(),
         };
     }
 
-    /// Reads what is there, at most so many bytes and, but for the last piece, for so long; complaints go to `tell`.
+    /// Reads the data that is available, up to `limit` bytes. Stops after the first read that exceeds the time `slice`.
+    /// Reports rejected records to `tell`.
     fn read(&mut self, limit: usize, slice: Duration, running: Option<&Running>, tell: &mut impl FnMut(String)) {
         self.forget_ended();
         self.strangers.clear();
@@ -253,7 +261,8 @@ impl Watchdog {
         Ok(())
     }
 
-    /// Opens the process, and finds out whose it is; `false` when it has ended meanwhile.
+    /// Opens a process that sets a timer, and finds the worker that it belongs to. Returns false if the process has
+    /// exited.
     fn bind(&mut self, pid: i32, running: Option<&Running>) -> Result<bool, Refusal> {
         if self.bound.contains_key(&pid) {
             return Ok(true);
@@ -269,7 +278,8 @@ impl Watchdog {
         };
         let local_rank = running.and_then(|running| running.worker_of(pid));
         let start_time = Stat::of(pid).and_then(|stat| stat.field(START_TIME));
-        // What was read is about the process of the pidfd only if that still lives.
+        // Check that the process is still alive. Otherwise the data from `/proc` may be about another process with the
+        // same pid.
         if watch::ended(&[pidfd.as_fd()]) == [true] {
             return Ok(false);
         }
@@ -285,14 +295,15 @@ impl Watchdog {
         }
         let watched = register(Arc::clone(&pidfd), Interest::READABLE).map_err(|_| Refusal::Full)?;
         let wait = self.exits.spawn(async move {
-            // An error of it means that the runtime shuts down.
+            // An error means that the runtime is shutting down.
             let _ = watched.readable().await;
         });
         self.bound.insert(pid, Bound { pidfd, start_time, local_rank, is_due: false, wait });
         Ok(true)
     }
 
-    /// TIM-2: reads first.
+    /// Returns the expired timers. Reads the FIFO first, so that a release which was written in time counts
+    /// (**TIM-2**).
     fn expired(&mut self, running: Option<&Running>, tell: &mut impl FnMut(String)) -> Vec<TimerExpired> {
         let mut expired = Vec::new();
         if self.timers.next().is_some_and(|at| at <= Stamp::now()) {
@@ -331,7 +342,7 @@ impl Bound {
     }
 }
 
-/// Both clocks at one moment.
+/// Wall clock and monotonic clock, read at the same time.
 #[derive(Clone, Copy)]
 struct Clocks {
     wall: f64,
@@ -346,7 +357,8 @@ impl Clocks {
 }
 
 impl Running {
-    /// The local rank of the worker that this process is or descends from. An orphan is known by its session.
+    /// Returns the local rank of the worker that this process is or descends from. An orphan is assigned to the worker
+    /// that leads its session.
     pub(super) fn worker_of(&self, pid: i32) -> Option<u32> {
         let mut ancestor = pid;
         for _ in 0..MAX_DEPTH {
@@ -378,8 +390,8 @@ impl Task {
 
     pub(super) async fn on_ring(&mut self, ring: &Ring) {
         self.take_ring(ring);
-        // What is ready costs none of the runtime's budget: by itself, this task would never let go of the thread while
-        // somebody writes, and no socket and no clock would be looked at.
+        // Yield to the runtime. A FIFO that is always readable does not use up the task's budget, so this task would
+        // otherwise run as long as any process writes to the FIFO, and sockets and timers would not be polled.
         tokio::task::yield_now().await;
     }
 
@@ -392,13 +404,13 @@ impl Task {
         let mut tell = |message| self.shared.queue.push(Event::Degraded { message });
         match ring {
             Ring::Readable => watchdog.read(MAX_DRAIN, SLICE, running, &mut tell),
-            // It is disarmed now, whatever it was armed for.
+            // The kernel timer has fired, so it is no longer armed.
             Ring::Due => watchdog.armed = None,
             Ring::Exited => watchdog.forget_ended(),
         }
         let mut expired = watchdog.expired(running, &mut tell);
         watchdog.arm();
-        // TIM-4
+        // Report only a limited number of expired timers that have no signal (**TIM-4**).
         expired.retain(|timer| {
             if timer.signal.is_some() {
                 return true;
