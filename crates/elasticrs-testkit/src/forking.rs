@@ -1,8 +1,8 @@
-//! Commands that fork.
+//! Commands of the test worker that fork.
 //!
-//! Commands that fork without end enforce limits themselves, in memory that all their processes share: two seconds, a
-//! number of forks, and a number of live processes. A process that reaches the time limit prints the line `LIMIT`, so
-//! that a test can distinguish processes that were killed from those that stopped by themselves.
+//! Commands that fork without end enforce limits themselves, in memory that all their processes share: a time limit of
+//! two seconds, a maximum number of forks, and a maximum number of live processes. A process that reaches the time
+//! limit prints the line `LIMIT`, so that a test can tell whether the processes were killed or stopped by themselves.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,7 +18,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(2);
 const LIVE_LIMIT: u32 = 200;
 const FORK_LIMIT: u32 = 100_000;
 
-/// Shared by all processes of a command.
+/// Counters that all processes of a command share.
 struct Limits {
     forks: AtomicU32,
     live: AtomicU32,
@@ -28,14 +28,15 @@ impl Limits {
     fn shared() -> Result<&'static Self, Problem> {
         let length = std::num::NonZeroUsize::new(size_of::<Self>()).expect("it has fields");
         let protection = nix::sys::mman::ProtFlags::PROT_READ | nix::sys::mman::ProtFlags::PROT_WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
+        // SAFETY: the kernel chooses the address of the new mapping, so the mapping replaces no other memory.
         let memory =
             unsafe { nix::sys::mman::mmap_anonymous(None, length, protection, nix::sys::mman::MapFlags::MAP_SHARED) }?;
-        // SAFETY: page-aligned, zeroed (which is a value of the atomics), large enough, and never unmapped.
+        // SAFETY: the memory is page-aligned, large enough and never unmapped. It is zeroed, which is a valid value of
+        // the atomics.
         Ok(unsafe { memory.cast::<Self>().as_ref() })
     }
 
-    /// True if one more process is allowed. Counts the process as live.
+    /// Counts one more process. Returns true if the limits allow it.
     fn admit(&self) -> bool {
         let forks = self.forks.fetch_add(1, Ordering::SeqCst);
         let live = self.live.fetch_add(1, Ordering::SeqCst);
@@ -53,13 +54,13 @@ impl Limits {
 }
 
 fn forked() -> Result<ForkResult, Problem> {
-    // SAFETY: this program has one thread, so the child may do whatever the parent may.
+    // SAFETY: this program has only one thread, so the child may call any function that the parent may call.
     Ok(unsafe { fork() }?)
 }
 
-/// `cleaner FILE`: a child creates the file and prints its own pid. It removes the file when this process and all
-/// processes that it starts later have exited. With `cleaner FILE stubborn`, the child never notices that. Like the
-/// resource tracker of multiprocessing, the child ignores SIGINT and SIGTERM.
+/// `cleaner FILE`: starts a child that creates the file and prints its own pid. The child removes the file once this
+/// process and all processes that it starts later have exited. With `cleaner FILE stubborn`, the child never removes
+/// the file. Like the resource tracker of multiprocessing, the child ignores SIGINT and SIGTERM.
 pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     let path = request.next()?;
     let is_stubborn = request.next().is_ok();
@@ -79,7 +80,7 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     }
     drop((reader, started));
     nix::unistd::read(&waits, &mut [0])?;
-    // Start one more process that holds the pipe open.
+    // Start another process that holds the pipe open.
     if let ForkResult::Child = forked()? {
         pause_for_ever();
     }
@@ -92,13 +93,13 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
 pub enum Daemon {
     /// An ordinary process that waits.
     Ordinary,
-    /// Resets the token, like a process that intends to outlive the job.
+    /// A process that resets its token, like a process that intends to outlive the job.
     Exempt,
-    /// The main thread has exited, and another thread is waiting.
+    /// A process whose main thread has exited while another thread is waiting.
     Headless,
 }
 
-/// `daemonise`, `exempt`, `headless`: starts a grandchild in a session of its own, prints its pid, and waits.
+/// `daemonise`, `exempt`, `headless`: starts a grandchild in its own session, prints the grandchild's pid, and waits.
 pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     let (reader, writer) = nix::unistd::pipe()?;
     if let ForkResult::Child = forked()? {
@@ -121,7 +122,7 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     drop(writer);
     let mut pid = [0; 4];
     nix::unistd::read(&reader, &mut pid)?;
-    // The pipe reaches its end when the grandchild is set up.
+    // Wait until the grandchild is set up. It closes the pipe then.
     nix::unistd::read(&reader, &mut [0])?;
     nix::sys::wait::wait()?;
     say(&i32::from_le_bytes(pid).to_string())?;
@@ -129,8 +130,8 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     pause_for_ever();
 }
 
-/// Ends the main thread, like `pthread_exit` in `main`, while the process continues. Drops `until` when the main thread
-/// has ended.
+/// Exits the main thread while the process continues, like `pthread_exit` in `main`. Drops `until` once the main thread
+/// has exited.
 fn end_main_thread(until: OwnedFd) -> ! {
     let me = getpid().as_raw();
     std::thread::spawn(move || {
@@ -138,12 +139,12 @@ fn end_main_thread(until: OwnedFd) -> ! {
         drop(until);
         pause_for_ever();
     });
-    // SAFETY: the call ends this thread, and no other thread uses data on its stack.
+    // SAFETY: the call exits this thread, and no other thread uses data on its stack.
     unsafe { libc::syscall(libc::SYS_exit, 0) };
     unreachable!("it does not return");
 }
 
-/// `tree DEPTH`: two children, each with two, …; all ignore SIGTERM and wait.
+/// `tree DEPTH`: starts a binary tree of processes with this depth. All of them ignore SIGTERM and wait.
 pub fn tree(request: &mut Request) -> Result<(), Problem> {
     set(Signal::SIGTERM, SigHandler::SigIgn)?;
     let mut depth: u32 = request.number()?;
@@ -163,7 +164,7 @@ pub fn tree(request: &mut Request) -> Result<(), Problem> {
     }
     drop(writer);
     if getpid() == root {
-        // The pipe reaches its end when every process has started its children.
+        // Wait until every process has started its children. The pipe is closed then.
         nix::unistd::read(&reader, &mut [0])?;
         ready()?;
     }
@@ -178,7 +179,7 @@ fn begin() -> Result<(&'static Limits, Instant), Problem> {
     Ok((limits, start))
 }
 
-/// `fork-bomb`: every process forks as fast as it can; every other child leaves the session.
+/// `fork-bomb`: every process forks as fast as it can. About half of the children leave the session.
 pub fn bomb() -> Result<(), Problem> {
     set(Signal::SIGCHLD, SigHandler::SigIgn)?;
     let (limits, start) = begin()?;
@@ -200,8 +201,8 @@ pub fn bomb() -> Result<(), Problem> {
     limits.leave()
 }
 
-/// `chain`: forks, leaves the session and exits, and the child does the same. At most two of these processes exist at a
-/// time.
+/// `chain`: forks, and the parent exits. The child leaves the session and does the same. At most two of these processes
+/// exist at a time.
 pub fn chain() -> Result<(), Problem> {
     let (limits, start) = begin()?;
     while start.elapsed() < TIME_LIMIT && limits.admit() {

@@ -1,9 +1,10 @@
-//! A file on a file system that does not answer, like a network file system whose server is down. A process that maps
+//! A file on a file system that does not respond, like a network file system whose server is down. A process that maps
 //! the file hangs in the kernel.
 //!
-//! The test serves the file system through FUSE. It answers all requests except the first one for the content, so that
-//! the only page of the file stays locked. The command `hang-in-map` reads the file in one thread and then maps it. The
-//! kernel waits for the page, cannot be interrupted, and holds the lock of the process's memory map.
+//! The test serves the file system through FUSE. It replies to all requests except the first request for the file's
+//! content, so the only page of the file stays locked. The command `hang-in-map` reads the file in one thread and then
+//! maps it in another. The kernel waits for the page, cannot be interrupted, and holds the lock of the process's memory
+//! map.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
@@ -24,14 +25,14 @@ const INTERRUPT: u32 = 36;
 const BATCH_FORGET: u32 = 42;
 
 const HEADER: usize = 40;
-/// Flags in the reply to an open request: use the file without the page cache. The kernel then invalidates its page
-/// cache before each mapping of the file, but not when the file is opened.
+/// Flags in the reply to an open request, which bypass the page cache. The kernel then invalidates the cached pages of
+/// the file before each mapping, but not when the file is opened.
 const UNCACHED: u32 = 1 | 2;
 const NOT_THERE: i32 = -libc::ENOSYS;
 const A_YEAR: u64 = 31_536_000;
 
-/// A file whose reads hang while this value exists. When it is dropped, the hanging processes get an error and
-/// continue.
+/// A file whose reads hang while this value exists. Dropping the value makes the reads fail, so that the hanging
+/// processes continue.
 #[derive(Debug)]
 pub struct HungFile {
     folder: PathBuf,
@@ -39,7 +40,8 @@ pub struct HungFile {
 }
 
 impl HungFile {
-    /// Mounts the file for this thread and the processes that it starts later. `None` if this thread may not mount.
+    /// Mounts the file for this thread and the processes that it starts later. `None` if this thread may not mount file
+    /// systems.
     pub fn new(folder: &Path) -> Option<Self> {
         unshare(CloneFlags::CLONE_NEWNS).ok()?;
         let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
@@ -60,27 +62,29 @@ impl HungFile {
 
 impl Drop for HungFile {
     fn drop(&mut self) {
-        // With MNT_FORCE, the kernel fails all open requests, and the server reads the end of the stream.
+        // With `MNT_FORCE`, the kernel fails all open requests, and the server's next read reaches the end of the
+        // stream.
         umount2(&self.folder, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH).expect("it is mounted");
         self.server.take().map(JoinHandle::join).transpose().expect("a server that ended");
     }
 }
 
 /// Hangs forever. Opens the file a second time without the page cache and maps it. The kernel then waits until it can
-/// invalidate the page cache, which the first reader holds.
+/// invalidate the cached page, which the read of the other thread has locked.
 pub fn hang_in_map(path: &Path) -> std::io::Result<()> {
     let mut cached = File::open(path)?;
     thread::spawn(move || cached.read(&mut [0; 1]));
-    // This open is only answered while the other thread waits for the file's content.
+    // This call returns only after the other thread has started to read, because the server delays its reply until
+    // then.
     let uncached = File::open(path)?;
     let length = std::num::NonZeroUsize::MIN;
     let (prot, flags) = (nix::sys::mman::ProtFlags::PROT_READ, nix::sys::mman::MapFlags::MAP_PRIVATE);
-    // SAFETY: the call creates a new mapping at an address of the kernel's choice, which no code accesses.
+    // SAFETY: the kernel chooses the address of the new mapping, and no code accesses the mapping.
     unsafe { nix::sys::mman::mmap(None, length, prot, flags, uncached, 0) }?;
     Ok(())
 }
 
-/// Until the file system is unmounted.
+/// Replies to requests of the kernel until the file system is unmounted.
 fn serve(mut device: File) {
     let mut request = vec![0; 1 << 17];
     let (mut opened, mut is_read, mut waits) = (0, false, None);
@@ -120,7 +124,7 @@ fn reply(device: &mut File, unique: u64, error: i32, body: &[u8]) {
     let _ = device.write_all(&[header, longs(&[unique]), body.to_vec()].concat());
 }
 
-/// The root is node 1.
+/// Returns the attributes of the root folder, which is node 1, or of the file.
 fn attributes(node: u64) -> Vec<u8> {
     let mode = if node == 1 { libc::S_IFDIR | 0o755 } else { libc::S_IFREG | 0o644 };
     [longs(&[node, 4096, 8, 0, 0, 0]), words(&[0, 0, 0, mode, 1, 0, 0, 0, 4096, 0])].concat()

@@ -1,7 +1,7 @@
-//! Helpers for tests: checks for live processes and leaks.
+//! Helpers for tests: processes that are running, and leaked processes and descriptors.
 //!
-//! Time limits in this module only prevent tests from hanging and are never measured. A failing helper panics, so that
-//! the test fails.
+//! Time limits in this module only prevent tests from hanging. They are never part of what a test measures. A failing
+//! helper panics, so that the test fails.
 #![allow(clippy::missing_panics_doc)]
 
 use std::fs;
@@ -15,17 +15,18 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 pub mod hung_file;
 
-/// Maximum time that a test waits for anything.
+/// Maximum time that a test waits for a condition.
 pub const HANG_GUARD: Duration = Duration::from_secs(40);
 
-/// The program `testkit-worker`, built beside the running test.
+/// Returns the path of the program `testkit-worker`, which is built into the folder of the running test or one above
+/// it.
 pub fn worker_program() -> PathBuf {
     let test = std::env::current_exe().expect("a running program has a path");
     let built = test.ancestors().map(|folder| folder.join("testkit-worker")).find(|path| path.is_file());
     built.expect("testkit-worker is built by `cargo build -p elasticrs-testkit`")
 }
 
-/// Waits until a descriptor is readable. A pidfd becomes readable when its process exits.
+/// Blocks until a descriptor is readable. A pidfd becomes readable when its process exits.
 pub fn wait_readable(fd: impl AsFd, what: &str) {
     let mut polled = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
     let timeout = PollTimeout::try_from(HANG_GUARD).expect("seconds fit");
@@ -53,9 +54,9 @@ pub fn wait_for_state(pid: i32, letter: char) {
     wait_until(&format!("process {pid} in state {letter}"), || state(pid) == Some(letter));
 }
 
-/// Opens a pidfd of any process. `None` if no process has this pid.
+/// Opens a pidfd for a process. `None` if no process has this pid.
 pub fn pidfd(pid: i32) -> Option<OwnedFd> {
-    // SAFETY: integers only.
+    // SAFETY: the call takes only integers.
     match Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) }) {
         // SAFETY: the kernel has just created the descriptor, and no other code owns it.
         Ok(fd) => Some(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("descriptors fit an int")) }),
@@ -64,25 +65,25 @@ pub fn pidfd(pid: i32) -> Option<OwnedFd> {
     }
 }
 
-/// Waits until the process has exited. It may still be a zombie then.
+/// Blocks until the process has exited. It may still be a zombie afterwards.
 pub fn wait_for_end(pid: i32) {
     if let Some(pidfd) = pidfd(pid) {
         wait_readable(pidfd, &format!("the end of process {pid}"));
     }
 }
 
-/// True if the process exists and is not a zombie.
+/// Returns true if the process exists and is not a zombie.
 pub fn is_running(pid: i32) -> bool {
     state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
 
-/// The state letter of `/proc/PID/stat`.
+/// Returns the state of a process: the letter in `/proc/PID/stat`. `None` if there is no such process.
 pub fn state(pid: i32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(')')?.1.trim_start().chars().next()
 }
 
-/// The children of this process, zombies included.
+/// Returns the pids of the children of this process, including zombies.
 pub fn children() -> Vec<i32> {
     let tasks = fs::read_dir("/proc/self/task").expect("/proc is mounted");
     let lists = tasks.flatten().map(|task| fs::read_to_string(task.path().join("children")).unwrap_or_default());
@@ -92,7 +93,7 @@ pub fn children() -> Vec<i32> {
         .collect()
 }
 
-/// The open descriptors of this process, sorted, without the one that lists them.
+/// Returns the sorted open descriptors of this process, except the one that is opened to list them.
 pub fn open_fds() -> Vec<RawFd> {
     let folder = nix::dir::Dir::open("/proc/self/fd", nix::fcntl::OFlag::O_RDONLY, nix::sys::stat::Mode::empty());
     let mut folder = folder.expect("/proc is mounted");
@@ -103,7 +104,8 @@ pub fn open_fds() -> Vec<RawFd> {
     fds
 }
 
-/// Asserts that this process has no child, not even a zombie. Exact in a child subreaper.
+/// Asserts that this process has no child, not even a zombie. In a child subreaper, orphaned descendants count as
+/// children, too.
 pub fn assert_no_children() {
     // SAFETY: null pointers are allowed, because only the return value is needed.
     let waited = Errno::result(unsafe {

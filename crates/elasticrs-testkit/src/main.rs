@@ -1,7 +1,7 @@
-//! A worker that misbehaves on request.
+//! A test worker that misbehaves in the way that its command line requests.
 //!
-//! Usage: `testkit-worker COMMAND [ARGUMENT …]`. Each command prints the line `READY` on standard output when its
-//! signal handlers are installed. Other output of a command comes before that line.
+//! Usage: `testkit-worker COMMAND [ARGUMENT …]`. Each command prints the line `READY` on standard output once its
+//! signal handlers are installed. Commands that print facts about their processes print them before that line.
 
 mod forking;
 mod old_kernel;
@@ -16,7 +16,7 @@ use nix::unistd::pause;
 
 use self::forking::Daemon;
 
-/// Error of a request.
+/// Error of a command.
 type Problem = Box<dyn std::error::Error>;
 
 fn main() -> ExitCode {
@@ -30,7 +30,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The remaining arguments of the command line.
+/// Arguments of the command line that are not parsed yet.
 struct Request {
     arguments: std::iter::Skip<std::env::Args>,
 }
@@ -64,7 +64,7 @@ fn pause_for_ever() -> ! {
 }
 
 fn set(number: Signal, handler: SigHandler) -> Result<(), Problem> {
-    // SAFETY: only `SIG_DFL` and `SIG_IGN` are used: no code of ours runs in a handler.
+    // SAFETY: only `SIG_DFL` and `SIG_IGN` are used, so no code of this program runs in a signal handler.
     unsafe { signal(number, handler) }?;
     Ok(())
 }
@@ -89,7 +89,7 @@ fn run() -> Result<ExitCode, Problem> {
         }
         "segv" => {
             ready()?;
-            // Reset the handler first, because the standard library's handler would print a message.
+            // Reset the handler first, because the handler of the standard library would print a message.
             set(Signal::SIGSEGV, SigHandler::SigDfl)?;
             // SAFETY: this write is not safe. It crashes the process on purpose.
             unsafe { std::ptr::null_mut::<u8>().write_volatile(1) };

@@ -1,4 +1,4 @@
-//! Running a program as on an older kernel: a seccomp filter denies what is newer.
+//! Runs a program as on an older kernel. A seccomp filter denies newer system calls.
 
 use std::ffi::CString;
 use std::io;
@@ -7,17 +7,17 @@ use libc::{sock_filter, sock_fprog};
 
 use super::{Problem, Request};
 
-/// Offsets in `struct seccomp_data`: the number of the call, and the lower half of its fourth argument.
+/// Offsets in `struct seccomp_data` of the system call number and the lower half of the fourth argument.
 const NUMBER: u32 = 0;
 const FOURTH_ARGUMENT: u32 = 16 + 3 * 8;
 
-/// The instructions that are used: load a word from a fixed place, jump if equal, return.
+/// Codes of the seccomp instructions that are used: load a word from a fixed offset, jump if equal, and return.
 const LOAD: u16 = 0x20;
 const JUMP_IF_EQUAL: u16 = 0x15;
 const RETURN: u16 = 0x06;
 
-/// `old-kernel NAME[,NAME…] PROGRAM [ARGUMENT …]`: executes the program without the system calls that are named, and,
-/// for `group_signal`, without the flags of `pidfd_send_signal`. Its descendants inherit the filter.
+/// `old-kernel NAME[,NAME…] PROGRAM [ARGUMENT …]`: executes the program with the named system calls denied. The name
+/// `group_signal` denies only calls of `pidfd_send_signal` with flags. Descendants of the program inherit the filter.
 pub(super) fn run(request: &mut Request) -> Result<std::convert::Infallible, Problem> {
     let filter = request.next()?.split(',').map(denial).collect::<Result<Vec<_>, _>>()?.concat();
     deny([filter, vec![statement(RETURN, libc::SECCOMP_RET_ALLOW)]].concat())?;
@@ -58,21 +58,21 @@ fn statement(code: u16, k: u32) -> sock_filter {
     sock_filter { code, jt: 0, jf: 0, k }
 }
 
-/// Passes over `skip` instructions when the loaded value is not `k`.
+/// Returns an instruction that skips `skip` instructions unless the loaded value is `k`.
 fn jump_unless(k: u32, skip: u8) -> sock_filter {
     sock_filter { code: JUMP_IF_EQUAL, jt: 0, jf: skip, k }
 }
 
-/// Passes over `skip` instructions when the loaded value is `k`.
+/// Returns an instruction that skips `skip` instructions if the loaded value is `k`.
 fn jump_if(k: u32, skip: u8) -> sock_filter {
     sock_filter { code: JUMP_IF_EQUAL, jt: skip, jf: 0, k }
 }
 
 fn deny(mut filter: Vec<sock_filter>) -> io::Result<()> {
     let program = sock_fprog { len: u16::try_from(filter.len()).expect("a few lines"), filter: filter.as_mut_ptr() };
-    // SAFETY: takes numbers only.
+    // SAFETY: the call takes only integers.
     let promised = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
-    // SAFETY: the program and its instructions live through the call, which copies them.
+    // SAFETY: the filter program and its instructions are valid during the call, which copies them.
     let set = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
     if promised == 0 && set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -1,10 +1,10 @@
-//! Commands about what a worker writes.
+//! Commands of the test worker that write output.
 
 use std::io::{self, Write};
 
 use crate::{Problem, Request, ready};
 
-/// `lines N BYTES`: N lines of BYTES bytes each, the newline included; every line begins with its number.
+/// `lines N BYTES`: prints N lines of BYTES bytes each, including the newline. Each line starts with its number.
 pub fn lines(request: &mut Request) -> Result<(), Problem> {
     let (count, bytes): (u64, usize) = (request.number()?, request.number()?);
     ready()?;

@@ -1,24 +1,27 @@
-//! Decides which ranks hang. The input is the heartbeats and output lines of the ranks. The output is a verdict, or the
-//! time of the next check. Uses no clock and no I/O.
+//! Decides which ranks hang. The input is the heartbeats and the output lines of the ranks. The result is a verdict, or
+//! the time of the next check. Uses no clock and no I/O.
 //!
-//! All times are nanoseconds of the monotonic clock. Invariants, cited by the tests:
+//! A sign of life of a rank is a heartbeat or, if no rank sends heartbeats, an output line of any rank. All times are
+//! nanoseconds of the monotonic clock. Invariants, cited by the tests:
 //!
-//! - **HANG-1** a rank is hung only if its limit has passed since its last sign of life. Before its first sign of life
-//!   it is hung only if there is a limit for the start;
+//! - **HANG-1** a rank is hung only if its limit has passed since its last sign of life. Before its first sign of life,
+//!   it is hung only if there is a limit for the start and that limit has passed;
 //! - **HANG-2** time in which no rank could run does not count. This is the time for which the group was suspended, and
 //!   the time by which calls of [`Watch::look`] were late, because they are due at least every [`LOOK_EVERY`];
 //! - **HANG-3** the next check is due no later than the first moment at which a rank can exceed its limit for steps.
-//!   Only [`LEAST_WAIT`] may delay it, which keeps a very short limit from occupying the caller;
-//! - **HANG-4** output lines count only while no rank has a heartbeat, and then only if all ranks are silent;
-//! - **HANG-5** no rank is blamed because of an observation that was made while the group was suspended. The ranks are
-//!   checked again instead;
+//!   Only [`LEAST_WAIT`] may delay it, so that a very short limit does not keep the caller busy;
+//! - **HANG-4** output lines count only while no rank has sent a heartbeat, and then only if all ranks are silent;
+//! - **HANG-5** no rank is blamed because of a check that was made before or while the group was suspended. The ranks
+//!   are checked again instead;
 //! - **HANG-6** a rank that has given a sign of life since the check is not hung, see [`still_late`];
 //! - **HANG-7** [`Watch::unwatched`] only returns ranks to which no limit applies, and only once for each group;
 //! - **HANG-8** the replacement of a rank lasts until the first sign of life of its new process. This time does not
-//!   count against the other ranks, because they may be waiting for the replaced rank. The time from their last sign of
-//!   life to the start of the replacement does not count either. Meanwhile the checks are [`LOOK_FOR_ABSENT`] apart;
-//! - **HANG-9** only the limit for the exit applies to a rank whose program has returned, and not the limit for steps.
-//!   After a later heartbeat the limit for steps applies again, because a background thread is still training.
+//!   count for the other ranks, because they may be waiting for the replaced rank. The time from their last sign of
+//!   life to the start of the replacement does not count either. During a replacement, at least [`LOOK_FOR_ABSENT`]
+//!   passes between two checks;
+//! - **HANG-9** after the program of a rank has returned, only the limit for the exit applies to the rank, and not the
+//!   limit for steps. After a later heartbeat, the limit for steps applies again, because a background thread is still
+//!   training.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -31,13 +34,14 @@ pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 pub const LEAST_WAIT: Duration = Duration::from_millis(1);
 /// Minimum time between two calls of [`Watch::look`] while a rank is being replaced.
 pub const LOOK_FOR_ABSENT: Duration = Duration::from_millis(100);
-/// If a call of [`Watch::look`] is late by more than this, this process or the whole machine was stopped.
+/// If a call of [`Watch::look`] is late by more than this, the agent or the whole machine must have been stopped for a
+/// while.
 const SLACK: Duration = Duration::from_secs(1);
 /// Minimum of a learned limit, unless the user sets another minimum.
 pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
-/// Limit that applies until [`ENOUGH_STEPS`] steps are known.
+/// Limit for steps that applies until the durations of [`ENOUGH_STEPS`] steps are known.
 pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
-/// Number of steps that must be known before a limit is learned from them.
+/// Number of step durations that must be known before a limit is learned from them.
 pub const ENOUGH_STEPS: usize = 16;
 
 /// Time limit between two heartbeats of a rank.
@@ -45,19 +49,19 @@ pub const ENOUGH_STEPS: usize = 16;
 pub enum StepLimit {
     /// A fixed limit.
     Fixed(Duration),
-    /// A limit that is learned from the durations of the job's steps, see [`learned`]. The limit is never shorter than
-    /// this duration.
+    /// Limit that is learned from the durations of the job's steps, see [`learned`]. It is never shorter than the
+    /// duration in this variant.
     Learned(Duration),
 }
 
 /// Time limits for the ranks of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Limit between two heartbeats of a rank. If no rank sends heartbeats, limit between two lines of output.
+    /// Limit between two heartbeats of a rank. If no rank sends heartbeats, the limit between two output lines.
     pub step: StepLimit,
-    /// Limit from the start of the group to the first sign of life of a rank. `None` for no limit.
+    /// Limit from the start of a rank's process to its first sign of life. `None` if there is no limit.
     pub startup: Option<Duration>,
-    /// Limit from the return of a rank's program to the exit of its process. `None` for no limit.
+    /// Limit from the return of a rank's program to the exit of its process. `None` if there is no limit.
     pub exit: Option<Duration>,
 }
 
@@ -67,7 +71,8 @@ pub struct Beat {
     pub last: u64,
     pub step: Option<u64>,
     pub section: Option<Section>,
-    /// True if the program has returned and the process is exiting. `last` is then the time of the return.
+    /// True if the program has returned and the process is exiting. `last` is then the time at which the program
+    /// returned.
     pub is_exiting: bool,
     /// Time of the last heartbeat before the program returned. `None` if the process is not exiting.
     pub before_exit: Option<u64>,
@@ -75,11 +80,12 @@ pub struct Beat {
     pub steps: Vec<u64>,
 }
 
-/// A part of the program with a limit of its own.
+/// Section of the program that has its own time limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Section {
     pub name: String,
-    /// Limit in nanoseconds, measured from the start of the section or the last heartbeat in it. `None` for no limit.
+    /// Limit in nanoseconds, measured from the start of the section or the last heartbeat in it. `None` if there is no
+    /// limit.
     pub limit: Option<u64>,
 }
 
@@ -87,13 +93,13 @@ pub struct Section {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Seen {
     Ended,
-    /// The rank has sent no heartbeat yet.
+    /// The rank is running but has sent no heartbeat yet.
     Nothing,
-    /// The rank has sent heartbeats, and this is the last one.
+    /// The rank is running. Contains its last heartbeat.
     Beat(Beat),
 }
 
-/// Event that a rank was expected to cause, but did not cause in time.
+/// Event that was expected from a rank but did not occur in time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missed {
     /// The first heartbeat of the rank.
@@ -104,15 +110,15 @@ pub enum Missed {
     Section,
     /// The exit of the rank's process, after its program had returned.
     Exit,
-    /// The next line of output. Used only if no rank sends heartbeats. A line of any rank counts for all ranks, so all
-    /// ranks have missed it.
+    /// The next output line. Used only if no rank sends heartbeats. An output line of any rank counts for all ranks, so
+    /// all ranks have missed it.
     Line,
 }
 
-/// A rank that has used at least half of its limit.
+/// A rank that has been silent for at least half of its limit, or of the time given to [`Watch::suspects`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overdue {
-    /// Index of the rank.
+    /// Index of the rank in the group.
     pub rank: usize,
     pub missed: Missed,
     /// Time of the rank's last sign of life, or of its start.
@@ -125,17 +131,17 @@ pub struct Overdue {
 /// Result of [`Watch::look`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// No rank hangs. Contains the time of the next check.
+    /// No rank hangs. Contains the time at which the next check is due.
     LookAgain(u64),
-    /// At least one rank hangs. Contains all late ranks, and the rank with the oldest sign of life comes first.
+    /// At least one rank hangs. Contains all late ranks, starting with the rank that has been silent the longest.
     Hung(Vec<Overdue>),
 }
 
-/// Returns the limit for a step, learned from the durations of earlier steps: ten times the median, or three times the
-/// longest step, or `least`, whichever is longest. `None` if fewer than [`ENOUGH_STEPS`] durations are known.
+/// Returns the limit for a step, learned from the durations of earlier steps. It is the longest of ten times the
+/// median, three times the longest step, and `least`. `None` if fewer than [`ENOUGH_STEPS`] durations are known.
 ///
-/// The median adapts the limit to the job and ignores single outliers. The longest step accounts for regular events of
-/// the job that take longer, such as an evaluation every hundred steps.
+/// The median adapts the limit to the job and is not affected by single outliers. The longest step accounts for regular
+/// events that take longer, such as an evaluation every hundred steps.
 pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     if steps.len() < ENOUGH_STEPS {
         return None;
@@ -147,8 +153,8 @@ pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     Some(Duration::from_nanos(nanoseconds).max(least))
 }
 
-/// Time that does not count as silence of a rank, for example because the group was suspended. Belongs to the sign of
-/// life at `since` and expires with the next one.
+/// Time that is not counted as silence of a rank, for example because the group was suspended. It belongs to the sign
+/// of life at `since` and expires with the next sign of life.
 #[derive(Debug, Clone, Copy, Default)]
 struct Credit {
     since: u64,
@@ -160,7 +166,8 @@ impl Credit {
         if self.since == since { self.amount } else { 0 }
     }
 
-    /// Adds to the credit of the sign of life at `since`. The credit never exceeds the time from `since` to `now`.
+    /// Adds `amount` to the credit for the sign of life at `since`. The credit never exceeds the time from `since` to
+    /// `now`.
     fn add(&mut self, since: u64, amount: u64, now: u64) {
         let amount = self.of(since).saturating_add(amount).min(now.saturating_sub(since));
         *self = Self { since, amount };
@@ -172,24 +179,24 @@ impl Credit {
 pub struct Watch {
     limits: Limits,
     started: u64,
-    /// Start time of the process of each rank.
+    /// Start time of each rank's process.
     starts: Vec<u64>,
-    /// Ranks that are being replaced.
+    /// Ranks that have failed and whose replacements have given no sign of life yet.
     absent: BTreeSet<usize>,
     /// True if a rank has failed since the last check.
     has_lost: bool,
-    /// Credit of each rank, followed by the credit for lines of output.
+    /// Credit of each rank, followed by the credit for output lines.
     credits: Vec<Credit>,
     looked: u64,
     frozen_at: Option<u64>,
     thawed: u64,
     unwatched_told: bool,
-    /// Ranks that were already reported as still exiting.
+    /// Ranks that were already returned by [`Watch::still_exiting`].
     exits_told: BTreeSet<usize>,
 }
 
 impl Watch {
-    /// Creates the watch for a group with this number of ranks, which has been running since `started`.
+    /// Creates the state for a group with this number of ranks, which was started at the time `started`.
     pub fn new(limits: Limits, ranks: usize, started: u64) -> Self {
         Self {
             limits,
@@ -212,7 +219,7 @@ impl Watch {
         self.has_lost = true;
     }
 
-    /// Records that a replacement process of this rank has started.
+    /// Records that a replacement for this rank has started.
     pub fn restart(&mut self, rank: usize, now: u64) {
         (self.starts[rank], self.credits[rank]) = (now, Credit::default());
         self.exits_told.remove(&rank);
@@ -236,13 +243,13 @@ impl Watch {
         }
     }
 
-    /// Returns true if evidence that was taken after a check at the time `looked` can be used. Returns false if the
-    /// group has been suspended since, because all processes were stopped then.
+    /// Returns true if evidence that was gathered after a check at the time `looked` can be used. Returns false if the
+    /// group has been suspended since that check, because all processes were stopped then.
     pub fn holds(&self, looked: u64) -> bool {
         self.frozen_at.is_none() && self.thawed <= looked
     }
 
-    /// Checks all ranks at the time `now`. `line` is the time of the last line of output of any rank.
+    /// Checks all ranks at the time `now`. `line` is the time of the last output line of any rank.
     pub fn look(&mut self, now: u64, seen: &[Seen], line: Option<u64>) -> Verdict {
         if self.frozen_at.is_some() {
             return Verdict::LookAgain(now.saturating_add(nanoseconds(LOOK_EVERY)));
@@ -255,16 +262,16 @@ impl Watch {
         Verdict::Hung(late)
     }
 
-    /// Returns the local ranks for which a rank of another node may be waiting, because that rank has been silent for
-    /// `silence` nanoseconds. Includes each local rank that has been silent for at least half of `silence` or half of
-    /// its own limit. The local rank that has been silent the longest comes first.
+    /// Returns the ranks of this node for which a rank on another node may be waiting. The rank on the other node has
+    /// been silent for `silence` nanoseconds. The result contains each rank that has been silent for at least half of
+    /// `silence` or half of its own limit. The rank that has been silent the longest comes first.
     pub fn suspects(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
 
-    /// Returns the unwatched ranks, and the limit for steps. A rank is unwatched if it has been running for longer than
+    /// Returns the unwatched ranks and the limit for steps. A rank is unwatched if it has been running for longer than
     /// that limit without sending a heartbeat, and no other limit applies to it. Returns `None` if there are no such
-    /// ranks, or if an earlier call has returned such ranks.
+    /// ranks, or if an earlier call has returned some.
     pub fn unwatched(&mut self, now: u64, seen: &[Seen], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         if self.unwatched_told || self.frozen_at.is_some() {
@@ -282,8 +289,8 @@ impl Watch {
         self.unwatched_told.then_some((ranks, limit))
     }
 
-    /// Returns the exiting ranks whose program returned longer ago than the limit for steps, and that limit. Each rank
-    /// is returned only once.
+    /// Returns the exiting ranks whose program returned so long ago that the limit for steps has passed, and that
+    /// limit. Each rank is returned only once. `None` if there are no such ranks.
     pub fn still_exiting(&mut self, now: u64, seen: &[Seen]) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         let is_late = |rank: usize, last: u64| {
@@ -301,7 +308,7 @@ impl Watch {
     }
 
     /// Returns the ranks that have been silent for at least half of their limit or half of `silence`, and the earliest
-    /// time at which a rank will reach its limit.
+    /// time at which a rank reaches its limit.
     fn late(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
         let is_first = std::mem::take(&mut self.has_lost);
         let gap = if is_first { u64::MAX } else { now.saturating_sub(self.looked) };
@@ -336,8 +343,7 @@ impl Watch {
         (late, next)
     }
 
-    /// Forgets the absent ranks whose new process has given a sign of life. If no rank sends heartbeats, a line of
-    /// output counts as a sign of life of all ranks.
+    /// Removes the ranks whose replacements have given a sign of life from the set of absent ranks.
     fn find_absent(&mut self, seen: &[Seen], line: Option<u64>) {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
         let starts = &self.starts;
@@ -395,18 +401,17 @@ impl Watch {
     }
 }
 
-/// Returns the ranks of `late` that have given no sign of life since they were found to be late. `seen` has the current
-/// heartbeats, and `line` is the time of the last output line of any rank.
+/// Returns the ranks in `late` that have given no sign of life since they were found to be late. `seen` contains the
+/// current heartbeats, and `line` is the time of the last output line of any rank.
 ///
-/// A rank may recover while the evidence is being taken. In addition, a heartbeat page that is read while its worker
+/// A rank may recover while evidence is being gathered. In addition, a heartbeat page that is read while its worker
 /// writes to it may show an old time together with a new limit.
 pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> Vec<Overdue> {
     let somebody_beats = seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
-        // Compare the last heartbeat before the program returned. The return itself does not prove that the program was
-        // not hanging, because the signal that requests the stacks may have interrupted the call in which the program
-        // hung.
+        // Compare the last heartbeat before the program returned. The return does not prove that the program was
+        // running, because the signal that requests the stacks may have interrupted the call in which the program hung.
         (_, Some(Seen::Beat(beat))) if beat.is_exiting => beat.before_exit.is_none_or(|last| last <= overdue.since),
         (_, Some(Seen::Beat(beat))) => beat.last <= overdue.since,
         (_, Some(Seen::Nothing | Seen::Ended) | None) => true,
@@ -414,17 +419,17 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> V
     late
 }
 
-/// Evidence about a rank, for [`blame`].
+/// Evidence about one rank, used by [`blame`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Suspect {
-    /// True if at least half of the rank's limit has passed.
+    /// True if the rank has been silent for at least half of its limit.
     pub is_late: bool,
     /// True if the whole limit has passed.
     pub is_due: bool,
     pub is_stopped: bool,
     pub step: Option<u64>,
     pub last: u64,
-    /// Innermost frame of the rank's main thread.
+    /// Innermost frame of the rank's Python program. `None` if it is unknown.
     pub frame: Option<String>,
 }
 
@@ -434,32 +439,32 @@ pub struct Elsewhere {
     /// Time since the rank's last sign of life.
     pub silence: Duration,
     pub step: Option<u64>,
-    /// Innermost frame of the rank's main thread.
+    /// Innermost frame of the rank's Python program. `None` if it is unknown.
     pub frame: Option<String>,
 }
 
-/// Reason for blaming a rank, the strongest reason first.
+/// Reason for blaming a rank, in order of decreasing strength.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ground {
     /// The rank was stopped by a signal.
     Stopped,
     /// The rank is at an earlier step than all others.
     Behind,
-    /// All other ranks are at the same place in the program or wait in torch, and this rank is somewhere else.
+    /// All other ranks are at the same place in the program or wait in torch, but this rank does not.
     Elsewhere,
-    /// The rank has the oldest sign of life, and no other rank is at the same place in the program.
+    /// The rank has been silent the longest, and no other late rank is at the same place in the program.
     Apart,
-    /// The rank has the oldest sign of life.
+    /// The rank has been silent the longest.
     Oldest,
 }
 
-/// Returns the index of the rank for which the others are waiting, and the reason for blaming it. Most late ranks are
-/// only waiting for that rank in a collective.
+/// Returns the index of the rank for which the others are waiting, and the reason for blaming it. Usually most of the
+/// late ranks hang only because they wait for that rank in a collective.
 ///
-/// The first of these criteria that fits decides: a rank that was stopped by a signal; the only rank at the earliest
-/// step; the only one of three or more ranks that is at another place in the program; the only rank that does not wait
-/// in torch for others; the rank with the oldest sign of life, with ranks whose whole limit has passed first. If
-/// several ranks are at the earliest step, one of them is blamed. Returns `None` if no rank is late.
+/// The first matching criterion decides: a rank that was stopped by a signal; the only rank at the earliest step; the
+/// only one of three or more ranks that is at another place in the program; the only rank that does not wait for other
+/// ranks in torch; the rank that has been silent the longest, with a preference for ranks whose whole limit has passed.
+/// If several ranks are at the earliest step, one of them is blamed. Returns `None` if no rank is late.
 pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     if let Some((stopped, _)) = late().find(|(_, suspect)| suspect.is_stopped) {
@@ -467,7 +472,7 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     }
     let least = late().filter_map(|(_, suspect)| suspect.step).min();
     let behind: Vec<usize> = late().filter(|(_, suspect)| suspect.step == least).map(|(index, _)| index).collect();
-    // A rank that has not reported a step may be at an earlier one.
+    // The steps are not comparable if a rank has reported no step, because it may be at an earlier step.
     let are_comparable = late().count() > 1 && late().all(|(_, suspect)| suspect.step.is_some());
     if let ([only], true) = (behind.as_slice(), are_comparable) {
         return Some((*only, Ground::Behind));
@@ -485,8 +490,8 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     })
 }
 
-/// Returns the index of the local rank for which the rank `elsewhere` on another node is waiting, and the reason.
-/// Returns `None` if that other rank is to blame itself.
+/// Returns the index of the rank of this node for which the rank `elsewhere` on another node is waiting, and the
+/// reason. Returns `None` if the rank on the other node is itself to blame.
 pub fn blame_beside(suspects: &[Suspect], elsewhere: &Elsewhere) -> Option<(usize, Ground)> {
     let Elsewhere { step, frame, .. } = elsewhere;
     // Put the rank of the other node first, so that it is blamed if several ranks are equally suspect.
@@ -496,8 +501,8 @@ pub fn blame_beside(suspects: &[Suspect], elsewhere: &Elsewhere) -> Option<(usiz
     Some((index.checked_sub(1)?, ground))
 }
 
-/// Returns the only one of three or more ranks that is at another place in the program, or else the only rank that does
-/// not wait in torch.
+/// Returns the only one of three or more ranks that is at another place in the program. If there is none, returns the
+/// only rank that does not wait in torch.
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     let placed: Vec<(usize, &str)> =
@@ -508,7 +513,7 @@ fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
         let first = others.next();
         placed.len() >= 3 && others.all(|other| Some(other) == first)
     });
-    // A rank whose frame is unknown may also not be waiting in torch.
+    // Skip this criterion if the frame of a late rank is unknown, because that rank may not be waiting in torch either.
     let are_known = placed.len() > 1 && placed.len() == late().count();
     odd.or_else(|| only(&placed, |frame| !waits(frame)).filter(|_| are_known)).map(|(index, _)| index)
 }
@@ -518,7 +523,7 @@ fn only<'a>(placed: &[(usize, &'a str)], is: impl Fn(&str) -> bool) -> Option<(u
     found.next().copied().filter(|_| found.next().is_none())
 }
 
-/// Returns true if this is a frame in which torch waits for other ranks: in a collective, also during a backward pass.
+/// Returns true if torch waits for other ranks in this frame: in a collective, or during a backward pass.
 fn waits(frame: &str) -> bool {
     frame.contains("/torch/distributed/") || frame.ends_with(" in _engine_run_backward")
 }

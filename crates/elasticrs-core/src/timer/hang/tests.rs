@@ -17,8 +17,8 @@ fn section(at: u64, limit: Option<u64>) -> Seen {
     Seen::Beat(Beat { last: at * SECOND, section, ..Beat::default() })
 }
 
-/// Calls `look` every second from `from` to `to`. Returns the second at which ranks were reported as hung, and those
-/// ranks.
+/// Calls `look` every second from `from` to `to`. Returns the second in which ranks were first reported as hung, and
+/// the ranks whose whole limit had passed.
 fn watch(watch: &mut Watch, from: u64, to: u64, seen: &[Seen], line: Option<u64>) -> Option<(u64, Vec<usize>)> {
     (from..=to).find_map(|now| match watch.look(now * SECOND, seen, line.map(|at| at * SECOND)) {
         Verdict::LookAgain(_) => None,
