@@ -27,7 +27,7 @@ pub enum Event {
     GroupStarted {
         /// Pids of the workers, ordered by local rank.
         pids: Vec<i32>,
-        /// Time at which the last worker was running.
+        /// Time at which all workers were running.
         started: Stamp,
     },
     /// The group could not be started. All of its processes were killed.
@@ -58,14 +58,16 @@ pub enum Event {
         local_rank: u32,
         /// Time at which the supervisor noticed the failure.
         seen: Stamp,
-        /// Time at which the stop signal had been sent to all other workers.
+        /// Time at which the stop signal had been sent to the last of the other workers.
         signalled: Stamp,
         siblings: u32,
     },
     /// An expiration timer of a worker, or of one of its descendants, was not released in time. If the timer has a
-    /// signal, the worker counts as failed, and [`Self::FailureSeen`] follows.
+    /// signal, the worker counts as failed, and [`Self::FailureSeen`] follows unless the group replaces failed workers.
     TimerExpired(TimerExpired),
-    /// A worker missed its heartbeat deadline. The worker counts as failed, and [`Self::FailureSeen`] follows.
+    /// A worker missed its heartbeat deadline. The worker counts as failed, and [`Self::FailureSeen`] follows unless
+    /// the group replaces failed workers. If the group is being stopped because a worker on another node hangs, the
+    /// event only reports the local worker that may be the cause.
     WorkerHung(Box<WorkerHung>),
     /// A worker has recorded an uncaught exception, or has not exited in time after recording one.
     WorkerRaised(WorkerRaised),

@@ -90,7 +90,7 @@ pub struct Found {
     pub problem: Option<String>,
 }
 
-/// Time limit for gathering evidence. The caller can cancel the gathering earlier.
+/// Deadline for gathering evidence. The caller can also cancel the gathering earlier.
 #[derive(Debug)]
 pub(super) struct Patience {
     pub(super) deadline: Instant,

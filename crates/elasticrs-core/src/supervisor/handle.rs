@@ -165,15 +165,15 @@ impl Supervisor {
         self.tell(Command::Stop(policy, Some(elsewhere)))
     }
 
-    /// Sends a signal to these workers, or to all of them if `local_ranks` is `None`. [`GroupSpec::stop_scope`] says
-    /// which processes of each worker get it.
+    /// Sends a signal to the workers with these local ranks, or to all workers if `local_ranks` is `None`.
+    /// [`GroupSpec::stop_scope`] says which processes of each worker get it.
     pub fn signal(&self, signal: Signal, local_ranks: Option<Vec<u32>>) -> Result<(), SupervisorError> {
         self.tell(Command::Signal(signal, local_ranks))
     }
 
-    /// Forwards a signal that this process received to these workers. [`GroupSpec::stop_scope`] says which processes of
-    /// each worker get it. A worker that dies from the signal counts as failed. Does nothing while workers are being
-    /// started.
+    /// Forwards a signal that this process has received. It is sent to the workers with these local ranks, and
+    /// [`GroupSpec::stop_scope`] says which processes of each worker get it. A worker that dies from the signal counts
+    /// as failed. Does nothing while workers are being started.
     pub fn forward(&self, signal: Signal, local_ranks: Vec<u32>) -> Result<(), SupervisorError> {
         self.tell(Command::Forward(signal, local_ranks))
     }

@@ -76,7 +76,7 @@ struct Running {
     group: Group,
     members: Vec<Member>,
     terms: Terms,
-    /// The error about a replacement whose start hangs and was killed. `None` if there is none.
+    /// Error to report for a replacement whose start hung and was killed. `None` if there is none.
     hung: Option<StartFailure>,
     /// Pids of the members that were dead at the last check although no exit had been reported.
     unreported: Vec<i32>,

@@ -94,8 +94,8 @@ impl Hangs {
 }
 
 fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::Result<Arc<HeartbeatPage>> {
-    // Use at most half of the descriptor numbers that a worker may use. The other half is needed during the start of the
-    // worker, which first moves the passed descriptors above all target numbers.
+    // Use at most half of the descriptor numbers that a worker may use. The other half is needed during the start of
+    // the worker, which first moves the passed descriptors above all target numbers.
     let half = i32::try_from(limits::descriptors_of_workers() / 2).unwrap_or(i32::MAX);
     let page = HeartbeatPage::new(Stamp::now().0)?;
     let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);

@@ -72,8 +72,8 @@ impl Task {
             nursery.send(&Request::SignalGroup { pid, signal: signal.number() }, Vec::new());
             Ok(())
         } else {
-            // Signal only the member, because the nursery knows only the workers that it started. Its keeper kills the
-            // processes that the member leaves behind.
+            // Signal only the member, because the nursery knows only the workers that it started. The member's parent,
+            // a keeper process, kills the processes that the member leaves behind.
             pidfd::send_signal(&member.pidfd, signal.number())
         };
     }

@@ -102,8 +102,8 @@ impl Task {
         }
     }
 
-    /// Handles the death of a nursery during its imports. Returns false if a group is being started and no other nursery
-    /// can be launched.
+    /// Handles the death of a nursery during its imports. Returns false if a group is being started and no other
+    /// nursery can be launched.
     pub(super) fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, end: NurseryEnd) -> bool {
         if let Some(nursery) = self.import_rest(import, sentinel, end, false) {
             self.use_nursery(nursery);

@@ -35,7 +35,7 @@ fn a_rank_is_watched_from_its_first_heartbeat() {
 
 #[test]
 fn ranks_without_a_heartbeat_are_told_once_after_the_limit_of_steps() {
-    // HANG-7
+    // Checks invariant HANG-7.
     let told = |limits, seen: &[Seen], line: Option<u64>| {
         let mut ranks = Watch::new(limits, seen.len(), 0);
         let tell = |now: u64| Some((now, ranks.unwatched(now * SECOND, seen, line.map(|at| at * SECOND))?.0));
@@ -51,7 +51,7 @@ fn ranks_without_a_heartbeat_are_told_once_after_the_limit_of_steps() {
 
 #[test]
 fn a_rank_whose_program_has_returned_has_the_limit_for_the_exit() {
-    // HANG-9
+    // Checks invariant HANG-9.
     let exiting = |at| Seen::Beat(Beat { last: at * SECOND, is_exiting: true, ..Beat::default() });
     let seen = [exiting(1), beat(1000)];
     assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 500, &seen, None), None);
@@ -66,7 +66,7 @@ fn a_rank_whose_program_has_returned_has_the_limit_for_the_exit() {
 
 #[test]
 fn nobody_hangs_who_waits_for_a_rank_that_is_replaced() {
-    // HANG-8
+    // Checks invariant HANG-8.
     let mut ranks = Watch::new(Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) }, 2, 0);
     assert_eq!(watch(&mut ranks, 1, 100, &[beat(99), beat(99)], None), None);
     ranks.lose(1);
@@ -78,7 +78,7 @@ fn nobody_hangs_who_waits_for_a_rank_that_is_replaced() {
 
 #[test]
 fn who_has_waited_for_a_rank_that_is_lost_begins_anew() {
-    // HANG-8
+    // Checks invariant HANG-8.
     let mut ranks = Watch::new(fixed(10), 2, 0);
     assert_eq!(watch(&mut ranks, 1, 9, &[beat(0), beat(0)], None), None);
     ranks.lose(1);
@@ -139,7 +139,7 @@ fn a_section_has_its_own_limit_or_none() {
 fn without_a_heartbeat_the_silence_of_all_counts() {
     let nobody = [Seen::Nothing, Seen::Nothing];
     assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &nobody, Some(5)), Some((15, vec![0, 1])));
-    // HANG-4
+    // Checks invariant HANG-4.
     let one = [Seen::Nothing, beat(58)];
     assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &one, Some(5)), None);
 }
@@ -175,11 +175,11 @@ fn a_limit_of_nearly_nothing_leaves_time_between_the_looks() {
 
 #[test]
 fn a_stopped_agent_or_machine_makes_nobody_hung() {
-    // HANG-2: no rank ran from 3 to 103.
+    // No rank ran from second 3 to second 103, and this time does not count (HANG-2).
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 103, 200, &[beat(2)], None), Some((112, vec![0])));
-    // Only the agent was stopped. The rank continued until 50.
+    // Only the agent was stopped. The rank ran until second 50.
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 53, 200, &[beat(50)], None), Some((63, vec![0])));
@@ -219,7 +219,7 @@ fn a_limit_is_learned_from_steps() {
     let seen = |steps| Seen::Beat(Beat { last: SECOND, steps, ..Beat::default() });
     let few = [seen(vec![SECOND; 3])];
     assert_eq!(watch(&mut Watch::new(limits, 1, 0), 1, 2000, &few, None), Some((1801, vec![0])));
-    // The steps of all ranks count together.
+    // The limit is learned from the steps of all ranks together.
     let many = [seen(vec![7 * SECOND; 8]), seen(vec![7 * SECOND; 8])];
     assert_eq!(watch(&mut Watch::new(limits, 2, 0), 1, 2000, &many, None), Some((71, vec![0, 1])));
 }
