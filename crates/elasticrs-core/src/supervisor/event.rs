@@ -167,10 +167,11 @@ pub enum ExitStage {
     /// The exception has just been recorded.
     Begun,
     /// The time limit for the exit has passed, but the exit is making progress. The worker counts as failed, but gets
-    /// the same grace period as the other workers to finish its exit. [`Event::FailureSeen`] follows.
+    /// the same grace period as the other workers to finish its exit. [`Event::FailureSeen`] follows unless the group
+    /// replaces failed workers.
     Slow,
     /// The time limit for the exit has passed, and the exit makes no progress. The worker counts as failed and is
-    /// killed immediately. [`Event::FailureSeen`] follows.
+    /// killed immediately. [`Event::FailureSeen`] follows unless the group replaces failed workers.
     Stalled,
 }
 
