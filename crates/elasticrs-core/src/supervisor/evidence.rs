@@ -1,5 +1,5 @@
-//! Gathers evidence of what each worker of a group is doing when one of them hangs, misses a timer, or makes no
-//! progress with its exit. The evidence is gathered before any worker gets a signal to stop.
+//! Gathers evidence of what each worker of a group is doing when one of them hangs, does not release a timer in time,
+//! or makes no progress with its exit. The evidence is gathered before any worker gets a signal to stop.
 //!
 //! The state, the wait channel and, if it is readable, the kernel stack of each thread come from `/proc`. The Python
 //! stacks of a worker come from `faulthandler`: on [`stack_signal`], it writes them to a file that the worker's hook

@@ -245,8 +245,8 @@ impl Supervisor {
     }
 
     /// Sets the files for the evidence of each worker, ordered by local rank. They apply to the next group and to later
-    /// groups, and are written if a worker hangs, misses a timer, or makes no progress with its exit. `py_spy` is the
-    /// program that inspects workers which do not write their stacks.
+    /// groups, and are written if a worker hangs, does not release a timer in time, or makes no progress with its exit.
+    /// `py_spy` is the program that inspects workers which do not write their stacks.
     pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
         self.tell(Command::KeepEvidence(files, py_spy))
     }
