@@ -204,6 +204,7 @@ NAMES = {
     "torchelastic.rendezvous.api": "RendezvousClosedException RendezvousHandler RendezvousNonRetryableError"
     " RendezvousTimeoutException",
     "torchelastic.rendezvous.etcd_rendezvous": "EtcdRendezvous EtcdRendezvousHandler EtcdStore",
+    "torchelastic.rendezvous.etcd_server": "EtcdServer stop_etcd",
     "torchelastic.rendezvous.parameters": "RendezvousParameters get_rendezvous",
     "torchelastic.state": "State",
     "torchelastic.train_loop": "MAX_FAILURES run_train to_generator train",

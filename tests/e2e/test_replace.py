@@ -188,13 +188,17 @@ def test_what_cannot_be_replaced_is_refused_at_the_start(launch, worker_script, 
     assert "--on-failure" in line
 
 
-@pytest.mark.parametrize(("uses", "lines"), [("", 1), ("from elasticrs.workers.node_page import page_of", 0)])
-def test_the_end_of_a_job_in_which_no_worker_trained_says_so(launch, worker_script, uses, lines):
-    script = worker_script(f"""
-        import os
-        {uses}
-        page = page_of(os.environ) if {bool(uses)} else None
-    """)
+TRAINERS = {
+    "none": "",
+    "agent's": "import elasticrs.workers.node_page as n, os; page = n.page_of(os.environ)",
+    "own endpoint": "from elasticrs.train import CoordinatorP2P; "
+    "made = CoordinatorP2P('gloo', 'elasticrs://127.0.0.1:1/job?min_workers=1&max_workers=1', 1)",
+}
+
+
+@pytest.mark.parametrize(("trains", "lines"), [("none", 1), ("agent's", 0), ("own endpoint", 0)])
+def test_the_end_of_a_job_in_which_no_worker_trained_says_so(launch, worker_script, trains, lines):
+    script = worker_script(TRAINERS[trains])
     job = launch("--on-failure=replace", script).exits(0)
     assert job.stderr.count("has used elasticrs.train") == lines
 

@@ -48,6 +48,7 @@ _OURS = {
     f"{_OF_2019}.distributed.launch": "elasticrs.launch",
     f"{_OF_2019}.events": "elasticrs.events",
     f"{_OF_2019}.multiprocessing": "elasticrs.multiprocessing",
+    f"{_OF_2019}.rendezvous.etcd_server": "elasticrs.rendezvous.etcd_server",
     f"{_OF_2019}.timer": "elasticrs.timer",
     f"{_OF_2019}.utils": "elasticrs.utils",
     _OF_2019: "elasticrs.train",

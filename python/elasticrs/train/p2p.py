@@ -19,6 +19,7 @@ from elasticrs.train.errors import NonRetryableException, StopException
 from elasticrs.train.events import record
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership
+from elasticrs.workers.node_page import page_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,6 +96,9 @@ class CoordinatorP2P(Coordinator):
             max_num_trainers,
             (process_group_timeout, coordinator_pg_timeout),
         )
+        # The agent that started this process, if any, has to know that it trains, although it meets the other
+        # workers at an endpoint of the program's own.
+        self._member.page = page_of(os.environ)
 
     def _begin(
         self,
