@@ -7,15 +7,15 @@ use serde::{Deserialize, Serialize};
 pub enum WorkerExit {
     /// The worker returned or called `exit`.
     Exited { code: i32 },
-    /// A signal ended it.
+    /// A signal killed the worker.
     Signaled { signal: i32, core_dumped: bool },
-    /// The process is gone, and its exit status is unknown, because its parent (the nursery) died or because other code
-    /// reaped it.
+    /// The process has exited, but its exit status is unknown, because its parent (the nursery) died or because other
+    /// code reaped it.
     Unknown,
 }
 
 impl WorkerExit {
-    /// Decodes a status of `wait4`; `None` for a status that is no end (stopped, continued).
+    /// Decodes a status that `wait4` has returned. `None` if the process was only stopped or continued.
     pub fn from_wait_status(status: i32) -> Option<Self> {
         if libc::WIFEXITED(status) {
             Some(Self::Exited { code: libc::WEXITSTATUS(status) })
@@ -26,13 +26,13 @@ impl WorkerExit {
         }
     }
 
-    /// Exit code 0. An unknown end is never a success.
+    /// True if the exit code is 0. An unknown exit status never counts as a success.
     pub fn is_success(self) -> bool {
         self == Self::Exited { code: 0 }
     }
 }
 
-/// Resources that the process used, from its parent's `wait4`.
+/// Resource usage of a process, as reported by `wait4`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Usage {
     pub max_rss_kib: u64,

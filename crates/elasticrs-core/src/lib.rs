@@ -1,17 +1,18 @@
-//! The mechanisms of elasticrs: processes, signals, and logs, without Python.
+//! The Python-independent core of elasticrs: processes, signals, and logs.
 //!
 //! # Theory of operation
 //!
-//! Three processes take part. The *agent* (a Python program that loads this crate through `elasticrs._core`) decides.
-//! Its *nursery* ([`nursery`]) is a small single-threaded process that is the parent of all workers: it spawns them,
-//! reaps them, and, being a child subreaper, can prove that nothing of an attempt is left. The *workers* are the
-//! user's training processes.
+//! Three kinds of processes are involved. The *agent* (a Python program that loads this crate through
+//! `elasticrs._core`) makes the decisions. Its *nursery* ([`nursery`]) is a small single-threaded process that spawns
+//! and reaps all workers. Because the nursery is a child subreaper, it can prove that no process of an attempt is left.
+//! The *workers* are the user's training processes.
 //!
-//! In the agent, one runtime thread ([`supervisor`]) talks to the nursery, executes the stop policy of the group, and
-//! puts typed events into a queue; a second thread writes to the console ([`logs`]). Python pulls the events.
-//! Decisions ([`supervisor`]'s state machine, [`logs`]'s line splitter) are pure and apart from the effects.
+//! In the agent, one runtime thread ([`supervisor`]) communicates with the nursery, carries out the group's stop
+//! policy, and queues typed events, which Python fetches. A second thread writes to the console ([`logs`]). Decision
+//! logic, such as the state machine of [`supervisor`] and the line splitter of [`logs`], is pure and separate from side
+//! effects.
 //!
-//! Without the feature `agent` only what the nursery needs is built.
+//! Without the `agent` feature, only the code that the nursery needs is built.
 #![deny(unsafe_code)]
 
 pub mod exit;

@@ -1,4 +1,4 @@
-//! Checks before the first worker is started whether the limits of the machine allow the requested number of processes.
+//! Checks, before the first worker starts, whether the machine's limits allow the requested number of processes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,24 +8,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::geteuid;
 
-/// Number of descriptors that the agent needs in addition to one for each worker.
+/// Number of file descriptors that the agent needs in addition to one for each worker.
 const OWN_DESCRIPTORS: u64 = 64;
 
-/// Limit that is exceeded by the requested number of processes.
+/// Error: the requested number of processes exceeds a limit of the machine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TooMany {
     #[error("{wanted} processes are more than {limit} allows ({allowed})")]
     Processes {
         wanted: u64,
-        /// Name of the limit, in words that the user can look up.
+        /// Name of the limit, in a form that the user can look up.
         limit: String,
         allowed: u64,
     },
     #[error("an agent with {of} needs {needed} descriptors, RLIMIT_NOFILE allows {allowed}: raise it (ulimit -n)")]
     Descriptors {
-        /// Purpose of the descriptors, in words.
+        /// Users of the file descriptors, such as `2 workers and 1 log file`.
         of: String,
-        /// Number of descriptors that are needed, including those of the agent.
+        /// Number of required file descriptors, including the agent's own.
         needed: u64,
         allowed: u64,
     },
@@ -35,13 +35,14 @@ fn counted(number: u64, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// Soft limit of descriptors before it was raised. 0 if it was not raised.
+/// Soft limit on file descriptors before it was raised. 0 if it was not raised.
 static GIVEN: AtomicU64 = AtomicU64::new(0);
 
-/// Raises this process's soft limit of descriptors to the hard limit if permitted. Returns the resulting soft limit.
+/// Raises this process's soft limit on file descriptors to the hard limit if permitted. Returns the resulting soft
+/// limit.
 ///
-/// Only for processes that run nothing but this program, because programs that use `select` break with descriptors
-/// above 1023. Nurseries that are started later get the previous limit, and so do their workers.
+/// Call this only in a process that runs no other application code, because code that uses `select` breaks with
+/// descriptors above 1023. Nurseries that are started later, and their workers, still get the previous limit.
 pub fn raise_descriptors() -> u64 {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 0 };
     // Setting the limit fails if `fs.nr_open` was lowered below the hard limit.
@@ -52,24 +53,24 @@ pub fn raise_descriptors() -> u64 {
     soft
 }
 
-/// The soft limit of descriptors that this process had before [`raise_descriptors`] changed it.
+/// Returns the soft limit on file descriptors from before [`raise_descriptors`] raised it. `None` if it was not raised.
 pub(crate) fn given_descriptors() -> Option<u64> {
     Some(GIVEN.load(Ordering::Relaxed)).filter(|&soft| soft != 0)
 }
 
-/// The soft limit of descriptors with which workers start.
+/// Returns the soft limit on file descriptors that workers start with.
 pub(crate) fn descriptors_of_workers() -> u64 {
     given_descriptors().or_else(|| Some(getrlimit(Resource::RLIMIT_NOFILE).ok()?.0)).unwrap_or(u64::MAX)
 }
 
-/// Compares the requested numbers with `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE` and the `pids.max` of all control
-/// groups above this process. `files` is the number of log files that the agent follows, with one descriptor each.
-/// `others` is the number of descriptors for timers and heartbeats.
+/// Checks the requested numbers against `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE`, and the `pids.max` of every control
+/// group that contains this process. `files` is the number of log files that the agent follows, each of which needs one
+/// file descriptor. `others` is the number of file descriptors for timers and heartbeats.
 ///
-/// Limits that cannot be read are ignored. If such a limit is exceeded, the start of the workers fails.
+/// Ignores limits that cannot be read. If such a limit is exceeded, starting the workers fails later.
 pub fn check(processes: u64, files: u64, others: u64) -> Result<(), TooMany> {
     let soft = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
-    // This limit does not apply to root.
+    // `RLIMIT_NPROC` does not apply to root.
     let nproc = soft(Resource::RLIMIT_NPROC).filter(|_| !geteuid().is_root());
     let known = [("kernel.pid_max", read_number(Path::new("/proc/sys/kernel/pid_max"))), ("RLIMIT_NPROC", nproc)];
     let known = known.into_iter().filter_map(|(name, allowed)| Some((name.to_owned(), allowed?)));
@@ -89,7 +90,7 @@ pub fn check(processes: u64, files: u64, others: u64) -> Result<(), TooMany> {
     }
 }
 
-/// Reads a file that contains one number. `None` for other content, such as `max`, which means no limit.
+/// Reads a number from a file. `None` for other content, such as `max`, which means that there is no limit.
 fn read_number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
@@ -99,10 +100,10 @@ fn pids_files() -> Vec<PathBuf> {
     pids_files_of(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"))
 }
 
-/// Returns the `pids.max` files of the control group in `cgroup` and of all its ancestors, as far as the mounts in
-/// `mountinfo` show them.
+/// Returns the paths of the `pids.max` files of the control group in `cgroup` and of all its ancestors, as far as the
+/// mounts in `mountinfo` make them visible.
 fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
-    // v1: `8:pids:/path`; v2: `0::/path`.
+    // A line is `8:pids:/path` in cgroup v1, and `0::/path` in cgroup v2.
     let path_of = |controller: &str| {
         cgroup.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
@@ -120,8 +121,8 @@ fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     mountinfo.lines().find_map(|line| below_mount(line, path, kind)).unwrap_or_default()
 }
 
-/// Returns the files for `path` if this line of `mountinfo` describes the mount that shows them. The format of a line
-/// is `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE SUPER`.
+/// Returns the `pids.max` files for `path` if this line of `mountinfo` describes the mount that contains them. A line
+/// has the format `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE SUPER`.
 fn below_mount(line: &str, path: &str, kind: &str) -> Option<Vec<PathBuf>> {
     let (before, after) = line.split_once(" - ")?;
     let mut after = after.split(' ');

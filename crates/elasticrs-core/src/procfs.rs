@@ -1,36 +1,37 @@
-//! `/proc`, as far as it shows the processes that this one sees.
+//! Access to `/proc`, provided that it shows the pid namespace of this process.
 
 use std::fs;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// Message for the user if [`is_own`] is false.
+/// Message to the user if [`is_own`] returns false.
 pub const MISSING: &str = "/proc is missing, or is that of another pid namespace: what workers leave behind is ended all \
     the same, but told without its name; helpers that remove shared memory are killed with the rest; what a hung worker \
     waits for is not known";
 
-/// True if `/proc` shows the pid namespace of this process. Otherwise none is mounted (a bare `chroot`), or that of an outer
-/// namespace (`unshare --pid` without `--mount-proc`), where our pids are those of other processes.
+/// True if `/proc` shows the pid namespace of this process. False if `/proc` is not mounted (a bare `chroot`), or if it
+/// shows an outer namespace (`unshare --pid` without `--mount-proc`), in which the same pids belong to other processes.
 pub fn is_own() -> bool {
     static IS_OWN: OnceLock<bool> = OnceLock::new();
     *IS_OWN
         .get_or_init(|| fs::read_to_string("/proc/self/status").is_ok_and(|status| is_of(&status, std::process::id())))
 }
 
-/// The folder of a process; `None` where [`is_own`] is false.
+/// Returns the directory of a process in `/proc`. `None` if [`is_own`] is false.
 pub fn folder(pid: i32) -> Option<PathBuf> {
     is_own().then(|| PathBuf::from(format!("/proc/{pid}")))
 }
 
-/// A file of a process; `None` where there is none, or where [`is_own`] is false.
+/// Reads a file in the `/proc` directory of a process. `None` if the file cannot be read, or if [`is_own`] is false.
 pub fn read(pid: i32, name: &str) -> Option<String> {
     fs::read_to_string(folder(pid)?.join(name)).ok()
 }
 
-/// True if this is the status of a process that sees itself under this pid, and as nothing else on the way to it.
+/// True if this content of `/proc/PID/status` shows a process that has the pid `pid` in the namespace of `/proc`, and
+/// is not in an inner namespace.
 fn is_of(status: &str, pid: u32) -> bool {
     let field = |name| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-    // Its pids from the namespace of this /proc inwards.
+    // `NSpid` lists the pids of the process, from the namespace of this `/proc` to the innermost one.
     field("NSpid:").or_else(|| field("Pid:")) == Some(&pid.to_string())
 }
 

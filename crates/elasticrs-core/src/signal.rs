@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A signal number that the kernel accepts, real-time signals included.
+/// A valid signal number, including real-time signals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Signal(i32);
 
@@ -16,12 +16,12 @@ impl Signal {
     /// SIGTERM.
     pub const TERM: Self = Self(libc::SIGTERM);
 
-    /// `None` unless `1 <= number <= SIGRTMAX`.
+    /// Creates a signal from its number. `None` unless `1 <= number <= SIGRTMAX`.
     pub fn new(number: i32) -> Option<Self> {
         (1..=libc::SIGRTMAX()).contains(&number).then_some(Self(number))
     }
 
-    /// The number, as the kernel takes it.
+    /// Returns the signal number that the kernel uses.
     pub const fn number(self) -> i32 {
         self.0
     }

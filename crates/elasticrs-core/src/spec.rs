@@ -1,5 +1,5 @@
-//! Description of what to start, as plain data. Python passes it to the agent's runtime, which passes it to the
-//! nursery.
+//! Plain-data descriptions of the processes to start. Python passes them to the agent's runtime, which passes them to
+//! the nursery.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -10,18 +10,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::signal::Signal;
 
-/// Destination of one of the three standard descriptors of a worker.
+/// Source or destination of one of a worker's three standard streams.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stdio {
-    /// The agent's own descriptor with the same number, so that a terminal stays a terminal.
+    /// The agent's descriptor with the same number, so that a terminal stays a terminal.
     Inherit,
     /// `/dev/null`.
     Null,
-    /// A file, opened in the child for appending, created with mode 0644 when it is not there.
+    /// A file that the child opens: read-only for standard input, otherwise for appending, and created with mode 0644
+    /// if it does not exist.
     File(#[serde(with = "os_path")] PathBuf),
 }
 
-/// A descriptor that a worker gets under a given number.
+/// A file descriptor that is passed to a worker under a given number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PassedFd {
     /// Index of the descriptor in [`GroupSpec::descriptors`].
@@ -29,28 +30,28 @@ pub struct PassedFd {
     pub target: i32,
 }
 
-/// A worker process.
+/// Description of a worker process to start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessSpec {
     pub local_rank: u32,
-    /// Program and arguments; a program without a slash is searched for in `PATH` of `env`.
+    /// Program and its arguments. A program name without a slash is looked up in the `PATH` of `env`.
     #[serde(with = "os_strings")]
     pub argv: Vec<OsString>,
-    /// The whole environment, `NAME=value` each.
+    /// The complete environment, as `NAME=value` entries.
     #[serde(with = "os_strings")]
     pub env: Vec<OsString>,
-    /// Working directory; the agent's when `None`.
+    /// Working directory. `None` for the agent's working directory.
     #[serde(with = "optional_os_path")]
     pub cwd: Option<PathBuf>,
     pub stdio: [Stdio; 3],
-    /// Further descriptors; all others are closed.
+    /// Additional file descriptors to pass to the worker. All other descriptors are closed.
     pub pass_fds: Vec<PassedFd>,
     /// CPUs that the worker may run on. `None` for all CPUs that the nursery may use.
     pub cpus: Option<CpuSet>,
-    /// True to fork the worker from a [warm](crate::nursery::launch::Warm) nursery, whose command line it then has.
+    /// True to fork the worker from a [warm](crate::nursery::launch::Warm) nursery instead of executing its program.
     pub warm: bool,
-    /// True to make the worker a child subreaper, so that orphans among its descendants stay below it while it lives.
-    /// Set for groups that [replace](GroupSpec::replaces).
+    /// True to make the worker a child subreaper, so that its orphaned descendants stay below it in the process tree
+    /// while it is running. Set for groups that [replace](GroupSpec::replaces) failed workers.
     pub keeps_orphans: bool,
 }
 
@@ -71,16 +72,16 @@ impl ProcessSpec {
     }
 }
 
-/// Set of CPUs, by their Linux numbers, in the kernel's mask format.
+/// Set of CPU numbers, in the kernel's mask format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuSet {
     mask: Vec<u8>,
 }
 
 impl CpuSet {
-    /// More than any kernel can be built for.
+    /// Upper bound of CPU numbers. No kernel can be built for this many CPUs.
     const LIMIT: usize = 1 << 16;
-    /// The kernel counts masks in words.
+    /// Size of a word in bytes. The kernel requires masks to consist of whole words.
     const WORD: usize = size_of::<u64>();
 
     /// Creates a set of these CPUs. `None` if `cpus` is empty or contains a number that no kernel supports.
@@ -95,23 +96,23 @@ impl CpuSet {
         Some(Self { mask })
     }
 
-    /// For `sched_setaffinity`.
+    /// Returns the mask, in the format of `sched_setaffinity`.
     pub fn mask(&self) -> &[u8] {
         &self.mask
     }
 }
 
-/// The way to stop a group: send a signal, wait for the grace time, then send SIGKILL.
+/// Policy for stopping a group: send a signal, wait for the grace period, then send SIGKILL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StopPolicy {
     /// First signal to send. With SIGKILL, there is no grace period.
     pub signal: Signal,
-    /// Time between `signal` and SIGKILL. It is the same deadline for all ranks.
+    /// Time between `signal` and SIGKILL. The deadline is the same for all ranks.
     pub grace: Duration,
 }
 
 impl StopPolicy {
-    /// True if it leaves no time.
+    /// True if the policy has no grace period.
     pub fn is_hard(self) -> bool {
         self.signal == Signal::KILL || self.grace.is_zero()
     }
@@ -127,27 +128,28 @@ pub enum StopScope {
     Group,
 }
 
-/// Handling of descendants that are still running when every worker has exited with 0.
+/// Handling of descendants that are still running when every worker has exited with code 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Descendants {
-    /// Let them run for this long, then send SIGTERM, and SIGKILL one second later.
+    /// Let the descendants run for this long, then send SIGTERM, and SIGKILL one second later.
     Linger(Duration),
-    /// Leave them running.
+    /// Leave the descendants running.
     Keep,
 }
 
-/// All workers of one attempt on this node.
+/// Description of all workers of one attempt on this node.
 #[derive(Debug)]
 pub struct GroupSpec {
     /// The workers, in the order of their local ranks `0..n`.
     pub processes: Vec<ProcessSpec>,
-    /// Descriptors to which [`ProcessSpec::pass_fds`] of the workers refers by index.
+    /// File descriptors that the workers' [`ProcessSpec::pass_fds`] refer to by index.
     pub descriptors: Vec<OwnedFd>,
-    /// How to stop the other workers when the first worker fails. The core does this without waiting for Python.
+    /// Policy for stopping the other workers when the first worker fails. The core applies it without waiting for
+    /// Python.
     pub on_failure: StopPolicy,
-    /// Scope of the signals of `on_failure` and of every other stop.
+    /// Processes that are signalled first by `on_failure` and by every other stop.
     pub stop_scope: StopScope,
-    /// Handling of descendants after all workers have exited with 0. Descendants of failed and stopped groups are
+    /// Handling of descendants after all workers have exited with code 0. In failed and stopped groups, descendants are
     /// killed at once.
     pub on_success: Descendants,
     /// Time limit for starting all workers, because `exec` on a dead network file system blocks forever.
@@ -175,7 +177,7 @@ mod os_strings {
     }
 }
 
-/// A path as bytes: serde's own form is UTF-8, and fails for other paths.
+/// Serializes a path as bytes, because serde's own format requires UTF-8 and fails for other paths.
 mod os_path {
     use std::ffi::OsString;
     use std::os::unix::ffi::{OsStrExt, OsStringExt};

@@ -1,4 +1,4 @@
-//! `/proc/PID/stat`: what the kernel says of a process or a thread, in numbered fields.
+//! Parser for `/proc/PID/stat`, in which the kernel describes a process or a thread in numbered fields.
 
 use std::fs;
 use std::path::Path;
@@ -6,36 +6,37 @@ use std::str::FromStr;
 
 use crate::procfs;
 
-/// Field with the start time in clock ticks since boot. Distinguishes a process from a later one with the same pid.
+/// Number of the field with the start time, in clock ticks since boot. The start time distinguishes a process from a
+/// later process with the same pid.
 pub const START_TIME: usize = 22;
 
-/// Bits of the kernel, of which one means that the process is about to be a zombie.
+/// Number of the field with the kernel's flags. The flag [`PF_EXITING`] means that the process is exiting.
 const FLAGS: usize = 9;
 const PF_EXITING: u32 = 4;
 
-/// Content of the file.
+/// Parsed content of a `stat` file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stat {
-    /// The kernel's short name, at most 15 bytes.
+    /// Short name of the process in the kernel, at most 15 bytes.
     pub name: String,
-    /// Behind the name.
+    /// The fields after the name.
     fields: String,
 }
 
 impl Stat {
-    /// Reads the status of this process. `None` if the process is gone.
+    /// Reads the `stat` file of a process. `None` if the process is gone, or if [`procfs::is_own`] is false.
     pub fn of(pid: i32) -> Option<Self> {
         Self::in_folder(&procfs::folder(pid)?)
     }
 
-    /// Reads the status of the process or thread with this folder in `/proc`. `None` if it is gone.
+    /// Reads the `stat` file in the `/proc` directory of a process or thread. `None` if the process or thread is gone.
     pub fn in_folder(folder: &Path) -> Option<Self> {
         Self::parse(&fs::read(folder.join("stat")).ok()?)
     }
 
-    /// Parses the content. `None` if it has another format.
+    /// Parses the content of a `stat` file. `None` if the format is unexpected.
     pub fn parse(stat: &[u8]) -> Option<Self> {
-        // The name stands in parentheses and may hold any byte, parentheses included.
+        // The name is enclosed in parentheses and may contain any byte, including parentheses.
         let name = stat.iter().position(|&byte| byte == b'(')? + 1;
         let end = stat.iter().rposition(|&byte| byte == b')')?;
         let name = String::from_utf8_lossy(stat.get(name..end)?).into_owned();
@@ -47,7 +48,7 @@ impl Stat {
         self.field::<u32>(FLAGS).is_none_or(|flags| flags & PF_EXITING != 0)
     }
 
-    /// A field by its number in proc(5): 3, the state, is the first.
+    /// Returns a field by its number in proc(5). The first available field is number 3, the state.
     pub fn field<T: FromStr>(&self, number: usize) -> Option<T> {
         self.fields.split_ascii_whitespace().nth(number.checked_sub(3)?)?.parse().ok()
     }

@@ -1,4 +1,4 @@
-//! The nursery's program; see `elasticrs_core::nursery`.
+//! Executable of the nursery. See `elasticrs_core::nursery`.
 
 use std::process::ExitCode;
 
