@@ -17,8 +17,8 @@ pub enum Stdio {
     Inherit,
     /// `/dev/null`.
     Null,
-    /// A file that the child opens: read-only for standard input, otherwise for appending, and created with mode 0644
-    /// if it does not exist.
+    /// A file that the child opens. Standard input is opened for reading. An output file is opened for appending, and
+    /// created with mode 0644 if it does not exist.
     File(#[serde(with = "os_path")] PathBuf),
 }
 

@@ -3,11 +3,11 @@
 //!
 //! Python programs have two kinds of cleaners: the resource tracker of multiprocessing (and joblib), which reads from a
 //! pipe, and torch's `torch_shm_manager`. If a cleaner is killed together with the others, the shared memory stays
-//! allocated until the machine restarts. So a sweep kills all other processes first and gives the cleaners a moment to
-//! finish.
+//! allocated until the machine restarts. Therefore, a sweep kills all other processes first and gives the cleaners a
+//! short time to finish.
 //!
 //! Cleaners are recognised by data from the kernel, never by their command line, because reading the command line may
-//! block. If another process is mistaken for a cleaner, the only cost is this moment.
+//! block. If another process is mistaken for a cleaner, the only cost is this short delay.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -30,7 +30,7 @@ pub const LAST_MOMENT: Duration = Duration::from_secs(1);
 /// Maximum time by which cleaners can prolong a sweep.
 pub const LONGEST: Duration = MANAGER_PATIENCE.saturating_add(LAST_MOMENT);
 
-/// The kernel keeps 15 bytes of `torch_shm_manager`.
+/// Process name of `torch_shm_manager`, which the kernel truncates to 15 bytes.
 const MANAGER: &str = "torch_shm_manag";
 /// Maximum number of open descriptors of a resource tracker besides the three standard ones. A tracker has the read end
 /// of its pipe and possibly a copy of standard error. It also opens files briefly while it starts or prints a warning.
@@ -46,13 +46,13 @@ pub fn patience_with(target: &Target) -> Option<Duration> {
         .then_some(PATIENCE)
 }
 
-/// True if the process holds little more than the read end of a pipe. A tracker that is about to unlink memory has
-/// closed the pipe already, so it is recognised by its program.
+/// True if the process looks like a resource tracker: it has few open descriptors, and either reads from a pipe or runs
+/// Python. A tracker that is about to unlink memory has already closed the pipe.
 fn is_tracker(pid: i32) -> bool {
     let Some(Ok(entries)) = procfs::folder(pid).map(|folder| fs::read_dir(folder.join("fd"))) else { return false };
     let paths = entries.flatten().map(|entry| entry.path()).filter(|path| !is_standard(path));
     let paths: Vec<PathBuf> = paths.take(FEW_DESCRIPTORS + 1).collect();
-    // A process that is exiting has no program anymore.
+    // The program of a process that is exiting cannot be read, so such a process may be Python.
     let may_be_python = || program(pid).is_none_or(|path| is_python(&path));
     paths.len() <= FEW_DESCRIPTORS && (paths.iter().any(|path| reads_a_pipe(path)) || may_be_python())
 }
@@ -72,23 +72,23 @@ fn is_python(program: &Path) -> bool {
     program.file_name().and_then(|name| name.to_str()).is_some_and(is_one)
 }
 
-/// The file that it executes; one that was removed has `(deleted)` behind its name.
+/// Returns the path of the program that the process executes. If the file was removed, the path ends in ` (deleted)`.
 fn program(pid: i32) -> Option<PathBuf> {
     fs::read_link(procfs::folder(pid)?.join("exe")).ok()
 }
 
-/// State of waiting for cleaners during a sweep.
+/// Tracks how long a sweep waits for cleaners.
 #[derive(Debug, Default)]
 pub struct Patience {
     alone_since: Option<Instant>,
     is_over: bool,
-    /// Patience for each cleaner that was seen, keyed by pid and start time. Cleaners are remembered because an exiting
+    /// Time limit for each known cleaner, keyed by pid and start time. Cleaners are remembered, because an exiting
     /// process has no descriptors and no program, so it can no longer be recognised.
     seen: BTreeMap<(i32, u64), Duration>,
 }
 
 impl Patience {
-    /// True for a cleaner that may still continue.
+    /// True if the process is a cleaner whose time limit has not passed.
     pub fn spares(&mut self, target: &Target, now: Instant) -> bool {
         let Some(started) = target.started() else { return false };
         if let Some(patience) = patience_with(target) {
@@ -111,8 +111,8 @@ impl Patience {
     }
 }
 
-/// Returns all processes below `root` whose process group is accepted by `is_meant`, except cleaners that do not lead
-/// their process group.
+/// Returns all running descendants of `root` whose process group is accepted by `is_meant`, except cleaners that do not
+/// lead their process group.
 pub fn others_in_groups(root: i32, is_meant: impl Fn(i32) -> bool) -> Vec<Target> {
     let me = std::process::id().cast_signed();
     let is_other = |target: &Target| {

@@ -1,18 +1,18 @@
 //! The fence deadline, at which the nursery kills all processes of the job on this node. Agent and nursery share it in
 //! a page of memory.
 //!
-//! The other agents consider this agent dead when its lease expires, so its workers must be dead before that. The agent
-//! moves the deadline with every renewal of the lease, by a store to the page, without a system call or a message.
-//! Agent and nursery also share a timer, which may be set for an earlier deadline. When the timer expires, the nursery
-//! reads the page and sets the timer for the current deadline. So the nursery wakes up only about once per lease, and
-//! it also enforces the deadline while the agent is stopped.
+//! The other agents consider this agent dead when its lease expires, so its workers must be dead before that. With
+//! every renewal of the lease, the agent moves the deadline by an atomic write to the page, which needs neither a
+//! system call nor a message. Agent and nursery also share a timer, which may be set for an earlier deadline. When the
+//! timer expires, the nursery reads the page and sets the timer for the current deadline. So the nursery wakes up only
+//! about once per lease, and it also enforces the deadline while the agent is stopped.
 //!
 //! The page holds one number. Its low 60 bits are 0 (no deadline), `PASSED`, or the deadline in nanoseconds on
 //! `CLOCK_BOOTTIME`. Its high 4 bits are the number of the nursery that enforces the deadline, the holder.
 //!
 //! 1. `PASSED` is written only by a process that checks the deadline: usually the nursery, or its sentinel or the agent
 //!    while the nursery cannot check it. `PASSED` is written by a compare-and-swap with the expired deadline. A renewal
-//!    therefore either comes first and counts, or comes later and learns that it was too late.
+//!    therefore either comes first and takes effect, or it comes second and is reported as too late.
 //! 2. The timer is never set for a later time than the deadline. A process that sets the timer has written or read the
 //!    page before. The nursery reads the page again after it has set the timer, because the agent may have moved the
 //!    deadline and set the timer in between.
@@ -32,18 +32,18 @@ use crate::sys::page::Page;
 use crate::sys::timer;
 
 const NONE: u64 = 0;
-/// Value of the page after the deadline has passed. The value is itself a deadline that has passed, because it is the
-/// first nanosecond after boot.
+/// Value of the deadline after it was marked as passed. Interpreted as a time, this value is in the past, because it is
+/// the first nanosecond after boot.
 const PASSED: u64 = 1;
 const HOLDER_SHIFT: u32 = 60;
-/// Mask of the deadline in the number. The last deadline is 36 years after boot.
+/// Bits of the page's number that contain the deadline. The latest possible deadline is 36 years after boot.
 const DEADLINE: u64 = (1 << HOLDER_SHIFT) - 1;
 
 /// The number of a nursery that enforces the deadline, between 0 and 15. A number is used again after 16 nurseries,
 /// long after the agent has killed the earlier nursery with this number.
 pub type Holder = u8;
 
-/// The deadline and its timer.
+/// The fence deadline and its timer.
 #[derive(Debug)]
 pub struct Fence {
     deadline: Deadline,
@@ -52,19 +52,20 @@ pub struct Fence {
     holder: Option<Holder>,
 }
 
-/// Result of checking the deadline.
+/// Result of checking the fence deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Look {
     /// There is no deadline.
     Unset,
-    /// The deadline has not passed yet. Contains the deadline.
+    /// The deadline has not passed yet. Contains the deadline in nanoseconds on `CLOCK_BOOTTIME`.
     At(u64),
     /// The deadline has passed.
     Passed {
         /// True if this call is the first that found the deadline passed.
         first: bool,
     },
-    /// Another nursery enforces the deadline now. Contains the deadline, if there is one that was not marked as passed.
+    /// Another nursery enforces the deadline now. Contains the deadline, unless there is none or it was marked as
+    /// passed.
     HandedOver(Option<u64>),
 }
 
@@ -95,7 +96,7 @@ impl Fence {
     ///
     /// # Errors
     /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if the number of descriptors is
-    /// wrong, because some were lost on the way.
+    /// wrong, because some were lost in transit.
     pub fn from_descriptors(fds: Vec<OwnedFd>, holder: Holder) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self {
@@ -129,7 +130,8 @@ impl Fence {
     }
 
     /// Checks whether the deadline has passed, and sets the timer for the current deadline. Usually called by the
-    /// nursery. The timer's descriptor needs no `read`, because setting or stopping the timer makes it unreadable.
+    /// nursery. The timer's descriptor does not have to be read, because setting or stopping the timer makes it
+    /// unreadable again.
     ///
     /// # Errors
     /// None are known.
@@ -152,7 +154,7 @@ impl Fence {
         deadline != NONE && deadline <= boot_now()
     }
 
-    /// Readable when [`Self::look`] is due.
+    /// Descriptor that becomes readable when [`Self::look`] should be called.
     pub fn timer(&self) -> BorrowedFd<'_> {
         self.timer.as_fd()
     }
@@ -177,13 +179,13 @@ fn settle<E>(look: impl Fn() -> Look, set_timer: impl Fn(Look) -> Result<(), E>)
     }
 }
 
-/// The number in the page.
+/// The fence deadline, which is stored as a number in a shared page.
 #[derive(Debug)]
 struct Deadline {
     page: Page,
 }
 
-/// Result of changing the deadline.
+/// Result of changing the fence deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Moved {
     /// True if the previous deadline had already passed.
@@ -208,7 +210,7 @@ impl Deadline {
     }
 
     fn hand_over(&self) -> bool {
-        // The number of the last holder wraps to 0, because the addition overflows.
+        // The holder after number 15 has number 0, because the addition overflows.
         let update = |number: u64| (number & DEADLINE != PASSED).then_some(number.wrapping_add(1 << HOLDER_SHIFT));
         self.page.number().fetch_update(Ordering::SeqCst, Ordering::SeqCst, update).is_ok()
     }
@@ -247,9 +249,9 @@ mod tests {
 
     #[derive(Debug, Clone, Copy)]
     enum Step {
-        /// Relative to the present.
+        /// Set the deadline in nanoseconds relative to the current time, or remove it.
         Set(Option<i64>),
-        /// Time goes by.
+        /// Advance the clock by this number of nanoseconds.
         Wait(u64),
         /// Another nursery takes over, and the earlier ones continue to run.
         HandOver,
@@ -264,10 +266,10 @@ mod tests {
         ]
     }
 
-    /// A timer, and what its expiry does.
+    /// Simulated timer, and the nurseries that check the deadline when it expires.
     struct Timer {
         deadline: Deadline,
-        /// Numbers of the nurseries that check the deadline, the oldest first.
+        /// Numbers of the nurseries that check the deadline, oldest first.
         nurseries: Vec<Holder>,
         at: Option<u64>,
         looks: u32,

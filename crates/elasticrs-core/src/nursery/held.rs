@@ -1,6 +1,6 @@
-//! Exited processes that their parent cannot reap, because a tracer holds them. A tracer is notified of the exit before
-//! the parent is. It may fail to handle the exit, such as a debugger that waits at its prompt, or a profiler that was
-//! stopped.
+//! Exited processes that their parent cannot reap, because a tracer holds them. The kernel notifies a tracer of an exit
+//! before it notifies the parent. The tracer may fail to handle the exit, for example if it is a debugger that waits at
+//! its prompt, or a profiler that was stopped.
 
 use std::fs;
 use std::time::Duration;
@@ -10,11 +10,12 @@ use crate::exit::WorkerExit;
 use crate::procfs;
 use crate::stat::Stat;
 
-/// Time after which an exited process that its tracer has not released is reported and no longer waited for. A tracer
-/// that works releases the process within milliseconds.
+/// Time limit for a tracer to release an exited process. After that, the process is reported and no longer waited for.
+/// A working tracer releases the process within milliseconds.
 pub const LIMIT: Duration = Duration::from_secs(1);
 
-/// Index of the exit status in `/proc/PID/stat`. The kernel shows 0 there to processes that may not read it.
+/// Number of the field in `/proc/PID/stat` with the exit status. The kernel shows 0 to processes without permission to
+/// read it.
 const EXIT_CODE: usize = 52;
 
 /// A process that has exited but cannot be reaped yet, because a tracer holds it.
@@ -27,7 +28,8 @@ pub struct Held {
     pub told: String,
 }
 
-/// Describes a process that a tracer holds. `None` if the process is running, is gone, or has no visible tracer.
+/// Describes an exited process that a tracer holds. `None` if the process is running, is gone, or has no visible
+/// tracer.
 pub fn by_tracer(pid: i32) -> Option<Held> {
     let stat = Stat::of(pid)?;
     if !has_died(pid, Status::in_stat(&stat)?) {
@@ -42,7 +44,8 @@ pub fn by_tracer(pid: i32) -> Option<Held> {
     (tracer != 0).then(|| Held { exit, tracer, told: tell(pid, &stat.name, tracer) })
 }
 
-/// Returns the line that reports a process for which a sweep did not wait. The tracer may be in another pid namespace.
+/// Returns a one-line message about an exited process that a tracer holds, for which a sweep did not wait. The tracer
+/// may be invisible, because it is in another pid namespace.
 pub fn told(pid: i32) -> String {
     by_tracer(pid)
         .map_or_else(|| tell(pid, &Stat::of(pid).map(|stat| stat.name).unwrap_or_default(), 0), |held| held.told)
@@ -56,8 +59,9 @@ fn tell(pid: i32, name: &str, tracer: i32) -> String {
     format!("{name} (pid {pid}) has ended, but {tracer} traces it and does not wait for it: it stays until then")
 }
 
-/// True if this process may read the exit status of `pid`. Tested with the link `cwd`, which needs the same permission:
-/// for an exited process, the permission is checked first, and then the missing directory is reported as ENOENT.
+/// True if this process may read the exit status of `pid`. Tests this by reading the link `cwd`, which needs the same
+/// permission. For an exited process, the kernel checks the permission first, and then reports the missing directory as
+/// ENOENT.
 fn may_read(pid: i32) -> bool {
     let link = procfs::folder(pid).map(|folder| fs::read_link(folder.join("cwd")));
     link.is_some_and(|link| link.is_err_and(|error| error.raw_os_error() == Some(libc::ENOENT)))

@@ -5,35 +5,38 @@
 //! ```
 //!
 //! The nursery is single-threaded, the parent of all workers, and a child subreaper. Orphaned descendants of a worker
-//! therefore become its children, and `wait4` = `ECHILD` proves that none is left. The nursery watches the agent
-//! through a pidfd. When the agent dies, the nursery kills all of its descendants and exits.
+//! therefore become children of the nursery, and the error `ECHILD` from `wait4` proves that no descendant is left. The
+//! nursery watches the agent through a pidfd. When the agent dies, the nursery kills all of its own descendants and
+//! exits.
 //!
-//! 1. A worker dies with the nursery (`PR_SET_PDEATHSIG`). All descendants of the nursery are killed when the agent
-//!    dies.
+//! Invariants:
+//!
+//! 1. The kernel kills the workers when the nursery dies (`PR_SET_PDEATHSIG`). The nursery kills all of its descendants
+//!    when the agent dies.
 //! 2. Only the nursery reaps workers, so the pid of a worker that it has not reaped is not reused.
-//! 3. Every exit of a worker is reported once, after the worker's `Spawned`.
-//! 4. A sweep whose result has no `stuck` and no `spared` processes has seen `ECHILD`.
-//! 5. An idle nursery does not wake up. No timer runs outside of a sweep, except the timer of the fence, which expires
-//!    once per lease.
-//! 6. An agent that does not read its socket stops neither the reaping nor the killing.
-//! 7. Connections that the nursery holds for the agent are closed only after the workers of a dead agent and their
-//!    descendants have exited.
+//! 3. The exit of each worker is reported exactly once, after its `Spawned` message.
+//! 4. If the result of a sweep of all descendants lists no `stuck`, `spared` or `held` processes, the nursery had no
+//!    children left when the sweep finished (`ECHILD`).
+//! 5. An idle nursery does not wake up, except when the timer of the fence expires, which happens about once per lease.
+//! 6. The nursery reaps and kills processes even if the agent does not read from its socket.
+//! 7. After the agent has died, the nursery closes the connections that it holds for the agent only when all workers
+//!    and their descendants, except cleaners, have exited.
 //! 8. No worker runs past the fence deadline, whether or not the agent is running.
 //!
 //! | module | used by |
 //! | --- | --- |
-//! | [`protocol`], [`link`] | both: messages, frames, descriptors |
-//! | [`server`] | the nursery: its program |
-//! | [`launch`] | the agent: starts a nursery |
-//! | [`report`] | the agent: finds the module that has killed a nursery during the imports |
-//! | [`sweep`] | both: kills the processes of a nursery that died |
-//! | [`held`] | both: exited processes that a tracer holds |
-//! | [`connections`] | both: connections that keep the agent's session with its store open |
-//! | [`fence`] | both: the deadline that they share |
-//! | [`activity`] | both, for a sentinel: shows if the nursery is starting workers |
-//! | [`start`] | both: the command-line argument of the nursery |
-//! | [`token`], [`tree`] | both: find descendants |
-//! | [`cleaner`] | both: processes that are killed last |
+//! | [`protocol`], [`link`] | agent and nursery: exchange messages and descriptors |
+//! | [`server`] | nursery: its main program |
+//! | [`launch`] | agent: starts a nursery |
+//! | [`report`] | agent: finds the imported module that killed a nursery |
+//! | [`sweep`] | agent and sentinel: kills the leftover processes of a dead nursery |
+//! | [`held`] | agent and nursery: describes exited processes that a tracer holds |
+//! | [`connections`] | agent and nursery: connections that keep the agent's session with its store open |
+//! | [`fence`] | agent and nursery: the deadline that they share |
+//! | [`activity`] | nursery and sentinel: shows whether the nursery is starting workers |
+//! | [`start`] | agent and nursery: the command-line argument of the nursery |
+//! | [`token`], [`tree`] | agent and nursery: find descendants |
+//! | [`cleaner`] | agent and nursery: recognises processes that are killed last |
 
 pub mod activity;
 pub mod cleaner;
@@ -52,6 +55,6 @@ pub mod sweep;
 pub mod token;
 pub mod tree;
 
-/// The name of the nursery's process. Nothing in it says what it belongs to, so that killing the agent "by name" does
-/// not take the nursery with it.
+/// Process name of the nursery. It does not contain the name of the agent, so that a command that kills the agent by
+/// name does not kill the nursery as well.
 pub const NAME: &std::ffi::CStr = c"worker-nursery";

@@ -1,8 +1,8 @@
 //! Messages between agent and nursery, which are connected by a Unix stream socket.
 //!
-//! Agent and nursery always come from the same build. [`PROTOCOL`] only detects an image of another build that is run
-//! by mistake. A frame is a little-endian `u32` length, followed by a message of that length in the postcard format.
-//! Descriptors are sent as `SCM_RIGHTS` with the first byte of the frame to which they belong.
+//! Agent and nursery always come from the same build. [`PROTOCOL`] only detects a nursery from another build that is
+//! run by mistake. A frame consists of a little-endian `u32` length and a message of that length in the postcard
+//! format. Descriptors are sent as `SCM_RIGHTS` with the first byte of the frame to which they belong.
 
 use elasticrs_runtime::clock::Stamp;
 use serde::{Deserialize, Serialize};
@@ -13,13 +13,14 @@ use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
 use crate::sys::stage::Stage;
 
-/// Version of this protocol. Increment it with every change of this file.
+/// Version of this protocol. Increment it with every change to this file.
 pub const PROTOCOL: u32 = 12;
 
 /// Maximum length of a frame in bytes. The environments of 1024 workers need far less.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
 
-/// Numbers of the descriptors that the nursery is started with: the socket, the agent's pidfd, and the stage pipe.
+/// Numbers of the file descriptors with which the nursery is started: the socket, the agent's pidfd, and the stage
+/// pipe.
 pub const FIXED_FDS: [i32; 3] = [3, 4, 5];
 
 /// A message that is sent as one frame.
@@ -32,8 +33,8 @@ pub trait Message {
 }
 
 impl Message for Request {
-    /// This limit is high, because the agent sends all requests that start a group at once, and each of them has the
-    /// environment of a worker.
+    /// This limit is high, because the agent sends the start requests for all workers of a group at once, and each
+    /// request contains the environment of a worker.
     const MAX_UNSENT: usize = 4 * MAX_FRAME;
 
     fn descriptors(&self) -> usize {
@@ -50,8 +51,8 @@ impl Message for Request {
 }
 
 impl Message for Reply {
-    /// This limit has room for hundreds of thousands of replies. So many replies can pile up if the agent is stopped
-    /// while another program repeatedly stops and resumes its workers.
+    /// This limit allows for hundreds of thousands of replies, because replies pile up if the agent is stopped while
+    /// another program repeatedly stops and resumes its workers.
     const MAX_UNSENT: usize = 16 * 1024 * 1024;
 
     fn descriptors(&self) -> usize {
@@ -66,7 +67,7 @@ pub enum Request {
     /// `source` is an index into them.
     Spawn {
         process: ProcessSpec,
-        /// See [`crate::spec::GroupSpec::keep_ignored`].
+        /// Signals that stay ignored in the worker. See [`crate::spec::GroupSpec::keep_ignored`].
         keep_ignored: Vec<i32>,
     },
     /// Send a signal to the process group of a worker. Used on kernels before 6.9, because they cannot signal a process
@@ -78,13 +79,13 @@ pub enum Request {
         signal: i32,
     },
     /// Stop all descendants of the nursery, including workers, and wait until none is left. Answered by
-    /// [`Reply::Swept`]. A further request during a sweep only moves its deadlines forward, and both requests get the
-    /// same answer.
+    /// [`Reply::Swept`]. Another request during a sweep can only make the sweep's deadlines earlier, and one answer
+    /// covers both requests.
     Sweep {
-        /// Number that the answer repeats. An answer with a lower number than the last request belongs to an earlier
-        /// request only.
+        /// Number of this request, which the answer repeats. If the number of an answer is lower than that of the last
+        /// request, the answer does not cover that request.
         number: u32,
-        /// Time in milliseconds for which descendants may continue before the first signal.
+        /// Time in milliseconds before the first signal, in which descendants may continue to run.
         linger_ms: u64,
         /// Time in milliseconds from SIGTERM to SIGKILL. 0 sends SIGKILL at once.
         grace_ms: u64,
@@ -92,10 +93,10 @@ pub enum Request {
         /// them.
         give_up_ms: u64,
     },
-    /// Kill the processes that this worker left behind when it exited: all descendants of the nursery, except those of
-    /// running workers that are [subreapers](ProcessSpec::keeps_orphans). Processes in the sessions of other exited
-    /// workers are spared, too. Answered by [`Reply::Swept`], unless a [`Request::Sweep`] replaces this request. The
-    /// agent sends the next request of this kind only after the answer.
+    /// Kill the processes that an exited worker has left behind: all descendants of the nursery, except running workers
+    /// and the descendants that they keep as [subreapers](ProcessSpec::keeps_orphans). Processes in the sessions of
+    /// other exited workers are spared as well. Answered by [`Reply::Swept`], unless a [`Request::Sweep`] replaces this
+    /// request. The agent sends the next request of this kind only after the answer.
     SweepLeft {
         /// As in [`Request::Sweep`].
         number: u32,
@@ -103,18 +104,20 @@ pub enum Request {
         /// As in [`Request::Sweep`].
         give_up_ms: u64,
     },
-    /// Keep the descriptor that is sent with this request open until the nursery exits. For a duplicate of the agent's
-    /// connection to the store, this means that the connection stays open until all processes of a dead agent are gone.
+    /// Keep the descriptor that is sent with this request open until the nursery exits. If it is a duplicate of the
+    /// agent's connection to the store, the connection stays open after the agent's death until all of its processes
+    /// are gone.
     Hold {
         /// True to keep the descriptors that are already held, false to replace them.
         beside: bool,
-        /// Secret to send on the descriptor when no process of a dead agent is left.
+        /// Secret to send on the descriptor when the agent is dead and none of its processes is left. `None` to send
+        /// nothing.
         word: Option<LastWord>,
     },
     /// Close some or all of the descriptors that earlier [`Self::Hold`] requests keep open.
     Release(Release),
-    /// Check the fence deadline whenever the timer expires. The page with the deadline and the timer are sent with this
-    /// request. See [`super::fence`].
+    /// Check the fence deadline whenever the timer expires. The timer and the page that contains the deadline are sent
+    /// with this request. See [`super::fence`].
     Fence {
         /// Number of this nursery.
         holder: Holder,
@@ -137,14 +140,14 @@ pub enum Reply {
         protocol: u32,
         pid: i32,
     },
-    /// A worker is running its program. The worker's pidfd is sent with the frame. If it is missing, the agent has
-    /// reached its limit of open files, see [`Stage::Receive`].
+    /// A worker is running its program. The worker's pidfd is sent with the frame. If the pidfd is missing, the agent
+    /// has reached its limit on open files; see [`Stage::Receive`].
     Spawned {
         local_rank: u32,
         /// Pid of the worker, which is also the id of its session and process group.
         pid: i32,
     },
-    /// A worker could not be started. No process of it is left.
+    /// A worker could not be started. Its process, if there was one, has been reaped.
     SpawnFailed {
         local_rank: u32,
         stage: Stage,
@@ -157,7 +160,7 @@ pub enum Reply {
         pid: i32,
         exit: WorkerExit,
         usage: Usage,
-        /// Time at which the nursery noticed the exit. Exits that were noticed in one wake-up have the same time.
+        /// Time at which the nursery noticed the exit. Exits that it noticed at the same wake-up have the same time.
         seen: Stamp,
     },
     /// A worker was stopped by a signal (SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU).
@@ -169,13 +172,13 @@ pub enum Reply {
         pid: i32,
     },
     /// The fence deadline has passed, and the nursery is killing all workers and their descendants. Sent before the
-    /// exits that this causes.
+    /// resulting exits are reported.
     Fenced {
         seen: Stamp,
     },
     /// A [`Request::Hold`] or [`Request::Fence`] failed.
     NotGuarded {
-        /// Error number of the kernel. `EMFILE` if the descriptor was lost.
+        /// Error number from the kernel. `EMFILE` if the descriptor was lost, or if the nursery holds too many links.
         errno: i32,
     },
     /// The sweep is complete.
@@ -187,14 +190,14 @@ pub enum Reply {
         more: u32,
         /// Descendants, including workers, that could not be killed in time (state D).
         stuck: Vec<Descendant>,
-        /// Descendants that were spared, because they are in a session of their own and have reset the token.
+        /// Descendants that were spared, because they have left their worker's session and have reset the token.
         spared: Vec<Descendant>,
         /// Descendants, including workers, that have exited but cannot be reaped yet, because a tracer holds them.
         held: Vec<i32>,
     },
 }
 
-/// A descendant that a worker left behind.
+/// A process in the result of a sweep.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Descendant {
     pub pid: i32,

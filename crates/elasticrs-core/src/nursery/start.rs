@@ -1,4 +1,4 @@
-//! The command-line argument with which a nursery is started.
+//! Command-line argument of a nursery.
 
 use std::fmt;
 
@@ -6,12 +6,13 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::token::Token;
 
-/// One argument: `TOKEN` or `TOKEN/DESCRIPTORS`, in decimal; a sentinel's begins with `!`.
+/// Settings of a nursery, in one argument: `TOKEN` or `TOKEN/DESCRIPTORS`, in decimal. The argument of a sentinel
+/// starts with `!`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Start {
     /// Token that marks all descendants of the nursery.
     pub token: Token,
-    /// Soft limit of descriptors for the workers. `None` if they get the same limit as the agent.
+    /// Soft limit on file descriptors for the workers. `None` if they get the same limit as the agent.
     pub descriptors: Option<u64>,
     /// True for a sentinel. A sentinel has no workers, and kills all processes that carry the token when its agent is
     /// gone.
@@ -29,7 +30,7 @@ impl Start {
         Some(Self { token: Token::parse(token)?, descriptors, is_sentinel })
     }
 
-    /// Sets the limit of descriptors that workers inherit.
+    /// Sets the soft limit on file descriptors that the workers inherit.
     pub fn limit_descriptors(&self) -> nix::Result<()> {
         let Some(soft) = self.descriptors else { return Ok(()) };
         let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;

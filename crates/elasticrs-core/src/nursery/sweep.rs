@@ -1,7 +1,8 @@
 //! Kills the leftover processes of a dead nursery, from the agent or a sentinel.
 //!
-//! Workers die with their nursery. The processes that they started become children of the next subreaper (the agent, if
-//! it owns its process) or of init. Both functions block until these processes have exited, for at most `give_up`.
+//! The kernel kills the workers when their nursery dies. Processes that the workers started become children of the next
+//! subreaper (the agent, if it owns its process) or of init. The functions of this module block until these processes
+//! have exited, but for at most `give_up`.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -16,13 +17,13 @@ use super::tree::{self, Ended, Listed, Target};
 use crate::sys::wait::{self, Waited};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// Number of the newest processes to check first. A process that forks, exits and continues in its child is always
-/// among the newest. The check is repeated several times, because such a process lives for a shorter time than it takes
-/// to read all of `/proc`.
+/// Number of the newest pids to check first. A program that keeps forking and continues in its child is always among
+/// the newest processes. This check is repeated, because each such process lives for a shorter time than it takes to
+/// read all of `/proc`.
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// Time after which a slow check sends no more signals.
+/// Time after the deadline `give_up` at which a slow check stops sending signals.
 const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
 /// Result of a sweep.
@@ -30,7 +31,7 @@ const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 pub struct Outcome {
     /// Processes that had to be killed.
     pub ended: Ended,
-    /// Processes that were still there after `give_up`.
+    /// Processes that were still running after `give_up`.
     pub stuck: Vec<Descendant>,
     /// Exited children that a tracer has not released.
     pub held: Vec<i32>,
@@ -40,20 +41,20 @@ pub struct Outcome {
 #[derive(Debug, Default)]
 struct Look {
     alive: BTreeSet<i32>,
-    /// True if a cleaner was spared.
+    /// True if the check spared a [cleaner](super::cleaner).
     cleaners: bool,
-    /// Exited children that cannot be reaped.
+    /// Exited children that cannot be reaped, because a tracer holds them.
     held: Vec<i32>,
-    /// True if a process exited during the check. Its children may have been missed.
+    /// True if a process exited during the check, which may therefore have missed its children.
     unsure: bool,
 }
 
-/// Kills every other process that carries the token, wherever it is in the process tree. This includes the nursery if
-/// it is alive.
+/// Kills every process that carries the token, except this process, wherever it is in the process tree. This includes
+/// the nursery if it is alive.
 ///
-/// For host applications, whose children only the application may reap. Stops after two checks in a row that find no
-/// process. That is not a proof, because a process that forks and exits faster than a check can escape it. A check
-/// takes about 15 µs for each process of the machine.
+/// For sentinels, and for agents in a host application, because only the application may reap its children. Stops after
+/// two consecutive checks that find no process. This does not prove that none is left, because a process that forks and
+/// exits faster than a check can escape it. A check takes about 15 µs for each process on the machine.
 pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
@@ -140,7 +141,7 @@ impl Look {
 struct Tally {
     seen: BTreeSet<i32>,
     ended: Ended,
-    /// State of waiting for cleaners when no other processes are left.
+    /// Tracks how long to wait for cleaners after all other processes have exited.
     patience: Patience,
     acts_until: Instant,
 }
@@ -163,7 +164,7 @@ fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcom
         if is_quiet && look.cleaners && tally.patience.begin(now) {
             give_up = give_up.max(now + LONGEST);
         } else if now >= give_up && look.cleaners && tally.patience.end() {
-            // The others do not end. These do.
+            // The time limit has passed. Kill the cleaners as well, and wait a moment for them to exit.
             give_up = now + LAST_MOMENT;
         }
         tally.acts_until = give_up + GRACE_OF_A_LOOK;
