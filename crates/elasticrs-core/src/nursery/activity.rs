@@ -1,9 +1,9 @@
 //! The current activity of a nursery, which the nursery shares with its sentinel in a page of memory.
 //!
-//! A nursery that starts a worker runs foreign code (`fork` handlers) and system calls that can block, such as `exec`
-//! on a network file system. While it hangs there, it notices neither the death of its agent nor the fence deadline. So
-//! the nursery sets a timer, which it shares with the sentinel, before the first step of a start, and stops it after
-//! the last step. The sentinel therefore wakes up only if a start takes longer than [`PATIENCE_MS`].
+//! A nursery that starts a worker runs third-party code (`fork` handlers) and system calls that can block, such as
+//! `exec` on a network file system. While it hangs there, it notices neither the death of its agent nor the fence
+//! deadline. So the nursery sets a timer, which it shares with the sentinel, before the first step of a start, and
+//! stops it after the last step. The sentinel therefore wakes up only if a start takes longer than [`PATIENCE_MS`].
 //!
 //! The page holds one number: an activity (`IMPORTS`, `WAITS`, `DONE`), or the number of the current step of a
 //! start. Only the nursery writes the page, before it sets or stops the timer. The sentinel stops the timer before it
@@ -28,30 +28,30 @@ const IMPORTS: u64 = 0;
 const WAITS: u64 = 1;
 const DONE: u64 = 2;
 
-/// The shared page and timer.
+/// Page and timer with which a nursery shows its activity to its sentinel.
 #[derive(Debug)]
 pub struct Activity {
     page: Page,
     timer: TimerFd,
-    /// Number of the last step. Used by the nursery only.
+    /// Number of the last step of a start. Only used by the nursery.
     step: u64,
 }
 
 /// Activity of a nursery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Doing {
-    /// The nursery imports modules. It does not watch its agent yet, but is killed when the agent dies.
+    /// The nursery is importing modules. It does not watch its agent yet, but the kernel kills it when the agent dies.
     Imports,
-    /// The nursery waits for requests. It watches its agent and the fence deadline, and acts on both itself.
+    /// The nursery is waiting for requests. It watches its agent and the fence deadline, and acts on both itself.
     Waits,
-    /// The nursery performs this step of starting a worker. Every step has a different number.
+    /// The nursery is performing the step with this number of starting a worker. Every step has a different number.
     Starts(u64),
     /// The nursery has killed all of its descendants and is about to exit.
     Done,
 }
 
 impl Activity {
-    /// Creates a page and a timer for a nursery that imports modules.
+    /// Creates a page and a timer for a nursery that is importing modules.
     ///
     /// # Errors
     /// No file descriptor or memory is available.
@@ -73,13 +73,13 @@ impl Activity {
     ///
     /// # Errors
     /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if the number of descriptors is
-    /// wrong, because some were lost on the way.
+    /// wrong, because some were lost in transit.
     pub fn from_descriptors(fds: Vec<OwnedFd>) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self { page: Page::map(page)?, timer: timer::from_descriptor(timer)?, step: DONE })
     }
 
-    /// Records that the nursery begins the next step of a start.
+    /// Records that the nursery is performing the next step of starting a worker.
     pub fn step(&mut self) {
         let is_first = matches!(self.look(), Doing::Waits);
         self.step += 1;
@@ -89,7 +89,7 @@ impl Activity {
         }
     }
 
-    /// Records that the nursery waits for requests, because it has finished all starts.
+    /// Records that the nursery has finished all starts and is waiting for requests.
     pub fn wait(&mut self) {
         if !matches!(self.look(), Doing::Waits) {
             self.tell(WAITS);
@@ -141,7 +141,7 @@ impl Activity {
     }
 
     fn look_no_more(&self) {
-        // Ignore the result, as above.
+        // Ignore the result, because stopping a valid timer cannot fail.
         let _ = self.timer.unset();
     }
 }

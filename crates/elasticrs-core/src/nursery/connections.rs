@@ -1,9 +1,9 @@
-//! The sockets that the nursery holds for its agent.
+//! Sockets that the nursery holds open for its agent.
 //!
 //! With the built-in store, the nursery holds a duplicate of the connection of the agent's session. It holds two while
 //! the session moves to a new connection. With etcd, the nursery holds the agent's links. A link is a connection on
 //! which another agent waits for the death of this agent. Each link has a last word: a secret that the nursery sends
-//! only when no process of a dead agent is left.
+//! only when the agent is dead and none of its processes is left.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -11,7 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
 use serde::{Deserialize, Serialize};
 
-/// The sockets to close.
+/// Selects the sockets to close.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Release {
     /// Notify the peers and close all sockets, because nothing depends on the session anymore.
@@ -19,9 +19,9 @@ pub enum Release {
     /// Close all sockets without notifying the peers, because the agent is alive and continues its session without this
     /// nursery.
     Quietly,
-    /// Close all sockets except the newest, because the session has moved to the newest.
+    /// Close all sockets except the newest, because the session has moved to that one.
     Older,
-    /// Close only the newest socket, because the session has not moved to it.
+    /// Close only the newest socket, because the session has not moved to that one.
     Newest,
 }
 
@@ -50,7 +50,7 @@ impl Held {
     }
 }
 
-/// There are `MAX_LINKS` other links already, and none of them is dead.
+/// Error: the nursery already holds `MAX_LINKS` links, and none of them is dead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("it holds {MAX_LINKS} links with other agents already")]
 pub struct TooManyLinks;
@@ -60,8 +60,8 @@ pub struct TooManyLinks;
 pub struct Connections(Vec<Held>);
 
 impl Connections {
-    /// Adds a socket. Drops all other sockets first unless `beside` is set. Adding a link drops the links that are
-    /// dead. Refuses the link, rather than drop one on which a peer waits, if there are still `MAX_LINKS` others.
+    /// Adds a socket. Drops all other sockets first unless `beside` is set. Before adding a link, drops all dead links.
+    /// If `MAX_LINKS` links remain, refuses the new link instead of dropping one on which a peer waits.
     pub fn hold(&mut self, held: Held, beside: bool) -> Result<(), TooManyLinks> {
         if !beside {
             self.0.clear();
@@ -87,8 +87,8 @@ impl Connections {
                         let _ = send(socket.as_raw_fd(), &word, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL);
                     }
                     // Call `shutdown` first, because the kernel resets a connection that is closed with unread data.
-                    // The store ends a session when its connection is closed in order, but not when it is reset. An
-                    // error of `shutdown` means that the peer is already gone.
+                    // The store ends a session when its connection is closed cleanly, but not when it is reset. An
+                    // error from `shutdown` means that the peer is already gone.
                     let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
                 }
             }
@@ -117,7 +117,8 @@ mod tests {
         (connections, peers)
     }
 
-    /// Adds a socket beside the others. Without a number, it is the connection of a session.
+    /// Adds a socket without dropping the others. With a number, the socket is a link. Without one, it is the
+    /// connection of a session.
     fn add(connections: &mut Connections, number: Option<u8>) -> Result<UnixStream, TooManyLinks> {
         let (own, peer) = UnixStream::pair().unwrap();
         let word = number.map(|number| [number; 32]);

@@ -1,4 +1,4 @@
-//! Starting a nursery from the agent.
+//! Starts nurseries from the agent.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::io;
@@ -27,12 +27,13 @@ use crate::sys::spawn::{self, Child, Command, Failure, Program, Stack, Standard}
 use crate::sys::stage::Stage;
 use crate::sys::{fds, pidfd, wait};
 
-/// Location of the nursery's program.
+/// Program that a nursery runs.
 #[derive(Debug, Clone)]
 pub enum NurseryImage {
-    /// The program of the workers. It imports the modules that they need before it becomes ready, and forks them.
+    /// The workers' program. It imports the modules that the workers need before the nursery becomes ready, and the
+    /// nursery then forks the workers.
     Warm(Arc<Warm>),
-    /// An executable file in memory: part of the extension.
+    /// Content of an executable file, which is embedded in the extension module and is run from memory.
     Embedded(&'static [u8]),
     /// Another program, which calls [`super::server::run`] with its last argument. That argument is appended to `args`.
     /// The program gets the agent's environment.
@@ -51,7 +52,7 @@ pub struct Warm {
     pub process: ProcessSpec,
     /// Signals that the workers ignore.
     pub ignored: Vec<Signal>,
-    /// File for the import report. The nursery gets it as [`REPORT_FD`].
+    /// File for the import report. The nursery receives it as descriptor [`REPORT_FD`].
     pub report: OwnedFd,
     /// Time limit for the imports.
     pub limit: Duration,
@@ -60,10 +61,10 @@ pub struct Warm {
 /// Options for the imports of a warm nursery.
 #[derive(Debug, Default)]
 pub struct Import {
-    /// Offset in the report at which the import started, if this nursery replaces one that a module has ended. See
-    /// [`Warming::since`].
+    /// Offset in the report at which the imports started, if this nursery replaces one that a module has killed. `None`
+    /// if this nursery starts the imports. See [`Warming::since`].
     pub since: Option<u64>,
-    /// Import at the lowest priority. The nursery needs its old nice value back before it forks workers.
+    /// True to import at the lowest priority. The nursery's nice value must be restored before it forks workers.
     pub is_background: bool,
 }
 
@@ -73,19 +74,19 @@ const START_VARIABLE: &str = "ELASTICRS_NURSERY_START";
 /// which died while it imported modules.
 const SINCE_VARIABLE: &str = "ELASTICRS_WARM_SINCE";
 
-/// The first descriptor number after those of [`FIXED_FDS`].
+/// Descriptor number of the import report in a warm nursery: the first number after those of [`FIXED_FDS`].
 pub const REPORT_FD: i32 = 6;
 
-/// A nursery that executes its program; its first reply is `Ready`.
+/// A nursery that is executing its program. Its first reply is `Ready`.
 #[derive(Debug)]
 pub struct Launched {
     /// Pid of the nursery, which is a child of this process. The owner of this value must reap it once the pidfd is
     /// readable.
     pub pid: i32,
     pub pidfd: OwnedFd,
-    /// Connection to the nursery. If it is closed, the nursery kills everything below it and exits.
+    /// Connection to the nursery. When it is closed, the nursery kills all of its descendants and exits.
     pub link: AgentLink,
-    /// The reading end of the stage pipe, non-blocking; see [`stage_reached`].
+    /// Non-blocking read end of the stage pipe. See [`stage_reached`].
     pub stages: OwnedFd,
     /// Token that all descendants of the nursery carry.
     pub token: Token,
@@ -107,7 +108,7 @@ pub struct Warming {
 }
 
 /// Returns the latest stage of starting a worker that the nursery has announced since the last call. Used to describe a
-/// start that hangs: the worker in question is the one after the last worker that was answered.
+/// start that hangs. The worker that hangs is the one after the last worker whose start request was answered.
 pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
     let mut reached = None;
     let mut bytes = [0; 4096];
@@ -124,7 +125,7 @@ pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
 pub enum LaunchError {
     #[error(transparent)]
     Unsupported(#[from] UnsupportedKernel),
-    /// The program did not start; the error of the last image that was tried.
+    /// No image could be executed. Contains the error for the last image.
     #[error("could not start the nursery: could not {stage}: {}", .stage.reason(*.errno))]
     Start { stage: Stage, errno: Errno },
     #[error("could not prepare the nursery: {0}")]
@@ -139,16 +140,16 @@ impl From<Errno> for LaunchError {
 
 /// Starts a nursery from the first of these images that can be executed.
 ///
-/// Safe in a process with threads. The nursery does not depend on the calling thread, because it watches the whole
-/// process. It inherits descriptors 0 to 2, the working directory, the resource limits and the umask, and its workers
-/// inherit them from it. The exception is a soft limit of descriptors that was raised for this process alone. Several
-/// images are tried in order, because the embedded one cannot be executed on every system (`vm.memfd_noexec`, security
-/// modules).
+/// Safe to call in a multithreaded process. The nursery does not depend on the calling thread, because it watches the
+/// whole process. The nursery and its workers inherit descriptors 0 to 2, the working directory, the resource limits
+/// and the umask of this process, except for a soft limit on file descriptors that was raised for this process only.
+/// Several images are tried in order, because the embedded image cannot be executed on every system (`vm.memfd_noexec`,
+/// security modules).
 pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
     launch_again(images, &Import::default())
 }
 
-/// Same as [`launch`], with these terms for the import.
+/// Does the same as [`launch`], with options for the imports.
 pub fn launch_again(images: &[NurseryImage], import: &Import) -> Result<Launched, LaunchError> {
     check_floor()?;
     launch_as(images, import, Start { token: Token::random()?, descriptors: given_descriptors(), is_sentinel: false })

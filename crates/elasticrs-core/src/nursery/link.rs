@@ -24,9 +24,9 @@ use crate::sys::socket;
 const HEADER: usize = size_of::<u32>();
 const CHUNK: usize = 64 * 1024;
 
-/// The agent's end.
+/// The agent's end of the connection to its nursery.
 pub type AgentLink = Link<Request, Reply>;
-/// The nursery's end.
+/// The nursery's end of the connection to its agent.
 pub type NurseryLink = Link<Reply, Request>;
 
 /// One end of the connection between agent and nursery. Sends messages of type `Out` and receives messages of type
@@ -98,7 +98,7 @@ impl<Out: Message + Serialize, In: Message + DeserializeOwned> Link<Out, In> {
 
     /// Returns the next message and its descriptors. `None` if no complete message has arrived yet.
     ///
-    /// Returns fewer descriptors than [`Message::descriptors`] if this process has reached its limit of open files. The
+    /// Returns fewer descriptors than [`Message::descriptors`] if this process has reached its limit on open files. The
     /// error is `UnexpectedEof` if the other end is closed, and `InvalidData` if the bytes are not a valid message.
     pub fn receive(&mut self) -> io::Result<Option<(In, Vec<OwnedFd>)>> {
         loop {
@@ -161,7 +161,7 @@ fn invalid(error: postcard::Error) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
-/// Bytes and descriptors that have come and are not yet a message.
+/// Received bytes and descriptors that have not been returned as messages yet.
 #[derive(Debug, Default)]
 struct Received {
     bytes: Vec<u8>,
@@ -174,7 +174,8 @@ impl Received {
         self.bytes.drain(..self.used);
         self.used = 0;
         let filled = self.bytes.len();
-        // A large frame is read in few calls, a small one leaves no large buffer behind.
+        // Double the buffer, so that a large frame needs only a few calls. The buffer is shrunk below, so that it does
+        // not stay large after a small frame.
         self.bytes.resize(filled + CHUNK.max(filled), 0);
         let chunk = socket::receive(socket, &mut self.bytes[filled..]);
         self.bytes.truncate(filled + chunk.as_ref().map_or(0, |chunk| chunk.bytes));
@@ -337,7 +338,7 @@ mod tests {
         agent.send(&spawn(3, 0), nulls(3)).unwrap();
         agent.send(&spawn(2, 0), nulls(2)).unwrap();
         let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-        // Leaves room for exactly one more descriptor, because the limit is set just above the lowest free number.
+        // Leave room for exactly one more descriptor by setting the limit just above the lowest free number.
         let free = OwnedFd::from(File::open("/dev/null").unwrap()).as_raw_fd();
         let limit = libc::rlim_t::try_from(free).unwrap() + 1;
         let (soft, _) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();

@@ -1,7 +1,7 @@
-//! The import report of a warm nursery, as far as the agent needs it. The report has one JSON record per line.
+//! The agent's access to the import report of a warm nursery. The report has one JSON record per line.
 //!
-//! Each import begins with the record `{"importing": NAME}`. If this stays the last record, the module has killed the
-//! process. A replacement process then imports the remaining modules.
+//! Each import starts with the record `{"importing": NAME}`. If the process exits and this is the last record, the
+//! module has killed the process. A replacement process then imports the remaining modules.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -14,7 +14,7 @@ use crate::exit::WorkerExit;
 const IMPORTING: &[u8] = b"{\"importing\":";
 const ENDED: &[u8] = b"{\"ended\":";
 
-/// Reason for the end of a process during its imports.
+/// Reason why a process stopped during its imports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     Exit(WorkerExit),
@@ -68,9 +68,9 @@ pub fn blame(report: impl AsFd, since: u64, end: End) -> bool {
     write(report, record.as_bytes()) == Ok(record.len())
 }
 
-/// Appends a record with the reason why the import cannot continue.
+/// Appends a record with the reason why the imports cannot continue.
 pub fn fail(report: impl AsFd, why: &str) {
-    // Ignore an error, because the user is then still told how the process exited.
+    // Ignore a write error, because the user still sees how the process exited.
     let _ = write(report, format!("{{\"failed\": \"{why}\"}}\n").as_bytes());
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The token is stored in the soft limit of `RLIMIT_RTTIME`, as 2⁶² plus a random number of microseconds. That is
 //! 146,000 years of uninterrupted real-time computing, so it limits nothing. Every descendant inherits the limit. All
-//! processes can read it in `/proc/PID/limits`, and neither `env -i` nor a process that is not dumpable hides it.
+//! processes can read it in `/proc/PID/limits`, even if the process was started with `env -i` or is not dumpable.
 //!
 //! A process that intends to outlive its job leaves its session and resets the limit to `unlimited` (`ulimit -S -R
 //! unlimited` in bash).
@@ -17,7 +17,7 @@ use crate::sys::rlimit;
 
 const BASE: u64 = 1 << 62;
 
-/// Random number that no other nursery of this machine uses.
+/// Random number that no other nursery on this machine uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Token(u64);
 
@@ -26,7 +26,7 @@ impl Token {
     pub fn random() -> io::Result<Self> {
         let mut bytes = [0; 8];
         fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-        // The highest values are left out: all bits set means "unlimited".
+        // Exclude the highest values, because a limit with all bits set means "unlimited".
         Ok(Self(BASE + (u64::from_le_bytes(bytes) >> 3)))
     }
 
@@ -35,24 +35,25 @@ impl Token {
         text.parse().ok().and_then(Self::from_limit)
     }
 
-    /// Returns the token that a resource limit stands for. `None` if the limit is an ordinary one.
+    /// Returns the token that is stored in a resource limit. `None` if the limit is an ordinary one.
     fn from_limit(limit: u64) -> Option<Self> {
         (BASE..BASE + (1 << 61)).contains(&limit).then_some(Self(limit))
     }
 
-    /// Marks this process, and with it all that will descend from it. `EINVAL` under a finite hard limit.
+    /// Stores the token in this process. Processes that it starts later inherit the token. The error is `EINVAL` if the
+    /// hard limit is finite.
     pub fn apply(self) -> nix::Result<()> {
         let (_, hard) = getrlimit(Resource::RLIMIT_RTTIME)?;
         setrlimit(Resource::RLIMIT_RTTIME, self.0, hard)
     }
 
-    /// Returns the token that a process carries, no matter from which nursery. `None` if the process carries none or is
-    /// gone.
+    /// Returns the token that a process carries, which may come from any nursery. `None` if the process has no token or
+    /// is gone.
     pub fn of(pid: i32) -> Option<Self> {
         soft_limit(pid).and_then(Self::from_limit)
     }
 
-    /// True if the process carries no token. False as well when it is gone, or must not be asked.
+    /// True if the process carries no token. False if the process carries one, is gone, or may not be inspected.
     pub fn is_reset(pid: i32) -> bool {
         soft_limit(pid).is_some_and(|limit| Self::from_limit(limit).is_none())
     }

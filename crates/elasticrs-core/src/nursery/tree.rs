@@ -1,11 +1,11 @@
 //! Lists the descendants of a process, read from `/proc`.
 //!
-//! A listing never proves that no process is left, because processes start and exit while it is made. It only tells
+//! A listing never proves that no process is left, because processes start and exit while it is made. It only shows
 //! which processes to signal next.
 //!
-//! If `/proc` does not show this pid namespace ([`procfs::is_own`]), the kernel is asked for each pid whether it is a
-//! child of this process. Indirect descendants are not found then. They become children of this process, a subreaper,
-//! when their ancestors have exited.
+//! If `/proc` does not show this pid namespace ([`procfs::is_own`]), each possible pid is checked with a system call
+//! that shows whether it is a child of this process. Indirect descendants are not found in this case. They become
+//! children of this process, a subreaper, when their ancestors have exited.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -30,10 +30,10 @@ use crate::sys::{pidfd, wait};
 const BLOCKED: usize = 32;
 const IGNORED: usize = 33;
 
-/// Upper bound of all pids that a kernel assigns.
+/// Upper bound of the pids that the kernel assigns.
 const HIGHEST_PID: i32 = 4 << 20;
 
-/// A process below the root of a listing.
+/// A process in a listing of descendants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Listed {
     pub pid: i32,
@@ -41,7 +41,7 @@ pub struct Listed {
     pub parent: i32,
 }
 
-/// The fields of `/proc/PID/stat` that are used here.
+/// Status of a process, from `/proc/PID/stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Status {
     /// State of the main thread as a letter: `R`, `S`, `D`, `T`, `Z`, …
@@ -54,7 +54,7 @@ pub struct Status {
 }
 
 impl Status {
-    /// `None` when there is no such process any more.
+    /// Returns the status of a process. `None` if the process is gone.
     pub fn of(pid: i32) -> Option<Self> {
         Self::in_stat(&Stat::of(pid)?)
     }
@@ -99,8 +99,8 @@ pub fn has_died(pid: i32, status: Status) -> bool {
 /// Iterates over all descendants of `root`, parents before their children. Skips the processes in `except` and their
 /// descendants.
 ///
-/// Each process is looked up when the iterator reaches it, after its children have been listed. So the caller can kill
-/// each process at once without losing its children, and the CPUs are freed for the rest of the search.
+/// The iterator reads the children of a process before it returns the process. The caller can therefore kill each
+/// process at once without losing track of its children, which also frees CPU time for the rest of the search.
 pub fn descendants(root: i32, except: &[i32]) -> Descendants {
     let all = match procfs::is_own() {
         true if Features::get().proc_children => None,
@@ -120,7 +120,7 @@ pub fn children_of_self() -> Vec<i32> {
     descendants(std::process::id().cast_signed(), &[]).pending.into_iter().map(|listed| listed.pid).collect()
 }
 
-/// See [`descendants`].
+/// Iterator that [`descendants`] returns.
 #[derive(Debug)]
 pub struct Descendants {
     all: Option<BTreeMap<i32, Vec<i32>>>,
@@ -149,7 +149,7 @@ impl Iterator for Descendants {
     }
 }
 
-/// The folders of a process's threads; `None` when it is gone.
+/// Returns the `/proc` directories of a process's threads. `None` if the process is gone.
 pub fn threads(pid: i32) -> Option<impl Iterator<Item = PathBuf>> {
     Some(fs::read_dir(procfs::folder(pid)?.join("task")).ok()?.flatten().map(|thread| thread.path()))
 }
@@ -181,11 +181,13 @@ fn children_of_ours() -> Vec<i32> {
         |pids: RangeInclusive<i32>| pids.filter(|pid| wait::child_has_ended(*pid).is_some()).collect::<Vec<_>>();
     let newest = newest_pid();
     let found = among(1..=newest);
-    // After the highest pid, the kernel starts again at the lowest. Older processes may therefore have higher pids.
+    // After the highest pid, the kernel continues with the lowest free pid. Older processes may therefore have higher
+    // pids.
     if found.is_empty() { among(newest + 1..=HIGHEST_PID) } else { found }
 }
 
-/// All pids of the machine (of the pid namespace, to be exact). Without `/proc` those that may be in use.
+/// Returns the pids of all processes in this pid namespace. Without a usable `/proc`, returns all pids up to the
+/// newest.
 pub fn pids() -> Vec<i32> {
     if !procfs::is_own() {
         return (1..=newest_pid()).collect();
@@ -198,7 +200,7 @@ pub fn pids() -> Vec<i32> {
 pub fn newest_pid() -> i32 {
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let pid = load.split_whitespace().next_back().and_then(|pid| pid.parse().ok());
-    // A thread gets the next one.
+    // If the file cannot be read, start a thread, because its id is the most recently assigned one.
     pid.or_else(|| Builder::new().spawn(|| gettid().as_raw()).ok()?.join().ok()).unwrap_or(HIGHEST_PID)
 }
 
@@ -209,21 +211,22 @@ pub struct Target {
     /// Pidfd of the process. `None` for a child of this process, because the pid of a child is not reused until it is
     /// reaped.
     pidfd: Option<OwnedFd>,
-    /// Read after the descriptor was opened.
+    /// Status of the process, read after the pidfd was opened.
     pub status: Status,
-    /// `None` if `/proc` does not show this pid namespace.
+    /// Content of `/proc/PID/stat`. `None` if `/proc` does not show this pid namespace.
     stat: Option<Stat>,
 }
 
 impl Target {
-    /// Opens a listed process. `None` if the process is gone or its parent has changed.
+    /// Opens a listed process. `None` if the process is gone, or if its parent has changed to a process other than this
+    /// one.
     pub fn open(me: i32, listed: Listed) -> Option<Self> {
         let pid = listed.pid;
         let pidfd = if listed.parent == me { None } else { Some(pidfd::open(pid).ok()?) };
         let target = Self::behind(pid, pidfd)?;
         let parent = target.status.parent;
-        // If the pid was reused after the listing, the process usually has another parent: the listed parent still
-        // exists, or its children are now children of this process.
+        // A process that reused the pid after the listing usually has another parent. The listed process has kept its
+        // parent or, if that has exited, has become a child of this process.
         (parent == listed.parent || parent == me).then_some(target)
     }
 
@@ -242,7 +245,7 @@ impl Target {
         Some(Self { pid, pidfd, status, stat })
     }
 
-    /// The kernel's short name, at most 15 bytes; empty when it cannot be known.
+    /// Returns the kernel's short name of the process, at most 15 bytes. Empty if the name cannot be read.
     pub fn name(&self) -> &str {
         self.stat.as_ref().map_or("", |stat| &stat.name)
     }
@@ -259,14 +262,14 @@ impl Target {
         has(BLOCKED) || has(IGNORED)
     }
 
-    /// Sends a signal. Ignores a process that has exited in the meantime.
+    /// Sends a signal to the process. Does nothing if the process has exited in the meantime.
     pub fn signal(&self, signal: Signal) {
         let sent = match &self.pidfd {
             Some(pidfd) => pidfd::send_signal(pidfd, signal as i32),
             None => signal::kill(Pid::from_raw(self.pid), signal),
         };
-        // The process is gone, or belongs to another user now (set-user-id). The sweep continues, and reports the
-        // process if it does not exit.
+        // An error means that the process is gone, or belongs to another user now (set-user-id). The sweep continues,
+        // and reports the process if it does not exit.
         debug_assert!(matches!(sent, Ok(()) | Err(Errno::ESRCH | Errno::EPERM)), "kill({}): {sent:?}", self.pid);
     }
 }
@@ -282,7 +285,7 @@ pub fn describe(pid: i32) -> Descendant {
 /// Processes that had to be signalled: the first ones by name, the others as a count.
 #[derive(Debug, Default)]
 pub struct Ended {
-    /// The first 64.
+    /// The first 64 processes.
     pub named: Vec<Descendant>,
     others: BTreeSet<i32>,
 }

@@ -1,20 +1,20 @@
 //! Moves the memory of a warm nursery to huge pages while its workers run and it has nothing else to do. Each fork then
-//! has fewer pages to copy.
+//! has fewer page table entries to copy.
 
 use std::time::Duration;
 
 use super::Nursery;
 use crate::sys::collapse;
 
-/// Pause between two pages. It leaves the CPU to the workers and lets the nursery handle events first.
+/// Pause between moving two pages. It leaves CPU time to the workers, and lets the nursery handle events first.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Progress of the compaction.
+/// Progress of moving the nursery's memory to huge pages.
 #[derive(Debug)]
 pub(super) enum Compaction {
-    /// No worker was forked yet, and compaction must not delay the first one.
+    /// The compaction has not started, because no worker was forked yet and the first fork must not be delayed.
     Later,
-    /// Addresses that are still to be compacted.
+    /// The compaction is in progress. Contains the addresses that are still to be compacted.
     Now(Vec<usize>),
     Done,
 }
@@ -26,7 +26,7 @@ impl Nursery {
         matches!(self.compaction, Compaction::Now(_)).then_some(PAUSE)
     }
 
-    /// A worker was forked.
+    /// Starts the compaction, unless it has already started. Called after a worker was forked.
     pub(super) fn begin_compaction(&mut self) {
         if matches!(self.compaction, Compaction::Later) {
             self.compaction = Compaction::Now(collapse::places());

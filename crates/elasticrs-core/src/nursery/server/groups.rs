@@ -8,7 +8,7 @@ use crate::nursery::cleaner;
 use crate::sys::signals;
 
 impl Nursery {
-    /// Sends a signal to the process group of a worker. Errors are ignored: the group may be gone, or may belong to
+    /// Sends a signal to the process group of a worker. Ignores errors, because the group may be gone, or may belong to
     /// another user now. The agent notices workers that do not exit.
     pub(super) fn signal_group(&mut self, pid: i32, signal: i32) {
         if signal != libc::SIGKILL && self.workers.contains(&pid) {

@@ -1,5 +1,5 @@
-//! Duties of the nursery when the agent cannot act anymore: the nursery keeps the agent's connections open until no
-//! process is left, and kills all processes when the fence deadline has passed.
+//! Actions of the nursery on behalf of an agent that can no longer act. The nursery keeps the agent's connections open
+//! until no process is left, and kills all processes when the fence deadline has passed.
 
 use std::os::fd::OwnedFd;
 
@@ -13,8 +13,8 @@ use crate::nursery::protocol::{Reply, Request};
 
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
-        // The agent applies the same limit of links before it sends one. Without a socket, the descriptor was lost,
-        // because this process has reached its limit of open files.
+        // Too many links are unlikely, because the agent enforces the same limit before it sends a link. If there is no
+        // socket, the descriptor was lost, because this process has reached its limit on open files.
         let is_held =
             fds.into_iter().next().is_some_and(|socket| self.held.hold(Held { socket, word }, beside).is_ok());
         if !is_held {
@@ -25,8 +25,8 @@ impl Nursery {
     /// Releases the connections that are held for a dead agent, so that its session ends. Called when no process of the
     /// agent is left, except cleaners.
     pub(super) fn end_session(&mut self) {
-        // Read the agent's last requests first, because they may say that the session has moved to another connection,
-        // or that the agent is alive.
+        // Handle the agent's last requests first, because they may mean that the session has moved to another
+        // connection, or that the agent is alive.
         while let Ok(Some((request, fds))) = self.link.receive() {
             match request {
                 Request::Hold { beside, word } => self.hold(fds, beside, word),
@@ -38,7 +38,7 @@ impl Nursery {
     }
 
     pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
-        // Ignore an error, because the page then still says that the nursery imports modules. In this state the
+        // Ignore an error, because the page then still shows that the nursery is importing modules. In this case, the
         // sentinel does not wait for the nursery when the agent is gone, but kills all processes itself.
         self.activity = Activity::from_descriptors(fds).ok();
         if let Some(activity) = &mut self.activity {
@@ -56,8 +56,8 @@ impl Nursery {
         }
     }
 
-    /// Starts to kill all workers and their descendants if the fence deadline, until which the agent's lease is sure to
-    /// last, has passed. Returns true if the deadline has passed.
+    /// Starts killing all workers and their descendants if the fence deadline has passed, because the agent's lease is
+    /// certain to last only until then. Returns true if the deadline has passed.
     pub(super) fn check_fence(&mut self) -> bool {
         match self.fence.as_ref().map(Fence::look) {
             None | Some(Ok(Look::Unset | Look::At(_))) => false,
@@ -80,7 +80,7 @@ impl Nursery {
 
     fn end_lease(&mut self) {
         self.settle();
-        // Reap the workers that have exited by themselves first, so that their exits are reported as such.
+        // First reap the workers that have exited on their own, so that their exits are reported as such.
         self.reap();
         self.tell(&Reply::Fenced { seen: Stamp::now() }, Vec::new());
         if !self.orphaned {

@@ -1,6 +1,7 @@
-//! The nursery's program.
+//! Main program of the nursery.
 //!
-//! One loop over the agent's socket, the agent's pidfd and SIGCHLD; see the invariants in [`super`].
+//! A single loop waits for the agent's socket, the agent's pidfd, SIGCHLD and the fence timer. See [`super`] for the
+//! invariants.
 
 mod compact;
 mod groups;
@@ -58,17 +59,17 @@ pub fn run(start: Option<&str>) -> u8 {
     run_warm(start, None).err().unwrap_or_default()
 }
 
-/// Makes the processes that imported modules start part of the job. Called before the imports. [`run_warm`] takes over
-/// afterwards.
+/// Makes sure that processes that are started by imported modules belong to the job. Called before the imports.
+/// [`run_warm`] is called after them.
 pub fn begin_warm(start: &str) {
-    // Ignore errors, because the nursery also works without a child subreaper and without a token. Both calls were
-    // permitted for the agent.
+    // Ignore errors, because the nursery also works if it is not a child subreaper and has no token. No errors are
+    // expected, because the agent was permitted to make both calls.
     let _ = prctl::set_child_subreaper(true);
     let _ = Start::parse(start).map(|start| start.token.apply());
 }
 
 /// Does the same as [`run`], in a process that has imported the modules that its workers need. The workers are forks of
-/// this process, and the function returns only in them.
+/// this process. Returns a [`Worker`] in each forked worker, and the nursery's exit code as an error in the nursery.
 pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u8> {
     let code = |error: io::Error| error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255);
     let start = start.and_then(Start::parse);
@@ -77,7 +78,7 @@ pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u
         Sentinel::new(nursery, start.token).serve().map_err(code)?;
         return Err(0);
     }
-    // Close the nursery's own descriptors in the worker before the worker takes over its descriptors.
+    // In a forked worker, close the nursery's descriptors before the worker's descriptors are put in place.
     nursery.serve().map_err(code)?.map(Begun::settle).ok_or(0)
 }
 
@@ -98,7 +99,7 @@ struct Nursery {
     compaction: Compaction,
     /// Name of this process before the nursery renamed it.
     name: CString,
-    /// True if this process carries a token. A descendant without a token has then reset it.
+    /// True if this process carries a token. In that case, a descendant without a token has reset it.
     marked: bool,
     /// Value of `oom_score_adj` to restore in workers. `None` if the nursery did not lower its own value.
     oom_score_adj: Option<CString>,
@@ -106,9 +107,10 @@ struct Nursery {
     workers: BTreeSet<i32>,
     /// Sessions of all workers since the last sweep, including those of exited workers.
     sessions: BTreeSet<i32>,
-    /// The last fork, which has not settled yet. It settles while the nursery serves requests or makes the next fork.
+    /// The last forked worker, which has not finished its setup. It continues its setup while the nursery serves
+    /// requests or forks the next worker.
     unsettled: Option<Unsettled>,
-    /// Signals that are still to be sent to process groups, process by process.
+    /// Signals that are still to be sent to process groups, keyed by group. Each member is signalled individually.
     left_groups: BTreeMap<i32, i32>,
     sweep: Option<Sweep>,
     /// A start request that arrived during a sweep, with its descriptors. It is postponed because the sweep would kill
@@ -119,14 +121,14 @@ struct Nursery {
     given_up: BTreeSet<i32>,
     /// Exited children that their tracers did not release. They are reported once and no longer waited for.
     held_by_tracers: BTreeSet<i32>,
-    /// Processes that were killed by a sweep that no request asked for. They are reported with the next answer.
+    /// Processes that were killed by a sweep that no request had started. They are reported with the next answer.
     untold: Ended,
     /// Connections that are kept open for the agent.
     held: Connections,
     fence: Option<Fence>,
-    /// For a sentinel, if there is one.
+    /// Activity that is shown to the sentinel. `None` if there is no sentinel.
     activity: Option<Activity>,
-    /// Our nice value before the sweep, when it could be lowered.
+    /// The nursery's nice value before the current sweep lowered it. `None` if it is not lowered.
     nice: Option<i32>,
     /// Descriptors that are closed at the start of a sweep, so that the sweep can open files in `/proc`. Without free
     /// descriptors, the sweep would find no processes.
@@ -272,8 +274,8 @@ impl Nursery {
                     let exit = WorkerExit::from_wait_status(status);
                     self.held_by_tracers.remove(&pid);
                     self.given_up.remove(&pid);
-                    // A worker that called `PTRACE_TRACEME` is traced by the nursery, because that is its parent. Such
-                    // a worker stops at each signal, so detach from it.
+                    // A worker that called `PTRACE_TRACEME` is traced by its parent, which is the nursery. Such a
+                    // worker stops at each signal, so detach from it.
                     if exit.is_none() && libc::WIFSTOPPED(status) && wait::release(pid, libc::WSTOPSIG(status)) {
                         continue;
                     }
@@ -365,7 +367,7 @@ impl Nursery {
         self.reserve.clear();
         self.sweep = Some(Sweep::new(deadlines, number, left_by, std::mem::take(&mut self.untold)));
         // Raise the nursery's priority, because a normal share of the CPU is too little when hundreds of processes are
-        // busy. Continue without the permission.
+        // busy. Continue if this is not permitted.
         self.nice = priority::set_nice(-20).ok();
     }
 
@@ -389,8 +391,8 @@ impl Nursery {
                     self.end_session();
                     return Served::Leave;
                 }
-                // Forget these workers, because the agent is told now that they have exited. Their tracers may release
-                // them later.
+                // Forget the workers that tracers hold, because the reply below reports their exits to the agent. The
+                // tracers may release them later.
                 self.workers.retain(|pid| !held.contains(pid));
                 self.held_by_tracers.extend(&held);
                 let left_by = sweep.left_by();
@@ -416,12 +418,13 @@ impl Nursery {
     /// Restores the normal priority after a sweep, because workers would inherit the raised one.
     fn lower_priority(&mut self) {
         if let Some(nice) = self.nice.take() {
-            // Raising the nice value is always permitted.
+            // Ignore the result, because raising the nice value is always permitted.
             let _ = priority::set_nice(nice);
         }
     }
 
-    /// The agent is dead or has closed its end of the connection. Kill all processes, then exit.
+    /// Handles an agent that is dead or has closed its end of the connection: starts to kill all processes, after which
+    /// the nursery exits.
     fn lose_agent(&mut self) {
         if !self.orphaned {
             self.orphaned = true;
@@ -439,7 +442,7 @@ impl Nursery {
 enum Served {
     GoOn,
     Leave,
-    /// This is a worker now.
+    /// This process is now a forked worker.
     Become(Box<Begun>),
 }
 
@@ -458,7 +461,7 @@ impl Ready {
     }
 }
 
-/// SIGKILL now.
+/// Returns the deadlines of a sweep that sends SIGKILL immediately.
 fn at_once() -> Deadlines {
     Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
 }
@@ -468,8 +471,8 @@ fn reserve_of(any: &OwnedFd) -> Vec<OwnedFd> {
     (0..4).map_while(|_| any.try_clone().ok()).collect()
 }
 
-/// Makes this process the last that the kernel picks when memory runs out, where that is permitted, and returns what
-/// it was before.
+/// Makes this process the last one that the kernel kills when memory runs out. Returns the previous `oom_score_adj`.
+/// `None` if the change is not permitted.
 fn lower_oom_score() -> Option<CString> {
     const PATH: &str = "/proc/self/oom_score_adj";
     let before = std::fs::read_to_string(PATH).ok()?;

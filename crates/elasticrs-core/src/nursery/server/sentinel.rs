@@ -1,10 +1,10 @@
 //! The sentinel: a small process that kills the job's processes when their nursery cannot do so, because the nursery is
 //! importing modules, hangs while it starts a worker, or is dead.
 //!
-//! When the agent is gone, the sentinel waits until the nursery has killed everything. It kills all processes that
-//! carry the token itself in three cases: the nursery does not watch its agent yet, it dies before it is done, or it
-//! hangs while it starts a worker. The sentinel also kills them if the nursery hangs in a start when the fence deadline
-//! passes.
+//! When the agent is gone, the sentinel waits until the nursery has killed everything. The sentinel itself kills all
+//! processes that carry the token in three cases: the nursery does not watch its agent yet, the nursery dies before it
+//! is done, or the nursery hangs while it starts a worker. The sentinel also kills them if the nursery hangs in a start
+//! when the fence deadline passes.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,7 +23,7 @@ use crate::nursery::token::Token;
 use crate::sys::pidfd;
 
 /// Time after which a nursery that has not killed its processes is considered to hang in the kernel. It is three times
-/// the time that the nursery needs at most.
+/// the time limit of the nursery itself.
 const HOPELESS: Duration = LAST_SWEEP.saturating_mul(3);
 
 pub(super) struct Sentinel {
@@ -40,7 +40,8 @@ pub(super) struct Sentinel {
 struct Guarded {
     pidfd: OwnedFd,
     activity: Activity,
-    /// Activity of the nursery at the last check. `None` if the fence deadline had not passed then.
+    /// Activity of the nursery at the last check, if the nursery was starting a worker and the fence deadline had
+    /// passed. `None` otherwise.
     overdue: Option<Doing>,
 }
 
@@ -50,7 +51,7 @@ impl Sentinel {
         Self { token, link, agent, nursery: None, fence: None, held }
     }
 
-    /// Serves requests until the agent is gone or the fence deadline was enforced.
+    /// Serves requests until the agent is gone, or until the sentinel has enforced the fence deadline.
     pub(super) fn serve(mut self) -> io::Result<()> {
         loop {
             let timer = self.nursery.as_ref().map_or(self.link.as_fd(), |nursery| nursery.activity.timer());
@@ -70,7 +71,7 @@ impl Sentinel {
         }
     }
 
-    /// Returns false if the link is closed.
+    /// Serves all requests that have arrived. Returns false if the link is closed.
     fn serve_requests(&mut self) -> bool {
         loop {
             let (request, fds) = match self.link.receive() {

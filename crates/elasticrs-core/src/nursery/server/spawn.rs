@@ -1,4 +1,4 @@
-//! Turns a [`ProcessSpec`] into a running worker.
+//! Starts the worker that a [`ProcessSpec`] describes.
 
 use std::ffi::{CString, OsString};
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
@@ -16,7 +16,7 @@ use crate::sys::shown;
 use crate::sys::spawn::{self, Child, Command, Failure, Program, Standard};
 use crate::sys::stage::Stage;
 
-/// Directories in which programs are searched for without a `PATH`.
+/// Directories that are searched for programs if `PATH` is not set.
 const DEFAULT_PATH: &[u8] = b"/bin:/usr/bin";
 
 impl Nursery {
@@ -64,7 +64,7 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Waits until the last fork has settled, and answers its request.
+    /// Waits until the last forked worker has finished its setup, and answers its start request.
     pub(super) fn settle(&mut self) {
         if let Some(Unsettled { process, settling }) = self.unsettled.take() {
             self.step();
@@ -75,7 +75,7 @@ impl Nursery {
         }
     }
 
-    /// Announces a step that may hang.
+    /// Announces to the sentinel that the next step of a start, which may hang, is about to run.
     fn step(&mut self) {
         if let Some(activity) = &mut self.activity {
             activity.step();
@@ -112,13 +112,13 @@ fn announce(stages: &OwnedFd, stage: u8) {
     let _ = nix::unistd::write(stages, &[stage]);
 }
 
-/// A fork that has not settled yet, with the process that was requested.
+/// A forked worker that has not finished its setup, and its specification.
 pub(super) struct Unsettled {
     process: ProcessSpec,
     settling: Settling,
 }
 
-/// A fork that is to become a worker.
+/// A forked process that has yet to be set up as a worker.
 pub(super) struct Begun {
     process: ProcessSpec,
     fds: Vec<OwnedFd>,
@@ -128,17 +128,17 @@ pub(super) struct Begun {
     parent: i32,
 }
 
-/// The program that a fork runs after it has settled.
+/// Program that a forked worker runs after its setup.
 #[derive(Debug)]
 pub struct Worker {
     pub argv: Vec<OsString>,
-    /// The whole environment, `NAME=value` each.
+    /// The complete environment, as `NAME=value` entries.
     pub env: Vec<OsString>,
 }
 
 impl Begun {
-    /// Completes the setup of a forked worker, so that it equals an executed worker before its program starts. Exits
-    /// the process if this fails.
+    /// Completes the setup of a forked worker, so that its state equals that of an executed worker before its program
+    /// starts. Exits the process if this fails.
     pub(super) fn settle(self) -> Worker {
         let Self { process, fds, mut outlet, name, oom_score_adj, parent } = self;
         let targets: Vec<i32> = process.pass_fds.iter().map(|passed| passed.target).collect();
@@ -161,9 +161,9 @@ impl Begun {
             Err(failure) => outlet.fail(failure),
             Ok(()) => outlet.close(),
         }
-        // The only error is a bad address.
+        // Ignore the result, because the only possible error is a bad address.
         let _ = prctl::set_name(&name);
-        // Ignore an error, because the shown command line is only for people.
+        // Ignore an error, because the command line that `/proc` shows is only informational.
         let _ = shown::show(&process.argv, &process.env);
         Worker { argv: process.argv, env: process.env }
     }
@@ -180,7 +180,7 @@ pub(in crate::nursery) fn command<'fd>(
         *standard = self::standard(descriptor, spec).map_err(failed(Stage::OpenLog, descriptor))?;
     }
     let passed = process.pass_fds.iter().map(|passed| {
-        // Descriptors are missing if this process has reached its limit of open files.
+        // Descriptors are missing if this process has reached its limit on open files.
         let index = usize::try_from(passed.source).map_err(|_| Errno::EBADF)?;
         let fd = fds.get(index).ok_or(Errno::EMFILE)?;
         if passed.target < 0 { Err(Errno::EBADF) } else { Ok((fd.as_fd(), passed.target)) }
@@ -219,7 +219,7 @@ fn standard(descriptor: usize, spec: &Stdio) -> Result<Standard, Errno> {
     Ok(Standard::Open { path: c_string(path.as_os_str().as_bytes())?, flags })
 }
 
-/// The paths to try, in order, as `execvpe` and Python's `subprocess` do.
+/// Returns the paths to try in order, by the rules of `execvpe` and Python's `subprocess`.
 fn candidates(process: &ProcessSpec) -> Result<Vec<CString>, Errno> {
     let program = process.argv.first().ok_or(Errno::EINVAL)?.as_bytes();
     if program.is_empty() {
@@ -232,7 +232,7 @@ fn candidates(process: &ProcessSpec) -> Result<Vec<CString>, Errno> {
     let directories = path.unwrap_or(DEFAULT_PATH).split(|&byte| byte == b':');
     directories
         .map(|directory| match directory {
-            // An empty entry is the working directory.
+            // An empty entry in `PATH` means the working directory.
             b"" => c_string(program),
             _ => c_string(&[directory, b"/", program].concat()),
         })
@@ -247,7 +247,7 @@ fn c_string(bytes: &[u8]) -> Result<CString, Errno> {
     CString::new(bytes).map_err(|_| Errno::EINVAL)
 }
 
-/// Returns the path or program that failed, for messages.
+/// Returns the path or program to which the failure applies, for messages.
 fn subject(process: &ProcessSpec, failure: Failure) -> String {
     let lossy = |path: &Path| path.to_string_lossy().into_owned();
     match failure.stage {

@@ -1,9 +1,10 @@
-//! Kills all descendants until none is left.
+//! Kills all descendants of the nursery until none is left.
 //!
-//! Each step reaps exited children, lists the remaining processes, and signals them according to the phase: none during
-//! the linger time, SIGTERM once during the grace time, and SIGKILL after that. [Cleaners](crate::nursery::cleaner) are
-//! killed last. Only `ECHILD` proves that no process is left. If exempt processes prevent `ECHILD`, two checks in a row
-//! that find no other process count instead.
+//! Each step reaps exited children, lists the remaining processes, and signals them according to the phase: no signal
+//! during the linger time, SIGTERM once during the grace time, and SIGKILL after that.
+//! [Cleaners](crate::nursery::cleaner) are killed last. Only `ECHILD` proves that no process is left. While exempt
+//! processes are running, `ECHILD` cannot occur. The sweep then stops after two consecutive checks that find no other
+//! process.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -17,7 +18,8 @@ use crate::nursery::protocol::Descendant;
 use crate::nursery::token::Token;
 use crate::nursery::tree::{self, Ended, Listed, Status, Target};
 
-/// Interval for checking processes that are not children of this process, because their exit causes no signal here.
+/// Maximum interval between checks for processes that are not children of this process, because their exits cause no
+/// SIGCHLD here.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 const FIRST_LOOK: Duration = Duration::from_micros(200);
 
@@ -52,21 +54,21 @@ pub(super) enum Verdict {
 #[derive(Debug)]
 pub(super) struct Sweep {
     deadlines: Deadlines,
-    /// The last request that this answers.
+    /// Number of the last request that this sweep answers. `None` if no request is to be answered.
     number: Option<u32>,
-    /// If set, the sweep kills only leftover processes of this worker, and spares living workers.
+    /// If set, the sweep kills only the leftover processes of this worker, and spares running workers.
     left_by: Option<i32>,
-    /// Pids to which SIGTERM was sent, and those to which SIGKILL was sent.
+    /// Pids that were sent SIGTERM. `killed` contains the pids that were sent SIGKILL.
     termed: BTreeSet<i32>,
     killed: BTreeSet<i32>,
     ended: Ended,
-    /// State of waiting for cleaners when no other processes are left.
+    /// Tracks how long to wait for cleaners after all other processes have exited.
     patience: Patience,
-    /// Number of checks in a row that have found only cleaners and exempt processes.
+    /// Number of consecutive checks that have found only cleaners and exempt processes.
     quiet_looks: u8,
-    /// Children that had exited by the last check. If the next check finds them again, a tracer holds them.
+    /// Exited children that the last check found unreaped. If the next check finds them again, a tracer holds them.
     corpses: BTreeSet<i32>,
-    /// Time since which only such children have been left.
+    /// Time since which every check has found only processes that need not exit. `None` if the last check found others.
     only_held: Option<Instant>,
     pause: Duration,
 }
@@ -76,14 +78,14 @@ pub(super) struct Sweep {
 struct Look {
     others: Vec<Listed>,
     exempt: Vec<i32>,
-    /// True if a cleaner was spared.
+    /// True if the check spared a [cleaner](crate::nursery::cleaner).
     cleaners: bool,
-    /// Exited children that `wait4` does not return.
+    /// Exited children that `wait4` does not return, because a tracer holds them.
     held: Vec<i32>,
-    /// True if a process exited during the check. Its children, which are now children of this process, may have been
-    /// missed. A zombie whose parent is another process has passed on its children already.
+    /// True if a process exited during the check, which may therefore have missed its children. They are now children
+    /// of this process. A zombie with another parent does not count, because its children have already been passed on.
     unsure: bool,
-    /// True if a process was signalled for the first time.
+    /// True if the check sent a process its first SIGTERM or its first SIGKILL.
     new: bool,
 }
 
@@ -104,8 +106,9 @@ impl Sweep {
         }
     }
 
-    /// Does nothing if `left_by` is set. Otherwise moves each deadline forward if the new one is earlier, and extends
-    /// the sweep to all workers.
+    /// Handles another sweep request during this sweep. Does nothing if `left_by` is set. If this sweep kills only the
+    /// leftover processes of one worker, extends it to all descendants with the deadlines `by`. Otherwise, adopts each
+    /// deadline in `by` that is earlier than the current one.
     pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if left_by.is_some() {
             return;
@@ -129,23 +132,23 @@ impl Sweep {
         until.min(self.pause)
     }
 
-    /// Returns the number of the request and the processes that have exited, which are those not in `stuck`.
+    /// Returns the number of the request, and the killed processes that are not in `stuck`.
     pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Ended) {
         let stuck: Vec<i32> = stuck.iter().map(|stuck| stuck.pid).collect();
         (self.number, self.ended.without(&stuck))
     }
 
-    /// Workers that live are ended as well.
+    /// True if the sweep also kills running workers.
     pub(super) fn ends_workers(&self) -> bool {
         self.left_by.is_none()
     }
 
-    /// See [`Self::new`].
+    /// Returns the worker whose leftover processes this sweep kills. `None` if it kills all descendants.
     pub(super) fn left_by(&self) -> Option<i32> {
         self.left_by
     }
 
-    /// True if only cleaners are left.
+    /// True if the last two checks have found only cleaners and exempt processes.
     pub(super) fn is_quiet(&self) -> bool {
         self.quiet_looks >= 2
     }
@@ -167,12 +170,12 @@ impl Sweep {
             self.deadlines.give_up = self.deadlines.give_up.max(now + LONGEST);
         }
         if now >= self.deadlines.give_up && look.cleaners && self.patience.end() {
-            // The others do not end. These do.
+            // The time limit has passed. Kill the cleaners as well, and wait a moment for them to exit.
             self.deadlines.give_up = now + LAST_MOMENT;
             self.pause = Duration::ZERO;
             return Verdict::GoOn;
         }
-        // Do not wait for processes of living workers, because those continue to run.
+        // Do not insist on `ECHILD` if running workers, exempt processes, or processes that a tracer holds may stay.
         let may_stay = self.left_by.is_some() || !look.exempt.is_empty() || !look.held.is_empty();
         let only_harmless = is_quiet && !look.cleaners && may_stay;
         self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));
@@ -193,7 +196,7 @@ impl Sweep {
         Verdict::GoOn
     }
 
-    /// Looks at all descendants, and signals those that are due.
+    /// Checks all descendants once, and sends `signal` to those that must exit.
     fn look(&mut self, nursery: &Nursery, signal: Option<Signal>, now: Instant) -> Look {
         let mut look = Look::default();
         let corpses = std::mem::take(&mut self.corpses);
@@ -249,7 +252,7 @@ impl Sweep {
             target.signal(signal);
         } else if is_new {
             target.signal(signal);
-            // Continue the process as well, because a stopped process does not handle the signal.
+            // Also continue the process, because a stopped process does not handle SIGTERM.
             target.signal(Signal::SIGCONT);
         }
         if is_new && !was_named && !nursery.workers.contains(&pid) && !nursery.orphaned {
@@ -260,7 +263,8 @@ impl Sweep {
 }
 
 impl Nursery {
-    /// True if the process has left its worker's session and reset the token: it is meant to stay.
+    /// True if the process has left its worker's session and reset the token, which means that it is meant to outlive
+    /// the job.
     fn is_exempt(&self, pid: i32, status: Status) -> bool {
         self.marked && !self.sessions.contains(&status.session) && Token::is_reset(pid)
     }
