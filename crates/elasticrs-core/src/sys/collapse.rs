@@ -8,7 +8,7 @@ use nix::errno::Errno;
 const MADV_COLLAPSE: libc::c_int = 25;
 const HUGE: usize = 2 << 20;
 
-/// The places for a huge page in the private, writable, anonymous memory of this process, by address.
+/// Returns the addresses in the private, writable, anonymous memory of this process at which a huge page fits.
 pub fn places() -> Vec<usize> {
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     maps.lines().filter_map(anonymous).flat_map(|(start, end)| whole_places(start, end)).collect()
@@ -33,7 +33,7 @@ fn whole_places(start: usize, end: usize) -> impl Iterator<Item = usize> {
 /// # Errors
 /// Huge pages are unsupported, not permitted, or not available at the moment.
 pub fn collapse(place: usize) -> nix::Result<()> {
-    // SAFETY: the content of the memory stays what it is, whether or not it is mapped; the kernel checks the range.
+    // SAFETY: the call does not change the content of the memory. The kernel checks the range, which may be unmapped.
     Errno::result(unsafe { libc::madvise(place as *mut libc::c_void, HUGE, MADV_COLLAPSE) }).map(drop)
 }
 
@@ -70,7 +70,7 @@ mod tests {
     fn what_was_written_is_still_there() {
         let memory = vec![7_u8; 3 * HUGE];
         for place in places() {
-            // Not every kernel can, or wants to.
+            // Ignore the result, because not every kernel supports or permits this.
             let _ = collapse(place);
         }
         assert!(memory.iter().all(|&byte| byte == 7));

@@ -1,14 +1,14 @@
-//! Descriptors that are known by their number only, because Python holds them.
+//! Duplicates file descriptors that are known only by number, because Python owns them.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
-/// A descriptor of our own for the same open file, close-on-exec.
+/// Returns a close-on-exec duplicate of the file descriptor `number`.
 ///
 /// # Errors
-/// `EBADF`: nothing is open under that number. `EMFILE`: no number is left.
+/// `EBADF` if the descriptor is not open. `EMFILE` if no descriptor number is available.
 pub fn duplicate(number: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: takes numbers only; a number that is not open is an error.
+    // SAFETY: the call takes only integers, and returns an error if the descriptor is not open.
     let own = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 3) };
     if own < 0 {
         return Err(io::Error::last_os_error());

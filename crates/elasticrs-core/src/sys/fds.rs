@@ -1,4 +1,4 @@
-//! Descriptors: taking over inherited ones, closing the rest, memory files.
+//! Takes over inherited file descriptors, closes the others, and creates memory files.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -11,13 +11,14 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 
-/// `MFD_EXEC` of Linux 6.3; there a memory file without it may be refused or made non-executable by `vm.memfd_noexec`.
+/// The flag `MFD_EXEC`, which exists since Linux 6.3. From that version on, `vm.memfd_noexec` may make the kernel
+/// refuse a memory file without this flag, or make the file non-executable.
 const MFD_EXEC: libc::c_uint = 0x10;
 
-/// Takes over the descriptors that this process was started with under agreed numbers, close-on-exec from now on.
+/// Takes ownership of the inherited file descriptors with these numbers, and makes them close-on-exec.
 ///
-/// Possible once in a process, before anything else opens descriptors: `EBADF` when one is not open, `EALREADY` the
-/// second time.
+/// Call this only once in a process, before any other code opens descriptors. The error is `EBADF` if a descriptor is
+/// not open, and `EALREADY` for a second call.
 pub fn take_inherited<const N: usize>(numbers: [RawFd; N]) -> nix::Result<[OwnedFd; N]> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {
@@ -27,13 +28,15 @@ pub fn take_inherited<const N: usize>(numbers: [RawFd; N]) -> nix::Result<[Owned
         // SAFETY: `F_SETFD` does not close the descriptor. A number that is not open gives EBADF.
         Errno::result(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) })?;
     }
-    // SAFETY: all are open, and by the guard and the contract above nothing in this process owns them yet.
+    // SAFETY: all descriptors are open. The flag `TAKEN` and the contract above ensure that no other code owns them
+    // yet.
     Ok(numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) }))
 }
 
-/// Closes every descriptor from `first` on: `close_range` (Linux 5.9), or one by one from `/proc/self/fd`.
+/// Closes all file descriptors from `first` upwards. Uses `close_range` (Linux 5.9) or, if that fails, closes the
+/// descriptors that `/proc/self/fd` lists one at a time.
 ///
-/// For a process that has just been started and owns none of them.
+/// Only for a process that has just started and does not own any of these descriptors.
 pub fn close_from(first: RawFd) -> io::Result<()> {
     if close_range(first.cast_unsigned(), 0).is_ok() {
         return Ok(());
@@ -43,15 +46,16 @@ pub fn close_from(first: RawFd) -> io::Result<()> {
         .filter(|&fd| fd >= first)
         .collect();
     for fd in open {
-        // SAFETY: by the contract above, no code owns the descriptor. The descriptor of the listing is closed already,
-        // so closing it again gives EBADF.
+        // SAFETY: by the contract above, no code owns the descriptor. The descriptor of the directory listing is
+        // already closed, so closing it again fails with EBADF.
         unsafe { libc::close(fd) };
     }
     Ok(())
 }
 
 fn close_range(first: u32, flags: u32) -> nix::Result<()> {
-    // SAFETY: integers only. What it closes is the caller's responsibility, see `close_from`.
+    // SAFETY: the call takes only integers. The caller is responsible for the descriptors that it closes; see
+    // `close_from`.
     Errno::result(unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, flags) }).map(drop)
 }
 
@@ -60,11 +64,11 @@ pub(super) fn has_close_range() -> bool {
     close_range(u32::MAX, 0).is_ok()
 }
 
-/// A sealed, close-on-exec memory file with this content that may be executed.
+/// Creates a memory file with this content that is sealed, close-on-exec and executable.
 pub fn executable_memory_file(name: &CStr, content: &[u8]) -> io::Result<OwnedFd> {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let fd = match memfd_create(name, flags | MFdFlags::from_bits_retain(MFD_EXEC)) {
-        // Before Linux 6.3 the flag is unknown, and every memory file is executable.
+        // Before Linux 6.3, the flag is unknown and every memory file is executable.
         Err(Errno::EINVAL) => memfd_create(name, flags)?,
         other => other?,
     };

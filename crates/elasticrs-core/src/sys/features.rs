@@ -1,4 +1,5 @@
-//! What the running kernel offers, probed once by asking it: version numbers lie (backports, seccomp filters).
+//! Features of the running kernel. Each feature is probed once, because backports and seccomp filters make the kernel's
+//! version number unreliable.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -8,23 +9,24 @@ use nix::sys::wait::{Id, WaitPidFlag, waitid};
 
 use super::{fds, pidfd};
 
-/// Features that are newer than the oldest supported kernel. Each has a fallback.
+/// Kernel features that are newer than the oldest supported kernel. There is a fallback for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "each is an answer of its own")]
 pub struct Features {
-    /// `close_range` (Linux 5.9); otherwise `/proc/self/fd` is read.
+    /// True if `close_range` is available (Linux 5.9). Otherwise, `/proc/self/fd` is read.
     pub close_range: bool,
-    /// `PIDFD_SIGNAL_PROCESS_GROUP` (Linux 6.9). Without this feature, the nursery signals process groups by number,
-    /// which is safe while it has not reaped their leaders.
+    /// True if `PIDFD_SIGNAL_PROCESS_GROUP` is available (Linux 6.9). Otherwise, the nursery signals process groups by
+    /// number, which is safe while it has not reaped their leaders.
     pub pidfd_group_signal: bool,
-    /// A memory file may be executed (`vm.memfd_noexec` below 2); otherwise the nursery runs from a file.
+    /// True if memory files may be executed (`vm.memfd_noexec` below 2). Otherwise, the nursery is run from a file.
     pub memfd_exec: bool,
-    /// `/proc/PID/task/TID/children` (`CONFIG_PROC_CHILDREN`); otherwise all of `/proc` is searched by parent.
+    /// True if `/proc/PID/task/TID/children` is available (`CONFIG_PROC_CHILDREN`). Otherwise, children are found by
+    /// reading the parent of every process in `/proc`.
     pub proc_children: bool,
 }
 
 impl Features {
-    /// The features of the running kernel.
+    /// Returns the features of the running kernel.
     pub fn get() -> Self {
         static FEATURES: OnceLock<Features> = OnceLock::new();
         *FEATURES.get_or_init(|| Self {
@@ -36,7 +38,7 @@ impl Features {
     }
 }
 
-/// The kernel is below the floor, or a filter hides what is needed.
+/// Error: the kernel is too old, or a filter blocks a required system call.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("elasticrs needs Linux 5.4 or later: {call} is not usable here ({})", .source.desc())]
 pub struct UnsupportedKernel {
@@ -45,12 +47,14 @@ pub struct UnsupportedKernel {
     pub source: Errno,
 }
 
-/// Checks the floor: `pidfd_open` (5.3), and `waitid` on a pidfd (5.4), which imply `CLONE_PIDFD` (5.2).
+/// Checks that the kernel has the required features: `pidfd_open` (Linux 5.3) and `waitid` on a pidfd (Linux 5.4). They
+/// imply `CLONE_PIDFD` (Linux 5.2).
 pub fn check_floor() -> Result<(), UnsupportedKernel> {
     let me = pidfd::open(nix::unistd::getpid().as_raw())
         .map_err(|source| UnsupportedKernel { call: "pidfd_open", source })?;
     match waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&me)), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG) {
-        // No process is its own child; a kernel that does not know the kind of id says EINVAL.
+        // ECHILD is expected, because no process is its own child. A kernel that does not support pidfds here returns
+        // EINVAL.
         Ok(_) | Err(Errno::ECHILD) => Ok(()),
         Err(source) => Err(UnsupportedKernel { call: "waitid on a pidfd", source }),
     }

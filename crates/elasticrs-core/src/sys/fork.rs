@@ -1,4 +1,4 @@
-//! Starts a child that continues the parent's program instead of executing another one.
+//! Forks a child that continues the parent's program instead of executing another program.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -14,34 +14,34 @@ use super::spawn::{Child, Failure};
 use super::stage::Stage;
 use super::{pidfd, wait};
 
-/// Forks this process, which has one thread, and runs the fork handlers of its language runtime and libraries. Returns
-/// the result of `fork`.
+/// Function that forks this single-threaded process, and runs the fork handlers of its language runtime and libraries.
+/// It returns the result of `fork`.
 pub type Forker = Box<dyn FnMut() -> nix::Result<i32>>;
 
-/// `fork` alone, for a program in Rust that has one thread.
+/// Calls `fork`, for a single-threaded program in Rust.
 pub fn plain() -> nix::Result<i32> {
-    // SAFETY: with one thread the child may do whatever its parent may.
+    // SAFETY: the process has only one thread, so the child may do anything that the parent may do.
     match unsafe { nix::unistd::fork() }? {
         ForkResult::Child => Ok(0),
         ForkResult::Parent { child } => Ok(child.as_raw()),
     }
 }
 
-/// The process in which `fork` has returned.
+/// Tells the two processes in which [`fork`] returns apart.
 pub enum Forked {
-    /// The parent, with the running child.
+    /// This process is the parent. Contains the running child.
     Parent(Settling),
-    /// The child.
+    /// This process is the child. Contains its pipe to the parent.
     Child(Outlet),
 }
 
-/// The pipe on which a forked child announces stages that can block forever, and then reports that it has settled or
-/// has failed.
+/// Write end of the pipe on which a forked child announces stages that can block forever, and then reports that its
+/// setup has finished or failed.
 #[derive(Debug)]
 pub struct Outlet(OwnedFd);
 
-/// Bytes on the pipe other than the number of a stage. `FAILED` is followed by the stage, the descriptor, and the error
-/// number.
+/// Bytes on the pipe that are not the number of a stage. `SETTLED` reports that the setup has finished. `FAILED` is
+/// followed by the stage, the descriptor, and the error number.
 const SETTLED: u8 = 0;
 const FAILED: u8 = u8::MAX;
 
@@ -55,13 +55,13 @@ impl Outlet {
         Ok(())
     }
 
-    /// Reports that the child has settled.
+    /// Reports that the child has finished its setup.
     pub fn close(self) {
         // Ignore an error, because it means that the parent is gone.
         let _ = File::from(self.0).write_all(&[SETTLED]);
     }
 
-    /// Reports the failure and exits.
+    /// Reports the failure to the parent and exits.
     pub fn fail(self, failure: Failure) -> ! {
         let Failure { stage, errno, descriptor } = failure;
         let mut told = [FAILED, stage as u8, u8::try_from(descriptor).unwrap_or(0), 0, 0, 0, 0];
@@ -80,7 +80,7 @@ impl AsFd for Outlet {
     }
 }
 
-/// A running child that has neither settled nor failed yet.
+/// A running child whose setup has neither finished nor failed yet.
 #[derive(Debug)]
 pub struct Settling {
     child: Child,
@@ -88,9 +88,9 @@ pub struct Settling {
 }
 
 impl Settling {
-    /// Waits until the child has settled or exited. Calls `announce` with the number of each stage that can block
-    /// forever, before that stage. Kills the child if it is no longer needed, because the process of `needed_by` has
-    /// exited or its connection was closed.
+    /// Waits until the child has finished its setup or has exited. Calls `announce` with the number of each stage that
+    /// can block forever, before that stage. Kills the child if it is no longer needed, because the process in
+    /// `needed_by` has exited or the connection in `needed_by` was closed.
     pub fn wait(mut self, needed_by: [BorrowedFd<'_>; 2], mut announce: impl FnMut(u8)) -> Result<Child, Failure> {
         let mut failure = None;
         while self.has_told(needed_by) {
@@ -116,8 +116,8 @@ impl Settling {
         Err(Failure { stage, errno: Errno::from_raw(i32::from_ne_bytes(errno)), descriptor: descriptor.into() })
     }
 
-    /// Waits until the pipe is readable. Returns false if the child has exited without a report. The end of the pipe
-    /// does not show that, because a process that the child started may hold the pipe open.
+    /// Waits until the pipe is readable. Returns false if the child has exited without a report. Does not rely on the
+    /// end of the pipe, because a process that the child has started may hold the pipe open.
     fn has_told(&self, [process, connection]: [BorrowedFd<'_>; 2]) -> bool {
         let mut polled = [
             PollFd::new(self.told.as_fd(), PollFlags::POLLIN),
@@ -128,7 +128,7 @@ impl Settling {
         let mut is_needed = true;
         loop {
             let count = if is_needed { polled.len() } else { 2 };
-            // The only error is EINTR, and all signals are blocked.
+            // Ignore the result, because the only possible error is EINTR, and all signals are blocked.
             let _ = poll(&mut polled[..count], PollTimeout::NONE);
             let [told, ended, ..] = polled.each_ref().map(|fd| fd.any().unwrap_or(true));
             if told || ended {
@@ -145,7 +145,7 @@ fn failed(errno: Errno) -> Failure {
     Failure { stage: Stage::Clone, errno, descriptor: 0 }
 }
 
-/// Forks. The parent and the child both get the signal mask from before the call.
+/// Forks this process. Parent and child keep the signal mask from before the call.
 pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
     let (told, outlet) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(failed)?;
     let pid = forker().map_err(failed)?;

@@ -1,12 +1,13 @@
-//! Returns freed memory, which the allocator keeps, to the kernel.
+//! Releases freed memory that the allocator has kept to the kernel.
 
-/// Gives the kernel back all whole pages that nothing lives in.
+/// Returns all unused whole pages of the heap to the kernel.
 ///
-/// glibc keeps what small and middle-sized blocks were freed from; other C libraries are left to what they do themselves.
-/// Takes a millisecond for some hundred MiB, in which other threads that allocate may wait.
+/// glibc keeps the memory of freed small and medium-sized blocks. With other C libraries, this function does nothing.
+/// Takes about a millisecond for a few hundred MiB. During that time, other threads may have to wait when they allocate
+/// memory.
 pub fn trim() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: an integer; it takes the allocator's own locks.
+    // SAFETY: the call takes only an integer, and acquires the allocator's locks itself.
     unsafe {
         libc::malloc_trim(0);
     }

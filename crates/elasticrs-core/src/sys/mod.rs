@@ -1,7 +1,7 @@
-//! Thin wrappers of system calls that nix does not have, or not in the form that is needed here.
+//! Thin wrappers for system calls that nix does not provide, or not in the required form.
 //!
-//! Everything `unsafe` of the project is in this module. Each wrapper names the kernel that it needs; the floor of the
-//! project is Linux 5.4, what is newer is probed by [`features`].
+//! All `unsafe` code of this crate is in this module. Each wrapper names the kernel version that it requires. The
+//! minimum is Linux 5.4, and newer features are probed by [`features`].
 
 pub mod collapse;
 #[cfg(feature = "agent")]

@@ -17,17 +17,18 @@ use nix::sys::stat::Mode;
 const LENGTH: NonZeroUsize = NonZeroUsize::new(SIZE as usize).expect("a constant above zero");
 const SIZE: u16 = 4096;
 const WORDS: usize = SIZE as usize / size_of::<u64>();
-/// A file that cannot shrink cannot turn an access into SIGBUS.
+/// Seals of the page's file. If the file could shrink, access to its memory could cause SIGBUS.
 const SEALS: SealFlag = SealFlag::F_SEAL_SEAL.union(SealFlag::F_SEAL_SHRINK).union(SealFlag::F_SEAL_GROW);
 
-/// Shared memory behind a close-on-exec descriptor. It is an array of numbers, of which some users need only the first.
+/// Page of memory that is shared through a close-on-exec descriptor. It is an array of numbers, of which some users
+/// need only the first.
 #[derive(Debug)]
 pub struct Page {
     memory: NonNull<AtomicU64>,
     file: OwnedFd,
 }
 
-// SAFETY: the memory is used as an atomic only, and stays mapped as long as the value lives.
+// SAFETY: the memory is only accessed through atomics, and stays mapped as long as the value lives.
 unsafe impl Send for Page {}
 // SAFETY: as above.
 unsafe impl Sync for Page {}
@@ -65,22 +66,22 @@ impl Page {
     /// Maps the page behind a descriptor that another process has sent.
     ///
     /// # Errors
-    /// `EINVAL` if the descriptor does not belong to a file that one of these functions made. Also fails if no memory
-    /// is available.
+    /// `EINVAL` if the descriptor does not belong to a file that one of these functions has created. Also fails if no
+    /// memory is available.
     pub fn map(file: OwnedFd) -> io::Result<Self> {
         let facts = nix::sys::stat::fstat(&file)?;
         let is_safe = sealed_by(&file).map_or(facts.st_nlink == 0, |seals| seals.contains(SEALS));
         if !is_safe || facts.st_size != i64::from(SIZE) {
             return Err(Errno::EINVAL.into());
         }
-        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
+        // SAFETY: the kernel chooses the address, so the new mapping does not replace another one.
         let memory = unsafe {
             mmap(None, LENGTH, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED, &file, 0)
         }?;
         Ok(Self { memory: memory.cast(), file })
     }
 
-    /// The number at its beginning.
+    /// Returns the first number of the page.
     pub fn number(&self) -> &AtomicU64 {
         // SAFETY: the address is page-aligned, the mapping is large enough and stays mapped while `self` lives, and
         // every value is a valid `u64`. The other process accesses the number atomically as well.
@@ -97,8 +98,8 @@ impl Page {
 
 impl Drop for Page {
     fn drop(&mut self) {
-        // The only possible error is EINVAL, for an address that is no mapping's.
-        // SAFETY: `map` made the mapping, and references to it live no longer than `self`.
+        // The only possible error is EINVAL, for an invalid address.
+        // SAFETY: `map` created the mapping, and no reference to it outlives `self`.
         let _ = unsafe { munmap(self.memory.cast(), LENGTH.get()) };
     }
 }
@@ -109,12 +110,12 @@ impl AsFd for Page {
     }
 }
 
-/// The seals of a file; `None` for one that cannot have any.
+/// Returns the seals of a file. `None` if the file does not support seals.
 fn sealed_by(file: &OwnedFd) -> Option<SealFlag> {
     fcntl(file, FcntlArg::F_GET_SEALS).ok().map(SealFlag::from_bits_retain)
 }
 
-/// A file in the temporary directory that has no name and never gets one.
+/// Creates a file in the temporary directory that has no name and can never get one.
 fn nameless_file() -> io::Result<OwnedFd> {
     let flags = OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_EXCL | OFlag::O_CLOEXEC;
     Ok(open(&std::env::temp_dir(), flags, Mode::S_IRUSR | Mode::S_IWUSR)?)

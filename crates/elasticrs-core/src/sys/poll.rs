@@ -4,23 +4,23 @@ use std::io;
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-/// Reason for the end of a wait.
+/// Reason why [`poll_readable`] has returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Polled {
     /// The descriptor at this index is readable, has hung up, or is closed.
     Ready(usize),
     TimedOut,
-    /// A signal handler ran.
+    /// A signal handler has run.
     Interrupted,
 }
 
-/// Waits until one of `fds` is readable; the first in their order wins.
+/// Waits until one of `fds` is readable. If several are, returns the first of them.
 ///
-/// The descriptors are plain numbers because they belong to Python, which may close them at any time: a closed one
-/// counts as ready, so that its owner meets the error.
+/// The descriptors are plain numbers, because Python owns them and may close them at any time. A closed descriptor
+/// counts as ready, so that its owner gets the error when it uses the descriptor.
 ///
 /// # Errors
-/// What `ppoll` returns, `EINTR` excepted.
+/// Any error from `ppoll` except `EINTR`.
 pub fn poll_readable(fds: &[RawFd], timeout: Option<Duration>) -> io::Result<Polled> {
     let mut entries: Vec<libc::pollfd> =
         fds.iter().map(|&fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
@@ -29,8 +29,8 @@ pub fn poll_readable(fds: &[RawFd], timeout: Option<Duration>) -> io::Result<Pol
         tv_nsec: libc::c_long::from(timeout.subsec_nanos()),
     });
     let spec_ptr = spec.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-    // SAFETY: `entries` and `spec` live through the call, and the count is that of `entries`; a null mask leaves the
-    // signal mask alone.
+    // SAFETY: `entries` and `spec` outlive the call, and the count is the length of `entries`. A null mask leaves the
+    // signal mask unchanged.
     let n = unsafe { libc::ppoll(entries.as_mut_ptr(), entries.len() as libc::nfds_t, spec_ptr, std::ptr::null()) };
     if n < 0 {
         let error = io::Error::last_os_error();

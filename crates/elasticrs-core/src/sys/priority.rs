@@ -1,4 +1,4 @@
-//! Nice values of this process and of its children.
+//! Nice values of this process and of other processes.
 
 use std::ffi::CStr;
 
@@ -9,11 +9,11 @@ pub const BACKGROUND: i32 = 19;
 /// [`BACKGROUND`] in decimal.
 pub const BACKGROUND_TEXT: &CStr = c"19";
 
-/// Sets the nice value of the calling thread and returns the previous value. The error `EACCES` means that this process
-/// may not lower it (`CAP_SYS_NICE`, `RLIMIT_NICE`).
+/// Sets the nice value of the calling thread and returns the previous value. The error is `EACCES` if this process is
+/// not permitted to lower the value (`CAP_SYS_NICE`, `RLIMIT_NICE`).
 pub fn set_nice(value: i32) -> nix::Result<i32> {
     // A result of −1 is a valid value, because reading the calling thread's own value cannot fail.
-    // SAFETY: the call takes integers only.
+    // SAFETY: the call takes only integers.
     let before = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
     set_nice_of(0, value)?;
     Ok(before)
@@ -21,18 +21,18 @@ pub fn set_nice(value: i32) -> nix::Result<i32> {
 
 /// Sets the nice value of the main thread of a process.
 pub fn set_nice_of(pid: i32, value: i32) -> nix::Result<()> {
-    // SAFETY: integers only.
+    // SAFETY: the call takes only integers.
     Errno::result(unsafe { libc::setpriority(libc::PRIO_PROCESS, pid.cast_unsigned(), value) }).map(drop)
 }
 
-/// Returns the nice value of this process if a child with a higher value may get it back. `None` if that is not
-/// permitted.
+/// Returns the nice value of this process if a process that raises its nice value may restore the old value. `None` if
+/// that is not permitted.
 ///
-/// Tries it in a short-lived thread, because each thread has its own nice value. Reading `CAP_SYS_NICE` and
+/// Tests this in a short-lived thread, because each thread has its own nice value. Reading `CAP_SYS_NICE` and
 /// `RLIMIT_NICE` would not be enough, because the capability does not count in a user namespace.
 pub fn restorable() -> Option<i32> {
     let attempt = || {
-        // SAFETY: integers only.
+        // SAFETY: the call takes only integers.
         let before = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
         // A small step is enough. With the lowest priority, this thread could wait long for its next turn.
         set_nice(before + 1).ok()?;

@@ -1,4 +1,4 @@
-//! Descriptors in the runtime's epoll.
+//! Registers file descriptors with the async runtime.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -9,7 +9,7 @@ use tokio::io::unix::AsyncFd;
 
 use crate::nursery::link::AgentLink;
 
-/// Something that owns one descriptor.
+/// Type that owns one file descriptor.
 ///
 /// # Safety
 /// `as_raw_fd` must return the same open descriptor for as long as the value lives.
@@ -22,10 +22,10 @@ unsafe impl OwnsDescriptor for Arc<OwnedFd> {}
 // SAFETY: the link owns its socket and never replaces it.
 unsafe impl OwnsDescriptor for AgentLink {}
 
-/// Registers a descriptor with the current runtime.
+/// Registers a file descriptor with the current runtime.
 ///
 /// # Errors
-/// Epoll refuses it, or is out of watches.
+/// Epoll does not support the descriptor, or its limit on watches is reached.
 pub fn register<T: OwnsDescriptor>(inner: T, interest: Interest) -> io::Result<AsyncFd<T>> {
     // SAFETY: `OwnsDescriptor` guarantees the requirements of this call.
     unsafe { AsyncFd::register_with_interest(inner, interest) }.map_err(io::Error::from)

@@ -1,4 +1,4 @@
-//! Limits of other processes.
+//! Resource limits of other processes.
 
 use std::ptr;
 

@@ -16,10 +16,10 @@ struct Map {
     stack: u64,
     arguments: [u64; 2],
     environment: [u64; 2],
-    /// Null with size 0: as it is.
+    /// Address of the auxiliary vector. 0, with size 0, keeps the current one.
     auxiliary: u64,
     auxiliary_size: u32,
-    /// -1 keeps the current executable.
+    /// File descriptor of the executable. -1 keeps the current one.
     executable: i32,
 }
 
@@ -27,7 +27,7 @@ struct Map {
 /// unchanged keep their memory, so that programs that change their title can still overwrite them.
 ///
 /// # Errors
-/// The kernel lacks checkpoint and restore, or `/proc` is not mounted.
+/// The kernel was built without support for checkpoint and restore, or `/proc` is not mounted.
 pub fn show(argv: &[OsString], env: &[OsString]) -> nix::Result<()> {
     let (arguments, environment) = (block(argv), block(env));
     let mut map = current()?;
@@ -36,7 +36,7 @@ pub fn show(argv: &[OsString], env: &[OsString]) -> nix::Result<()> {
     }
     map.environment = place(&environment)?;
     let (option, size) = (libc::PR_SET_MM, size_of::<Map>());
-    // SAFETY: the kernel reads a structure of this size and checks all that is in it.
+    // SAFETY: the kernel reads a structure of this size, and checks its content.
     let set = unsafe { libc::prctl(option, libc::PR_SET_MM_MAP, &raw const map, size, 0) };
     Errno::result(set).map(drop)
 }
@@ -58,10 +58,10 @@ fn place(block: &[u8]) -> nix::Result<[u64; 2]> {
     Ok([start, start + block.len() as u64])
 }
 
-/// Returns the current memory layout.
+/// Returns the current memory layout of this process.
 fn current() -> nix::Result<Map> {
     let stat = read("stat")?;
-    // The name in parentheses may hold anything, and is followed by the third field.
+    // The name in parentheses may contain any byte, and is followed by the third field.
     let after = stat.iter().rposition(|&byte| byte == b')').ok_or(Errno::EINVAL)? + 1;
     let text = str::from_utf8(&stat[after..]).map_err(|_| Errno::EINVAL)?;
     let fields: Vec<u64> = text.split_ascii_whitespace().map(|field| field.parse().unwrap_or(0)).collect();
@@ -98,7 +98,7 @@ mod tests {
     fn what_is_shown_is_read() {
         for (argv, env) in [(["a", ""], ["NAME=value", "EMPTY="]), (["another", "argument"], ["ONE=1", "TWO=2"])] {
             match show(&strings(&argv), &strings(&env)) {
-                // This kernel cannot.
+                // This kernel does not support the change.
                 Err(Errno::EINVAL) => return,
                 shown => shown.unwrap(),
             }

@@ -1,13 +1,13 @@
-//! Signals by number, the real-time ones included, which nix's type leaves out.
+//! Signal functions that nix does not provide, or only for its `Signal` type, which excludes real-time signals.
 
 use std::ptr;
 
 use nix::errno::Errno;
 use nix::sys::signal::{SigHandler, Signal, signal};
 
-/// Gives a signal its default disposition.
+/// Resets a signal to its default disposition.
 pub fn set_default(number: Signal) -> nix::Result<()> {
-    // SAFETY: the default disposition runs no code of ours.
+    // SAFETY: the default disposition runs no code of this process.
     unsafe { signal(number, SigHandler::SigDfl) }.map(drop)
 }
 
@@ -20,7 +20,7 @@ pub fn take_turns(one: Signal, other: Signal) -> nix::Result<()> {
         // SAFETY: each pointer is null or points to a live local variable. The handler is the one that was installed
         // before.
         Errno::result(unsafe { libc::sigaction(number, ptr::null(), &raw mut action) })?;
-        // SAFETY: as above; the signal is a valid one.
+        // SAFETY: as above. The signal number is valid.
         Errno::result(unsafe { libc::sigaddset(&raw mut action.sa_mask, waits) })?;
         // SAFETY: as above.
         Errno::result(unsafe { libc::sigaction(number, &raw const action, ptr::null_mut()) })?;
@@ -28,8 +28,8 @@ pub fn take_turns(one: Signal, other: Signal) -> nix::Result<()> {
     Ok(())
 }
 
-/// Signals the process group of an unreaped child that leads it.
+/// Sends a signal to a process group whose leader is an unreaped child of this process.
 pub fn kill_group(leader: i32, signal: i32) -> nix::Result<()> {
-    // SAFETY: integers only.
+    // SAFETY: the call takes only integers.
     Errno::result(unsafe { libc::kill(-leader, signal) }).map(drop)
 }

@@ -9,17 +9,17 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use nix::errno::Errno;
 
-/// The most descriptors that the kernel carries with one message (`SCM_MAX_FD`).
+/// Maximum number of descriptors that the kernel sends with one message (`SCM_MAX_FD`).
 pub const MAX_DESCRIPTORS: usize = 253;
 
-/// A chunk of a stream.
+/// Bytes and descriptors that were received in one call.
 #[derive(Debug)]
 pub struct Chunk {
     /// Number of bytes. 0 at the end of the stream.
     pub bytes: usize,
     /// Descriptors that arrived with the bytes. They are close-on-exec.
     pub fds: Vec<OwnedFd>,
-    /// Descriptors were dropped, because this process may not open more.
+    /// True if descriptors were dropped, because this process has reached its limit on open files.
     pub truncated: bool,
 }
 
@@ -29,11 +29,12 @@ union Control {
     bytes: [u8; 1088],
 }
 
-/// Reads what there is, without blocking (`EAGAIN` when there is nothing). Works on every supported kernel.
+/// Receives the available bytes and descriptors without blocking. The error is `EAGAIN` if nothing is available. Works
+/// on every supported kernel.
 pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Chunk> {
     let mut control = MaybeUninit::<Control>::zeroed();
     let mut vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-    // SAFETY: `msghdr` is integers and pointers, for which zero is a value.
+    // SAFETY: `msghdr` consists of integers and pointers, for which zero is a valid value.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     header.msg_iov = &raw mut vector;
     header.msg_iovlen = 1;
@@ -41,7 +42,7 @@ pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Chunk> {
     header.msg_controllen = size_of::<Control>() as _;
     let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
     let bytes = loop {
-        // SAFETY: the header points to live buffers of the lengths it names.
+        // SAFETY: the header points to live buffers of the given lengths.
         let read = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut header, flags) };
         match Errno::result(read) {
             Ok(read) => break read.cast_unsigned(),
@@ -49,26 +50,28 @@ pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Chunk> {
             Err(error) => return Err(error.into()),
         }
     };
-    // SAFETY: the kernel has filled in the control data, and its length in the header.
+    // SAFETY: the kernel has filled in the control data, and has stored its length in the header.
     let fds = unsafe { descriptors(&header) };
     Ok(Chunk { bytes, fds, truncated: header.msg_flags & libc::MSG_CTRUNC != 0 })
 }
 
 /// # Safety
-/// `header` was filled in by a successful `recvmsg`, and this is the only call for it: it takes the ownership.
+/// `header` must have been filled in by a successful `recvmsg`. It may be passed to this function only once, because
+/// the function takes ownership of the descriptors.
 unsafe fn descriptors(header: &libc::msghdr) -> Vec<OwnedFd> {
     let mut fds = Vec::new();
-    // SAFETY: by the contract the control data is valid for its length.
+    // SAFETY: by the contract above, the control data is valid for its length.
     let mut message = unsafe { libc::CMSG_FIRSTHDR(header) };
     while !message.is_null() {
-        // SAFETY: the iteration gives only whole headers inside the control data.
+        // SAFETY: the iteration yields only complete headers within the control data.
         let (level, kind, length) =
             unsafe { ((*message).cmsg_level, (*message).cmsg_type, (*message).cmsg_len as usize) };
         if (level, kind) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
             // SAFETY: these macros only compute addresses from a valid header.
             let (data, start) = unsafe { (libc::CMSG_DATA(message), libc::CMSG_LEN(0) as usize) };
             for offset in (0..length.saturating_sub(start)).step_by(size_of::<RawFd>()) {
-                // SAFETY: within the message's data; the kernel installed this descriptor for us alone.
+                // SAFETY: the offset is within the message's data. The kernel has just created the descriptor, and no
+                // other code owns it.
                 fds.push(unsafe {
                     OwnedFd::from_raw_fd(RawFd::from_ne_bytes(data.add(offset).cast::<[u8; 4]>().read()))
                 });

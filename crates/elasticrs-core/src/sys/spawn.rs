@@ -8,7 +8,7 @@
 //! 2. The child makes only raw system calls. It does not allocate, lock, or use libc state other than `errno` of the
 //!    suspended thread.
 //! 3. All signals are blocked around the clone, so that no signal handler of the parent can run in the child.
-//! 4. The child has a stack of its own.
+//! 4. The child runs on its own stack.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_void};
 use std::num::NonZeroUsize;
@@ -25,11 +25,11 @@ const STACK: usize = 256 * 1024;
 const GUARD: usize = 64 * 1024;
 const SIGNALS: c_int = 64;
 
-/// Destination of a standard descriptor of the child.
+/// Source or destination of one of the child's standard streams.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Standard {
     Inherit,
-    /// A file, opened by the child; the flags are those of `open`.
+    /// A file that the child opens.
     Open {
         /// Path of the file, relative to the parent's working directory.
         path: CString,
@@ -41,13 +41,13 @@ pub enum Standard {
 /// Program that the child executes.
 #[derive(Debug)]
 pub enum Program<'fd> {
-    /// The first of these paths that can be executed; the rules are those of `execvpe`.
+    /// The first of these paths that can be executed, by the rules of `execvpe`.
     Paths(Vec<CString>),
     /// An open file (`execveat` with an empty path, Linux 3.19).
     File(BorrowedFd<'fd>),
 }
 
-/// Everything about a child.
+/// Description of a child process to start.
 #[derive(Debug)]
 pub struct Command<'fd> {
     pub program: Program<'fd>,
@@ -57,25 +57,26 @@ pub struct Command<'fd> {
     /// Working directory of the child. `None` for the parent's. Paths of [`Program::Paths`] are relative to it.
     pub cwd: Option<CString>,
     pub stdio: [Standard; 3],
-    /// Descriptors of the parent and their numbers in the child. No other descriptor above 2 survives.
+    /// Descriptors of the parent and their numbers in the child. The program that the child executes gets no other
+    /// descriptor above 2.
     pub fds: Vec<(BorrowedFd<'fd>, RawFd)>,
     /// Signals that the child ignores. All other signals get their default action, and no signal is blocked.
     pub ignored: Vec<i32>,
     /// True to kill the child with SIGKILL when the thread that creates it ends.
     pub dies_with_parent: bool,
-    /// The child becomes a child subreaper.
+    /// True to make the child a child subreaper.
     pub keeps_orphans: bool,
-    /// The child gets the lowest share of the CPU: nice value 19, also for its autogroup.
+    /// True to give the child the lowest CPU priority: nice value 19, also for its autogroup.
     pub is_background: bool,
-    /// The mask of the CPUs that the child may run on; see [`crate::spec::CpuSet::mask`].
+    /// Mask of the CPUs that the child may run on, see [`crate::spec::CpuSet::mask`]. `None` for the parent's CPUs.
     pub cpus: Option<&'fd [u8]>,
-    /// Value for the child's `oom_score_adj`. Writing it is not required to succeed.
+    /// Value for the child's `oom_score_adj`. `None` to leave it unchanged. Errors are ignored.
     pub oom_score_adj: Option<CString>,
-    /// Pipe that gets one byte, the [`Stage`], before each stage that can block forever.
+    /// Pipe to which one byte, the [`Stage`], is written before each stage that can block forever.
     pub stages: Option<BorrowedFd<'fd>>,
 }
 
-/// A running child. It is a leader of its own session and process group.
+/// A running child. It is the leader of its own session and process group.
 #[derive(Debug)]
 pub struct Child {
     pub pid: i32,
@@ -83,7 +84,7 @@ pub struct Child {
     pub pidfd: OwnedFd,
 }
 
-/// The child could not be started, and nothing of it is left.
+/// Reason why a child could not be started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Failure {
     pub stage: Stage,
@@ -99,7 +100,7 @@ pub struct Stack {
 }
 
 impl Stack {
-    /// 256 KiB and a guard below it.
+    /// Maps a stack of 256 KiB, with a guard area below it.
     pub fn new() -> nix::Result<Self> {
         const LENGTH: NonZeroUsize = NonZeroUsize::new(GUARD + STACK).expect("a constant above zero");
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_STACK | MapFlags::MAP_NORESERVE;
@@ -120,13 +121,14 @@ impl Stack {
 
 impl Drop for Stack {
     fn drop(&mut self) {
-        // The only possible error is EINVAL, for an address that is no mapping's.
-        // SAFETY: `new` made the mapping, and no child runs on it: `spawn` borrows it until the child has exec'd.
+        // The only possible error is EINVAL, for an invalid address.
+        // SAFETY: `new` created the mapping, and no child uses it, because `spawn` borrows the stack until the child
+        // has executed its program.
         let _ = unsafe { munmap(self.base, GUARD + STACK) };
     }
 }
 
-/// Data that parent and child share. All pointers point to memory of the parent, which is suspended meanwhile.
+/// Data that parent and child share. All pointers point to memory of the parent, which is suspended in the meantime.
 struct Shared<'a> {
     command: &'a Command<'a>,
     argv: Vec<*const c_char>,
@@ -156,24 +158,24 @@ impl<'a> Shared<'a> {
     }
 }
 
-/// Starts a child in a session of its own. Returns when the child has executed its program or has failed.
+/// Starts a child in its own session. Returns when the child has executed its program or has failed.
 ///
-/// Blocks for as long as the child needs: opening a log, changing the directory and executing a program can take
-/// forever on a dead network file system. The calling thread can be killed in the meantime.
+/// On a dead network file system, this function can block forever, because the child opens log files, changes its
+/// directory and executes a program. The calling thread can be killed in the meantime.
 pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure> {
     let mut shared = Shared::new(command, nix::unistd::getpid().as_raw());
     let mut pidfd: c_int = -1;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     let before = set_signal_mask(u64::MAX);
-    // SAFETY: the stack is a live mapping that nobody else uses; `shared` and `pidfd` outlive the call, and the child
-    // uses `shared` only while this thread stands still in `clone` (CLONE_VFORK).
+    // SAFETY: the stack is a live mapping that no other code uses. `shared` and `pidfd` outlive the call, and the child
+    // uses `shared` only while this thread is suspended in `clone` (CLONE_VFORK).
     let pid = unsafe {
         let argument = (&raw mut shared).cast::<c_void>();
         Errno::result(libc::clone(child_main, stack.top(), flags, argument, &raw mut pidfd))
     };
     set_signal_mask(before);
     let pid = pid.map_err(|errno| Failure { stage: Stage::Clone, errno, descriptor: 0 })?;
-    // SAFETY: the kernel has created the descriptor for this call.
+    // SAFETY: the kernel has created the descriptor for this call, and no other code owns it.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
     match shared.failure {
         None => Ok(Child { pid, pidfd }),
@@ -191,7 +193,7 @@ fn pointers(strings: &[CString]) -> Vec<*const c_char> {
 /// Sets the signal mask of this thread, including the signals that libc reserves for itself. Returns the previous mask.
 pub(super) fn set_signal_mask(mask: u64) -> u64 {
     let mut before = 0_u64;
-    // SAFETY: the kernel reads and writes 8 bytes each, from and to live locals.
+    // SAFETY: the kernel reads 8 bytes from one live local variable and writes 8 bytes to another.
     unsafe {
         libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const mask, &raw mut before, size_of::<u64>());
     }
@@ -302,7 +304,8 @@ fn open_standard(shared: &Shared<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Executes the program. Tries the next candidate if the error concerns only this candidate (missing, no permission).
+/// Executes the program. Tries the next path if the error concerns only one path (such as a missing file or
+/// permission). Returns the error if no path could be executed.
 fn execute(shared: &Shared<'_>) -> Errno {
     let paths = match &shared.command.program {
         Program::File(_) => return raw::exec_file(shared.file, &shared.argv, &shared.env),
@@ -321,11 +324,11 @@ fn execute(shared: &Shared<'_>) -> Errno {
     if denied { Errno::EACCES } else { last }
 }
 
-/// The system calls of the child.
+/// Raw system calls for the child.
 mod raw {
     use super::{CStr, Errno, RawFd, Stage, c_char, c_int, c_long};
 
-    /// The kernel's `struct sigaction`. Only its first word, the handler, is ever different from zero here.
+    /// The kernel's `struct sigaction`. Only its first word, the handler, is ever nonzero here.
     #[repr(C)]
     struct Disposition {
         handler: usize,
@@ -333,44 +336,44 @@ mod raw {
     }
 
     fn check(result: c_long) -> Result<c_int, Errno> {
-        // No call here returns more than an int: descriptors, pids and zero.
+        // All results fit into an int, because they are descriptors, pids or zero.
         #[expect(clippy::cast_possible_truncation, reason = "see above")]
         Errno::result(result).map(|value| value as c_int)
     }
 
     pub(super) fn setsid() -> Result<(), Errno> {
-        // SAFETY: no arguments, no memory.
+        // SAFETY: the call takes no arguments and accesses no memory.
         check(unsafe { libc::syscall(libc::SYS_setsid) }).map(drop)
     }
 
     pub(super) fn die_with_parent(parent: c_int) -> Result<(), Errno> {
-        // SAFETY: integers only.
+        // SAFETY: the call takes only integers.
         check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) })?;
-        // The parent may have died before the signal was armed; then it would never come.
-        // SAFETY: no arguments, no memory.
+        // If the parent died before the signal was armed, the signal will never arrive.
+        // SAFETY: the call takes no arguments and accesses no memory.
         let now = check(unsafe { libc::syscall(libc::SYS_getppid) })?;
         if now == parent { Ok(()) } else { Err(Errno::ESRCH) }
     }
 
     pub(super) fn keep_orphans() -> Result<(), Errno> {
-        // SAFETY: integers only.
+        // SAFETY: the call takes only integers.
         check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) }).map(drop)
     }
 
     pub(super) fn set_nice(value: c_int) {
-        // SAFETY: integers only.
+        // SAFETY: the call takes only integers.
         unsafe { libc::syscall(libc::SYS_setpriority, libc::PRIO_PROCESS, 0, value) };
     }
 
     pub(super) fn set_affinity(mask: &[u8]) -> Result<(), Errno> {
-        // SAFETY: the kernel reads the mask, of the length given.
+        // SAFETY: the kernel reads only the mask, whose length is passed.
         check(unsafe { libc::syscall(libc::SYS_sched_setaffinity, 0, mask.len(), mask.as_ptr()) }).map(drop)
     }
 
-    /// Writes the value and ignores errors. For settings that are not required.
+    /// Writes `value` to a file and ignores errors. Used for settings that are not required.
     pub(super) fn write_file(path: &CStr, value: &CStr) {
         let value = value.to_bytes();
-        // SAFETY: path and value are live strings, the value of the length given.
+        // SAFETY: `path` and `value` are live strings, and the length of `value` is passed.
         unsafe {
             let fd = libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
             if fd >= 0 {
@@ -381,29 +384,30 @@ mod raw {
     }
 
     pub(super) fn dup_above(source: RawFd, floor: RawFd) -> Result<RawFd, Errno> {
-        // SAFETY: integers only; the table of descriptors is the child's own copy.
+        // SAFETY: the call takes only integers, and the child has its own copy of the descriptor table.
         check(unsafe { libc::syscall(libc::SYS_fcntl, source, libc::F_DUPFD_CLOEXEC, floor) })
     }
 
     pub(super) fn close_on_exec_from(first: RawFd) {
-        // SAFETY: integers only; nothing is closed before the exec.
+        // SAFETY: the call takes only integers, and closes no descriptor before the exec.
         unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
     }
 
-    /// Duplicates `source` to `target`. They differ, because `source` was moved above all targets. The duplicate stays
-    /// open across the exec.
+    /// Duplicates `source` to `target`. The two numbers differ, because `source` was moved above all targets. The
+    /// duplicate stays open across the exec.
     pub(super) fn dup_to(source: RawFd, target: RawFd) -> Result<(), Errno> {
-        // SAFETY: integers only.
+        // SAFETY: the call takes only integers.
         check(unsafe { libc::syscall(libc::SYS_dup3, source, target, 0) }).map(drop)
     }
 
     pub(super) fn open_as(path: &CStr, flags: c_int, target: RawFd) -> Result<(), Errno> {
         let flags = flags | libc::O_CLOEXEC | libc::O_NOCTTY;
-        // SAFETY: the path is a live string; the rest are integers.
+        // SAFETY: `path` is a live string, and the other arguments are integers.
         let fd = check(unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags, 0o644) })?;
         if fd == target {
-            // The number was closed in the parent, and the opened file has received it, so only clear close-on-exec.
-            // SAFETY: the call takes integers only.
+            // The number `target` was closed in the parent, and the opened file has received it. So only close-on-exec
+            // must be cleared.
+            // SAFETY: the call takes only integers.
             return check(unsafe { libc::syscall(libc::SYS_fcntl, fd, libc::F_SETFD, 0) }).map(drop);
         }
         dup_to(fd, target)?;
@@ -412,7 +416,7 @@ mod raw {
     }
 
     pub(super) fn close(fd: RawFd) {
-        // SAFETY: the call takes integers only. The caller has created the descriptor, or owns it.
+        // SAFETY: the call takes only integers. The caller has created the descriptor, or owns it.
         unsafe { libc::syscall(libc::SYS_close, fd) };
     }
 
@@ -426,15 +430,15 @@ mod raw {
     }
 
     pub(super) fn chdir(path: &CStr) -> Result<(), Errno> {
-        // SAFETY: a live string.
+        // SAFETY: `path` is a live string.
         check(unsafe { libc::syscall(libc::SYS_chdir, path.as_ptr()) }).map(drop)
     }
 
     pub(super) fn set_disposition(signal: c_int, ignore: bool) {
         let new = Disposition { handler: if ignore { libc::SIG_IGN } else { libc::SIG_DFL }, rest: [0; 3] };
         let none = std::ptr::null_mut::<Disposition>();
-        // SIGKILL and SIGSTOP refuse with EINVAL.
-        // SAFETY: `new` is as large as the kernel's struct; the table of handlers is the child's own copy.
+        // Ignore the error EINVAL, which the kernel returns for SIGKILL and SIGSTOP.
+        // SAFETY: `new` has the size of the kernel's struct, and the child has its own copy of the handler table.
         unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, &raw const new, none, size_of::<u64>()) };
     }
 

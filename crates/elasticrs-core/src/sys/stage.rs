@@ -1,9 +1,9 @@
-//! The steps of a start.
+//! Stages of starting a worker.
 
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
-/// Steps of starting a worker that can fail. Their numbers are written to the stage pipe.
+/// Stages of starting a worker that can fail. Their numbers are written to the stage pipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Stage {
@@ -15,13 +15,13 @@ pub enum Stage {
     ParentDeathSignal = 3,
     /// Opening the file of a standard descriptor.
     OpenLog = 4,
-    /// Putting descriptors in place.
+    /// Moving the worker's descriptors to their numbers.
     Descriptors = 5,
     /// `chdir`.
     ChangeDir = 6,
     /// `execve`.
     Exec = 7,
-    /// The agent could not receive the pidfd (its own descriptor limit).
+    /// The agent could not receive the worker's pidfd, because it has reached its limit on open files.
     Receive = 8,
     /// The start was not attempted, because the fence deadline has passed.
     Fence = 9,
@@ -29,7 +29,7 @@ pub enum Stage {
     Affinity = 10,
     /// `fork`, including the fork handlers of libraries in the parent.
     Fork = 11,
-    /// `fork`, as above, while the previous worker has not settled yet.
+    /// Same as [`Self::Fork`], while the previous worker has not finished its setup.
     NextFork = 12,
     /// The fork handlers of libraries in the child.
     Forked = 13,
@@ -39,11 +39,11 @@ impl Stage {
     /// Returns the reason for the failure in words.
     pub fn reason(self, errno: Errno) -> &'static str {
         match (self, errno) {
-            // The kernel's own words are "Try again".
+            // Replaces the kernel's text, "Try again".
             (Self::Clone, Errno::EAGAIN) => "the limit on processes is reached (RLIMIT_NPROC or a pids.max)",
             // Replaces the kernel's text, "No child processes".
             (Self::Clone, Errno::ECHILD) => "it ended when it was forked",
-            // Not an error of the kernel's.
+            // This error does not come from the kernel.
             (Self::Clone, Errno::ECANCELED) => "what was imported has refused it (os.fork raised an exception)",
             // Replaces the kernel's text, "Invalid argument".
             (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed here",
@@ -52,7 +52,7 @@ impl Stage {
         }
     }
 
-    /// The stage with this number, as the stage pipe carries it.
+    /// Returns the stage with the number that was read from the stage pipe. `None` if there is no such stage.
     pub fn from_byte(byte: u8) -> Option<Self> {
         const ALL: [Stage; 13] = [
             Stage::Clone,

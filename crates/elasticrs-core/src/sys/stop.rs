@@ -3,7 +3,7 @@
 //! A process that handles SIGTSTP may have work to do before it stops itself with SIGSTOP. If SIGCONT arrives during
 //! that work, it has no effect, and the process then stops for good. The kernel helps to detect this: each SIGCONT
 //! discards a pending SIGTSTP, even a blocked one. So the caller keeps a blocked SIGTSTP pending. If it is gone after
-//! SIGSTOP was sent, a SIGCONT has arrived before. Another process must check this, because this one is stopped.
+//! SIGSTOP was sent, a SIGCONT has arrived before. Another process must check this, because this process is stopped.
 
 use std::ffi::{CString, c_int, c_long, c_void};
 
@@ -32,10 +32,10 @@ pub fn stop_unless_continued() -> nix::Result<()> {
     // The helper process has no exit signal, so no other code is notified of its exit or reaps it.
     let flags = libc::CLONE_VM | libc::CLONE_VFORK;
     let before = set_signal_mask(u64::MAX);
-    // SAFETY: the stack is a live mapping that nobody else uses; `shared` outlives the call, and the child uses it only
-    // while this thread stands still in `clone` (CLONE_VFORK).
+    // SAFETY: the stack is a live mapping that no other code uses. `shared` outlives the call, and the child uses it
+    // only while this thread is suspended in `clone` (CLONE_VFORK).
     let pid = Errno::result(unsafe { libc::clone(child_main, stack.top(), flags, (&raw mut shared).cast()) });
-    // Here this process stops.
+    // This process is stopped here, until it is continued.
     set_signal_mask(before);
     wait::reap(pid?);
     Ok(())
@@ -46,7 +46,7 @@ pub fn order_signals() -> nix::Result<()> {
     signals::take_turns(Signal::SIGTSTP, Signal::SIGCONT)
 }
 
-/// The child: as in [`super::spawn`], raw system calls only.
+/// Entry point of the child. Makes only raw system calls, as in [`super::spawn`].
 extern "C" fn child_main(argument: *mut c_void) -> c_int {
     // SAFETY: the parent passes a pointer to its `Shared` and is suspended until the child has exited, so this is the
     // only reference.
@@ -59,7 +59,7 @@ extern "C" fn child_main(argument: *mut c_void) -> c_int {
 }
 
 fn signal(pid: c_int, number: c_int) {
-    // SAFETY: integers only.
+    // SAFETY: the call takes only integers.
     unsafe { libc::syscall(libc::SYS_kill, pid, number) };
 }
 
@@ -67,9 +67,9 @@ fn read(shared: &mut Shared) -> &[u8] {
     let Shared { status, buffer, .. } = shared;
     // SAFETY: `status` is a live string. The descriptor is closed when the child exits.
     let fd = unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, status.as_ptr(), libc::O_RDONLY) };
-    // SAFETY: the kernel writes into the buffer, of the length given.
+    // SAFETY: the kernel writes only into the buffer, whose length is passed.
     let count: c_long = unsafe { libc::syscall(libc::SYS_read, fd, buffer.as_mut_ptr(), buffer.len()) };
-    // An error is negative.
+    // A negative count means an error. Return no bytes in this case.
     buffer.get(..usize::try_from(count).unwrap_or(0)).unwrap_or_default()
 }
 
@@ -99,7 +99,7 @@ mod tests {
         let mut set = SigSet::empty();
         set.add(Signal::SIGTSTP);
         set.thread_block().unwrap();
-        // To this thread alone.
+        // `raise` sends the signal to this thread only.
         raise(Signal::SIGTSTP).unwrap();
         assert!(is_pending(&own_status(), libc::SIGTSTP));
         assert!(!is_pending(&own_status(), libc::SIGCONT));

@@ -1,4 +1,4 @@
-//! Timers that another process has made.
+//! Timers that were created by another process.
 
 use std::os::fd::OwnedFd;
 

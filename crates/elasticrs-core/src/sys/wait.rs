@@ -1,4 +1,4 @@
-//! Reaping.
+//! Reaps child processes.
 
 use std::ptr;
 
@@ -18,13 +18,13 @@ pub enum Waited {
         /// Resources used by the child and the descendants that it has waited for.
         usage: Usage,
     },
-    /// There are children, and none has changed.
+    /// There are children, but the state of none has changed.
     Pending,
     /// There is no child (`ECHILD`). In a subreaper, this proves that no descendant is left.
     NoChildren,
 }
 
-/// Looks for any child that has changed, without blocking.
+/// Checks for a child whose state has changed, without blocking. Reaps the child if it has exited.
 pub fn any_child() -> Waited {
     wait(-1, libc::WNOHANG | libc::WUNTRACED | libc::WCONTINUED)
 }
@@ -34,7 +34,7 @@ pub fn child_has_ended(pid: i32) -> Option<bool> {
     peek(Id::Pid(Pid::from_raw(pid)))
 }
 
-/// True if there is any child.
+/// True if this process has any children.
 pub fn has_children() -> bool {
     peek(Id::All).is_some()
 }
@@ -73,10 +73,11 @@ pub fn release(pid: i32, signal: i32) -> bool {
 
 fn wait(pid: i32, options: i32) -> Waited {
     let mut status = 0;
-    // SAFETY: `rusage` is integers only, for which zero is a value.
+    // SAFETY: `rusage` consists of integers, for which zero is a valid value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     loop {
-        // SAFETY: both pointers are to live locals. `__WALL` covers children whose exit signal is not SIGCHLD.
+        // SAFETY: both pointers point to live local variables. `__WALL` includes children whose exit signal is not
+        // SIGCHLD.
         let found = unsafe { libc::wait4(pid, &raw mut status, options | libc::__WALL, &raw mut usage) };
         return match Errno::result(found) {
             Ok(0) => Waited::Pending,
