@@ -2,9 +2,9 @@
 //! may block or fail.
 //!
 //! - **CONSOLE-1** The flags of a descriptor are never changed, because the shell and the workers share it. A write may
-//!   therefore block. To avoid that, a write is made only after `poll` has reported room. On pipes, terminals and
-//!   sockets, it has at most `PIPE_BUF` bytes, for which that room suffices. If another process fills the room in
-//!   between, only this thread waits.
+//!   therefore block. To avoid that, a write is made only after `poll` has reported that there is space. On pipes,
+//!   terminals and sockets, a write has at most `PIPE_BUF` bytes, for which that space is sufficient. If another
+//!   process fills the space in between, only this thread waits.
 //! - **CONSOLE-2** A write ends at the end of a line if possible. Lines of up to `PIPE_BUF` bytes are therefore written
 //!   whole and do not mix with lines of other processes on the same pipe.
 //! - **CONSOLE-3** At most [`HIGH_WATER`] bytes and the lines of one block are buffered. When the buffer is full,
@@ -24,14 +24,14 @@ use nix::unistd::write;
 use super::lines::{Screen, Unit};
 use super::{Dest, LogStream, Notice, StreamId, To};
 
-/// Number of waiting bytes from which an output accepts no more.
+/// Number of buffered bytes at which an output stops accepting more.
 pub(super) const HIGH_WATER: usize = 256 * 1024;
 
 /// Maximum size of a write that is atomic on a pipe according to POSIX. On Linux, `POLLOUT` also guarantees room for
 /// this many bytes.
 const PIECE: usize = libc::PIPE_BUF;
 
-/// The descriptors that the lines go to.
+/// Standard output and standard error, to which the lines are written.
 #[derive(Debug)]
 pub struct Console {
     given: Option<[OwnedFd; 2]>,
@@ -58,12 +58,12 @@ impl Console {
     }
 }
 
-/// Errors of `std` that come from a system call always carry its number.
+/// Returns the number of an I/O error. Errors from system calls always have one. `EIO` for any other error.
 pub(super) fn errno_of(error: &std::io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }
 
-/// An open file to which lines are written. Standard output and error have one output in common if they share an open
+/// An open file to which lines are written. Standard output and standard error use the same output if they are the same
 /// file.
 #[derive(Debug)]
 pub(super) struct Output {
@@ -71,7 +71,7 @@ pub(super) struct Output {
     fd: Result<OwnedFd, Errno>,
     never_waits: bool,
     screen: Screen<StreamId>,
-    /// Bytes up to `sent` are written already.
+    /// Bytes to write. The first `sent` bytes have been written already.
     buffer: Vec<u8>,
     sent: usize,
     accepted: u64,
@@ -83,15 +83,15 @@ pub(super) struct Output {
 /// Name of an output in messages to the user.
 #[derive(Debug)]
 enum Name {
-    /// The agent's own.
+    /// Standard output or standard error of the agent.
     Console(Dest),
     /// A file that belongs to a single stream.
     File { local_rank: u32, path: PathBuf },
-    /// A place for another one.
+    /// An unused slot, in which another output can be put.
     Free,
 }
 
-/// Records that this much of the stream is on the console once everything up to `end` has been written.
+/// Records that the first `taken` bytes of a stream have been shown once the output has written all bytes up to `end`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mark {
     end: u64,
@@ -120,7 +120,7 @@ impl Output {
         }
     }
 
-    /// A file that the matching lines of this stream are copied to.
+    /// Creates the output for the file to which the matching lines of this stream are copied.
     pub(super) fn of_file(file: File, stream: &LogStream) -> Self {
         let path = match &stream.to {
             To::File(lines) => lines.path.clone(),
@@ -142,8 +142,8 @@ impl Output {
         matches!(self.name, Name::Free)
     }
 
-    /// Opens the outputs for standard output and error, and returns the index of each. The indices are equal if both
-    /// share an open file.
+    /// Opens the outputs for standard output and standard error, and returns the index of each. The indices are equal
+    /// if both are the same file.
     pub(super) fn pair(console: Console) -> (Vec<Self>, [usize; 2]) {
         let [stdout, stderr] = console.open();
         let shared = match (&stdout, &stderr) {
@@ -188,7 +188,7 @@ impl Output {
         self.buffer.len() - self.sent
     }
 
-    /// Sequence numbers of bytes: accepted and written so far.
+    /// Number of bytes that this output has accepted so far. `written` returns how many of them have been written.
     pub(super) fn accepted(&self) -> u64 {
         self.accepted
     }
@@ -210,7 +210,7 @@ impl Output {
         self.marks.push_back(Mark { end: self.accepted, stream, taken });
     }
 
-    /// The next mark that has been reached.
+    /// Removes and returns the next mark if all bytes up to it have been written.
     pub(super) fn pop_reached(&mut self) -> Option<Mark> {
         let reached = self.marks.front()?.end <= self.written();
         if reached { self.marks.pop_front() } else { None }
@@ -222,7 +222,7 @@ impl Output {
         (self.pending() > 0).then(|| fd.as_fd())
     }
 
-    /// Writes as long as there is room.
+    /// Writes the buffered bytes as long as the descriptor has space.
     pub(super) fn flush(&mut self) {
         while self.pending() > 0 {
             let Ok(fd) = &self.fd else { break };
@@ -260,7 +260,7 @@ impl Output {
 
 fn has_room(fd: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::new(fd, PollFlags::POLLOUT)];
-    // An error condition (POLLERR, POLLNVAL) is also an answer: the write will tell which.
+    // An error condition (POLLERR, POLLNVAL) also counts as room, because the following write returns the error.
     poll(&mut fds, PollTimeout::ZERO).is_ok_and(|n| n > 0)
 }
 

@@ -1,13 +1,14 @@
 //! Reads new bytes from the followed log files, and detects problems with the files.
 //!
 //! - **FOLLOW-1** A file is read only while its destination has room, so that the file is the only buffer.
-//! - **FOLLOW-2** Files take turns of one block each, so that a rank with a lot of output does not delay the others.
+//! - **FOLLOW-2** Files are read in turn, one block at a time, so that a rank with a lot of output does not delay the
+//!   others.
 //! - **FOLLOW-3** A stream ends at the end of its file, and only after [`Follower::finish`]. All earlier bytes have
 //!   then been put on its output.
 //! - **FOLLOW-4** A file that is smaller than what was already read was truncated (copy and truncate). It is read again
 //!   from its beginning.
-//! - **FOLLOW-5** Nothing is polled if the kernel notifies. Timeouts exist only for file systems whose changes the
-//!   kernel does not see, if inotify is unavailable, and while something waits to be shown or checked.
+//! - **FOLLOW-5** Files are polled only if inotify is unavailable, or on file systems whose changes the kernel does not
+//!   see. Other timeouts exist only while data waits to be shown, or free space waits to be checked.
 //! - **FOLLOW-6** A watch fires once. A notification per write would slow each write down by half. Instead, the file is
 //!   read in every round until it has been quiet for some rounds ([`QUIET_ROUNDS`]). It is then watched again, and read
 //!   once more, so that no bytes are missed around the new watch.
@@ -35,21 +36,22 @@ use super::{Notice, Notify, StreamId, StreamInfo, To};
 /// Number of bytes that are read from a file in one turn.
 const BLOCK: usize = 64 * 1024;
 
-/// Number of rounds without new data after which a file is watched by inotify again: for a file that had data twice
-/// within [`BUSY`], and for other files.
+/// Number of rounds without new data after which a file is watched by inotify again. The first number is for a file
+/// that had data twice within [`BUSY`], the second for all other files.
 const QUIET_ROUNDS: (u8, u8) = (4, 1);
 
-/// See [`QUIET_ROUNDS`].
+/// Maximum time between two arrivals of data in a busy file. See [`QUIET_ROUNDS`].
 const BUSY: Duration = Duration::from_millis(2);
 
-/// How often to check whether the file system is full. There are checks only while data arrives, and one afterwards.
+/// Interval between checks for a full file system. Checks are made only while data arrives, and once afterwards.
 const SPACE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Bounds of the polling interval: from the first data to an idle file.
+/// Minimum and maximum polling interval. The interval starts at the minimum when data arrives, and grows to the maximum
+/// while files are idle.
 const POLL: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
 
-/// Network file systems and FUSE by the magic number of `statfs`: NFS, SMB, SMB2, CIFS, FUSE, AFS, Coda, Ceph, 9P,
-/// Lustre, GPFS, `BeeGFS`.
+/// Magic numbers in `statfs` of the network file systems and FUSE, whose changes inotify may miss: NFS, SMB, SMB2,
+/// CIFS, FUSE, AFS, Coda, Ceph, 9P, Lustre, GPFS, `BeeGFS`.
 const CHANGES_UNSEEN: [u32; 12] = [
     0x6969,
     0x517b,
@@ -79,9 +81,9 @@ pub(super) struct Opened {
 #[derive(Debug)]
 pub(super) enum Sink {
     Nowhere,
-    /// The number of an output.
+    /// Console output with this index.
     Console(usize),
-    /// An output of its own.
+    /// A separate file, for which an output is created.
     File(File),
 }
 
@@ -96,19 +98,19 @@ struct Followed {
     offset: u64,
     /// Number of unread bytes after `offset` when they were last counted.
     unread: u64,
-    /// Bytes read, and how many of them are on the console.
+    /// Number of bytes read. `shown` is the number of those that are on the console.
     taken: u64,
     shown: u64,
-    /// Sequence number, in the output, after the last byte of this file.
+    /// Number of bytes that the output had accepted after the last byte of this file.
     put_until: u64,
     is_queued: bool,
     is_polled: bool,
     /// Number of rounds without new data. `None` if the file is watched instead of read in every round.
     quiet_rounds: Option<u8>,
-    /// Number of such rounds after which the file is watched again.
+    /// Number of rounds without new data after which the file is watched again.
     patience: u8,
     last_data: Option<Instant>,
-    /// Value at the last [`Follower::settle`], see [`StreamInfo::is_stalled`].
+    /// Value of [`StreamInfo::is_stalled`] at the last [`Follower::settle`].
     is_stalled: bool,
     phase: Phase,
     told: Told,
@@ -123,7 +125,7 @@ enum Phase {
     Ended,
 }
 
-/// Problems of a file that were already reported.
+/// Problems with a file that were already reported.
 #[derive(Debug, Default)]
 struct Told {
     trouble: bool,
@@ -165,7 +167,7 @@ impl Follower {
         follower
     }
 
-    /// Reports that this user may create no more inotify instances or watches.
+    /// Reports, once, that files are polled because this user cannot create more inotify instances or watches.
     fn tell_polling(&mut self, errno: Errno) {
         if !std::mem::replace(&mut self.polling_told, true) {
             (self.notify)(Notice::Polling { errno });
@@ -217,14 +219,15 @@ impl Follower {
         if self.files.values().any(|file| file.is_polled) {
             self.poll_at.get_or_insert(now + self.poll_interval);
         }
-        // Something may have been written before the watch was there.
+        // Read the file now, because data may have been written before the watch was set.
         self.enqueue(id);
     }
 
-    /// Sets a watch, or has the file polled.
+    /// Sets a watch on a file. If that fails, the file is polled instead.
     fn watch(&mut self, id: StreamId) {
         let Some(file) = self.files.get_mut(&id) else { return };
-        // The path may name another file by now: a log that was moved away is followed all the same.
+        // Use the open descriptor, because the log may have been renamed, and its path may refer to another file by
+        // now.
         let path = format!("/proc/self/fd/{}", file.file.as_raw_fd());
         let flags = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ONESHOT;
         match self.inotify.as_ref().map(|inotify| inotify.add_watch(path.as_str(), flags)) {
@@ -240,7 +243,7 @@ impl Follower {
         }
     }
 
-    /// The writers of this stream are gone.
+    /// Starts to finish a stream whose writers are gone.
     pub(super) fn finish(&mut self, id: StreamId) {
         let Some(file) = self.files.get_mut(&id) else { return };
         if file.phase == Phase::Open {
@@ -261,7 +264,7 @@ impl Follower {
         }
     }
 
-    /// Returns how many are wanted.
+    /// Queues all files that `is_wanted` accepts, and returns their number.
     fn enqueue_all(&mut self, is_wanted: impl Fn(&Followed) -> bool) -> usize {
         let wanted: Vec<StreamId> = self.files.iter().filter(|(_, f)| is_wanted(f)).map(|(id, _)| *id).collect();
         for id in &wanted {
@@ -270,7 +273,7 @@ impl Follower {
         wanted.len()
     }
 
-    /// Takes what inotify has to say; one buffer of events at a time.
+    /// Handles the next events from inotify, at most one buffer at a time.
     pub(super) fn take_events(&mut self) {
         let Some(Ok(events)) = self.inotify.as_ref().map(Inotify::read_events) else { return };
         for event in events {
@@ -301,7 +304,7 @@ impl Follower {
         self.enqueue(id);
     }
 
-    /// The active files are to be read again.
+    /// Queues all active files to be read again.
     pub(super) fn begin_round(&mut self) {
         self.enqueue_all(|file| file.quiet_rounds.is_some());
     }
@@ -311,7 +314,7 @@ impl Follower {
         self.files.values().any(|file| file.quiet_rounds.is_some() && file.ready_output(outputs).is_some())
     }
 
-    /// Handles the loss of an output. Its streams are still followed, but no longer shown.
+    /// Handles the loss of an output. The streams of the output are still followed, but no longer shown.
     pub(super) fn drop_output(&mut self, lost: usize) {
         let streams: Vec<StreamId> =
             self.files.iter().filter(|(_, file)| file.output == Some(lost)).map(|(id, _)| *id).collect();
@@ -323,7 +326,7 @@ impl Follower {
         }
     }
 
-    /// Gives every file whose destination has room one turn.
+    /// Reads one block from each queued file whose destination has room.
     pub(super) fn read(&mut self, outputs: &mut [Output], now: Instant) {
         for _ in 0..self.queue.len() {
             let Some(id) = self.queue.pop_front() else { break };
@@ -348,7 +351,7 @@ impl Follower {
         }
     }
 
-    /// Changes between watching a file and reading it every round.
+    /// Switches between watching a file and reading it in every round.
     fn on_taken(&mut self, id: StreamId, taken: u64, now: Instant) {
         let Some(file) = self.files.get_mut(&id).filter(|file| file.phase == Phase::Open) else { return };
         if taken > 0 {
@@ -399,7 +402,7 @@ impl Follower {
         lines.filter_map(|file| file.splitter.deadline()).chain(self.space_check).chain(self.poll_at).min()
     }
 
-    /// Updates the counters of the streams after writes, and removes the streams that are complete. Returns those.
+    /// Updates the counters of the streams after writes. Removes and returns the streams that are complete.
     pub(super) fn settle(&mut self, outputs: &mut [Output]) -> Vec<StreamId> {
         for output in outputs.iter_mut() {
             while let Some(mark) = output.pop_reached() {
@@ -446,7 +449,7 @@ impl Followed {
         (self.phase != Phase::Ended && output.has_room()).then_some(output)
     }
 
-    /// Reads one block. Returns whether there may be more.
+    /// Reads one block. Returns true if there may be more data.
     fn take_turn(&mut self, output: Option<&mut Output>, block: &mut [u8], now: Instant, notify: &Notify) -> bool {
         let Some(output) = output else {
             if self.phase == Phase::Finishing {
@@ -541,7 +544,7 @@ impl Followed {
         self.phase == Phase::Ended && output.written() >= self.put_until
     }
 
-    /// Tells the handle how many bytes of the file are not on the console.
+    /// Publishes the number of bytes of the file that are not on the console.
     fn publish_behind(&self) {
         self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
     }
@@ -563,7 +566,7 @@ impl Followed {
     }
 }
 
-/// Puts those units on an output that pass the filter.
+/// Returns a function that puts units on an output if they pass the filter.
 fn show<'a>(
     info: &'a StreamInfo,
     mut filter: Option<&'a mut LineFilter>,
@@ -577,7 +580,8 @@ fn show<'a>(
 }
 
 fn changes_unseen(file: &File) -> bool {
-    // An unknown file system counts as one that changes unseen. That costs one wake-up per second.
+    // If the file system is unknown, assume that the kernel does not see its changes. That costs one wake-up per
+    // second.
     let Ok(fs) = fstatfs(file) else { return true };
     // The type's width depends on the platform; the magic numbers have 32 bits.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the magic number has 32 bits")]

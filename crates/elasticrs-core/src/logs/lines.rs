@@ -4,15 +4,15 @@
 //! a destination. Invariants:
 //!
 //! - **LINES-1** A line ends only at `\n` (or `\r\n`). All bytes of a line are passed on unchanged and in order.
-//! - **LINES-2** The way in which the bytes were split into writes and reads makes no difference, unless
-//!   [`LineSplitter::tick`] came in between because nothing was written for a while.
+//! - **LINES-2** The output does not depend on how the bytes were split into writes and reads, unless
+//!   [`LineSplitter::tick`] was called in between because nothing was written for a while.
 //! - **LINES-3** Every line on the console starts with the prefix of its stream and contains bytes of this stream only.
 //!   If the start of a line was shown early (idle, or longer than [`MAX_LINE`]), its rest continues on the same console
 //!   line unless another stream has written since. In that case, the rest becomes a new line with a prefix.
-//! - **LINES-4** Of text that is overwritten after a lone `\r`, only the last state is shown. It is shown as a line of
-//!   its own, at most once per [`PROGRESS_INTERVAL`], and when the line ends. A blank state (a bar being wiped) never
+//! - **LINES-4** If text is overwritten after a lone `\r`, only its last state is shown, as a separate line. It is
+//!   shown at most once per [`PROGRESS_INTERVAL`], and when the line ends. A blank state (a bar being wiped) never
 //!   replaces a visible one.
-//! - **LINES-5** At most 2 × [`MAX_LINE`] bytes are held.
+//! - **LINES-5** At most 2 × [`MAX_LINE`] bytes of a stream are held back.
 
 use std::time::{Duration, Instant};
 
@@ -26,10 +26,10 @@ pub const IDLE: Duration = Duration::from_millis(250);
 /// Time after its first byte at which an unfinished line is shown if it keeps growing, such as a row of dots.
 pub const GROWING: Duration = Duration::from_secs(1);
 
-/// The least time between two shown states of a progress bar.
+/// Minimum time between two shown states of a progress bar.
 pub const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A piece of the console's text, without prefix and newline.
+/// A piece of text for the console, without prefix and newline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit<'a> {
     /// A line, from its beginning to its end.
@@ -43,27 +43,26 @@ pub enum Unit<'a> {
 /// State of the current line of one stream.
 #[derive(Debug, Default)]
 pub struct LineSplitter {
-    /// Bytes since the last `
-    /// ` or `\r` that were not passed on yet.
+    /// Bytes since the last `\n` or `\r` that were not passed on yet.
     text: Vec<u8>,
-    /// The last complete state of a progress bar that has not been shown yet.
+    /// The last complete state of a progress bar, if it has not been shown yet.
     state: Vec<u8>,
-    /// The last state that was shown.
+    /// The last state of the progress bar that was shown.
     shown: Vec<u8>,
-    /// A `\r` was the last byte: half a line end, or the beginning of the next state.
+    /// True if the last byte was `\r`, which may be half of a line end or the start of the next state.
     carriage_return: bool,
-    /// Some text of this line was overwritten.
+    /// True if text on this line was overwritten.
     progress: bool,
-    /// Parts of this line were passed on.
+    /// True if parts of this line were passed on.
     open: bool,
     /// Arrival times of the oldest and the newest byte that have not been shown.
     waiting: Option<(Instant, Instant)>,
-    /// Time at which a state was last shown.
+    /// Time at which a state of the progress bar was last shown.
     shown_at: Option<Instant>,
 }
 
 impl LineSplitter {
-    /// Takes the next bytes of the stream.
+    /// Processes the next bytes of the stream, and emits the resulting units.
     pub fn push(&mut self, bytes: &[u8], now: Instant, mut emit: impl FnMut(Unit<'_>)) {
         let mut rest = bytes;
         while let Some(at) = memchr::memchr2(b'\n', b'\r', rest) {
@@ -82,7 +81,8 @@ impl LineSplitter {
         self.extend(rest, &mut emit);
         self.waiting = match self.waiting {
             _ if !self.has_unshown() => None,
-            // If bytes were passed on, the oldest byte may be one of them. The current line has then started just now.
+            // If bytes were passed on, the oldest byte may be one of them. In that case, the current line has only just
+            // started.
             Some((oldest, _)) if rest.len() == bytes.len() || self.progress => Some((oldest, now)),
             _ => Some((now, now)),
         };
@@ -100,7 +100,7 @@ impl LineSplitter {
         Some(if self.state.is_empty() { due.max(idle) } else { due })
     }
 
-    /// Shows bytes that have waited long enough. Does nothing before [`Self::deadline`].
+    /// Emits the bytes that have waited long enough. Does nothing before [`Self::deadline`].
     pub fn tick(&mut self, now: Instant, mut emit: impl FnMut(Unit<'_>)) {
         let (Some((_, newest)), Some(deadline)) = (self.waiting, self.deadline()) else { return };
         if now < deadline {
@@ -126,7 +126,7 @@ impl LineSplitter {
         self.waiting = self.has_unshown().then_some((now, newest));
     }
 
-    /// Passes on the rest of a stream that has ended, and adds a newline if it is missing.
+    /// Emits the rest of a stream that has ended, and adds a newline if it is missing.
     pub fn finish(&mut self, mut emit: impl FnMut(Unit<'_>)) {
         if !self.is_at_line_start() {
             self.end_line(&mut emit, false);
@@ -134,7 +134,7 @@ impl LineSplitter {
         self.waiting = None;
     }
 
-    /// Number of bytes that have arrived but were not shown.
+    /// Number of bytes that have arrived but have not been emitted.
     pub fn held(&self) -> usize {
         self.text.len() + self.state.len()
     }
@@ -233,7 +233,8 @@ pub(super) fn is_blank(text: &[u8]) -> bool {
     true
 }
 
-/// Text of one destination. Remembers which stream wrote the unfinished line at the cursor.
+/// Joins the units of all streams that share a destination. Remembers which stream wrote the unfinished line at the
+/// cursor.
 #[derive(Debug, Default)]
 pub struct Screen<Stream> {
     open: Option<Stream>,

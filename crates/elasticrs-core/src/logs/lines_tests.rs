@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// One screen and its streams, with a clock of their own.
+/// A screen and its streams, with a simulated clock.
 struct Console {
     splitters: Vec<LineSplitter>,
     screen: Screen<usize>,
@@ -293,7 +293,8 @@ proptest! {
         prop_assert_eq!(seen, written.map(|text| text.replace('\n', "")));
     }
 
-    /// Unshown bytes always have a deadline. Serving the deadline either leaves no bytes or sets a later deadline.
+    /// Bytes that were not shown always have a deadline. A tick at the deadline either shows all bytes or sets a later
+    /// deadline.
     #[test]
     fn deadlines_are_met_and_end(steps in prop::collection::vec(("[ab\r\n ]{0,5}", 0..400_u64), 0..40)) {
         let mut console = Console::new(1);

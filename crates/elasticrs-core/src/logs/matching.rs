@@ -18,9 +18,9 @@ pub(super) const LONGEST: usize = 1024 * 1024;
 /// Selects the lines of a stream to copy, and the file to copy them to. Several streams may share a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MatchingLines {
-    /// Appended to; created with mode 0644 when it is not there.
+    /// File to append the lines to. It is created with mode 0644 if it does not exist.
     pub path: PathBuf,
-    /// A line that contains one of these is copied.
+    /// Texts to search for. A line that contains any of them is copied.
     pub contains: Vec<Vec<u8>>,
 }
 
@@ -30,7 +30,7 @@ impl MatchingLines {
     }
 }
 
-/// Passes only matching lines. Joins the parts of a line to decide whether it matches.
+/// Filter that passes only matching lines. It joins the parts of a line to decide whether the line matches.
 #[derive(Debug)]
 pub(super) struct LineFilter {
     contains: Vec<Finder<'static>>,
@@ -44,7 +44,7 @@ impl LineFilter {
         Self { contains, line: Vec::new() }
     }
 
-    /// Takes a unit, and emits what is to be copied: only [`Unit::Whole`].
+    /// Processes a unit, and emits the line if it is complete and matches. Emits only [`Unit::Whole`].
     pub(super) fn pass(&mut self, unit: Unit<'_>, emit: impl FnOnce(Unit<'_>)) {
         match unit {
             Unit::Whole(line) => {
@@ -67,7 +67,7 @@ impl LineFilter {
         self.line.clear();
     }
 
-    /// Number of bytes for which it is not decided yet whether they are copied.
+    /// Number of bytes of an unfinished line, for which it is not decided yet whether the line is copied.
     pub(super) fn held(&self) -> usize {
         self.line.len()
     }

@@ -8,13 +8,13 @@
 //! Calls and their threads:
 //!
 //! - [`Logs::follow`] creates and opens files, which can block on a dead network mount. Call it before the workers are
-//!   started, from a thread that may block (Python's). All bytes that are written after the call are seen.
+//!   started, from a thread that may block (a Python thread). All bytes that are written after the call are seen.
 //! - [`Logs::finish`] only puts a command into a queue. Call it from any thread when all writers of the streams are
 //!   gone (the group has ended and was swept).
 //! - [`Logs::drained`] waits for finished streams, on any runtime with a clock. It does not wait for streams of a
 //!   running group. All notices of a stream are sent before the stream counts as drained.
-//! - The closure given to [`Logs::new`] is called by the caller of [`Logs::follow`] and by the logs thread. It may
-//!   neither block nor call back.
+//! - The closure given to [`Logs::new`] is called by the caller of [`Logs::follow`] and by the logs thread. The closure
+//!   must not block, and must not call methods of [`Logs`].
 //!
 //! Invariants, in addition to those of the modules:
 //!
@@ -59,14 +59,14 @@ use totals::LogCounts;
 
 use elasticrs_runtime::clock::Stamp;
 
-/// A descriptor of the agent.
+/// Standard output or standard error of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Dest {
     Stdout,
     Stderr,
 }
 
-/// Destination of the lines of a file.
+/// Destination of the lines in a log file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum To {
     Nowhere,
@@ -80,28 +80,28 @@ pub enum To {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogStream {
     pub local_rank: u32,
-    /// The file; created with mode 0644 when it is not there.
+    /// Path of the log file. The file is created with mode 0644 if it does not exist.
     pub path: PathBuf,
     pub to: To,
-    /// Put before every line, colour codes included.
+    /// Text to put before every line, including colour codes.
     pub prefix: Vec<u8>,
 }
 
-/// A followed stream. Numbers are never used again.
+/// Id of a followed stream. Ids are never reused.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamId(u64);
 
-/// A problem, which is reported once.
+/// A problem with the logs, which is reported once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Notice {
-    /// A log file, or one that lines are copied to, cannot be opened, read or written, or (`ENOSPC`) its file system is
-    /// full.
+    /// A log file, or a file that lines are copied to, cannot be opened, read or written, or its file system is full
+    /// (`ENOSPC`).
     LogTrouble { local_rank: u32, path: PathBuf, errno: Errno },
     /// Inotify is unavailable, so files are polled, at intervals from 20 ms (busy) to 1 s (idle).
     Polling { errno: Errno },
     /// The console cannot be written to anymore. Log files are still written.
     ConsoleLost {
-        /// The lost descriptor. Standard output if both share an open file.
+        /// The lost output. Standard output if standard output and standard error are the same file.
         to: Dest,
         errno: Errno,
     },
@@ -109,18 +109,18 @@ pub enum Notice {
     Panicked { message: String },
 }
 
-/// A finished stream that is not all on the console.
+/// A finished stream that is not completely on the console yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotDrained {
     pub stream: LogStream,
-    /// Number of bytes of the file that are not on the console, as last counted by the thread. A block (64 KiB) that
-    /// was read but only partly written counts as a whole.
+    /// Number of bytes of the file that are not on the console, as last counted by the thread. If a block (64 KiB) was
+    /// read but only partly written, all of its bytes are counted.
     pub bytes: u64,
 }
 
 type Notify = Arc<dyn Fn(Notice) + Send + Sync>;
 
-/// Follows log files on a thread of its own; see the module.
+/// Handle to the thread that follows log files. See the documentation of this module.
 pub struct Logs {
     shared: Arc<Shared>,
     notify: Notify,
@@ -134,7 +134,7 @@ enum Thread {
     Closed,
 }
 
-/// Between the handle and the thread.
+/// State that the handle and the thread share.
 #[derive(Debug)]
 struct Shared {
     next_id: AtomicU64,
@@ -154,7 +154,7 @@ struct StreamInfo {
     is_finishing: AtomicBool,
     /// Counters of the bytes that go to the console.
     counts: Option<Arc<LogCounts>>,
-    /// Bytes that are not on the console, as of the thread's last look.
+    /// Number of bytes of the file that are not on the console, as last counted by the thread.
     behind: AtomicU64,
     /// Time of the last read that returned data, in nanoseconds of the monotonic clock. 0 if no data has been read.
     read_at: AtomicU64,
@@ -164,7 +164,7 @@ struct StreamInfo {
 }
 
 impl Logs {
-    /// Nothing is started or opened yet.
+    /// Creates the handle. The thread is started, and files are opened, only when streams are followed.
     pub fn new(console: Console, notify: impl Fn(Notice) + Send + Sync + 'static) -> io::Result<Self> {
         let shared = Shared {
             next_id: AtomicU64::new(0),
@@ -183,8 +183,8 @@ impl Logs {
         Arc::clone(&self.totals)
     }
 
-    /// Shows what is written to these files from now on. A file that cannot be opened is reported as
-    /// [`Notice::LogTrouble`], and the others are followed.
+    /// Starts to show data that is written to these files from now on. Reports a file that cannot be opened as
+    /// [`Notice::LogTrouble`], and follows the others.
     pub fn follow(&self, streams: Vec<LogStream>) -> io::Result<Vec<StreamId>> {
         let output_of = self.start_thread()?;
         let mut ids = Vec::with_capacity(streams.len());
@@ -263,8 +263,8 @@ impl Logs {
         self.finish(&meant);
     }
 
-    /// Waits until all finished streams are on the console. Returns those that are not complete at the deadline. Their
-    /// output continues afterwards.
+    /// Waits until all finished streams are on the console, or until the deadline. Returns the streams that are
+    /// incomplete at the deadline. Their output continues afterwards.
     pub async fn drained(&self, deadline: Instant) -> Vec<NotDrained> {
         let is_over = |(): &()| self.shared.is_gone.load(Ordering::Acquire) || self.shared.not_drained().is_empty();
         let mut changed = self.shared.changed.subscribe();
@@ -273,8 +273,8 @@ impl Logs {
         self.shared.not_drained()
     }
 
-    /// Stops the thread and closes all files. Bytes that are not on the console yet are not shown anymore. A thread
-    /// that is stuck in a write is left behind and exits when the write returns. Idempotent.
+    /// Stops the thread and closes all files. Bytes that are not on the console yet are no longer shown. Does not wait
+    /// for a thread that is stuck in a write. Such a thread exits when the write returns. Idempotent.
     pub fn close(&self) {
         let thread = std::mem::replace(&mut *lock(&self.thread), Thread::Closed);
         let Thread::Started { thread, .. } = thread else { return };
@@ -333,7 +333,8 @@ impl StreamInfo {
     }
 }
 
-/// A panic must not leave [`Logs::drained`] waiting.
+/// Runs the logs thread. Notifies waiters when the thread stops, so that a panic does not leave [`Logs::drained`]
+/// waiting.
 fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
     let pump = Pump::new(Arc::clone(shared), outputs, Arc::clone(notify));
     let result = catch_unwind(AssertUnwindSafe(|| pump.run()));
@@ -344,9 +345,11 @@ fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
     }
 }
 
-/// The file and its size. It is created here so that following starts before the worker does.
+/// Opens a log file and returns it with its size. Creates the file if necessary, so that following can start before the
+/// worker does.
 fn open(stream: &LogStream) -> io::Result<(File, u64)> {
-    // O_CREAT needs a writable mode in std. Opening a FIFO for both never waits.
+    // Open the file for writing as well, because std requires that for O_CREAT. Opening a FIFO for reading and writing
+    // never blocks.
     let options = &mut OpenOptions::new();
     let file = options.read(true).append(true).create(true).mode(0o644).open(&stream.path)?;
     let stat = file.metadata()?;

@@ -1,4 +1,4 @@
-//! The logs thread, which waits for news, reads the files and writes to the console. While streams are followed, only
+//! The logs thread, which waits for events, reads the files and writes to the console. While streams are followed, only
 //! this thread accesses the files and the console. So neither a console that is not read nor a log directory on a dead
 //! network mount can block the supervisor.
 
@@ -14,7 +14,7 @@ use super::console::Output;
 use super::follow::{Follower, Opened, Sink};
 use super::{Notify, Shared, StreamId, lock};
 
-/// Command from the handle.
+/// Command from the [`Logs`](super::Logs) handle to the logs thread.
 #[derive(Debug)]
 pub(super) enum Command {
     Follow(Vec<Opened>),
@@ -30,11 +30,11 @@ pub(super) struct Pump {
     notify: Notify,
 }
 
-/// Time between two rounds of reading the active files. Reading and writing the lines of half a millisecond together is
-/// much cheaper than one by one, and the delay is not noticeable.
+/// Time between two rounds of reading the active files. Reading and writing all lines of half a millisecond together is
+/// much cheaper than handling them one at a time, and the delay is not noticeable.
 const ROUND: Duration = Duration::from_micros(500);
 
-/// Events for which a turn of the loop waits.
+/// Events that the last wait has returned.
 #[derive(Debug, Clone, Copy, Default)]
 struct News {
     commands: bool,
@@ -91,7 +91,7 @@ impl Pump {
     }
 
     fn take_commands(&mut self, now: Instant) -> ControlFlow<()> {
-        // The counter's value says nothing: all commands are taken.
+        // Ignore the value of the counter, because all commands are taken at once.
         self.shared.wake.clear();
         let commands = std::mem::take(&mut *lock(&self.shared.commands));
         for command in commands {
@@ -148,7 +148,7 @@ impl Pump {
         let watched = fds.len();
         let waiting = self.outputs.iter().filter_map(Output::waits_for_room);
         fds.extend(waiting.map(|fd| PollFd::new(fd, PollFlags::POLLOUT)));
-        // An error (EINTR, ENOMEM) leaves the answers empty: the next turn asks again.
+        // After an error (EINTR, ENOMEM), no descriptor counts as ready, and the next turn polls again.
         let answered = ppoll(&mut fds, timeout.map(TimeSpec::from), None).is_ok();
         let is_ready = |fd: &PollFd<'_>| answered && fd.any() == Some(true);
         News { commands: is_ready(&fds[0]), files: watched > 1 && is_ready(&fds[1]) }

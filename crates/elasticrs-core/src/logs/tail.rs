@@ -1,4 +1,4 @@
-//! The last lines of a log file, for the failure report.
+//! Reads the last lines of a log file, for the failure report.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -9,7 +9,8 @@ use super::lines::is_blank;
 /// Returns the last `count` lines in the last `max_bytes` bytes of a file, without their line ends.
 ///
 /// If parts of a line were overwritten with `\r`, only the last visible state is returned. A line that starts before
-/// the last `max_bytes` bytes is returned only if it is the only one. A file that is not a regular file has no lines.
+/// the last `max_bytes` bytes is returned only if it is the only one. Returns no lines for a file without a size, such
+/// as `/dev/null`.
 pub fn last_lines(path: &Path, count: usize, max_bytes: u64) -> io::Result<Vec<Vec<u8>>> {
     let mut file = File::open(path)?;
     let size = file.metadata()?.len();
