@@ -35,7 +35,7 @@ fn counted(number: u64, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// Soft limit on file descriptors before it was raised. 0 if it was not raised.
+/// Soft limit on file descriptors of this process before it was raised. 0 if it was not raised.
 static GIVEN: AtomicU64 = AtomicU64::new(0);
 
 /// Raises this process's soft limit on file descriptors to the hard limit if permitted. Returns the resulting soft
@@ -45,7 +45,7 @@ static GIVEN: AtomicU64 = AtomicU64::new(0);
 /// descriptors above 1023. Nurseries that are started later, and their workers, still get the previous limit.
 pub fn raise_descriptors() -> u64 {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 0 };
-    // Setting the limit fails if `fs.nr_open` was lowered below the hard limit.
+    // Keep the soft limit if setting it fails, which happens if `fs.nr_open` was lowered below the hard limit.
     if soft < hard && setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
         let _ = GIVEN.compare_exchange(0, soft, Ordering::Relaxed, Ordering::Relaxed);
         return hard;
@@ -103,7 +103,7 @@ fn pids_files() -> Vec<PathBuf> {
 /// Returns the paths of the `pids.max` files of the control group in `cgroup` and of all its ancestors, as far as the
 /// mounts in `mountinfo` make them visible.
 fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
-    // A line is `8:pids:/path` in cgroup v1, and `0::/path` in cgroup v2.
+    // A line of `/proc/self/cgroup` looks like `8:pids:/path` in cgroup v1, and like `0::/path` in cgroup v2.
     let path_of = |controller: &str| {
         cgroup.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);

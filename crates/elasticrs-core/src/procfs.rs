@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// Message to the user if [`is_own`] returns false.
+/// Message that is shown to the user if [`is_own`] returns false.
 pub const MISSING: &str = "/proc is missing, or is that of another pid namespace: what workers leave behind is ended all \
     the same, but told without its name; helpers that remove shared memory are killed with the rest; what a hung worker \
     waits for is not known";

@@ -13,7 +13,7 @@ use crate::signal::Signal;
 /// Source or destination of one of a worker's three standard streams.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stdio {
-    /// The agent's descriptor with the same number, so that a terminal stays a terminal.
+    /// The worker inherits the agent's descriptor with the same number, so that a terminal stays a terminal.
     Inherit,
     /// `/dev/null`.
     Null,

@@ -19,7 +19,7 @@ const PF_EXITING: u32 = 4;
 pub struct Stat {
     /// Short name of the process in the kernel, at most 15 bytes.
     pub name: String,
-    /// The fields after the name.
+    /// The fields that follow the name, separated by spaces.
     fields: String,
 }
 

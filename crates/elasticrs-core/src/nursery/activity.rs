@@ -42,7 +42,7 @@ pub struct Activity {
 pub enum Doing {
     /// The nursery is importing modules. It does not watch its agent yet, but the kernel kills it when the agent dies.
     Imports,
-    /// The nursery is waiting for requests. It watches its agent and the fence deadline, and acts on both itself.
+    /// The nursery is waiting for requests. It watches its agent and the fence deadline, and handles both by itself.
     Waits,
     /// The nursery is performing the step with this number of starting a worker. Every step has a different number.
     Starts(u64),

@@ -25,7 +25,7 @@ pub enum Release {
     Newest,
 }
 
-/// Secret that the nursery sends on a link when no process of the agent is left.
+/// Secret that the nursery sends on a link when the agent is dead and none of its processes is left.
 pub type LastWord = [u8; 32];
 
 /// Maximum number of links that the nursery holds. A session accepts the same number of links, so the limit is not
@@ -36,8 +36,8 @@ const MAX_LINKS: usize = 64;
 #[derive(Debug)]
 pub struct Held {
     pub socket: OwnedFd,
-    /// Secret to send on the socket when no process of the agent is left. `None` if the socket is the connection of a
-    /// session.
+    /// Secret to send on the socket when the agent is dead and none of its processes is left. `None` if the socket is
+    /// the connection of a session.
     pub word: Option<LastWord>,
 }
 
@@ -157,7 +157,7 @@ mod tests {
         let mut peers: Vec<_> = (0..count).map(|number| add(&mut connections, Some(number)).unwrap()).collect();
         assert_eq!(add(&mut connections, Some(200)).unwrap_err(), TooManyLinks);
 
-        // The peer of the first link closes it, and the peer of the second one stops sending.
+        // The peer of the first link closes the link, and the peer of the second link stops sending.
         drop(peers.remove(0));
         peers[0].shutdown(std::net::Shutdown::Write).unwrap();
         peers.extend([201, 202].map(|number| add(&mut connections, Some(number)).unwrap()));

@@ -61,7 +61,7 @@ pub enum Look {
     At(u64),
     /// The deadline has passed.
     Passed {
-        /// True if this call is the first that found the deadline passed.
+        /// True if this is the first call which found that the deadline has passed.
         first: bool,
     },
     /// Another nursery enforces the deadline now. Contains the deadline, unless there is none or it was marked as
@@ -120,7 +120,7 @@ impl Fence {
     /// Sets or removes the deadline. Called by the agent. Returns `false` if the previous deadline had already passed.
     ///
     /// # Panics
-    /// Never, because every number of nanoseconds is a valid time for a timer.
+    /// This function never panics, because every number of nanoseconds is a valid time for a timer.
     pub fn set(&self, boot_ns: Option<u64>) -> bool {
         let moved = self.deadline.set(boot_ns);
         if let Some(at) = moved.timer {
@@ -134,7 +134,7 @@ impl Fence {
     /// unreadable again.
     ///
     /// # Errors
-    /// None are known.
+    /// No errors are known.
     pub fn look(&self) -> io::Result<Look> {
         settle(
             || self.deadline.look(boot_now(), self.holder),
@@ -171,7 +171,7 @@ fn settle<E>(look: impl Fn() -> Look, set_timer: impl Fn(Look) -> Result<(), E>)
     loop {
         set_timer(found)?;
         match (found, look()) {
-            // The first call of `look` marked the deadline as passed.
+            // The first call of `look` has marked the deadline as passed, so only the first result has `first: true`.
             (Look::Passed { .. }, Look::Passed { first: false }) => return Ok(found),
             (found, same) if same == found => return Ok(found),
             (_, other) => found = other,
@@ -190,8 +190,8 @@ struct Deadline {
 struct Moved {
     /// True if the previous deadline had already passed.
     too_late: bool,
-    /// Time for which the timer must be set, because it is stopped or may be set for a later time. `None` if the timer
-    /// needs no change.
+    /// Time for which the timer must be set, because the timer may be stopped or set for a later time. `None` if the
+    /// timer needs no change.
     timer: Option<u64>,
 }
 
@@ -253,7 +253,7 @@ mod tests {
         Set(Option<i64>),
         /// Advance the clock by this number of nanoseconds.
         Wait(u64),
-        /// Another nursery takes over, and the earlier ones continue to run.
+        /// Let another nursery take over while the earlier ones continue to run.
         HandOver,
     }
 

@@ -24,7 +24,7 @@ pub struct Held {
     pub exit: WorkerExit,
     /// Pid of the tracer.
     pub tracer: i32,
-    /// One-line description for the user.
+    /// One-line message for the user about the process.
     pub told: String,
 }
 

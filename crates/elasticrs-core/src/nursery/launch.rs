@@ -62,7 +62,7 @@ pub struct Warm {
 #[derive(Debug, Default)]
 pub struct Import {
     /// Offset in the report at which the imports started, if this nursery replaces one that a module has killed. `None`
-    /// if this nursery starts the imports. See [`Warming::since`].
+    /// if this nursery does not replace another one. See [`Warming::since`].
     pub since: Option<u64>,
     /// True to import at the lowest priority. The nursery's nice value must be restored before it forks workers.
     pub is_background: bool,
@@ -102,8 +102,8 @@ pub struct Launched {
 #[derive(Debug)]
 pub struct Warming {
     pub warm: Arc<Warm>,
-    /// Offset in the report file of the first record about these imports. The records of earlier processes, which died
-    /// while they imported a module, are included.
+    /// Offset in the report file of the first record about these imports. Records of earlier processes that died while
+    /// they imported a module are included.
     pub since: u64,
 }
 

@@ -23,7 +23,7 @@
 //!    and their descendants, except cleaners, have exited.
 //! 8. No worker runs past the fence deadline, whether or not the agent is running.
 //!
-//! | module | used by |
+//! | module | users and purpose |
 //! | --- | --- |
 //! | [`protocol`], [`link`] | agent and nursery: exchange messages and descriptors |
 //! | [`server`] | nursery: its main program |

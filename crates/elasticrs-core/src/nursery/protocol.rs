@@ -85,7 +85,7 @@ pub enum Request {
         /// Number of this request, which the answer repeats. If the number of an answer is lower than that of the last
         /// request, the answer does not cover that request.
         number: u32,
-        /// Time in milliseconds before the first signal, in which descendants may continue to run.
+        /// Time in milliseconds for which descendants may continue to run before the first signal.
         linger_ms: u64,
         /// Time in milliseconds from SIGTERM to SIGKILL. 0 sends SIGKILL at once.
         grace_ms: u64,
@@ -98,15 +98,15 @@ pub enum Request {
     /// other exited workers are spared as well. Answered by [`Reply::Swept`], unless a [`Request::Sweep`] replaces this
     /// request. The agent sends the next request of this kind only after the answer.
     SweepLeft {
-        /// As in [`Request::Sweep`].
+        /// Number of this request, as in [`Request::Sweep`].
         number: u32,
         worker: i32,
-        /// As in [`Request::Sweep`].
+        /// Time limit in milliseconds for processes that cannot be killed, as in [`Request::Sweep`].
         give_up_ms: u64,
     },
-    /// Keep the descriptor that is sent with this request open until the nursery exits. If it is a duplicate of the
-    /// agent's connection to the store, the connection stays open after the agent's death until all of its processes
-    /// are gone.
+    /// Keep the descriptor that is sent with this request open until the nursery exits. If the descriptor is a
+    /// duplicate of the agent's connection to the store, the connection therefore stays open until all processes of a
+    /// dead agent are gone.
     Hold {
         /// True to keep the descriptors that are already held, false to replace them.
         beside: bool,
@@ -119,7 +119,7 @@ pub enum Request {
     /// Check the fence deadline whenever the timer expires. The timer and the page that contains the deadline are sent
     /// with this request. See [`super::fence`].
     Fence {
-        /// Number of this nursery.
+        /// Number of the nursery that receives this request.
         holder: Holder,
     },
     /// Record the nursery's activity in the page and the timer that are sent with this request. See
@@ -136,7 +136,7 @@ pub enum Request {
 pub enum Reply {
     /// The nursery is ready. This is its first message.
     Ready {
-        /// [`PROTOCOL`] of the nursery's build.
+        /// Protocol version of the nursery's build. See [`PROTOCOL`].
         protocol: u32,
         pid: i32,
     },
@@ -181,7 +181,7 @@ pub enum Reply {
         /// Error number from the kernel. `EMFILE` if the descriptor was lost, or if the nursery holds too many links.
         errno: i32,
     },
-    /// The sweep is complete.
+    /// A sweep is complete.
     Swept {
         /// Number of the last request that this message answers.
         number: u32,

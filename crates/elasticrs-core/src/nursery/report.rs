@@ -1,4 +1,5 @@
-//! The agent's access to the import report of a warm nursery. The report has one JSON record per line.
+//! Reads the import report of a warm nursery and appends records to it. Used by the agent. The report has one JSON
+//! record per line.
 //!
 //! Each import starts with the record `{"importing": NAME}`. If the process exits and this is the last record, the
 //! module has killed the process. A replacement process then imports the remaining modules.
@@ -14,7 +15,7 @@ use crate::exit::WorkerExit;
 const IMPORTING: &[u8] = b"{\"importing\":";
 const ENDED: &[u8] = b"{\"ended\":";
 
-/// Reason why a process stopped during its imports.
+/// Reason why a process did not finish its imports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     Exit(WorkerExit),

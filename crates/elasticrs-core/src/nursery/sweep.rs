@@ -17,13 +17,13 @@ use super::tree::{self, Ended, Listed, Target};
 use crate::sys::wait::{self, Waited};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// Number of the newest pids to check first. A program that keeps forking and continues in its child is always among
-/// the newest processes. This check is repeated, because each such process lives for a shorter time than it takes to
-/// read all of `/proc`.
+/// Number of the newest pids to check first. A program that repeatedly forks, exits, and continues in its child is
+/// always among the newest processes. This check is repeated, because each such process lives for a shorter time than
+/// it takes to read all of `/proc`.
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// Time after the deadline `give_up` at which a slow check stops sending signals.
+/// Duration after the `give_up` deadline in which a slow check may still send signals.
 const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
 /// Result of a sweep.
@@ -37,7 +37,7 @@ pub struct Outcome {
     pub held: Vec<i32>,
 }
 
-/// Result of checking the processes once.
+/// Result of a single check of the processes.
 #[derive(Debug, Default)]
 struct Look {
     alive: BTreeSet<i32>,
@@ -52,9 +52,9 @@ struct Look {
 /// Kills every process that carries the token, except this process, wherever it is in the process tree. This includes
 /// the nursery if it is alive.
 ///
-/// For sentinels, and for agents in a host application, because only the application may reap its children. Stops after
-/// two consecutive checks that find no process. This does not prove that none is left, because a process that forks and
-/// exits faster than a check can escape it. A check takes about 15 µs for each process on the machine.
+/// Used by sentinels, and by agents in a host application, where only the application may reap its children. Stops
+/// after two consecutive checks that find no process. This does not prove that none is left, because a process that
+/// forks and exits faster than a check can escape it. A check takes about 15 µs for each process on the machine.
 pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
@@ -74,8 +74,8 @@ pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
 
 /// Kills and reaps all descendants of this process, except the children in `known` and their descendants.
 ///
-/// For an agent that is a child subreaper and owns its process. Processes that carry no token and are in no session of
-/// `workers` are spared, because they left the job on purpose or never belonged to a nursery.
+/// Used by an agent that is a child subreaper and owns its process. Processes that carry no token and are in no session
+/// of `workers` are spared, because they left the job on purpose or never belonged to a nursery.
 pub fn sweep_children_of_self(known: &[i32], workers: &[i32], give_up: Duration) -> Outcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
@@ -126,7 +126,7 @@ impl Look {
             return;
         }
         if now > ended.acts_until {
-            // This check was delayed so long that the caller has stopped waiting for it.
+            // Send no signal, because this check was delayed for so long that the caller has stopped waiting for it.
             return;
         }
         target.signal(Signal::SIGKILL);

@@ -17,7 +17,7 @@ use crate::sys::rlimit;
 
 const BASE: u64 = 1 << 62;
 
-/// Random number that no other nursery on this machine uses.
+/// Token of a nursery: a random number that no other nursery on this machine uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Token(u64);
 

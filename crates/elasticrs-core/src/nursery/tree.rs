@@ -285,7 +285,7 @@ pub fn describe(pid: i32) -> Descendant {
 /// Processes that had to be signalled: the first ones by name, the others as a count.
 #[derive(Debug, Default)]
 pub struct Ended {
-    /// The first 64 processes.
+    /// The first 64 signalled processes.
     pub named: Vec<Descendant>,
     others: BTreeSet<i32>,
 }
@@ -293,7 +293,7 @@ pub struct Ended {
 impl Ended {
     const NAMED: usize = 64;
 
-    /// Adds a process.
+    /// Adds a process that was signalled.
     pub fn add(&mut self, target: &Target) {
         if self.named.len() < Self::NAMED {
             self.named.push(Descendant { pid: target.pid, command: target.name().to_owned() });
@@ -302,7 +302,7 @@ impl Ended {
         }
     }
 
-    /// Removes the processes that have not exited.
+    /// Removes the processes in `stuck`, which have not exited.
     #[must_use]
     pub fn without(mut self, stuck: &[i32]) -> Self {
         self.named.retain(|ended| !stuck.contains(&ended.pid));

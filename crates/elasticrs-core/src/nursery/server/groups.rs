@@ -14,13 +14,14 @@ impl Nursery {
         if signal != libc::SIGKILL && self.workers.contains(&pid) {
             let _ = signals::kill_group(pid, signal);
         } else if self.sessions.contains(&pid) {
-            // Signal the members one by one later, because the group's number may have been reused, and because SIGKILL
-            // must spare cleaners.
+            // Signal each member of the group individually later, because the group's number may have been reused, and
+            // because SIGKILL must spare cleaners.
             self.left_groups.insert(pid, signal);
         }
     }
 
-    /// Scans the processes once for all groups that are signalled process by process, and signals their members.
+    /// Sends the pending signals to process groups. Scans the processes once for all of these groups, and signals each
+    /// member individually.
     pub(super) fn signal_left_groups(&mut self) {
         let groups = std::mem::take(&mut self.left_groups);
         if groups.is_empty() {

@@ -13,8 +13,9 @@ use crate::nursery::protocol::{Reply, Request};
 
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
-        // Too many links are unlikely, because the agent enforces the same limit before it sends a link. If there is no
-        // socket, the descriptor was lost, because this process has reached its limit on open files.
+        // The connections are not expected to refuse a link, because the agent enforces the same limit before it sends
+        // one. If there is no socket, the descriptor was lost, because this process has reached its limit on open
+        // files.
         let is_held =
             fds.into_iter().next().is_some_and(|socket| self.held.hold(Held { socket, word }, beside).is_ok());
         if !is_held {

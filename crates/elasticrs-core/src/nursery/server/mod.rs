@@ -46,8 +46,8 @@ use crate::sys::wait::{self, Waited};
 use crate::sys::{fds, priority, signals};
 use elasticrs_runtime::clock::Stamp;
 
-/// Time limit for the last sweep, after the agent is gone or its lease has expired. A process that is still alive then
-/// has a pending SIGKILL, which takes effect without the nursery.
+/// Time limit for the last sweep, after the agent is gone or its lease has expired. A process that is still alive after
+/// that has a pending SIGKILL, which takes effect without the nursery.
 const LAST_SWEEP: Duration = Duration::from_secs(10);
 
 /// Runs the nursery on the descriptors [`FIXED_FDS`], with the text of a [`Start`]. Returns when the nursery is done.
@@ -69,7 +69,7 @@ pub fn begin_warm(start: &str) {
 }
 
 /// Does the same as [`run`], in a process that has imported the modules that its workers need. The workers are forks of
-/// this process. Returns a [`Worker`] in each forked worker, and the nursery's exit code as an error in the nursery.
+/// this process. In each forked worker, returns a [`Worker`]. In the nursery, returns its exit code as an error.
 pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u8> {
     let code = |error: io::Error| error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255);
     let start = start.and_then(Start::parse);
@@ -201,7 +201,7 @@ impl Nursery {
 }
 
 impl Nursery {
-    /// Serves requests until the nursery is done. Also returns in each forked worker, with `Some`.
+    /// Serves requests. Returns `None` when the nursery is done, and `Some` in each forked worker.
     fn serve(mut self) -> io::Result<Option<Begun>> {
         loop {
             let ready = self.wait()?;
@@ -358,8 +358,8 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Starts a sweep. `number` is the request to answer, or `None` if no answer is expected. With `left_by`, only the
-    /// leftover processes of this worker are killed.
+    /// Starts a sweep. `number` is the number of the request to answer, or `None` if no answer is expected. With
+    /// `left_by`, only the leftover processes of this worker are killed.
     fn begin_sweep(&mut self, deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if let Some(sweep) = &mut self.sweep {
             return sweep.bring_forward(deadlines, number, left_by);
@@ -423,8 +423,8 @@ impl Nursery {
         }
     }
 
-    /// Handles an agent that is dead or has closed its end of the connection: starts to kill all processes, after which
-    /// the nursery exits.
+    /// Handles the loss of the agent, which is dead or has closed its end of the connection. Starts to kill all
+    /// processes. The nursery exits afterwards.
     fn lose_agent(&mut self) {
         if !self.orphaned {
             self.orphaned = true;
@@ -466,7 +466,7 @@ fn at_once() -> Deadlines {
     Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
 }
 
-/// Opens as many descriptors as a sweep has open at once, or as many as are available.
+/// Reserves as many file descriptors as a sweep opens at the same time, or as many as are available.
 fn reserve_of(any: &OwnedFd) -> Vec<OwnedFd> {
     (0..4).map_while(|_| any.try_clone().ok()).collect()
 }

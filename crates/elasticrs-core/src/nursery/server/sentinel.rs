@@ -113,8 +113,8 @@ impl Sentinel {
         if hangs {
             // Mark the deadline as passed, as the nursery would do. This cannot fail.
             let _ = fence.look();
-            // Kill the nursery before the process for which it waits, because it would otherwise report the exit of
-            // that process. The only possible error is ESRCH.
+            // Kill the nursery before the process for which it waits, because the nursery would otherwise report the
+            // exit of that process. The only possible error is ESRCH.
             let _ = pidfd::send_signal(&nursery.pidfd, libc::SIGKILL);
         }
         hangs
@@ -130,7 +130,7 @@ impl Guarded {
     /// Waits until the nursery has killed everything and exited. Returns false if the nursery died before it was done,
     /// hangs, or does not watch its agent.
     fn ends_by_itself(self) -> bool {
-        // Continue the nursery in case it was stopped. The only possible error is ESRCH.
+        // Resume the nursery in case it was stopped. The only possible error is ESRCH.
         let _ = pidfd::send_signal(&self.pidfd, libc::SIGCONT);
         let give_up = Instant::now() + HOPELESS;
         let mut before = None;

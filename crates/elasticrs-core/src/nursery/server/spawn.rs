@@ -75,7 +75,7 @@ impl Nursery {
         }
     }
 
-    /// Announces to the sentinel that the next step of a start, which may hang, is about to run.
+    /// Notifies the sentinel that the next step of a start, which may hang, is about to run.
     fn step(&mut self) {
         if let Some(activity) = &mut self.activity {
             activity.step();
@@ -153,7 +153,7 @@ impl Begun {
         });
         for fd in fds {
             if targets.contains(&fd.as_raw_fd()) {
-                // A descriptor of the worker was put at this number. Closing `fd` would close the worker's descriptor.
+                // Do not close `fd`, because a descriptor of the worker was put at the same number.
                 let _ = fd.into_raw_fd();
             }
         }

@@ -56,7 +56,8 @@ pub(super) struct Sweep {
     deadlines: Deadlines,
     /// Number of the last request that this sweep answers. `None` if no request is to be answered.
     number: Option<u32>,
-    /// If set, the sweep kills only the leftover processes of this worker, and spares running workers.
+    /// Pid of the worker whose leftover processes the sweep kills while it spares running workers. `None` to kill all
+    /// descendants.
     left_by: Option<i32>,
     /// Pids that were sent SIGTERM. `killed` contains the pids that were sent SIGKILL.
     termed: BTreeSet<i32>,
@@ -66,14 +67,15 @@ pub(super) struct Sweep {
     patience: Patience,
     /// Number of consecutive checks that have found only cleaners and exempt processes.
     quiet_looks: u8,
-    /// Exited children that the last check found unreaped. If the next check finds them again, a tracer holds them.
+    /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
+    /// holds them.
     corpses: BTreeSet<i32>,
     /// Time since which every check has found only processes that need not exit. `None` if the last check found others.
     only_held: Option<Instant>,
     pause: Duration,
 }
 
-/// Result of checking the processes once.
+/// Result of a single check of the processes.
 #[derive(Debug, Default)]
 struct Look {
     others: Vec<Listed>,
@@ -132,7 +134,7 @@ impl Sweep {
         until.min(self.pause)
     }
 
-    /// Returns the number of the request, and the killed processes that are not in `stuck`.
+    /// Returns the number of the request to answer, and all signalled processes except those in `stuck`.
     pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Ended) {
         let stuck: Vec<i32> = stuck.iter().map(|stuck| stuck.pid).collect();
         (self.number, self.ended.without(&stuck))
@@ -143,7 +145,7 @@ impl Sweep {
         self.left_by.is_none()
     }
 
-    /// Returns the worker whose leftover processes this sweep kills. `None` if it kills all descendants.
+    /// Returns the pid of the worker whose leftover processes this sweep kills. `None` if it kills all descendants.
     pub(super) fn left_by(&self) -> Option<i32> {
         self.left_by
     }
@@ -175,7 +177,7 @@ impl Sweep {
             self.pause = Duration::ZERO;
             return Verdict::GoOn;
         }
-        // Do not insist on `ECHILD` if running workers, exempt processes, or processes that a tracer holds may stay.
+        // `ECHILD` is not required if running workers, exempt processes, or processes that a tracer holds may stay.
         let may_stay = self.left_by.is_some() || !look.exempt.is_empty() || !look.held.is_empty();
         let only_harmless = is_quiet && !look.cleaners && may_stay;
         self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));
@@ -187,7 +189,7 @@ impl Sweep {
             return Verdict::Over { stuck: describe(stuck), spared: describe(look.exempt), held: look.held };
         }
         // Check again at once while new processes appear, because they may fork faster than this process checks.
-        // Otherwise their exits wake this process up.
+        // Otherwise, pause, because exits of children wake this process up.
         self.pause = match (look.new, self.pause) {
             (true, _) => Duration::ZERO,
             (false, pause) if pause.is_zero() => FIRST_LOOK,
@@ -242,7 +244,7 @@ impl Sweep {
         self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
     }
 
-    /// Signals the process. Returns true if this signal was not sent to the process before.
+    /// Sends a signal to a process. Returns true if this signal was not sent to the process before.
     fn signal(&mut self, nursery: &Nursery, pid: i32, target: &Target, signal: Signal) -> bool {
         let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
         let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
