@@ -167,7 +167,7 @@ impl Output {
         self.is_used = true;
     }
 
-    /// Returns the loss of this destination, on the first call after the loss only.
+    /// Returns a notice of the loss of this destination on the first call after the loss. `None` otherwise.
     pub(super) fn take_loss(&mut self) -> Option<Notice> {
         let errno = *self.fd.as_ref().err()?;
         let is_news = self.is_used && !std::mem::replace(&mut self.loss_told, true);
@@ -188,7 +188,8 @@ impl Output {
         self.buffer.len() - self.sent
     }
 
-    /// Number of bytes that this output has accepted so far. `written` returns how many of them have been written.
+    /// Returns the number of bytes that this output has accepted so far. `written` returns how many of them have been
+    /// written.
     pub(super) fn accepted(&self) -> u64 {
         self.accepted
     }

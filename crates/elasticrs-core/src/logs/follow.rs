@@ -132,7 +132,7 @@ struct Told {
     full: bool,
 }
 
-/// All followed files.
+/// The followed files, and the state of reading them.
 pub(super) struct Follower {
     files: BTreeMap<StreamId, Followed>,
     queue: VecDeque<StreamId>,
@@ -351,7 +351,7 @@ impl Follower {
         }
     }
 
-    /// Switches between watching a file and reading it in every round.
+    /// Decides after a read whether to watch the file or to read it in every round.
     fn on_taken(&mut self, id: StreamId, taken: u64, now: Instant) {
         let Some(file) = self.files.get_mut(&id).filter(|file| file.phase == Phase::Open) else { return };
         if taken > 0 {
@@ -378,7 +378,8 @@ impl Follower {
         outputs_of.into_iter().any(|output| output.is_none_or(|index| outputs[index].has_room()))
     }
 
-    /// Performs the actions that are due now for the files whose destination has room.
+    /// Performs the actions that are due now: shows bytes that have waited long enough, checks for a full file system,
+    /// and polls files.
     pub(super) fn tick(&mut self, outputs: &mut [Output], now: Instant) {
         for file in self.files.values_mut() {
             if let Some(output) = file.ready_output(outputs) {
@@ -443,7 +444,7 @@ impl Follower {
 }
 
 impl Followed {
-    /// Returns the destination if it has room for bytes now.
+    /// Returns the output of the file if it has room for more bytes.
     fn ready_output<'a>(&self, outputs: &'a mut [Output]) -> Option<&'a mut Output> {
         let output = &mut outputs[self.output?];
         (self.phase != Phase::Ended && output.has_room()).then_some(output)
@@ -485,7 +486,7 @@ impl Followed {
                 } else {
                     self.unread = 0;
                 }
-                // A short read means the end of the file. An event announces later data.
+                // A short read means that the end of the file was reached. An event announces later data.
                 is_full_block || self.phase == Phase::Finishing
             }
             Err(Errno::EINTR) => true,
@@ -554,7 +555,7 @@ impl Followed {
     fn publish_stall(&mut self, outputs: &[Output]) {
         let is_stalled = self.unread > 0 || self.output.is_none_or(|index| !outputs[index].has_room());
         if self.is_stalled && !is_stalled && self.info.read_at.load(Ordering::Relaxed) > 0 {
-            // The writer may have stopped at any time during the stall, so count its silence from now on.
+            // The writer may have stopped at any time during the stall, so measure the time without output from now on.
             self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
         }
         self.is_stalled = is_stalled;

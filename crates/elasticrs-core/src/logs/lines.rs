@@ -23,7 +23,8 @@ pub const MAX_LINE: usize = 64 * 1024;
 /// together on a busy machine, and short enough that a prompt seems to appear at once.
 pub const IDLE: Duration = Duration::from_millis(250);
 
-/// Time after its first byte at which an unfinished line is shown if it keeps growing, such as a row of dots.
+/// Time after the first byte of an unfinished line at which the line is shown even if it keeps growing, such as a row
+/// of dots.
 pub const GROWING: Duration = Duration::from_secs(1);
 
 /// Minimum time between two shown states of a progress bar.
@@ -32,7 +33,7 @@ pub const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// A piece of text for the console, without prefix and newline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit<'a> {
-    /// A line, from its beginning to its end.
+    /// A complete line.
     Whole(&'a [u8]),
     /// The first or a further part of a line. Never empty.
     Part(&'a [u8]),

@@ -1,7 +1,7 @@
 //! Copies lines that contain a given text to another file.
 //!
 //! - **MATCHING-1** Lines are selected and copied whole, no matter how slowly they are written. A line longer than
-//!   [`LONGEST`] is split into pieces of that length, and each piece counts as a line.
+//!   [`LONGEST`] is split into pieces of about that length, and each piece counts as a line.
 
 use std::fs::{File, OpenOptions};
 use std::io;

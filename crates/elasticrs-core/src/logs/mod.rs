@@ -10,7 +10,7 @@
 //! - [`Logs::follow`] creates and opens files, which can block on a dead network mount. Call it before the workers are
 //!   started, from a thread that may block (a Python thread). All bytes that are written after the call are seen.
 //! - [`Logs::finish`] only puts a command into a queue. Call it from any thread when all writers of the streams are
-//!   gone (the group has ended and was swept).
+//!   gone (the group has finished and has been swept).
 //! - [`Logs::drained`] waits for finished streams, on any runtime with a clock. It does not wait for streams of a
 //!   running group. All notices of a stream are sent before the stream counts as drained.
 //! - The closure given to [`Logs::new`] is called by the caller of [`Logs::follow`] and by the logs thread. The closure
@@ -18,8 +18,8 @@
 //!
 //! Invariants, in addition to those of the modules:
 //!
-//! - **LOGS-1** No method except [`Logs::follow`] accesses a file, and no method accesses the console. So neither can
-//!   block them.
+//! - **LOGS-1** No method except [`Logs::follow`] accesses a file, and no method accesses the console. Therefore, no
+//!   other method can be blocked by a file, and none by the console.
 //! - **LOGS-2** Every byte that was in a file when its stream was finished is written to the console, unless
 //!   [`Logs::drained`] returns the stream or its destination was reported as lost.
 //! - **LOGS-3** A problem is reported once for each file, and never stops the agent.
@@ -152,7 +152,7 @@ struct StreamInfo {
     id: StreamId,
     stream: LogStream,
     is_finishing: AtomicBool,
-    /// Counters of the bytes that go to the console.
+    /// Counters of the bytes that go to the console. `None` for a stream that does not go to the console.
     counts: Option<Arc<LogCounts>>,
     /// Number of bytes of the file that are not on the console, as last counted by the thread.
     behind: AtomicU64,
@@ -273,8 +273,8 @@ impl Logs {
         self.shared.not_drained()
     }
 
-    /// Stops the thread and closes all files. Bytes that are not on the console yet are no longer shown. Does not wait
-    /// for a thread that is stuck in a write. Such a thread exits when the write returns. Idempotent.
+    /// Stops the thread and closes all files. Bytes that are not on the console yet are no longer shown. Waits only
+    /// briefly for a thread that is stuck in a write. Such a thread exits when the write returns. Idempotent.
     pub fn close(&self) {
         let thread = std::mem::replace(&mut *lock(&self.thread), Thread::Closed);
         let Thread::Started { thread, .. } = thread else { return };
@@ -282,7 +282,8 @@ impl Logs {
         thread.leave();
     }
 
-    /// Starts the thread. Returns the index of the output of each destination.
+    /// Starts the logs thread if it is not running. Returns the index of the output for standard output and for
+    /// standard error.
     fn start_thread(&self) -> io::Result<[usize; 2]> {
         let mut thread = lock(&self.thread);
         let console = match &mut *thread {

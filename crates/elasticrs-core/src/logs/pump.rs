@@ -34,7 +34,7 @@ pub(super) struct Pump {
 /// much cheaper than handling them one at a time, and the delay is not noticeable.
 const ROUND: Duration = Duration::from_micros(500);
 
-/// Events that the last wait has returned.
+/// Events that have woken up the logs thread.
 #[derive(Debug, Clone, Copy, Default)]
 struct News {
     commands: bool,

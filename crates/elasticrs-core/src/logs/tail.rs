@@ -17,7 +17,7 @@ pub fn last_lines(path: &Path, count: usize, max_bytes: u64) -> io::Result<Vec<V
     let start = size.saturating_sub(max_bytes);
     let mut bytes = Vec::new();
     file.seek(SeekFrom::Start(start))?;
-    // The file may shrink or grow in the meantime.
+    // Limit the read, because the file may shrink or grow in the meantime.
     file.take(size - start).read_to_end(&mut bytes)?;
     Ok(last_of(&bytes, count, start > 0))
 }

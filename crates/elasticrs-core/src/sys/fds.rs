@@ -25,7 +25,7 @@ pub fn take_inherited<const N: usize>(numbers: [RawFd; N]) -> nix::Result<[Owned
         return Err(Errno::EALREADY);
     }
     for number in numbers {
-        // SAFETY: `F_SETFD` does not close the descriptor. A number that is not open gives EBADF.
+        // SAFETY: `F_SETFD` does not close the descriptor. A number that is not open causes the error EBADF.
         Errno::result(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) })?;
     }
     // SAFETY: all descriptors are open. The flag `TAKEN` and the contract above ensure that no other code owns them

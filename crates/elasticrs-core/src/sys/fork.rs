@@ -27,7 +27,7 @@ pub fn plain() -> nix::Result<i32> {
     }
 }
 
-/// Tells the two processes in which [`fork`] returns apart.
+/// Result of [`fork`], which returns in the parent and in the child.
 pub enum Forked {
     /// This process is the parent. Contains the running child.
     Parent(Settling),
@@ -154,7 +154,7 @@ pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
         return Ok(Forked::Child(Outlet(outlet)));
     }
     let pidfd = pidfd::open(pid).map_err(|errno| {
-        // The child still exists, because only this process reaps it.
+        // The pid still belongs to the child, because only this process reaps it.
         let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         wait::reap(pid);
         failed(errno)

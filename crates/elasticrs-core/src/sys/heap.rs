@@ -1,4 +1,4 @@
-//! Releases freed memory that the allocator has kept to the kernel.
+//! Makes the allocator return freed memory to the kernel.
 
 /// Returns all unused whole pages of the heap to the kernel.
 ///

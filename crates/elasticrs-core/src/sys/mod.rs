@@ -1,4 +1,4 @@
-//! Thin wrappers for system calls that nix does not provide, or not in the required form.
+//! Thin wrappers for system calls that nix does not provide, or does not provide in the required form.
 //!
 //! All `unsafe` code of this crate is in this module. Each wrapper names the kernel version that it requires. The
 //! minimum is Linux 5.4, and newer features are probed by [`features`].

@@ -12,7 +12,7 @@ pub const BACKGROUND_TEXT: &CStr = c"19";
 /// Sets the nice value of the calling thread and returns the previous value. The error is `EACCES` if this process is
 /// not permitted to lower the value (`CAP_SYS_NICE`, `RLIMIT_NICE`).
 pub fn set_nice(value: i32) -> nix::Result<i32> {
-    // A result of −1 is a valid value, because reading the calling thread's own value cannot fail.
+    // A result of −1 is a valid nice value, because reading the value of the calling thread cannot fail.
     // SAFETY: the call takes only integers.
     let before = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
     set_nice_of(0, value)?;
@@ -34,7 +34,8 @@ pub fn restorable() -> Option<i32> {
     let attempt = || {
         // SAFETY: the call takes only integers.
         let before = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
-        // A small step is enough. With the lowest priority, this thread could wait long for its next turn.
+        // Raise the nice value by only 1, because with the lowest priority, this thread might not run again for a long
+        // time.
         set_nice(before + 1).ok()?;
         set_nice(before).ok().map(|_| before)
     };

@@ -1,4 +1,4 @@
-//! Signal functions that nix does not provide, or only for its `Signal` type, which excludes real-time signals.
+//! Signal functions that nix lacks, or that it provides only for its `Signal` type, which excludes real-time signals.
 
 use std::ptr;
 

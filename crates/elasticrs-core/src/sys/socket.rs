@@ -55,6 +55,8 @@ pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Chunk> {
     Ok(Chunk { bytes, fds, truncated: header.msg_flags & libc::MSG_CTRUNC != 0 })
 }
 
+/// Takes ownership of the descriptors in the control data of a received message.
+///
 /// # Safety
 /// `header` must have been filled in by a successful `recvmsg`. It may be passed to this function only once, because
 /// the function takes ownership of the descriptors.

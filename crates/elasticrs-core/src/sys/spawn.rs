@@ -4,7 +4,9 @@
 //! program or exited. Nothing is copied, so the cost does not depend on the size of the parent, and the child stores
 //! its errors in the parent's memory.
 //!
-//! 1. All data that the child needs (strings, tables, candidates) is built before the clone.
+//! Because of the shared memory, these rules apply:
+//!
+//! 1. All data that the child needs (strings, tables, candidate paths) is built before the clone.
 //! 2. The child makes only raw system calls. It does not allocate, lock, or use libc state other than `errno` of the
 //!    suspended thread.
 //! 3. All signals are blocked around the clone, so that no signal handler of the parent can run in the child.
@@ -62,7 +64,7 @@ pub struct Command<'fd> {
     pub fds: Vec<(BorrowedFd<'fd>, RawFd)>,
     /// Signals that the child ignores. All other signals get their default action, and no signal is blocked.
     pub ignored: Vec<i32>,
-    /// True to kill the child with SIGKILL when the thread that creates it ends.
+    /// True to kill the child with SIGKILL when the thread that creates it exits.
     pub dies_with_parent: bool,
     /// True to make the child a child subreaper.
     pub keeps_orphans: bool,
@@ -104,7 +106,7 @@ impl Stack {
     pub fn new() -> nix::Result<Self> {
         const LENGTH: NonZeroUsize = NonZeroUsize::new(GUARD + STACK).expect("a constant above zero");
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_STACK | MapFlags::MAP_NORESERVE;
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice replaces nothing.
+        // SAFETY: the kernel chooses the address, so the new mapping does not replace another one.
         let base = unsafe { mmap_anonymous(None, LENGTH, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags) }?;
         let stack = Self { base };
         // SAFETY: the range lies within the mapping that was just made.
@@ -277,7 +279,7 @@ fn prepare(shared: &mut Shared<'_>, close_others: impl FnOnce(&Shared<'_>)) -> R
     Ok(())
 }
 
-/// Moves the passed descriptors above all targets.
+/// Duplicates the passed descriptors to numbers above all targets.
 fn move_descriptors(shared: &mut Shared<'_>) -> Result<(), Errno> {
     for (moved, (source, _)) in shared.moved.iter_mut().zip(&shared.command.fds) {
         *moved = raw::dup_above(source.as_raw_fd(), shared.floor)?;
@@ -304,7 +306,7 @@ fn open_standard(shared: &Shared<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Executes the program. Tries the next path if the error concerns only one path (such as a missing file or
+/// Executes the program. Tries the next path if the error concerns only the current one (such as a missing file or
 /// permission). Returns the error if no path could be executed.
 fn execute(shared: &Shared<'_>) -> Errno {
     let paths = match &shared.command.program {
