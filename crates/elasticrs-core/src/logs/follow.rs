@@ -10,8 +10,8 @@
 //! - **FOLLOW-5** Files are polled only if inotify is unavailable, or on file systems whose changes the kernel does not
 //!   see. Other timeouts exist only while data waits to be shown, or free space waits to be checked.
 //! - **FOLLOW-6** A watch fires once. A notification per write would slow each write down by half. Instead, the file is
-//!   read in every round until it has been quiet for some rounds ([`QUIET_ROUNDS`]). It is then watched again, and read
-//!   once more, so that no bytes are missed around the new watch.
+//!   read in every round until it has been quiet for some rounds ([`QUIET_ROUNDS`]). The file is then watched again,
+//!   and read once more, so that no bytes are missed around the new watch.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;

@@ -181,8 +181,8 @@ fn children_of_ours() -> Vec<i32> {
         |pids: RangeInclusive<i32>| pids.filter(|pid| wait::child_has_ended(*pid).is_some()).collect::<Vec<_>>();
     let newest = newest_pid();
     let found = among(1..=newest);
-    // After the highest pid, the kernel continues with the lowest free pid. Older processes may therefore have higher
-    // pids.
+    // After the highest pid, the kernel starts again with low pids. Older processes may therefore have higher pids than
+    // the newest.
     if found.is_empty() { among(newest + 1..=HIGHEST_PID) } else { found }
 }
 

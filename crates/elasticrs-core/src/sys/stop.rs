@@ -2,8 +2,9 @@
 //!
 //! A process that handles SIGTSTP may have work to do before it stops itself with SIGSTOP. If SIGCONT arrives during
 //! that work, it has no effect, and the process then stops for good. The kernel helps to detect this: each SIGCONT
-//! discards a pending SIGTSTP, even a blocked one. So the caller keeps a blocked SIGTSTP pending. If it is gone after
-//! SIGSTOP was sent, a SIGCONT has arrived before. Another process must check this, because this process is stopped.
+//! discards a pending SIGTSTP, even a blocked one. So the caller keeps a blocked SIGTSTP pending. If SIGTSTP is no
+//! longer pending after SIGSTOP was sent, a SIGCONT has arrived before. Another process must check this, because this
+//! process is stopped.
 
 use std::ffi::{CString, c_int, c_long, c_void};
 
