@@ -16,8 +16,8 @@
 //! 2. The timer is never set for a later time than the deadline. A process that sets the timer has written or read the
 //!    page before. The nursery reads the page again after it has set the timer, because the agent may have moved the
 //!    deadline and set the timer in between.
-//! 3. Only the holder and the agent write `PASSED`. A nursery that was replaced may still be running for a moment. If it
-//!    wrote `PASSED`, the holder would never learn that the deadline has passed, and its workers would run on.
+//! 3. Only the holder and the agent write `PASSED`. A nursery that was replaced may still be running for a moment. If
+//!    it wrote `PASSED`, the holder would never learn that the deadline has passed, and its workers would run on.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -111,8 +111,8 @@ impl Fence {
         holder_of(self.deadline.page.number().load(Ordering::SeqCst))
     }
 
-    /// Makes the next nursery enforce the deadline, instead of the current one. Called by the agent. Returns `false` and
-    /// changes nothing if the deadline was marked as passed, because the current nursery then has to report it.
+    /// Makes the next nursery enforce the deadline, instead of the current one. Called by the agent. Returns `false`
+    /// and changes nothing if the deadline was marked as passed, because the current nursery then has to report it.
     pub fn hand_over(&self) -> bool {
         self.deadline.hand_over()
     }
