@@ -42,7 +42,8 @@ pub fn stop_unless_continued() -> nix::Result<()> {
     Ok(())
 }
 
-/// Keeps the handlers of SIGTSTP and SIGCONT from interrupting each other, so that they run in the order of the signals.
+/// Keeps the handlers of SIGTSTP and SIGCONT from interrupting each other, so that the handlers run in the order of the
+/// signals.
 pub fn order_signals() -> nix::Result<()> {
     signals::take_turns(Signal::SIGTSTP, Signal::SIGCONT)
 }
