@@ -1,6 +1,6 @@
 """Code that runs inside workers and nurseries without being imported by the user's script.
 
-``hook/sitecustomize.py`` records uncaught exceptions. ``error_file.py`` is the writer that it shares with
-``@record``. ``nursery/nursery.py`` imports modules and forks workers (``--warm``). The environments in which
-these programs start are made in :mod:`elasticrs.workers.environment`.
+``hook/sitecustomize.py`` records uncaught exceptions. ``error_file.py`` writes the error file for this hook
+and for ``@record``. ``nursery/nursery.py`` imports modules and forks workers (``--warm``). The environment
+variables of these programs are set in :mod:`elasticrs.workers.environment`.
 """

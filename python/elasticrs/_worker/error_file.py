@@ -1,8 +1,8 @@
-"""Writes the file in which a worker says why it failed.
+"""Writes the error file, in which a worker records the exception that ended it.
 
-The format is torch's (``message`` with ``extraInfo``, whose values are strings); what torch has no field for
-stands beside it, under ``elasticrs``. Used by :class:`elasticrs.multiprocessing.errors.ErrorHandler`, and run
-by path in workers that cannot import elasticrs: so it needs nothing but the standard library of Python 3.8.
+The format is torch's: ``message`` with ``extraInfo``, whose values are strings. Additional data is stored
+under the key ``elasticrs``. :class:`elasticrs.multiprocessing.errors.ErrorHandler` imports this module.
+Workers that cannot import elasticrs execute it by path, so it uses only the standard library of Python 3.8.
 """
 
 import json
@@ -11,17 +11,18 @@ import time
 import traceback
 
 _NOTICE_PART = 2000
-"""Maximum number of bytes of each of the two parts of a notice. The agent reads at most 4096 bytes."""
+"""Maximum size in bytes of each of the two parts of a notice. The agent reads at most 4096 bytes of a notice.
+"""
 
 _CODEC = ("utf-8", "backslashreplace")
-"""Encoding, and what to do with lone surrogates, which UTF-8 cannot encode."""
+"""Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
 
 FROM_HOOK = '"written_by": "hook"'
-"""Occurs in a file that the worker's hook wrote."""
+"""Text that marks an error file as written by the worker's hook."""
 
 
 def error_document(error: BaseException, written_by: str) -> str:
-    """The error file's text.
+    """Return the content of the error file.
 
     Args:
         error: the exception, with its traceback.
@@ -53,13 +54,13 @@ def error_document(error: BaseException, written_by: str) -> str:
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace ``path`` in one step, so that no reader sees half of it.
+    """Replace ``path`` atomically, so that no reader sees a partly written file.
 
-    Where that cannot be (a bind-mounted file such as ``/dev/termination-log``, a directory without write
-    permission), or must not (``/dev/null``, ``/dev/stderr``), the file is written in place.
+    Write the file in place if it cannot be replaced (a bind-mounted file such as ``/dev/termination-log``, a
+    directory without write permission), or must not be replaced (``/dev/null``, ``/dev/stderr``).
 
     Raises:
-        OSError: neither way worked.
+        OSError: the file could be neither replaced nor written in place.
     """
     if not may_be_replaced(path):
         _write(path, text)
@@ -69,19 +70,21 @@ def write_whole(path: str, text: str) -> None:
         _write(partial, text)
         os.replace(partial, path)
     except OSError:
-        # Before anything else: it may be what fills the disk.
+        # Delete the partial file first, because it may be what fills the disk.
         if os.path.exists(partial):
             os.unlink(partial)
         _write(path, text)
 
 
 def may_be_replaced(path: str) -> bool:
-    """Whether nothing is at ``path``, or a regular file: no device, pipe or symbolic link."""
+    """Return true if ``path`` does not exist or is a regular file. Devices, pipes and symbolic links may not
+    be replaced.
+    """
     return not os.path.lexists(path) or (os.path.isfile(path) and not os.path.islink(path))
 
 
 def write_uncaught(path: str, error: BaseException) -> None:
-    """Write the error file for an exception that nobody caught, unless ``@record`` has done so.
+    """Write the error file for an uncaught exception, unless ``@record`` has already written it.
 
     Raises:
         OSError: the file cannot be written.
@@ -91,9 +94,9 @@ def write_uncaught(path: str, error: BaseException) -> None:
 
 
 def give_notice(name: str, error: BaseException) -> None:
-    """Tell the agent that this process has written its error file and is about to end.
+    """Notify the agent that this process has written its error file and is about to exit.
 
-    The notice carries the time and the end of the traceback, so that the agent can name the exception
+    The notice contains the time and the end of the traceback, so that the agent can name the exception
     without reading a file.
 
     Args:
@@ -125,7 +128,7 @@ def give_notice(name: str, error: BaseException) -> None:
 
 def _is_from_elsewhere(path: str) -> bool:
     if not os.path.isfile(path):
-        # A terminal or a pipe would be waited for.
+        # Do not read a terminal or a pipe, because reading would block.
         return False
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -1,17 +1,17 @@
-"""What a worker of ``--run-path`` calls."""
+"""Entry function of workers that are started with ``--run-path``."""
 
 import runpy
 import sys
 
 
 def run_script_path(training_script: str, *training_script_args: str) -> None:
-    """Run a script in this interpreter, as its main program; torch's name.
+    """Run a script in this interpreter as the main program. Torch has a function with the same name.
 
-    ``sys.exit()`` ends the script, as it does in any other: with torch it is an error here.
+    ``sys.exit()`` or ``sys.exit(0)`` in the script ends it normally, whereas torch treats this as an error.
 
     Args:
-        training_script: its path.
-        training_script_args: its arguments.
+        training_script: path of the script.
+        training_script_args: arguments for the script.
     """
     sys.argv = [training_script, *training_script_args]
     try:

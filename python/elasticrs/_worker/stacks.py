@@ -1,7 +1,7 @@
-"""Lets a worker answer the agent's question where it is, for workers in which the hook did not run.
+"""Lets the agent request the stacks of a worker in which the hook did not run.
 
-The agent sends a real-time signal before it ends a hung worker; ``faulthandler`` answers by writing the
-stacks of all threads into the file beside the error file. See ``hook/sitecustomize.py``, which does the same.
+The agent sends a real-time signal before it kills a hung worker. ``faulthandler`` then writes the stacks of
+all threads to a file beside the error file. ``hook/sitecustomize.py`` does the same.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import os
 
 
 def answer_with_stacks() -> None:
-    """Register the handler, unless there is one; under an agent of ours only.
+    """Register the signal handler if this process runs under an elasticrs agent and the signal has no handler
+    yet.
 
-    ``ELASTICRS_TRACEBACKS=0`` switches it off.
+    ``ELASTICRS_TRACEBACKS=0`` disables the handler.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_off = os.environ.get("ELASTICRS_TRACEBACKS") == "0"
@@ -27,11 +28,11 @@ def answer_with_stacks() -> None:
     from elasticrs._worker.error_file import may_be_replaced
 
     if not may_be_replaced(path):
-        return  # Beside a device is no place for files.
+        return  # Create no file next to a device such as /dev/null.
     try:
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:
-        return  # A report without stacks is no reason to disturb the worker.
+        return  # Ignore the error, because only the stacks will be missing from the report.
     faulthandler.register(signum, descriptor, all_threads=True)
 
 
@@ -40,5 +41,5 @@ def _is_caught(signum: int) -> bool:
         with open("/proc/self/status", "rb") as file:
             masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
-        return True  # The agent could not tell either.
+        return True  # The agent cannot read the signal masks either.
     return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

@@ -1,17 +1,18 @@
-"""Runs at the start of a worker's interpreter, so that an uncaught exception reaches the failure report.
+"""Runs at the start of a worker's interpreter, so that uncaught exceptions appear in the failure report.
 
-Python imports a module of this name automatically, and :func:`elasticrs._worker.hook_environment` puts this
-directory first in ``PYTHONPATH``. The file is self-contained: it must work in any Python from 3.8 on, even if
-elasticrs cannot be imported there. It guarantees:
+Python imports a module named ``sitecustomize`` automatically, and
+:func:`elasticrs.workers.environment.hook_environment` puts this directory first in ``PYTHONPATH``. This file
+has to work in any Python from 3.8 on, even if elasticrs cannot be imported there. It guarantees:
 
-- **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are restored before the user's own
-  ``sitecustomize`` or other code of the user runs, so children of the worker do not run this hook.
-- **HOOK-2** the user's ``sitecustomize`` is found, run and, when it fails, reported by ``site`` as always.
-- **HOOK-3** the previous ``sys.excepthook`` still prints the exception. Ours only writes the error file, and
-  only in the process in which it was installed, not in forked children.
+- **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are restored before the user's ``sitecustomize``
+  or any other user code runs, so children of the worker do not run this hook.
+- **HOOK-2** the user's ``sitecustomize`` is found, run and, if it fails, reported by ``site``, as without
+  this hook.
+- **HOOK-3** the previous ``sys.excepthook`` still prints the exception. The new ``sys.excepthook`` only
+  writes the error file, and only in the process in which it was installed, not in forked children.
 - **HOOK-4** modules that are needed only after a failure are imported only then.
-- **HOOK-5** a finder is in ``sys.meta_path`` only if the agent watches heartbeats, and only until
-  ``torch.optim.optimizer`` is imported. It finds no modules itself.
+- **HOOK-5** this hook adds a finder to ``sys.meta_path`` only if the agent watches heartbeats, and removes it
+  after ``torch.optim.optimizer`` is imported. The finder delegates to the other finders.
 - **HOOK-6** if the program has a Python handler for SIGUSR1 or SIGUSR2, that signal is ignored while the
   interpreter shuts down, because the interpreter then restores the default action, which would kill a worker
   that is about to exit with 0.
@@ -52,10 +53,10 @@ def undisturbed(write: "Callable[[], None]") -> None:
     therefore replaced by one that only records the signal.
 
     Args:
-        write: function to call. Outside of the main thread, it is called without delaying any handler.
+        write: function to call. Outside the main thread, it is called without delaying any handler.
 
     Raises:
-        BaseException: what ``write`` or a handler has raised.
+        BaseException: an exception that ``write`` or a handler raised.
     """
     from _signal import getsignal, raise_signal, signal, valid_signals  # type: ignore[import-not-found]
 
@@ -100,14 +101,14 @@ def undisturbed(write: "Callable[[], None]") -> None:
 
 
 def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
-    """Run ``action``, and run it again whenever a signal handler raises inside it. Return the last exception
-    of a handler.
+    """Run ``action``, and run it again whenever a signal handler raises inside it. Return the handler's last
+    exception.
     """
     raised = None
     for _ in range(100):
         try:
             action()
-        except BaseException as error:  # noqa: PERF203 -- rarely more than one turn
+        except BaseException as error:  # noqa: PERF203 -- rarely more than one iteration
             raised = error
         else:
             break
@@ -166,14 +167,14 @@ def _install(path: str) -> None:
     def excepthook(kind: "type[BaseException]", error: BaseException, traceback: object) -> None:
         try:
             record(error, get_ident() == main and _is_end(sys._getframe()))
-        finally:  # A handler of a signal may have raised.
+        finally:  # A signal handler may have raised.
             previous(kind, error, traceback)  # type: ignore[arg-type]
 
     def at_exit() -> None:
         if os.getpid() == pid:
             _ignore_requests()
-        # Look at `sys.last_value` as well, because the program may have replaced our `sys.excepthook`. The
-        # interpreter stores every uncaught exception in `sys.last_value`.
+        # Look at `sys.last_value` as well, because the program may have replaced the `sys.excepthook` set
+        # here. The interpreter stores every uncaught exception in `sys.last_value`.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not recorded:
             record(error, is_end=True)
@@ -188,8 +189,7 @@ def _install(path: str) -> None:
         # exit.
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:
-        # Return without an error, because without this file only the stacks of a crash or of a hang are
-        # missing from the report.
+        # Ignore the error, because without this file the report only lacks the stacks of a crash or a hang.
         return
     if not faulthandler.is_enabled():
         faulthandler.enable(descriptor)
@@ -202,7 +202,7 @@ def _install(path: str) -> None:
 
 
 class _OptimizerImport:
-    """Notices the import of torch's optimizers, whose steps then give heartbeats."""
+    """Import finder that detects the import of torch's optimizers, so that their steps send heartbeats."""
 
     name = "torch.optim.optimizer"
 
@@ -230,7 +230,7 @@ class _OptimizerImport:
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            # The loader is written in C and has no `exec_module` to replace. Optimizer steps then give no
+            # The loader is written in C and has no `exec_module` to replace. Optimizer steps then send no
             # heartbeats, and the agent reports that.
             return
 

@@ -1,15 +1,19 @@
-"""Runs at the start of a warm nursery: imports, then forks workers, which go on as if they had been executed.
+"""Startup code of a warm nursery: imports modules, then forks workers, which continue as if started by
+``exec``.
 
-The nursery is the workers' own command line with this directory in front of ``PYTHONPATH``. ``site`` imports
-the ``sitecustomize`` there, which becomes this, before the interpreter looks at the script, and a worker is a
-fork that returns from here. So the interpreter itself runs the script, with nothing below it on the stack.
-The file stands alone: elasticrs need not be importable. What it promises:
+The nursery runs the workers' command line with this directory first in ``PYTHONPATH``. Before the interpreter
+opens the script, ``site`` imports ``sitecustomize.py`` from this directory, which executes this file. A
+worker is a fork in which this code returns, so the interpreter then runs the script with no frame of the
+nursery on the stack. This file does not need elasticrs to be importable. It guarantees:
 
-- **WARM-1** only a clean process forks: one thread, no GPU driver, no child, nothing open that forks would
-  share. A module that leaves such a thing is named, and the program executes itself again without it.
-- **WARM-2** what differs by process is made anew in each worker: environment, standard streams, seeds, keys.
-- **WARM-3** what the imports print is kept, and printed by each worker, as if it had imported itself.
-- **WARM-4** anything unexpected ends the process before it is ready; workers then start cold.
+- **WARM-1** the nursery forks only while it is clean: it has one thread, no GPU driver, no child process, and
+  no open descriptor that forks would share. If a module violates this, the nursery reports the module and
+  executes itself again without it.
+- **WARM-2** each worker gets its own environment, standard streams, random seeds and keys.
+- **WARM-3** the output of the imports is recorded. Each worker prints it, as if the worker had run the
+  imports.
+- **WARM-4** an unexpected error ends the nursery before it is ready. Workers then start without preloaded
+  modules.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ if TYPE_CHECKING:
         dict[str, dict[str, str]],
         "list[Callable[[], None]] | None",
     ]
-    """Results of the imports, as four items: the output that they printed, by file descriptor; the
-    environment variables that they changed, each with its values before and after; the variables that the
-    script had set when an OpenBLAS library was loaded, by path of the library; and functions that reseed
-    random number generators, or ``None`` if the generators were not watched.
+    """Results of the imports: printed output, by file descriptor; changed environment variables, each with
+    its values before and after; the variables that the script had set when an OpenBLAS library was loaded, by
+    path of the library; and functions that reseed random number generators, or ``None`` if the generators
+    were not watched.
     """
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -47,18 +51,25 @@ _SETTINGS = "ELASTICRS_WARM"
 name.
 """
 _CORE = "ELASTICRS_WARM_CORE"
-"""The file of ``elasticrs._core``."""
+"""Environment variable with the path of the extension module ``elasticrs._core``."""
 _START = "ELASTICRS_NURSERY_START"
-"""What the nursery is told; see ``nursery/launch.rs``, which has it as well."""
+"""Environment variable with the nursery's start parameters. ``nursery/launch.rs`` uses the same name."""
 _AGENT, _REPORT = (3, 4, 5), 6
-"""The descriptors that lead to the agent, the socket first, and that of the report; the same."""
+"""Descriptors that are connected to the agent, the socket first, and the descriptor of the report file.
+``nursery/launch.rs`` uses the same numbers.
+"""
 _PID = "ELASTICRS_NURSERY_PID"
-"""The process that imports, for programs that are started or executed meanwhile; see ``sitecustomize.py``."""
+"""Environment variable with the pid of the nursery. ``sitecustomize.py`` uses it to recognise a program that
+an import has executed in place of the nursery.
+"""
 _SINCE = "ELASTICRS_WARM_SINCE"
-"""Where the report begins of those that have ended while they imported, before this one."""
+"""Environment variable with an offset in the report. The records of earlier nursery processes, which died
+while importing, start there.
+"""
 
 _RESERVED = min(256, os.sysconf("SC_OPEN_MAX") // 2)
-"""Workers are given descriptors below this: none that a module opens is among them."""
+"""Descriptors below this number are reserved for workers. Modules cannot open descriptors with these numbers.
+"""
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -68,15 +79,17 @@ _RANK_ZERO = {
     "lightning_fabric.utilities.rank_zero": "RANK",
     "torchmetrics.utilities.prints": "LOCAL_RANK",
 }
-"""Modules that may, since workers renew what they keep: ``rank_zero_only.rank``."""
+"""Modules that may read the rank at import, because each worker updates their ``rank_zero_only.rank``, with
+the environment variable that holds the rank.
+"""
 
 _AT: list[str] = []
 """Name of the module that is being imported. Empty if no import is running."""
 
-_exit, _execv, _execve = os._exit, os.execv, os.execve  # Whatever modules do to `os`.
+_exit, _execv, _execve = os._exit, os.execv, os.execve  # Saved, because imports may patch `os`.
 
 _AT_FIRST = frozenset(sys.modules)
-"""What the interpreter itself has imported."""
+"""Modules that the interpreter had imported before this file ran."""
 
 
 def _report(**line: object) -> None:
@@ -89,11 +102,15 @@ def _report(**line: object) -> None:
 
 
 class _ProgramError(BaseException):
-    """A module wants to execute a program in place of this one: that would run the script."""
+    """Raised if a module tries to replace this process with another program, because that would run the
+    script.
+    """
 
 
 def _refusing(real: Any) -> Any:
-    """In this process, but in no child of it."""
+    """Wrap an ``exec`` function to raise :class:`_ProgramError` in this process. Child processes may still
+    call it.
+    """
     pid = os.getpid()
 
     def execute(*args: object, **named: object) -> None:
@@ -109,7 +126,7 @@ def _open_files() -> dict[int, str]:
 
     links = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # The listing's own.
+        with suppress(FileNotFoundError):  # This is the descriptor of the listing itself.
             links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return links
 
@@ -117,7 +134,7 @@ def _open_files() -> dict[int, str]:
 def _has_threads() -> bool:
     import time
 
-    # One that was joined a moment ago may still be listed.
+    # Retry, because a thread that was joined a moment ago may still be listed.
     for _ in range(20):
         if len(os.listdir("/proc/self/task")) == 1:
             return False
@@ -126,9 +143,11 @@ def _has_threads() -> bool:
 
 
 def _temporary_folders() -> list[Any]:
-    """Functions that remove them; the first worker that ends would."""
+    """Return the finalizers of temporary folders. In forked workers, the first worker to exit would remove
+    the folders.
+    """
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
-    # Only the name of a function: what it is called with may take long to be shown.
+    # Compare only function names, because the `repr` of a finalizer's arguments may be slow.
     return [end for end in list(registry) if _name_of_function(end) == "TemporaryDirectory._cleanup"]
 
 
@@ -159,12 +178,14 @@ def _standard_streams() -> list[Any]:
 
 
 def _settings(stream: Any) -> dict[str, object]:
-    stream.buffer.fileno()  # Raises if it is closed or detached.
+    stream.buffer.fileno()  # Raises if the stream is closed or detached.
     return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
 
 
 class _Surroundings:
-    """What a worker must have as it was before the imports, until its script imports."""
+    """Process state that imports must not change, because each worker starts with it: umask, signal mask,
+    timers, nice value, working directory and standard streams.
+    """
 
     def __init__(self, folders: list[str], variables: Any, children: Any) -> None:
         import signal
@@ -179,16 +200,18 @@ class _Surroundings:
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def note_blas(self) -> None:
-        """Note which variables the script had set when each OpenBLAS library was loaded.
+        """Record which variables the script had set when each OpenBLAS library was loaded.
 
-        Call it before each further assignment and after the last import, because a library reads the
+        Call this method before each further assignment and after the last import, because a library reads the
         variables when it is loaded.
         """
         for path in _mapped("openblas") - self.blas.keys():
             self.blas[path] = dict(self.variables.assigned)
 
     def restore(self) -> str | None:
-        """Restore what has changed, and name it."""
+        """Restore the state that imports have changed. Return a description of one change; ``None`` if there
+        is none.
+        """
         import signal
 
         changed = None
@@ -196,7 +219,7 @@ class _Surroundings:
             changed = "the umask"
         if signal.pthread_sigmask(signal.SIG_SETMASK, self._mask) != self._mask:
             changed = "the signal mask"
-        # The kernel keeps them over an exec, and gives a fork none.
+        # Stop interval timers, because they survive `exec`, although a forked process does not inherit them.
         timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
         if [timer for timer in timers if signal.setitimer(timer, 0) != (0.0, 0.0)]:
             changed = "the interval timers"
@@ -204,7 +227,9 @@ class _Surroundings:
             try:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
-            except PermissionError:  # Workers have it as well, and must not add to it.
+            except PermissionError:
+                # Accept the new nice value, which cannot be undone. Workers inherit it, and must not raise it
+                # again by importing the module themselves.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -226,10 +251,10 @@ class _Surroundings:
         return self.beside_script(new)
 
     def hidden_by_us(self) -> str | None:
-        """Return the name of a module that this program itself imported and that also exists as a file beside
+        """Return the name of a module that the nursery itself imported and that also exists as a file beside
         the script. ``None`` if there is none.
 
-        If such a module is found, workers cannot be warm, because the script has to import the file instead.
+        Workers cannot be forked from the nursery then, because the script has to import the file instead.
         """
         return self.beside_script([name for name in sys.modules if name not in _AT_FIRST])
 
@@ -246,7 +271,9 @@ class _Surroundings:
 
 
 def _kept(fd: int) -> str | None:
-    """What forks share of an open descriptor, other than processes that have opened it themselves."""
+    """Return the kind of an open descriptor if forked workers would share its state, unlike processes that
+    open it separately. ``None`` if sharing is harmless.
+    """
     import fcntl
     import stat
 
@@ -257,7 +284,7 @@ def _kept(fd: int) -> str | None:
         return "a pipe"
     if stat.S_ISREG(mode):
         return None if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND else "a file"
-    # Epoll and its kind are of no type.
+    # Descriptors of epoll and similar objects have no file type.
     return None if stat.S_IFMT(mode) else "a descriptor"
 
 
@@ -332,12 +359,15 @@ def _import(
 
 
 def _end_if_cut_off(before: dict[int, str]) -> None:
-    """Let the agent end this process, and name the module, where a descriptor that leads there is gone."""
+    """If an import has closed a descriptor to the agent, close the connection and wait for the agent to
+    report the module and kill this process.
+    """
     now = _open_files()
     if any(now.get(fd) != before[fd] for fd in _AGENT):
         import signal
 
-        # A program that was executed in place of this one has no pipe there.
+        # Put a pipe there, so that the agent can distinguish this case from an `exec`, after which there is
+        # no pipe.
         os.dup2(os.pipe()[1], _AGENT[-1])
         os.close(_AGENT[0])
         while True:
@@ -358,7 +388,7 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
 
 
 class _Captured:
-    """What is printed on the standard streams meanwhile."""
+    """Captures stdout and stderr until :meth:`end`."""
 
     def __init__(self) -> None:
         import fcntl
@@ -388,7 +418,9 @@ def _reserve() -> list[int]:
 
 
 def _left_out_before(environ: dict[str, str]) -> set[str]:
-    """The modules that a process before this one has left out, and those by which it has ended."""
+    """Return the modules that earlier nursery processes left out, and the modules whose import ended such a
+    process.
+    """
     import json
     from itertools import pairwise
 
@@ -487,7 +519,9 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
 
 
 def _open_standard_descriptors() -> None:
-    """As Rust's runtime does: a worker has all of them in any case."""
+    """Open the missing standard descriptors on ``/dev/null``, as Rust's runtime does. Workers always have all
+    three.
+    """
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:
         os.set_inheritable(fd, True)
@@ -544,7 +578,7 @@ def _serve() -> None:
     for name in (_SETTINGS, _START, _SINCE):
         os.environ.pop(name, None)
     # Close the descriptors that lead to the agent when this process calls `exec`, so that the agent notices
-    # if an import replaces this process by another program.
+    # if an import replaces this process with another program.
     for fd in _AGENT:
         os.set_inheritable(fd, False)
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
@@ -577,7 +611,8 @@ def _start() -> None:
     try:
         _serve()
     except BaseException:
-        # `site` would go on, and the script would run in a process that is no worker, or half of one.
+        # Exit, because `site` would ignore the error and the interpreter would run the script in a process
+        # that is not a complete worker.
         try:
             import traceback
 

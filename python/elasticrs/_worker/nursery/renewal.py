@@ -1,4 +1,4 @@
-"""What a worker makes anew that was forked instead of executed; see ``nursery.py``, which loads it."""
+"""Resets per-process state in a worker that was forked from a warm nursery. Loaded by ``nursery.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _SET_BLAS_THREADS = [
 
 
 def last_collection(open_files: Callable[[], dict[int, str]]) -> None:
-    """A file that nobody has closed is written by the last collection, if that sees all."""
+    """Unfreeze the garbage collector at exit if the script has left a file open, because the interpreter's
+    last collection flushes the file only if it visits all objects.
+    """
     import atexit
 
     atexit.register(_unfreeze_if_needed, open_files, set(open_files()))
@@ -28,10 +30,10 @@ def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int
     import gc
     import stat
 
-    if "triton._C.libtriton" in sys.modules:  # It complains at length of what nobody has collected.
+    if "triton._C.libtriton" in sys.modules:  # Triton prints warnings about uncollected objects.
         return gc.unfreeze()
     for fd, link in open_files().items():
-        # The second is the hook's: nothing is written to it through Python.
+        # Files named `.fault` belong to the hook, and no Python file object writes to them.
         if fd in known or link.endswith(".fault"):
             continue
         mode, flags = os.fstat(fd).st_mode, fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -41,14 +43,18 @@ def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int
 
 
 def main_module() -> None:
-    """What the script makes is not to hang on something frozen."""
+    """Replace ``__main__`` with a copy, so that the script's objects are not referenced by a module that the
+    garbage collector ignores because it is frozen.
+    """
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     sys.modules["__main__"] = main
 
 
 def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | None]]) -> None:
-    """The environment, and what imports have done to it: the values before and after, by variable."""
+    """Set the worker's environment to ``entries``, then apply the changes of the imports. ``done`` contains
+    the values before and after the imports, by variable.
+    """
     os.environ.clear()
     for entry in entries:
         name, _, value = entry.partition(b"=")
@@ -56,7 +62,8 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
     for variable, (before, after) in done.items():
         if after is None:
             os.environ.pop(variable, None)
-        # What the import found missing it has perhaps only set for that reason.
+        # Keep the worker's value of a variable that the import did not find, because the import may have set
+        # only a default.
         elif before is not None or variable not in os.environ:
             os.environ[variable] = after
 
@@ -64,19 +71,21 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
 def arguments(argv: list[bytes], before: list[str]) -> None:
     told = [os.fsdecode(argument) for argument in argv]
     sys.orig_argv[:] = told
-    # An import may have changed them, as it would in the worker.
+    # Keep `sys.argv` if an import has changed it, because the import would have done the same in the worker.
     if sys.argv == before and len(before) > 1:
         sys.argv[1:] = told[1 - len(before) :]
 
 
 def streams(standard: Iterable[Any]) -> None:
-    """The same objects, since libraries have kept them, as if they had been made now."""
+    """Initialize the standard streams again. Keep the same objects, because libraries hold references to
+    them.
+    """
     import io
 
     unbuffered = os.environ.get("PYTHONUNBUFFERED", "") != "" or "-u" in sys.orig_argv[1:2]
     for fd, stream in enumerate(standard):
         name, mode, encoding, errors = stream.name, stream.mode, stream.encoding, stream.errors
-        # A new one: the old one has kept whether it is seekable.
+        # Create a new `FileIO`, because the old one has cached whether the descriptor is seekable.
         raw: Any = io.FileIO(fd, "rb" if fd == 0 else "wb", closefd=False)
         raw.name = name
         stream.__init__(
@@ -146,7 +155,9 @@ def blas(assigned: dict[str, dict[str, str]]) -> None:
 
 
 def output(printed: dict[int, bytes]) -> None:
-    """What the imports have printed, as if this process had imported."""
+    """Print the output of the imports, as if this process had run them. ``printed`` contains it by
+    descriptor.
+    """
     for fd, said in printed.items():
         stream = sys.stdout if fd == 1 else sys.stderr
         stream.buffer.write(said)

@@ -1,4 +1,6 @@
-"""Runs ``nursery.py`` beside it in its place, where Python can read that: ``PYTHON_EXEC`` may be any."""
+"""Runs ``nursery.py`` from the same folder, if this Python can compile it. ``PYTHON_EXEC`` may name any
+version.
+"""
 
 import os
 import sys
@@ -7,13 +9,13 @@ _here = os.path.dirname(os.path.abspath(__file__))
 
 if "ELASTICRS_NURSERY_START" not in os.environ:
     if os.environ.pop("ELASTICRS_NURSERY_PID", "") == str(os.getpid()):
-        # A library has executed this in place of the nursery, and the script would run as nobody's worker.
-        # The agent has seen it, and ends it.
+        # A library has replaced the nursery with this program by `exec`. Wait, so that the script does not
+        # run in a process that is not a worker. The agent has noticed the `exec` and kills this process.
         import signal
 
         while True:
             signal.pause()
-    # An import has started this: it goes on as if we were not there.
+    # An import has started this process, so remove all traces of the nursery and continue normally.
     sys.path[:] = [entry for entry in sys.path if entry != _here]
     sys.path_importer_cache.pop(_here, None)
     _entries = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry != _here]
@@ -24,7 +26,8 @@ if "ELASTICRS_NURSERY_START" not in os.environ:
     del sys.modules["sitecustomize"]
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 elif sys.version_info < (3, 10):  # noqa: UP036
-    # Some cannot compile the other file: the script would run then, in a process that is no worker.
+    # Exit, because some old versions cannot compile `nursery.py`, and the script would then run in a process
+    # that is not a worker.
     os.write(6, b'{"failed": "the workers\' Python is older than 3.10"}\n')
     os._exit(1)
 else:

@@ -1,4 +1,4 @@
-"""Stamps of files that a warm nursery has imported. Loaded by ``nursery.py``."""
+"""Computes stamps of files, from which the agent detects changes. Loaded by ``nursery.py``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 def stamp(file: str, since: int | None = None) -> list[int]:
     """Return the modification time and the size of a file; an empty list if it is missing.
 
-    If the file has changed since the imports began, return an impossible time, so that the agent will find it
-    changed: the file may have been imported before the change. Ignore a change in the future, because the
-    clock of the file system may be wrong.
+    If the file has changed since the imports started, return an impossible time, so that the agent treats the
+    file as changed: it may have been imported before the change. Ignore a change time in the future, because
+    the clock of the file system may be wrong.
 
     Args:
         file: path of the file.
-        since: wall-clock time at which the imports began, in nanoseconds. ``None`` if changes during the
+        since: wall-clock time at which the imports started, in nanoseconds. ``None`` if changes during the
             imports do not matter.
     """
     import time

@@ -1,4 +1,4 @@
-"""Environment variables of a warm nursery while it imports modules. Loaded by ``nursery.py``."""
+"""Manages the environment variables of a warm nursery while it imports modules. Loaded by ``nursery.py``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Variables(dict):  # type: ignore[type-arg]
         rank_zero: names of modules that may read the rank.
 
     Attributes:
-        asked: variables of workers that a module has tried to read.
+        asked: worker variables that a module has tried to read.
         assigned: variables that the script has set so far, and their values.
     """
 
