@@ -11,8 +11,7 @@ import time
 import traceback
 
 _NOTICE_PART = 2000
-"""Maximum size in bytes of each of the two parts of a notice. The agent reads at most 4096 bytes of a notice.
-"""
+"""Maximum size in bytes of each of the two parts of a notice. The agent reads at most 4096 bytes."""
 
 _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""

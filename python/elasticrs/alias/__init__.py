@@ -1,13 +1,14 @@
-"""The names of ``torch.distributed.elastic`` lead to elasticrs, for code that cannot be edited.
+"""Redirects imports of ``torch.distributed.elastic`` to elasticrs, for code that cannot be edited.
 
 The redirection needs ``ELASTICRS_ALIAS=1`` and the hook that ``python -m elasticrs.alias install`` installs.
 Then ``torch.distributed.elastic`` and ``.launcher`` with all their submodules, ``torch.distributed.run`` and
 ``.launch`` are the modules of elasticrs. They are the same objects, so classes compare equal, and a patch
-under one name is visible under the other. This holds for every interpreter with the variable, including
-spawned workers.
+under one name is visible under the other. This applies to every interpreter in which the variable is set,
+including spawned workers.
 
-The package ``torchelastic`` of 2019 and 2020 is redirected to :mod:`elasticrs.train` in the same way. Its
-launcher, agents, events, and multiprocessing modules lead to the modules that replace them in torch.
+The package ``torchelastic`` from 2019 and 2020 is redirected to :mod:`elasticrs.train` in the same way. Its
+launcher, agent, event, multiprocessing, timer and utility modules are redirected to the elasticrs modules
+that replace their successors in torch.
 
 This module runs at the start of each interpreter, so it imports no module that is not already loaded.
 """
@@ -28,7 +29,7 @@ _TORCH = "torch.distributed"
 _COMMANDS = (f"{_TORCH}.launcher", f"{_TORCH}.run", f"{_TORCH}.launch")
 _ELASTIC = f"{_TORCH}.elastic"
 _OF_2019 = "torchelastic"
-# Modules of torchelastic that elasticrs has under a different name, and those names.
+# Modules of torchelastic that have a different name in elasticrs, mapped to that name.
 _MOVED = {
     f"{_OF_2019}.checkpoint.file_system_checkpoint": "elasticrs.train.checkpoint.files",
     f"{_OF_2019}.distributed.collectives": "elasticrs.train.distributed",
@@ -58,8 +59,8 @@ _OURS = {
 
 
 def our_name(name: str) -> str | None:
-    """Return our module that replaces a torch or torchelastic module, by full name; ``None`` if elasticrs
-    does not replace it.
+    """Return the full name of the elasticrs module that replaces a torch or torchelastic module; ``None`` if
+    elasticrs does not replace it.
     """
     for theirs, ours in _OURS.items():
         if name == theirs or name.startswith(theirs + "."):
@@ -68,21 +69,22 @@ def our_name(name: str) -> str | None:
 
 
 def is_active() -> bool:
-    """True if this interpreter's imports are redirected."""
+    """Return true if imports in this interpreter are redirected."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def activate() -> None:
-    """Redirect imports from now on in this interpreter. Idempotent.
+    """Redirect all further imports in this interpreter. Idempotent.
 
     Raises:
-        RuntimeError: torch's own modules are already loaded and would stay in use besides ours.
+        RuntimeError: torch's own modules are already loaded and would stay in use beside the elasticrs
+            modules.
     """
     if is_active():
         return
     if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
         raise RuntimeError(f"{loaded[0]} is imported already: activate elasticrs.alias before it")
-    # Insert our finder first, because the finder of torch's own files comes later in the list.
+    # Insert this finder at the front, so that it is used before the finder of torch's own files.
     sys.meta_path.insert(0, _Finder())
 
 
@@ -98,7 +100,7 @@ class _Finder:
             return None
         parent = name.rpartition(".")[0]
         if parent and parent not in sys.modules:
-            # Torch's own package contains this module, and its search path finds it.
+            # The parent package is torch's own, and its search path finds this module.
             return None
         from importlib.machinery import ModuleSpec
         from importlib.util import find_spec
@@ -119,7 +121,7 @@ class _Finder:
 
 def _torchs_own(fullname: str) -> ModuleSpec | None:
     """Find a module that exists only in torch. Search torch's folders explicitly, because the parent package
-    is ours and its search path does not contain the module.
+    belongs to elasticrs and its search path does not contain the module.
     """
     from importlib.machinery import PathFinder
 
@@ -132,7 +134,7 @@ class _Loader:
     """Import loader that returns an existing module under a second name and does not change the module.
 
     Args:
-        name: the full name of our module.
+        name: the full name of the elasticrs module.
         spec: the module's own spec, used if the module has none.
         submodules: full names to import together with the module.
     """
@@ -157,10 +159,11 @@ class _Loader:
             # Import the submodules now, because programs use them as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
-            # The alias was used for torchelastic, which does not need these modules.
+            # Only torchelastic was imported under its alias, and it does not need the modules below.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
-            # Torch's modules import these, and programs rely on finding them in `torch.distributed`.
+            # Import these modules now, because programs use them as attributes of `torch.distributed` without
+            # importing them: torch's own modules import them.
             if name not in sys.modules:
                 __import__(name)
 
@@ -169,7 +172,8 @@ class _Loader:
         from importlib.abc import InspectLoader
         from importlib.util import find_spec
 
-        # Torch's launcher adds the local rank to the script's arguments. That of torchelastic 0.2 does not.
+        # Torch's launcher adds the local rank to the script's arguments, but the launcher of torchelastic 0.2
+        # does not.
         name = "elasticrs.alias.launch" if fullname == f"{_TORCH}.launch" else self._name
         spec = find_spec(name)
         loader = spec.loader if spec else None

@@ -35,7 +35,7 @@ else:
     sys.elasticrs_alias_is_missing = False
     activate()
 """
-# Content of the `.pth` file: a single line that begins with `import`, because Python runs only such lines.
+# Content of the `.pth` file: a single line that starts with `import`, because Python runs only such lines.
 LINE = f'import os, sys; os.environ.get("ELASTICRS_ALIAS") == "1" and exec({_ACTIVATE!r}, {{"sys": sys}})\n'
 _PROBE = "import sys; from elasticrs.alias import is_active; sys.exit(not is_active())"
 
@@ -98,7 +98,7 @@ def uninstall() -> int:
 
 
 def status() -> int:
-    """Say where the hook is, and whether it acts in this interpreter."""
+    """Print where the hook is installed and whether it is active in this interpreter."""
     found = _installed()
     for path in found:
         print(f"installed {path}")

@@ -1,7 +1,7 @@
-"""What ``python -m torch.distributed.launch`` runs under the alias.
+"""Main program of ``python -m torch.distributed.launch`` under the alias.
 
-As in torch, each script gets ``--local-rank=N`` before its arguments, unless ``--use-env`` is given. All else
-is the same as in :mod:`elasticrs.launch`.
+As in torch, each script gets ``--local-rank=N`` before its arguments, unless ``--use-env`` is given.
+Everything else is the same as in :mod:`elasticrs.launch`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Events of a job, with the names, the order and the JSON format of torch, but with real times and reliable
-destinations.
+"""Events of a job. The names, the order and the JSON format are the same as in torch, but the times are real
+and the destinations reliable.
 
 >>> from elasticrs import events
 >>> events.record(events.Event("my.event", events.EventSource.WORKER), destination="console")
@@ -50,7 +50,7 @@ class RoleRanks(Protocol):
 
 
 STATUS = "torchelastic.worker.status."
-"""Prefix of an event's name, before the state of an agent or a worker."""
+"""Prefix of the name of a status event. The state of the agent or the worker follows."""
 
 _ORDER = (
     *("run_id", "global_rank", "group_rank", "worker_id", "role", "hostname", "state", "total_run_time"),
@@ -74,7 +74,7 @@ def _get_or_create_logger(destination: str = "null") -> logging.Logger:
 
 
 def record(event: Event, destination: str = "null") -> None:
-    """Pass an event on.
+    """Send an event to a destination.
 
     Args:
         event: event to record. A timestamp of 0 means now.
@@ -98,17 +98,15 @@ def status_metadata(
     hostname: EventMetadataValue = None,
     **known: EventMetadataValue,
 ) -> dict[str, EventMetadataValue]:
-    """Return the metadata of an event of a job, in torch's order. Unknown values are ``None``. An unknown
-    host name is looked up with the resolver.
+    """Return the metadata of a job event, in torch's order. Unknown values are ``None``, except that an
+    unknown host name is looked up with the resolver.
     """
     known |= {"state": state, "hostname": hostname or fq_hostname(), "metadata": json.dumps(inner)}
     return {**{name: known.get(name) for name in _ORDER}, **known}
 
 
 def details_of_worker(worker: RoleRanks, exit_code: object, pid: object) -> dict[str, object]:
-    """Return the details of an event of a worker. Each value is a list with a single item, as in torch's
-    events.
-    """
+    """Return the details of a worker's event. Each value is a list with one item, as in torch's events."""
     names = ("local_rank", "role_rank", "role_world_size")
     found = {name: getattr(worker, name) for name in names} | {"exit_code": exit_code, "worker_pid": pid}
     return {name: [value] for name, value in found.items()}
@@ -131,16 +129,17 @@ def construct_and_record_rdzv_event(
     local_id: int | None = None,
     rank: int | None = None,
 ) -> None:
-    """Create and record a rendezvous event. Does nothing if the handler of the destination is a
+    """Create and record a rendezvous event. Do nothing if the handler of the destination is a
     ``NullHandler``.
 
     Args:
         run_id: name of the job.
         message: what happened.
-        node_state: state of the node. With FAILED, the event includes the exception that is being handled.
-        name: name of the activity; the calling function if empty.
-        hostname: host name of the node; this machine if empty.
-        pid: pid of the agent; this process if ``None``.
+        node_state: state of the node. If it is FAILED, the event includes the exception that is being
+            handled.
+        name: name of the activity; by default the calling function.
+        hostname: host name of the node; by default that of this machine.
+        pid: pid of the agent; ``None`` for the current process.
         master_endpoint: endpoint of the rendezvous.
         local_id: local id of the node in the rendezvous.
         rank: rank of the node.

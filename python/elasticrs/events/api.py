@@ -1,4 +1,4 @@
-"""Event classes, and their JSON format, which is the same as in torch."""
+"""Event classes with the same JSON format as in torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Serialized:
         return self.serialize()
 
     def serialize(self) -> str:
-        """Its JSON, on one line."""
+        """Return the event as JSON on a single line."""
         return json.dumps(asdict(self))  # type: ignore[call-overload]  # its subclasses are dataclasses
 
 
@@ -46,7 +46,7 @@ class Event(_Serialized):
 
     @staticmethod
     def deserialize(data: str | Event) -> Event:
-        """Return the event that a JSON text describes. An event object is returned unchanged.
+        """Parse an event from its JSON text. Return an event object unchanged.
 
         Raises:
             ValueError: the text is not JSON.
@@ -98,7 +98,7 @@ class RdzvEvent(_Serialized):
 
     @staticmethod
     def deserialize(data: str | RdzvEvent) -> RdzvEvent:
-        """Return the event that a JSON text describes. An event object is returned unchanged.
+        """Parse an event from its JSON text. Return an event object unchanged.
 
         Raises:
             ValueError: the text is not JSON.

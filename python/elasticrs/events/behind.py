@@ -1,4 +1,4 @@
-"""Writing in the background: a bounded queue, and a thread that writes the queued lines in order."""
+"""Writes lines in the background: a bounded queue with a thread that writes the queued lines in order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MOST = 10_000
-"""Lines that may wait; more are dropped."""
+"""Maximum number of queued lines. Further lines are dropped."""
 
 
 class Behind:
-    """Queue of lines for a function that may block forever.
+    """Queue of lines and a thread that passes them to a function that may block forever.
 
     Args:
         write: writes a line. The second argument is true if the line must be flushed to disk. Only the thread
@@ -51,7 +51,7 @@ class Behind:
 
     @staticmethod
     def _start(thread: threading.Thread) -> None:
-        # Signals are the main thread's.
+        # Block all signals in the new thread, so that the main thread receives them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             thread.start()

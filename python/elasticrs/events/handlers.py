@@ -1,7 +1,7 @@
-"""Destinations of events: :mod:`logging` handlers, by name.
+"""Destinations of events, which are :mod:`logging` handlers with a name.
 
-``_log_handlers`` is torch's table, which users may change. Other destinations are ``file:PATH``, or come from
-a package that provides a handler factory in the entry point group ``elasticrs.event_handlers``.
+``_log_handlers`` is torch's table, which users may change. Other destinations are ``file:PATH`` and handlers
+of packages that provide a handler factory in the entry point group ``elasticrs.event_handlers``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from elasticrs.report.console import Console
 __all__ = ["EVENT_HANDLERS", "UnknownDestinationError", "get_logging_handler"]
 
 EVENT_HANDLERS = "elasticrs.event_handlers"
-"""The group of entry points."""
+"""Entry point group in which packages provide event handlers."""
 
 if TYPE_CHECKING:
     from elasticrs.events.behind import Behind
 
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
-    # Generic in the stubs alone.
+    # `StreamHandler` is generic only in the type stubs.
     _StreamHandler = logging.StreamHandler
 
 _FILE = "file:"
 _SLOW = "slow"
 
 _PATIENCE = 2.0
-"""Seconds for which the end of the process waits for a console that is not read."""
+"""Maximum number of seconds to wait for queued lines when flushing or exiting, because a console may not be
+read and a file system may hang.
+"""
 
 _WAITING = 10_000
 """Maximum number of lines that wait for a console. Further lines are dropped."""
@@ -79,7 +81,7 @@ class LineFileHandler(logging.Handler):
     """Handler that appends events to a file in JSON Lines format. Each event is a single ``write``, and
     failure events are flushed to disk.
 
-    Writing may block, because file systems may hang. An agent therefore writes in a thread; see
+    Writing may block, because file systems may hang. An agent therefore writes in a background thread; see
     :meth:`write_behind`.
 
     Args:
@@ -110,8 +112,8 @@ class LineFileHandler(logging.Handler):
             self._behind = Behind(self._write)
 
     def write_through(self) -> None:
-        """Wait for unwritten lines, for a limited time. When the last agent calls this, the thread also ends,
-        unless it hangs.
+        """Wait for unwritten lines, for a limited time. When the last agent calls this method, the thread is
+        stopped as well, unless it hangs.
         """
         self._agents -= 1
         behind = self._behind
@@ -125,7 +127,7 @@ class LineFileHandler(logging.Handler):
             behind.end()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append a line. Each kind of error is reported once and never ends the job."""
+        """Append an event. Each kind of error is logged once. Errors never end the job."""
         line, is_failure = (self.format(record) + "\n").encode(), getattr(record, "is_failure", False)
         if self._behind is None or not self._behind.is_ours:
             self._write(line, is_failure)
@@ -169,10 +171,10 @@ _log_handlers: dict[str, logging.Handler] = {
 
 
 def get_logging_handler(destination: str = "null") -> logging.Handler:
-    """Return the handler of a destination, created on first use.
+    """Return the handler of a destination. Create it on first use.
 
     Args:
-        destination: a name of the table, ``file:PATH``, or the name of an entry point.
+        destination: a name in ``_log_handlers``, ``file:PATH``, or the name of an entry point.
 
     Raises:
         UnknownDestinationError: the destination does not exist.

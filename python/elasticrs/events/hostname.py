@@ -1,7 +1,7 @@
-"""The fully qualified name of this machine, resolved once and with a short time limit.
+"""Resolves the fully qualified name of this machine, once per process and with a short time limit.
 
-Torch calls the resolver for every event. If the name server is down, each call takes seconds, in the loop
-that monitors the workers.
+Torch calls the resolver for every event. If the name server is down, each call blocks the loop that monitors
+the workers for seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def fq_hostname() -> str:
     The result stays the same within a process.
     """
     with _lock:
-        # Ask again in a forked child, because it may be in another network namespace.
+        # Resolve the name again in a forked child, because it may be in another network namespace.
         pid = os.getpid()
         if pid not in _known:
             _known.clear()
@@ -32,7 +32,7 @@ def fq_hostname() -> str:
 
 def _ask(patience: float) -> str:
     found: list[str] = []
-    # A daemon thread, so that a hanging resolver does not keep the process alive.
+    # Use a daemon thread, so that a hanging resolver does not keep the process alive.
     asker = threading.Thread(target=lambda: found.append(socket.getfqdn()), name="fq-hostname", daemon=True)
     asker.start()
     asker.join(patience)

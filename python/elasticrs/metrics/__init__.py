@@ -1,4 +1,4 @@
-"""Metrics with torch's names: :func:`put_metric`, :func:`prof`, handlers, groups.
+"""Metrics API with the same names as in torch: :func:`put_metric`, :func:`prof`, handlers and groups.
 
 >>> from elasticrs import metrics
 >>> metrics.configure(metrics.ConsoleMetricHandler(), group="mine")

@@ -1,7 +1,7 @@
-"""Torch's metrics: named numbers in groups, with a handler for each group.
+"""The metrics API of torch: named numbers in groups, with a handler for each group.
 
-In addition to the handler of its group, every number goes to a sink of the process if there is one: the
-registry behind ``/metrics`` of a health check server.
+In addition to the group's handler, every number is passed to the sinks of this process. An example of a sink
+is the registry behind ``/metrics`` of a health check server.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
 
     Args:
         handler: new handler.
-        group: name of the group; ``None`` for all groups without a handler of their own.
+        group: name of the group; ``None`` for all groups that have no handler.
     """
-    global _default_metrics_handler  # noqa: PLW0603 -- of the process, as in torch
+    global _default_metrics_handler  # noqa: PLW0603 -- process-wide, as in torch
     if group is None:
         _default_metrics_handler = handler
     else:
@@ -131,21 +131,19 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
 
 
 def add_sink(sink: Callable[[str, str, float], None]) -> None:
-    """Add a receiver for the group, name and value of every metric of this process, until
-    :func:`remove_sink`. Not in torch.
-    """
-    global _sinks  # noqa: PLW0603 -- of the process
+    """Add a sink, which receives the group, name and value of every metric of this process. Not in torch."""
+    global _sinks  # noqa: PLW0603 -- process-wide
     _sinks = (*_sinks, sink)
 
 
 def remove_sink(sink: Callable[[str, str, float], None]) -> None:
-    """Remove a receiver that :func:`add_sink` has added. Idempotent."""
-    global _sinks  # noqa: PLW0603 -- of the process
+    """Remove a sink that :func:`add_sink` has added. Idempotent."""
+    global _sinks  # noqa: PLW0603 -- process-wide
     _sinks = tuple(each for each in _sinks if each != sink)
 
 
 def has_listener(group: str) -> bool:
-    """Return true if any handler or sink receives the metrics of a group. Not in torch."""
+    """Return true if a handler or a sink receives the metrics of a group. Not in torch."""
     return bool(_sinks) or not isinstance(
         _metrics_map.get(group, _default_metrics_handler), NullMetricHandler
     )
@@ -195,7 +193,7 @@ def _measured(function: F, key: str, group: str) -> F:
             put_metric(f"{key}.duration.ms", get_elapsed_time_ms(start), group)
         return result
 
-    return wrapper  # type: ignore[return-value]  # it has the signature of what it wraps
+    return wrapper  # type: ignore[return-value] # it has the signature of the wrapped function
 
 
 def profile(group: str | None = None) -> Callable[[F], F]:

@@ -1,6 +1,6 @@
-"""The rendezvous store for users: an object like torch's ``Store``, and a server.
+"""Public interface of the rendezvous store: a server, and a client like torch's ``Store``.
 
-``python -m elasticrs.store`` serves; :func:`connect` makes a :class:`Store` on it.
+``python -m elasticrs.store`` starts a server. :func:`connect` returns a :class:`Store` that uses it.
 """
 
 from elasticrs.store.store import Store, connect

@@ -1,8 +1,8 @@
-"""``python -m elasticrs.store``: the rendezvous store as a separate process, off the training nodes.
+"""Runs the rendezvous store as a separate process, outside the training nodes: ``python -m elasticrs.store``.
 
-Prints one line with its address when it serves. SIGTERM, SIGINT and SIGHUP end it in order, with one line and
-exit code 0; an error within it, or a state that cannot be read or written, ends it with exit code 1. What
-does not fit is one line on stderr, and exit code 2.
+Prints a line with its address once it accepts connections. SIGTERM, SIGINT and SIGHUP shut it down cleanly,
+with one line of output and exit code 0. An internal error, or state that cannot be read or written, ends it
+with exit code 1. Invalid arguments are reported in one line on stderr, with exit code 2.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
         return os.environ.get("ELASTICRS_TOKEN", "").encode(errors="surrogateescape") or None
     try:
         with open(path, "rb") as file:
-            # To the byte what agents make of the same file.
+            # Strip only line ends, so that the token has the same bytes as the one that agents read from this
+            # file.
             token = file.read().rstrip(b"\r\n")
     except OSError as error:
         parser.error(f"cannot read the token: {error.strerror}: {path}")
@@ -67,7 +68,7 @@ def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
 
 
 def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
-    """Serve until a signal comes; return the signal, or ``None`` when an error has ended the store."""
+    """Serve until a signal arrives. Return the signal, or ``None`` if an error has stopped the store."""
     poll = select.poll()
     poll.register(stop, select.POLLIN)
     poll.register(server.fd, select.POLLIN)
@@ -81,21 +82,22 @@ def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
 
 def _say(line: str) -> None:
     try:
-        # Without a buffer, which would fail once more at exit.
+        # Write without a buffer, because the interpreter would flush a buffer again at exit and fail again.
         os.write(2, f"elasticrs store: {line}\n".encode(errors="backslashreplace"))
     except OSError:
-        # The terminal has gone, as SIGHUP tells: whoever is connected is served and told all the same.
+        # Ignore the error, because the terminal may be closed (SIGHUP) while clients still have to be served
+        # and notified.
         return
 
 
 def _signals() -> list[signal.Signals]:
-    """The signals that end the server; under ``nohup`` SIGHUP is ignored."""
+    """Return the signals that stop the server. SIGHUP is left out under ``nohup``, where it is ignored."""
     stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if stays else [signal.SIGHUP])]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes; return the exit code."""
+    """Serve until a signal arrives. Return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not 0 <= args.port <= 65535:
@@ -116,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.set_wakeup_fd(wake.fileno())
         for signum in _signals():
             signal.signal(signum, lambda *_: None)
-        # One for each client.
+        # Raise the limit, because each client needs a descriptor.
         raise_descriptor_limit()
         has_state = bool(args.state) and os.path.exists(args.state) and os.path.getsize(args.state) > 0
         try:

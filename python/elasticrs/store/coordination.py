@@ -1,25 +1,24 @@
-"""The coordination store from the client's point of view: requests, events, and the session that carries
-them.
+"""The client interface of the coordination store: requests, events, and the session in which they are
+exchanged.
 
 A :class:`Session` holds a single lease. While the lease lasts, the session may lose its connection and
-reconnect, or wait for a store that is down; that only delays requests. A session for another store must
+reconnect, or wait for a store that is down, which only delays requests. A session for another store must
 provide:
 
 - transactions of at most :data:`MAX_OPERATIONS` compares and as many operations. Each transaction is one
   revision, and puts or deletes a key at most once;
 - leased keys, which are deleted when the session ends, or some seconds later; a key is put either always with
   a lease or always without;
-- watches of keys and prefixes, from a snapshot or a revision on. Each revision arrives complete and in order,
-  as far as the watch covers it. The order between several watches, or between watches and replies, is not
-  specified. A session never has two watches that cover the same key, but a watch may be requested again. If
-  the store has forgotten the past of a watch, or if the watch was resumed on another connection, the changes
-  since then arrive as a single revision;
-- requests that are executed in order, and replies in that order; an :class:`Unwatch` takes effect for
-  everything that the store does afterwards. Requests whose replies were lost with a connection may be
-  executed again, in order. The caller must tolerate that, and must tolerate a request that is rejected
-  because it was already executed;
-- leases that outlast the session: the store ends a lease only after the session has reported its loss, and
-  slightly later;
+- watches of keys and prefixes, starting from a snapshot or a revision. The revisions arrive in order, each
+  with all changes that the watch covers. The order between several watches, or between watches and replies,
+  is not specified. A session never has two watches that cover the same key, but a watch may be requested
+  again. If the store no longer has the history of a watch, or if the watch was resumed on another connection,
+  the missed changes arrive as a single revision;
+- requests that are executed in order, and replies in that order; an :class:`Unwatch` takes effect for all
+  later changes. Requests whose replies were lost with a connection may be executed again, in order. The
+  caller must tolerate that, and must tolerate a request that is rejected because it was already executed;
+- leases that outlast the session: the store ends the lease of a lost session slightly after the session has
+  reported the loss, never before;
 - :class:`ConnectionLost` as the last event of a session, whatever ended it.
 """
 
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
         def key(self) -> str: ...
         @property
         def value(self) -> bytes | None:
-            """The value; ``None`` in a change that deleted the key."""
+            """The value; ``None`` if the change deleted the key."""
 
         @property
         def create_revision(self) -> int:
-            """The revision that made the key."""
+            """The revision that created the key."""
 
         @property
         def mod_revision(self) -> int:
@@ -53,28 +52,28 @@ if TYPE_CHECKING:
     Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
 
     class Session(Protocol):
-        """A connection to a store, and a lease that ends with the session."""
+        """A session with a store. It has a connection, and a lease that ends with the session."""
 
         @property
         def fd(self) -> int:
-            """Readable while :meth:`take` has something."""
+            """File descriptor that is readable while :meth:`take` has events to return."""
 
         def take(self) -> list[StoreEvent]:
-            """Return the events since the last call; never blocks. The first event is :class:`Connected` or a
-            loss.
+            """Return the events since the last call, without blocking. The first event of a session is
+            :class:`Connected` or :class:`ConnectionLost`.
             """
 
         def wait(self, timeout: float | None) -> bool:
-            """Block until :meth:`take` has something to return. Return false if the time is over or nothing
-            can arrive anymore.
+            """Block until :meth:`take` has events to return. Return false if the timeout expires or no
+            further event can arrive.
             """
 
         def send(self, request: Request) -> None:
             """Send a request. The store executes requests in order."""
 
         def clock(self) -> tuple[int, int] | None:
-            """Return the store's wall clock minus ours, and the error of that difference, in nanoseconds;
-            ``None`` if they are still unknown.
+            """Return the store's wall clock minus the local wall clock, and the uncertainty of that
+            difference, both in nanoseconds; ``None`` if they are not known yet.
             """
 
         def close(self) -> None:
@@ -83,11 +82,11 @@ if TYPE_CHECKING:
 
 MAX_OPERATIONS = 125
 """Maximum number of compares, and of operations, in a transaction of the rendezvous. The default limit of
-etcd is 128, of which its client needs three.
+etcd is 128, of which the etcd client of elasticrs needs three.
 """
 
 
-# --- what a transaction is made of ---
+# --- parts of a transaction ---
 
 
 class Compare(Value):
@@ -97,11 +96,11 @@ class Compare(Value):
 
 
 class Exists(Compare):
-    """The key is there."""
+    """The key exists."""
 
 
 class Missing(Compare):
-    """The key is not there."""
+    """The key does not exist."""
 
 
 class CreatedAt(Compare):
@@ -117,7 +116,7 @@ class ModifiedAt(Compare):
 
 
 class HasValue(Compare):
-    """The key is there with this value."""
+    """The key exists and has this value."""
 
     value: bytes
 
@@ -127,9 +126,9 @@ class Operation(Value):
 
 
 class Put(Operation):
-    """Set a key; the result is 1.
+    """Set a key. The result is 1.
 
-    With ``leased``, the key is deleted when this session ends.
+    If ``leased`` is true, the key is deleted when this session ends.
     """
 
     key: str
@@ -138,7 +137,7 @@ class Put(Operation):
 
 
 class Delete(Operation):
-    """Delete a key; the result is 1, or 0 when it was not there."""
+    """Delete a key. The result is 1, or 0 if the key did not exist."""
 
     key: str
 
@@ -150,22 +149,22 @@ class DeletePrefix(Operation):
 
 
 class Get(Operation):
-    """Read a key; the result is an entry, or ``None``."""
+    """Read a key. The result is an entry, or ``None`` if the key does not exist."""
 
     key: str
 
 
 class Range(Operation):
-    """Read the first keys with this prefix, at most ``limit`` (0 for all). The result is a list of
-    entries.
-    """
+    """Read the first ``limit`` keys with this prefix (0 for all keys). The result is a list of entries."""
 
     prefix: str
     limit: int
 
 
 class Predecessor(Operation):
-    """Read the newest key with this prefix that is older than ``key``. The result is that of :class:`Get`."""
+    """Read the newest key with this prefix that is older than ``key``. The result is an entry, or ``None`` if
+    there is no such key.
+    """
 
     prefix: str
     key: str
@@ -177,7 +176,7 @@ class Predecessor(Operation):
 class Txn(Value):
     """A transaction. The store answers with a :class:`Reply` with the same tag.
 
-    ``then`` is executed if all compares hold, ``otherwise`` if any compare does not.
+    ``then`` is executed if all compares hold, and ``otherwise`` if any of them fails.
     """
 
     tag: int
@@ -204,7 +203,7 @@ class Watch(Value):
 
 
 class Unwatch(Value):
-    """End a watch."""
+    """Stop a watch."""
 
     prefix: str
     exact: bool
@@ -214,12 +213,13 @@ class Unwatch(Value):
 
 
 class Connected(Value):
-    """The session has begun.
+    """The session has started.
 
     Args:
         revision: revision of the store.
-        local_address: our end of the connection.
-        ttl: seconds without a keep-alive after which the store ends the lease; 0 if it is the requested time.
+        local_address: local address of the connection.
+        ttl: seconds without a keep-alive after which the store ends the lease; 0 if the store uses the
+            requested time.
     """
 
     revision: int
@@ -228,7 +228,7 @@ class Connected(Value):
 
 
 class Reply(Value):
-    """The answer to a request.
+    """Reply to a request.
 
     Args:
         tag: tag of the request.
@@ -263,8 +263,8 @@ class Changes(Value):
 
 
 class Notice(Value):
-    """A line for the user: the store does not answer, or answers again. The session itself has not
-    changed.
+    """A message for the user that the store does not respond, or responds again. The session itself is
+    unaffected.
     """
 
     message: str

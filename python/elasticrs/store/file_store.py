@@ -1,8 +1,8 @@
-"""A store in a file, for nodes that are on one machine or share a file system.
+"""Key-value store in a file, for nodes that are on one machine or share a file system.
 
 Every operation holds a lock (``flock`` of ``<path>.lock``). An operation that changes data replaces the whole
-file, so a process that is killed in the middle has changed nothing, and the kernel releases its lock. The
-file is JSON with a version number. It cannot be shared with torch's ``FileStore``, which has a different
+file, so a process that is killed during an operation has changed nothing, and the kernel releases its lock.
+The file is JSON with a version number. It cannot be shared with torch's ``FileStore``, which has a different
 format.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["FileStore", "TemporaryFileStore"]
 
 VERSION = 1
 MAX_BYTES = 64 << 20
-"""Maximum size of the file, because every operation reads the whole file."""
+"""Maximum size of the file in bytes. It is limited because every operation reads the whole file."""
 
 _FORMAT = "elasticrs.file_store"
 _SHORTEST_PAUSE = 0.005
@@ -38,7 +38,7 @@ _LONGEST_PAUSE = 0.2
 
 class FileStore(TimedStore):
     """Key-value store in a file, with the interface of :class:`elasticrs.store.Store`. As in torch's
-    ``FileStore`` there are no queues.
+    ``FileStore``, there are no queue operations.
 
     No descriptor stays open between two calls.
 
@@ -48,7 +48,8 @@ class FileStore(TimedStore):
 
     Raises:
         OSError: the file cannot be locked, read or written. Every method may raise this.
-        ValueError: the file is not one of ours, or is too large. Every method may raise this.
+        ValueError: the file was not written by this version of elasticrs, or is too large. Every method may
+            raise this.
     """
 
     def __init__(self, path: str, timeout: datetime.timedelta = datetime.timedelta(seconds=300)) -> None:
@@ -83,14 +84,14 @@ class FileStore(TimedStore):
         return int(self._change(key, lambda value: str(int(value or b"0") + amount).encode()))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add bytes to the end of a value; set it when the key is missing."""
+        """Append bytes to the value of a key. Create the key if it is missing."""
         self._change(key, lambda head: head + bytes_of(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value, or is missing and nothing is expected.
+        """Set a key if it has the expected value, or if it is missing and ``expected`` is empty.
 
         Returns:
-            The current value of the key. As in torch, it is ``expected`` if the key is missing and was not
+            The resulting value of the key. As in torch, it is ``expected`` if the key is missing and was not
             set.
         """
         old, new = bytes_of(expected), bytes_of(desired)
@@ -103,7 +104,7 @@ class FileStore(TimedStore):
             return old if found is None else found
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return true if it existed."""
+        """Delete a key. Return true if it existed."""
         with self._locked():
             values = self._read()
             if values.pop(key, None) is None:
@@ -186,7 +187,9 @@ class FileStore(TimedStore):
 
 
 class TemporaryFileStore(FileStore):
-    """A store for one process, in a temporary folder that is removed with this object or the interpreter."""
+    """Store for a single process. Its temporary folder is removed when this object is destroyed or the
+    interpreter exits.
+    """
 
     def __init__(self) -> None:
         folder = tempfile.mkdtemp(prefix="elasticrs-rdzv-")
@@ -195,6 +198,6 @@ class TemporaryFileStore(FileStore):
 
 
 def _remove_in(pid: int, folder: str) -> None:
-    # Do nothing in a forked child. It also runs the finalizers of its parent, which still uses the folder.
+    # Do nothing in a forked child, which also runs this finalizer, because its parent still uses the folder.
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A prefix for the keys of any store."""
+"""Adds a prefix to the keys of any store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_KEYS = frozenset(("multi_set", "multi_get", "wait", "check"))
 
 
 def with_prefix(store: Any, prefix: str) -> Any:
-    """Return a store with a prefix and a slash before every key, as torch's ``PrefixStore``."""
+    """Return a store that puts a prefix and a slash before every key, like torch's ``PrefixStore``."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(store, distributed.Store):
         # Use torch's class for a torch store, because torch's functions accept nothing else.
@@ -22,8 +22,8 @@ def with_prefix(store: Any, prefix: str) -> Any:
 
 
 class PrefixStore:
-    """Store that puts a prefix and a slash before every key. Attributes without keys, such as ``timeout``,
-    come from the underlying store.
+    """Store that puts a prefix and a slash before every key. Attributes that take no key, such as
+    ``timeout``, are those of the underlying store.
     """
 
     def __init__(self, prefix: str, store: Any) -> None:

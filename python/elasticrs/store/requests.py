@@ -1,4 +1,4 @@
-"""One session with the coordination store, used by several threads that wait for its answers."""
+"""Shares a session with the coordination store between several threads that wait for replies."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ _CLOSED = "the store object is closed"
 
 
 class LostError(Exception):
-    """The session is over; the text says why."""
+    """The session was lost or closed. The message states the reason."""
 
 
 class Requests:
-    """Sends requests and waits. The first caller that waits takes the events for all; no thread is started.
+    """Sends requests over a shared session and waits for the replies. The first caller that waits receives
+    the events for all callers, so no extra thread is needed.
 
-    1. Each reply goes to the call that asked.
-    2. A change of a key that is being waited for is counted before anybody looks at the key again.
+    1. Each reply is passed to the call that sent the request.
+    2. A put of a key that a caller waits for is counted before the caller reads the key again.
 
     Args:
-        make: the session, when it is first needed; what it raises is raised by what was asked.
+        make: creates the session when it is first needed. The call that needed the session raises its
+            exceptions.
     """
 
     def __init__(self, make: Callable[[], Session]) -> None:
         self._make: Callable[[], Session] | None = make
         self._session: Session | None = None
-        # A signal handler may ask in the middle of it.
+        # The lock is reentrant, because a signal handler may send a request while this thread connects.
         self._beginning = threading.RLock()
         self._news = threading.Condition()
         self._is_taking = False
@@ -46,10 +48,10 @@ class Requests:
         self._puts: dict[str, int] = {}
 
     def connect(self) -> Session:
-        """Return the session, once it has begun.
+        """Return the session. Open it on the first call, and wait until it is connected.
 
         Raises:
-            LostError: there is none, or no longer.
+            LostError: the session could not be opened, or this object is closed.
         """
         with self._beginning:
             if self._make is None:
@@ -70,16 +72,17 @@ class Requests:
         then: Sequence[Operation] = (),
         otherwise: Sequence[Operation] = (),
     ) -> Reply:
-        """Carry out a transaction.
+        """Execute a transaction.
 
         Raises:
-            LostError: the session ended; whether the transaction was carried out is not known.
-            ValueError: it is too large.
+            LostError: the session ended. The transaction may or may not have been executed.
+            ValueError: the transaction is too large.
         """
         return self._ask(lambda tag: Txn(tag, compares, then, otherwise))
 
     def wait_until(self, holds: Callable[[], bool], keys: Sequence[str], timeout: float) -> bool:
-        """Wait until ``holds``, asked again after each put of one of ``keys``; false after ``timeout``.
+        """Wait until ``holds`` returns true, and call it again after each put of one of ``keys``. Return
+        false after ``timeout`` seconds.
 
         Raises:
             LostError: the session ended.
@@ -99,9 +102,9 @@ class Requests:
             self._end_waiting(keys)
 
     def close(self) -> None:
-        """End the session; calls that wait raise :class:`LostError`."""
+        """Close the session. Calls that are waiting raise :class:`LostError`."""
         with self._beginning:
-            # The session keeps a descriptor as long as it is referred to.
+            # Drop the reference, because the session object holds a descriptor until it is destroyed.
             session, self._session, self._make = self._session, None, None
         if session is not None:
             session.close()
@@ -136,7 +139,8 @@ class Requests:
                 raise LostError(self._lost)
             self._tag += 1
             tag = self._tag
-            # Under the lock: a watch of one thread and the end of a watch of another must not change places.
+            # Send under the lock, because a `Watch` from one thread and an `Unwatch` from another may not be
+            # sent in the wrong order.
             session.send(make(tag))
             self._replies[tag] = None
         try:
@@ -162,7 +166,7 @@ class Requests:
         return True
 
     def _take(self, timeout: float | None) -> None:
-        """Wait for events without holding the lock, and pass them to their callers."""
+        """Wait for events without holding the lock, and pass them to the waiting callers."""
         session = self._session
         if session is None:
             self._lost = self._lost or _CLOSED

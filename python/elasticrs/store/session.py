@@ -1,4 +1,4 @@
-"""Server, client and session of our own store."""
+"""Server, client and session of the built-in coordination store."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ scoped_token = _core.scoped_token
 
 
 class NativeSession:
-    """Session with our own store; see :class:`~elasticrs.store.coordination.Session`. The session owns its
-    client.
+    """Session with the built-in store; see :class:`~elasticrs.store.coordination.Session`. The session owns
+    its client.
     """
 
     __slots__ = ("_client", "fd")
@@ -31,8 +31,8 @@ class NativeSession:
 
     @property
     def met(self) -> tuple[bytes, int] | None:
-        """Identity of the store, with which a later client of the same store is created; ``None`` if the
-        client has not met a store of ours.
+        """Identity of the store, to be passed to later clients of the same store; ``None`` if the client has
+        not connected to a built-in store yet.
         """
         return self._client.met
 

@@ -1,4 +1,4 @@
-"""A blocking store like torch's: the same names and meanings, without torch."""
+"""Blocking key-value store with the interface of torch's ``Store``. Does not need torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 _LENGTH = 4
-"""Bytes of the length of a value in a queue."""
+"""Size in bytes of the length field before each value of a queue."""
 
 
 def connect(
@@ -40,17 +40,17 @@ def connect(
     """Connect to a store.
 
     Args:
-        host: where it serves.
-        port: where it serves.
-        run_id: which run this is; a store that serves one run refuses others.
-        prefix: put before every key.
+        host: host of the store.
+        port: port of the store.
+        run_id: id of this run. A store that serves a single run refuses all others.
+        prefix: prefix of every key.
         token: token of the store, or the token that was derived from it for ``scope``.
-        scope: prefix of the only keys that the token allows; ``None`` for all keys.
-        timeout: for :meth:`Store.get` and :meth:`Store.wait`.
-        connect_timeout: seconds for connecting.
+        scope: the token only allows keys with this prefix; ``None`` for all keys.
+        timeout: time limit of :meth:`Store.get` and :meth:`Store.wait`.
+        connect_timeout: time limit for connecting, in seconds.
 
     Raises:
-        DistNetworkError: it could not be reached, or refused us.
+        DistNetworkError: the store could not be reached, or refused the connection.
     """
     client = Client(
         host,
@@ -65,10 +65,10 @@ def connect(
 
 
 def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> Store:
-    """Return a store over a client of its own, which is closed when there is no connection.
+    """Return a store that owns this client. Close the client if connecting fails.
 
     Raises:
-        DistNetworkError: as :func:`connect`.
+        DistNetworkError: see :func:`connect`.
     """
     try:
         return Store(client, prefix, timeout)
@@ -78,20 +78,20 @@ def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DE
 
 
 class Store(TimedStore):
-    """Keys and values, shared by all that are connected to the same store with the same prefix.
+    """Key-value store that is shared by all clients of the same server with the same prefix.
 
     Values are bytes; text is encoded as UTF-8. All methods may be called from several threads. A key and its
-    prefix have at most 1 KiB, what one call sends at most 1 MiB (:class:`ValueError`).
-    Differs from torch: :meth:`add` on a value that is no number raises :class:`ValueError`, where a
-    ``TCPStore`` breaks the connection.
+    prefix have at most 1 KiB, and the data of a call at most 1 MiB; otherwise the call raises
+    :class:`ValueError`. Unlike in torch, :meth:`add` raises :class:`ValueError` if the value is not a number.
+    A ``TCPStore`` closes the connection instead.
 
     Args:
-        client: used by this object alone, with ``stall_timeout=None``.
-        prefix: put before every key.
-        timeout: for :meth:`get` and :meth:`wait`.
+        client: client with ``stall_timeout=None`` that nothing else uses.
+        prefix: prefix of every key.
+        timeout: time limit of :meth:`get` and :meth:`wait`.
 
     Raises:
-        DistNetworkError: from every method: the connection is lost.
+        DistNetworkError: the connection is lost. Every method may raise this.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Store(TimedStore):
     def begun_later(
         cls, make: Callable[[], Client], prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT
     ) -> Store:
-        """Return an object that makes its client and connects when it is first used."""
+        """Return a store that creates its client with ``make`` and connects when it is first used."""
         store = object.__new__(cls)
         store._requests = Requests(lambda: NativeSession(make()))
         store._prefix = prefix
@@ -117,11 +117,13 @@ class Store(TimedStore):
         return store
 
     def clone(self) -> Store:
-        """Another object over the same connection; closing one closes both."""
+        """Return another object that uses the same connection. Closing either object closes both."""
         return self._derived(self._prefix)
 
     def with_prefix(self, prefix: str) -> Store:
-        """An object over the same connection whose keys have this prefix, too, after ours."""
+        """Return an object that uses the same connection and adds this prefix after the prefix of the current
+        object.
+        """
         return self._derived(self._prefix + prefix)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -129,7 +131,7 @@ class Store(TimedStore):
         self._txn(then=[Put(self._key(key), bytes_of(value), False) for key, value in pairs])
 
     def hold(self, key: str) -> None:
-        """Set a key that is there as long as this connection. Not in torch."""
+        """Set a key to empty bytes until this connection is closed, which deletes the key. Not in torch."""
         self._txn(then=[Put(self._key(key), b"", True)])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -163,15 +165,16 @@ class Store(TimedStore):
         return sums[0]
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add bytes to the end of a value; set it when the key is missing."""
+        """Append bytes to the value of a key. Create the key if it is missing."""
         tail = bytes_of(value)
         self._change(key, lambda head: head + tail)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value, or is missing and nothing is expected.
+        """Set a key if it has the expected value, or if it is missing and ``expected`` is empty.
 
         Returns:
-            The value that the key has now; as torch, ``expected`` when the key is missing and not set.
+            The resulting value of the key. As in torch, it is ``expected`` if the key is missing and was not
+            set.
         """
         name, old, new = self._key(key), bytes_of(expected), bytes_of(desired)
         put: list[Operation] = [Put(name, new, False)]
@@ -190,23 +193,23 @@ class Store(TimedStore):
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Add a value to the end of a queue.
 
-        A queue is the value of its key, which is there while it has something: one name is either a queue or
-        a value, and all that a queue has must fit into one value.
+        A queue is stored as the value of its key, which exists while the queue is not empty. A key can
+        therefore hold either a queue or a plain value, and the whole queue must fit into one value.
         """
         item = bytes_of(value)
         self._change(key, lambda queue: queue + len(item).to_bytes(_LENGTH, "big") + item)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue; if several wait, one of them gets it.
+        """Remove and return the first value of a queue. If several callers wait, one of them gets the value.
 
         Args:
-            key: of the queue.
-            block: wait for a value.
+            key: key of the queue.
+            block: true to wait for a value.
 
         Raises:
-            DistStoreError: none came within :attr:`timeout`.
-            QueueEmptyError: there is none, and ``block`` is false.
-            ValueError: this is no queue.
+            DistStoreError: the queue stayed empty for :attr:`timeout`.
+            QueueEmptyError: the queue is empty and ``block`` is false.
+            ValueError: the value of the key is not a queue.
         """
         taken: list[bytes] = []
 
@@ -223,27 +226,27 @@ class Store(TimedStore):
         """Return the number of values in a queue.
 
         Raises:
-            ValueError: this is no queue.
+            ValueError: the value of the key is not a queue.
         """
         found = _value(self._txn(then=[Get(self._key(key))]))
         return 0 if found is None else len(_items(found))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return true if it existed."""
+        """Delete a key. Return true if it existed."""
         return self._txn(then=[Delete(self._key(key))]).results[0] == 1
 
     def num_keys(self) -> int:
-        """Return the number of keys under the prefix."""
+        """Return the number of keys with the prefix of this store."""
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        """Return the keys under the prefix, in order."""
+        """Return the keys with the prefix of this store, in order and without the prefix."""
         found = self._txn(then=[Range(self._prefix, 0)]).results[0]
         assert isinstance(found, list)
         return [entry.key[len(self._prefix) :] for entry in found]
 
     def close(self) -> None:
-        """Close the connection, also that of clones. Idempotent."""
+        """Close the connection, which clones share. Idempotent."""
         self._requests.close()
 
     def _derived(self, prefix: str) -> Store:
@@ -290,7 +293,9 @@ class Store(TimedStore):
                 return True
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> None:
-        """Replace a value by what ``change`` makes of it; of a missing one: of nothing."""
+        """Replace the value of a key with the result of ``change``, which gets the old value, or empty bytes
+        if the key is missing.
+        """
         name = self._key(key)
         found = self._txn(then=[Get(name)]).entry(0)
         while True:
@@ -302,7 +307,7 @@ class Store(TimedStore):
 
 
 def _items(queue: bytes) -> list[bytes]:
-    """Return the values of a queue, each stored behind its length."""
+    """Split a stored queue into its values. In the queue, each value follows its length."""
     items: list[bytes] = []
     at = 0
     while at < len(queue):

@@ -1,4 +1,4 @@
-"""What every store of ours has in common: torch's errors, a time-out, a barrier."""
+"""Common parts of all stores: the same errors as in torch, a timeout and a barrier."""
 
 from __future__ import annotations
 
@@ -11,73 +11,73 @@ if TYPE_CHECKING:
 
 
 class DistError(RuntimeError):
-    """As ``torch.distributed.DistError``."""
+    """Base class of store errors. Corresponds to ``torch.distributed.DistError``."""
 
 
 class DistStoreError(DistError):
-    """A key did not come in time; as ``torch.distributed.DistStoreError``."""
+    """A key was not set in time. Corresponds to ``torch.distributed.DistStoreError``."""
 
 
 class QueueEmptyError(DistStoreError):
-    """A queue has nothing to take; as ``torch.distributed.QueueEmptyError``."""
+    """The queue is empty. Corresponds to ``torch.distributed.QueueEmptyError``."""
 
 
 class DistNetworkError(DistError):
-    """The connection to the store is lost; as ``torch.distributed.DistNetworkError``."""
+    """The connection to the store is lost. Corresponds to ``torch.distributed.DistNetworkError``."""
 
 
 def bytes_of(value: str | bytes) -> bytes:
-    """Return a value as it is stored."""
+    """Encode a value as the bytes that are stored."""
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def timed_out(what: str, timeout: datetime.timedelta, rest: str) -> DistStoreError:
-    """Return the error of what took too long."""
+    """Return the error for an operation that took too long."""
     return DistStoreError(f"{what} timeout after {round(timeout.total_seconds() * 1000)}ms, {rest}")
 
 
 class TimedStore(ABC):
-    """A store whose :meth:`get` and :meth:`wait` wait, for ``timeout`` where nothing else is said."""
+    """Base class of stores. ``timeout`` is the default time limit of operations that wait."""
 
     def __init__(self, timeout: datetime.timedelta) -> None:
         self._timeout = timeout
 
     @property
     def timeout(self) -> datetime.timedelta:
-        """How long :meth:`get` and :meth:`wait` wait."""
+        """Default time limit of operations that wait, such as :meth:`get` and :meth:`wait`."""
         return self._timeout
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Change :attr:`timeout`."""
+        """Set :attr:`timeout`."""
         self._timeout = timeout
 
     def has_extended_api(self) -> bool:
-        """True: :meth:`append`, :meth:`multi_get` and :meth:`multi_set` work."""
+        """Return true, because the store supports :meth:`append`, :meth:`multi_get` and :meth:`multi_set`."""
         return True
 
     @abstractmethod
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys at once: nobody sees only some of them."""
+        """Set several keys atomically."""
 
     @abstractmethod
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for several keys and return their values, as they were at one moment.
+        """Wait until all these keys exist. Return their values as of a single moment.
 
         Raises:
-            DistStoreError: not all came within :attr:`timeout`.
+            DistStoreError: not all keys were set within :attr:`timeout`.
         """
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait until all these keys are there at one moment, for :attr:`timeout` when ``None``.
+        """Wait until all these keys exist at the same time. If ``timeout`` is ``None``, use :attr:`timeout`.
 
         Raises:
-            DistStoreError: not all came in time.
+            DistStoreError: the time limit expired.
         """
 
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 when the key is missing, and return the sum."""
+        """Add ``amount`` to the number in a key and return the sum. A missing key counts as 0."""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
@@ -87,20 +87,20 @@ class TimedStore(ABC):
         """Wait for a key and return its value.
 
         Raises:
-            DistStoreError: it did not come within :attr:`timeout`.
+            DistStoreError: the key was not set within :attr:`timeout`.
         """
         return self.multi_get([key])[0]
 
     def barrier(self, key: str, world_size: int, timeout: datetime.timedelta | None = None) -> None:
-        """Wait until a number of callers have called this.
+        """Wait until ``world_size`` callers have called this method.
 
         Args:
-            key: of this barrier; may be used again when all have passed.
-            world_size: how many.
-            timeout: :attr:`timeout` when ``None``.
+            key: key of this barrier. It can be used again once all callers have passed.
+            world_size: number of callers.
+            timeout: time limit; ``None`` for :attr:`timeout`.
 
         Raises:
-            DistStoreError: not all came in time.
+            DistStoreError: the time limit expired.
         """
         come = self.add(f"{key}/come", 1)
         passed = f"{key}/passed/{(come - 1) // world_size}"

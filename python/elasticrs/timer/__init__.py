@@ -1,6 +1,6 @@
 """Expiration timers, which kill a worker if one of its code blocks takes too long.
 
-The interface is that of ``torch.distributed.elastic.timer``. In a worker that was started with
+The interface is the same as in ``torch.distributed.elastic.timer``. In a worker that was started with
 ``TORCHELASTIC_ENABLE_FILE_TIMER=1``::
 
     timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
@@ -9,9 +9,9 @@ The interface is that of ``torch.distributed.elastic.timer``. In a worker that w
         loss.backward()
 
 The agent kills this worker and restarts the group if the block takes more than a minute. With
-``--hang-timeout`` no block needs a timer: a call of ``timer.heartbeat(step)`` in each step is enough.
-Importing this package is cheap: it loads no native code, and only modules that the interpreter has loaded
-already.
+``--hang-timeout``, no block needs a timer: calling ``timer.heartbeat(step)`` in each step is enough.
+Importing this package is cheap, because it loads no native code and no modules that the interpreter has not
+loaded yet.
 """
 
 from elasticrs import lazy
@@ -42,6 +42,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Workers need the clients alone.
+    # Load the server only on demand, because workers need only the clients.
     homes = {"elasticrs.timer.file_server": ("FileTimerServer",)}
     return lazy(__name__, name, homes, ("debug_info_logging",))

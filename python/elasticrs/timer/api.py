@@ -21,11 +21,11 @@ __all__ = ["RequestQueue", "TimerClient", "TimerRequest", "TimerServer", "config
 
 
 class TimerRequest:
-    """A worker acquires a timer, or releases it.
+    """Request of a worker to start or release a timer.
 
     Args:
         worker_id: identity of the worker, in any form on which client and server agree.
-        scope_id: name of the timer, unique for its worker.
+        scope_id: name of the timer, unique within its worker.
         expiration_time: expiration in seconds since 1970; a negative number releases the timer.
     """
 
@@ -50,7 +50,7 @@ class TimerClient(ABC):
 
     @abstractmethod
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Start a timer, replacing an earlier one of the same name.
+        """Start a timer. It replaces an earlier timer with the same name.
 
         Args:
             scope_id: name of the timer.
@@ -59,7 +59,7 @@ class TimerClient(ABC):
 
     @abstractmethod
     def release(self, scope_id: str) -> None:
-        """End the timer of this name.
+        """Stop the timer with this name.
 
         Args:
             scope_id: name of the timer.
@@ -75,7 +75,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """Take requests.
+        """Remove and return requests.
 
         Args:
             size: maximum number of requests to take.
@@ -84,12 +84,13 @@ class RequestQueue(ABC):
 
 
 class TimerServer(ABC):
-    """Base class of servers, which read requests and reap workers with expired timers, in a thread of their
-    own.
+    """Base class of timer servers. In a background thread, a server reads requests and kills workers with
+    expired timers.
 
     Args:
         request_queue: source of requests.
-        max_interval: longest wait for a request, in seconds. Timers are reaped at most this late.
+        max_interval: maximum number of seconds to wait for a request. Expired timers are noticed at most this
+            late.
         daemon: true if the process may exit while the thread runs.
     """
 
@@ -119,7 +120,7 @@ class TimerServer(ABC):
 
     @abstractmethod
     def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
-        """The timers that are due, by worker.
+        """Return the timers that have expired, by worker.
 
         Args:
             deadline: time in seconds since 1970. Timers that expire then or earlier are due.
@@ -127,14 +128,14 @@ class TimerServer(ABC):
 
     @abstractmethod
     def _reap_worker(self, worker_id: Any) -> bool:
-        """End a worker.
+        """Kill a worker.
 
         Returns:
-            True if the worker was ended. After false, the server tries again. An exception counts as success.
+            True if the worker was killed. The server retries after false. An exception counts as success.
         """
 
     def start(self) -> None:
-        """Begin to serve, in a thread."""
+        """Start the server thread."""
         from threading import Thread
 
         self._stop_signaled = False
@@ -144,7 +145,7 @@ class TimerServer(ABC):
         self._watchdog_thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and wait for its end for at most ``max_interval``. Idempotent."""
+        """Stop the thread. Wait for at most ``max_interval`` seconds until it has finished. Idempotent."""
         self._stop_signaled = True
         thread, self._watchdog_thread = self._watchdog_thread, None
         if thread is not None:
@@ -154,18 +155,18 @@ class TimerServer(ABC):
         return self._max_interval
 
     def _seconds_to_wait(self) -> float:
-        """Return how long the next turn of the loop may wait for a request."""
+        """Return how many seconds the next iteration of the loop may wait for a request."""
         return self._max_interval
 
     def _now(self) -> float:
-        """The time that expirations are compared with, in seconds since 1970."""
+        """Return the current time in seconds since 1970, for comparison with expiration times."""
         return time.time()
 
     def _watchdog_loop(self) -> None:
         while not self._stop_signaled:
             try:
                 self._run_watchdog()
-            except Exception:  # noqa: PERF203 -- one turn of many
+            except Exception:  # noqa: PERF203 -- the loop must continue
                 _logger().exception("a turn of the timer server failed")
                 # Limit the rate of retries, because a permanent error would otherwise keep a core busy.
                 time.sleep(min(self._max_interval, 0.1))
@@ -199,7 +200,7 @@ def configure(timer_client: TimerClient) -> None:
     Args:
         timer_client: client that sends requests to the server.
     """
-    global _timer_client  # noqa: PLW0603 -- what torch's function is for
+    global _timer_client  # noqa: PLW0603 -- process-wide, as in torch
     _timer_client = timer_client
     from elasticrs._worker.stacks import answer_with_stacks
 
@@ -208,11 +209,12 @@ def configure(timer_client: TimerClient) -> None:
 
 _lock = RLock()
 _live: dict[tuple[int, str], list[float]] = {}
-"""Deadlines of the blocks that are running in any thread, by client and scope."""
+"""Deadlines of the running blocks of all threads, by client and scope."""
 
 places: dict[tuple[int, str], str] = {}
-"""File and line of the last running block, by client and scope. Left out if the scope itself is the file and
-line."""
+"""File and line of the most recently entered block, by client and scope. Omitted if the scope itself is the
+file and line.
+"""
 
 
 def _forget(key: tuple[int, str]) -> None:
@@ -221,8 +223,9 @@ def _forget(key: tuple[int, str]) -> None:
 
 
 def _forget_live() -> None:
-    # The running blocks belong to the parent, and its thread may hold the lock.
-    global _lock  # noqa: PLW0603 -- a lock cannot be forced open
+    # Reset the state in a forked child, because the running blocks belong to the parent and a thread of the
+    # parent may hold the lock.
+    global _lock  # noqa: PLW0603 -- a held lock has to be replaced
     _lock = RLock()
     _live.clear()
     places.clear()
@@ -235,17 +238,17 @@ class expires:  # noqa: N801 -- torch's name
     """Context manager and decorator for code with a time limit: ``with expires(after=60): …``,
     ``@expires(after=60)``.
 
-    If the time limit expires, the server may end this worker. Blocks can be nested and entered again (by
-    recursive functions or several threads), and let exceptions pass. If several blocks have the same scope,
-    the earliest deadline counts.
+    If the time limit expires, the server may kill this worker. Blocks can be nested, and can be entered again
+    by recursive functions or several threads. They do not suppress exceptions. If several running blocks have
+    the same scope, the earliest deadline applies.
 
     Unlike in torch, the default scope is the caller's line. In torch it is a line of ``contextlib``, which is
-    always the same, so that an inner block ends the timer of the outer one.
+    always the same, so that an inner block stops the timer of the outer block.
 
     Args:
         after: time limit in seconds, from the start of the block.
-        scope: name of the timer; ``FILE#LINE`` of the caller if ``None``.
-        client: client that sends requests to the server; the one from :func:`configure` if ``None``.
+        scope: name of the timer; ``None`` for ``FILE#LINE`` of the caller.
+        client: client that sends requests to the server; ``None`` for the client set by :func:`configure`.
 
     Raises:
         RuntimeError: there is no client.
@@ -301,7 +304,7 @@ class expires:  # noqa: N801 -- torch's name
             client.release(self._scope)
 
     def __call__(self, function: F) -> F:
-        """Decorate a function, so that every call has this time limit."""
+        """Decorate a function so that every call has this time limit."""
         from functools import wraps
 
         @wraps(function)
@@ -315,14 +318,16 @@ class expires:  # noqa: N801 -- torch's name
 
 
 class SteadyClock:
-    """Clock that is not affected by steps of the wall clock: its start in wall clock time, plus the monotonic
-    time since then.
+    """Clock that is not affected by steps of the wall clock. It adds the elapsed monotonic time to the
+    wall-clock time at its creation.
     """
 
     __slots__ = ("_monotonic", "_wall")
 
     TOLERANCE = 0.05
-    """Maximum difference in seconds that does not count as a step. Reading two clocks takes a moment."""
+    """Maximum difference in seconds that does not count as a step, because the two clocks cannot be read at
+    the same instant.
+    """
 
     def __init__(self) -> None:
         self._wall, self._monotonic = time.time(), time.monotonic()

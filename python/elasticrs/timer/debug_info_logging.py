@@ -1,4 +1,4 @@
-"""Logging of expired timers. Programs may replace the function in this module by their own."""
+"""Logs expired timers. Programs may replace the function in this module with their own function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["log_debug_info_for_expired_timers"]
 
 
 def log_debug_info_for_expired_timers(run_id: str, expired_timers: Mapping[int, Sequence[str]]) -> None:
-    """Log what expired, as torch does.
+    """Log the expired timers, as in torch.
 
     Args:
         run_id: name of the job.

@@ -1,4 +1,6 @@
-"""Descendants of this process and their timers. A server without an agent may signal only these processes."""
+"""Tracks descendants of this process and their timers. A timer server without an agent may signal only
+descendants.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,21 @@ if TYPE_CHECKING:
 
 
 class Descendants:
-    """Holds a pidfd for each descendant, so that another process that gets the same pid is not mistaken for
-    it.
+    """Holds a pidfd for each descendant, so that another process that later gets the same pid is not mistaken
+    for the descendant.
     """
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
 
     def pidfds(self) -> Iterable[int]:
-        """Return the pidfds, each of which becomes readable when its process ends."""
+        """Return the pidfds. A pidfd becomes readable when its process exits."""
         return self._pidfds.values()
 
     def bind(self, pid: int, started: int = 0) -> bool:
-        """Hold a pidfd of a process. Return false if the process has ended or is not a descendant of this
-        one. ``started`` is its start time (:func:`started_at`), 0 if unknown. The pid may be wrong, because
-        any writer may have sent it.
+        """Hold a pidfd of a process. Return false if the process has ended or is not a descendant of the
+        current process. ``started`` is the start time of the process (:func:`started_at`), or 0 if it is
+        unknown. Any pid is accepted, because it comes from an untrusted request.
         """
         if pid not in self._pidfds:
             try:
@@ -71,13 +73,15 @@ class Descendants:
         return dead
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all pidfds."""
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
 
 
 class DescendantTimers:
-    """Base class of both servers: live timers by pid and scope, and the processes that own them."""
+    """Base class of timer servers without an agent. Holds the live timers by pid and scope, and pidfds of the
+    processes that own them.
+    """
 
     def __init__(self, *how: Any) -> None:
         super().__init__(*how)
@@ -86,7 +90,7 @@ class DescendantTimers:
         self._clock = SteadyClock()
 
     def get_expired_timers(self, deadline: float) -> dict[Any, list[Any]]:
-        """The timers that are due, by pid.
+        """Return the timers that have expired, by pid.
 
         Args:
             deadline: time in seconds since 1970. Timers that expire then or earlier are due.
@@ -107,7 +111,9 @@ class DescendantTimers:
 
 
 def descends_from_us(pid: int) -> bool:
-    """Return true if a living process is a descendant of this process. This process itself is not."""
+    """Return true if the process is alive and a descendant of the current process. The current process itself
+    does not count.
+    """
     own = os.getpid()
     for _ in range(64):
         if pid <= 1 or pid == own:
@@ -117,7 +123,7 @@ def descends_from_us(pid: int) -> bool:
             return False
         parent = int(fields[1])
         if parent == own:
-            # A process whose main thread has ended is shown as a zombie, although its other threads are still
+            # A process whose main thread has exited is shown as a zombie, even if other threads are still
             # running.
             return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
         pid = parent

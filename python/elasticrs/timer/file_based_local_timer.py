@@ -1,10 +1,11 @@
-"""Timer client that writes requests to a FIFO. It works with our agent, with :class:`FileTimerServer`, and
-with torch's server.
+"""Timer client that writes requests to a FIFO. It works with an elasticrs agent, with
+:class:`FileTimerServer`, and with torch's server.
 
-**Writing.** Under our own agent, which sets ``ELASTICRS_TIMER_FILE``, the FIFO stays open, and each record is
-a single ``write``. Otherwise the FIFO is opened for each record, because torch's server expires no timer
-while a writer has the FIFO open. Writing never blocks. If the pipe is full, a request is dropped and counted.
-But a *release* is kept and retried, because without it a healthy worker would be killed.
+**Writing.** Under an elasticrs agent, which sets ``ELASTICRS_TIMER_FILE``, the FIFO stays open, and each
+record is written with a single ``write``. Otherwise the FIFO is opened for each record, because torch's
+server expires no timer while a writer has the FIFO open. Writing never blocks. If the pipe is full, a request
+is dropped and counted. A *release* is not dropped but kept and retried, because a healthy worker would be
+killed if it were lost.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from elasticrs.timer.descendants import started_at
 
 try:
     from _json import encode_basestring_ascii as _quote
-except ImportError:  # an interpreter without the accelerator
+except ImportError:  # This interpreter has no C accelerator for JSON.
     from json.encoder import encode_basestring_ascii as _quote
 
 TYPE_CHECKING = False
@@ -34,7 +35,7 @@ _SIGKILL = 9
 _PIPE_BUF = 4096
 _ATTEMPTS, _PAUSE = 10, 0.1
 _FAR = 1e11
-"""Latest possible expiration, in seconds since 1970. An infinite time is reduced to it."""
+"""Latest possible expiration, in seconds since 1970. Later and infinite times are replaced by this value."""
 
 
 _HOMES = {
@@ -48,13 +49,13 @@ def __getattr__(name: str) -> Any:
 
 
 class FileTimerRequest(TimerRequest):
-    """A request with a signal.
+    """Timer request that also specifies the signal to send when the timer expires.
 
     Args:
         worker_pid: pid of the worker.
         scope_id: name of the timer.
         expiration_time: expiration in seconds since 1970; a negative number releases the timer.
-        signal: signal that ends the worker. If it is 0 or less, the expiration is only reported.
+        signal: signal to send to the worker. If it is 0 or less, the expiration is only reported.
     """
 
     __slots__ = ("signal", "version")
@@ -76,7 +77,7 @@ class FileTimerRequest(TimerRequest):
         return super().__eq__(other) and (self.version, self.signal) == (other.version, other.signal)
 
     def to_json(self) -> str:
-        """As it is written, without the newline."""
+        """Return the request as JSON, as it is written to the FIFO but without the newline."""
         import json
 
         return json.dumps({
@@ -89,14 +90,15 @@ class FileTimerRequest(TimerRequest):
 
 
 class FileTimerClient(TimerClient):
-    """The worker's side of a timer over a FIFO. Several threads may use it, and forked children too.
+    """Timer client that sends requests through a FIFO. Several threads and forked children may use it.
 
-    As in torch, the first request fails if no server reads the FIFO after a second of retries. If a server
-    disappears later, or if our own agent does, requests are only counted as dropped.
+    As in torch, the first request fails if no server reads the FIFO after a second of retries. If the server
+    disappears later, requests are only counted as dropped. Under an elasticrs agent, the first request does
+    not fail either.
 
     Args:
         file_path: path of the FIFO; in a worker, ``os.environ["TORCHELASTIC_TIMER_FILE"]``.
-        signal: signal that ends the worker when a timer expires. If it is 0 or less, the expiration is only
+        signal: signal to send to the worker when a timer expires. If it is 0 or less, the expiration is only
             reported.
 
     Attributes:
@@ -116,10 +118,10 @@ class FileTimerClient(TimerClient):
         self._forked()
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """See the base class.
+        """Start a timer. It replaces an earlier timer with the same name.
 
         Raises:
-            ValueError: the time is not a number.
+            ValueError: the expiration time is NaN.
             RuntimeError: the request is too long for a single write to a pipe.
             BrokenPipeError: no server has read the FIFO so far.
         """
@@ -142,7 +144,7 @@ class FileTimerClient(TimerClient):
         self._send(scope_id, -1, 0, self._start_time if self._keeps_open else "")
 
     def close(self) -> None:
-        """Close the FIFO; the next request opens it again."""
+        """Close the FIFO. The next request opens it again."""
         with self._lock:
             if self._fd_is_ours():
                 os.close(self._fd)
@@ -155,11 +157,11 @@ class FileTimerClient(TimerClient):
             os.close(self._fd)
 
     def _send_request(self, request: FileTimerRequest) -> None:
-        """Send any request. The name is that of torch's method."""
+        """Send a request. The method has the same name as in torch."""
         self._check_process()
         self._write(request.to_json().encode() + b"\n", is_release=request.expiration_time < 0)
 
-    # --- one process ---
+    # --- per-process state ---
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -191,7 +193,8 @@ class FileTimerClient(TimerClient):
         if len(line) > _PIPE_BUF:
             raise RuntimeError(f"a timer request has at most {_PIPE_BUF} bytes, this one has {len(line)}")
         with self._lock:
-            # Keep the order of requests, because a delayed release could end a later timer of the same name.
+            # Keep the order of requests, because a delayed release could stop a later timer with the same
+            # name.
             if self._flush() and self._put(line):
                 return
             if is_release:
@@ -221,7 +224,7 @@ class FileTimerClient(TimerClient):
         return True
 
     def _open(self) -> int:
-        """The descriptor of the FIFO; -1 if it has no reader.
+        """Open the FIFO if necessary. Return its descriptor; -1 if it has no reader.
 
         Raises:
             BrokenPipeError: no server has read the FIFO so far.
@@ -232,7 +235,7 @@ class FileTimerClient(TimerClient):
         for attempt in range(1, attempts + 1):
             try:
                 self._fd = os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError as error:  # noqa: PERF203 -- waiting is what takes time
+            except OSError as error:  # noqa: PERF203 -- most of the time is spent sleeping
                 if attempt < attempts:
                     time.sleep(_PAUSE)
                 elif self._met_server:
@@ -248,8 +251,8 @@ class FileTimerClient(TimerClient):
         return -1
 
     def _fd_is_ours(self) -> bool:
-        """Return true if the descriptor still refers to our FIFO. Programs that become daemons close all
-        descriptors, and another file may have the number now.
+        """Return true if the descriptor still refers to the FIFO that this client opened. Programs that
+        become daemons close all descriptors, and another file may now have the same number.
         """
         if self._fd < 0:
             return False
@@ -265,7 +268,7 @@ class FileTimerClient(TimerClient):
             self._warned = True
             _logger().warning("a timer request was dropped (further ones are only counted): %s", why)
 
-    # --- releases that wait ---
+    # --- pending releases ---
 
     def _flush(self) -> bool:
         while self._pending:
@@ -282,7 +285,7 @@ class FileTimerClient(TimerClient):
             Thread(target=self._retry, name="FileTimerClient", daemon=True).start()
 
     def _retry(self) -> None:
-        """Retry until everything is sent. Waits for room in the pipe."""
+        """Retry until all pending releases are sent. Wait for room in the pipe before each retry."""
         from select import POLLOUT, poll
 
         while True:
@@ -293,7 +296,7 @@ class FileTimerClient(TimerClient):
                 try:
                     fd = os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 except OSError:
-                    # Without a server no timer exists that the releases could end.
+                    # Discard the pending releases, because without a server there are no timers.
                     self._pending.clear()
                     continue
             try:

@@ -1,4 +1,4 @@
-"""A server of timers over a FIFO, for programs that have no agent of ours."""
+"""Timer server that reads requests from a FIFO, for programs that do not run under an elasticrs agent."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class FileTimerServer(DescendantTimers):
     Differences from torch: a timer expires when it is due, not up to ``max_interval`` later. Only this user
     can access the FIFO. An existing file at ``file_path`` is an error, unless it is such a FIFO of this user
     without a reader. Only descendants of this process are ever signalled, and **never this process itself**.
-    :meth:`stop` leaves no thread.
+    :meth:`stop` waits until the thread has finished.
 
     Args:
         file_path: path at which the FIFO is created.
         run_id: name of the job, for the log.
-        max_interval: longest wait of the thread, in seconds.
+        max_interval: maximum number of seconds between iterations of the thread.
         daemon: true if the process may exit while the thread runs.
         log_event: called with ``"watchdog started"``, ``"watchdog stopped"``, ``"timer expired"`` or ``"kill
             worker process"``. The last two come with the request.
@@ -68,7 +68,7 @@ class FileTimerServer(DescendantTimers):
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def start(self) -> None:
-        """Begin to serve, in a thread."""
+        """Start the server thread."""
         self._watchdog_thread = Thread(
             target=self._watchdog_loop, name="FileTimerServer", daemon=self._daemon
         )
@@ -83,7 +83,7 @@ class FileTimerServer(DescendantTimers):
             self._log_event("watchdog stopped", None)
 
     def run_once(self) -> None:
-        """Carry out the requests that are in the FIFO now, and return."""
+        """Process the requests that are in the FIFO now, then stop the server."""
         if self._bell != -1:
             self._run_once = True
             self._end()
@@ -100,7 +100,7 @@ class FileTimerServer(DescendantTimers):
 
     @staticmethod
     def is_process_running(pid: int) -> bool:
-        """Return true if there is a process with this pid that this one may signal.
+        """Return true if a process with this pid exists and the current process may signal it.
 
         Args:
             pid: pid above 0 of any process.
@@ -169,16 +169,15 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
-        # Count records of ended processes too, so that the count does not depend on whether the process or
-        # the server was faster.
+        # Also count records of processes that have exited, so that the count does not depend on timing.
         self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
         return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
 
     def _may_ask(self, request: FileTimerRequest) -> bool:
-        """Return true for a release and for a request of a descendant. Other requests usually come from
-        processes that have already ended.
+        """Return true for a release and for a request from a descendant. Other requests usually come from
+        processes that have already exited.
         """
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):
@@ -194,7 +193,7 @@ class FileTimerServer(DescendantTimers):
         return False
 
     def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
-        """Carry out requests; a negative expiration time is a release.
+        """Register or release timers. A negative expiration time releases a timer.
 
         Args:
             timer_requests: requests in order.

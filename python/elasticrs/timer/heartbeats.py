@@ -1,4 +1,4 @@
-"""Heartbeats of a worker, for ``--hang-timeout``.
+"""Sends the heartbeats of a worker, for ``--hang-timeout``.
 
 The agent passes a page of shared memory to each worker, in ``ELASTICRS_HEARTBEAT``. A heartbeat consists of
 two or three stores into the page: it makes no system call, wakes no process and cannot block. The agent reads
@@ -28,7 +28,7 @@ _UNLIMITED = 2**64 - 1
 
 _words: memoryview | None = None
 _automatic: memoryview | None = None
-"""Page for the automatic heartbeats of optimizer steps, until the program gives a heartbeat of its own."""
+"""Page for the automatic heartbeats of optimizer steps, used until the program sends its own heartbeats."""
 _count = 0
 _mark = 1
 """Lowest bit of a heartbeat's time: 1 if the heartbeat ends a step, 0 if it ends a part of a section."""
@@ -37,18 +37,19 @@ _mark = 1
 def _heartbeat(step: int | None = None) -> None:
     """Report progress of this worker to the agent. Call this once in each training step, for example.
 
-    After its first heartbeat, a worker is considered failed if it gives no further heartbeat within
-    ``--hang-timeout``. The group then restarts if its budget allows. A call takes well below a microsecond.
-    For parts of the program that take longer, see :class:`Section` (``heartbeat.section``).
+    After its first heartbeat, a worker is considered failed if it sends no further heartbeat within
+    ``--hang-timeout``. The group is then restarted if its restart budget allows. A call takes well below a
+    microsecond. For parts of the program that take longer, see :class:`Section` (``heartbeat.section``).
 
     Args:
-        step: number of the step that begins, 0 or more, for the report. -1 means that no step has begun yet.
+        step: number of the step that starts, 0 or more, shown in reports. -1 means that no step has started
+            yet.
 
     Raises:
         ValueError: the step is negative or too large.
         TypeError: the step is not an integer.
     """
-    global _count  # noqa: PLW0603 -- kept here, as reading it from the page costs more
+    global _count  # noqa: PLW0603 -- reading the count from the page is slower
     words = _words or _attach()
     words[_TIMES + (_count & _LAST)] = monotonic_ns() & -2 | _mark
     _count += 1
@@ -58,7 +59,7 @@ def _heartbeat(step: int | None = None) -> None:
 
 
 class Section:
-    """A part of the program with a limit of its own: ``with heartbeat.section("checkpoint", limit=600): …``
+    """Part of the program with its own time limit: ``with heartbeat.section("checkpoint", limit=600): …``
 
     The limit starts when the section is entered, and again with each heartbeat inside the section. It applies
     to the whole process, whichever thread enters the section. If sections are nested, the limit of the
@@ -66,7 +67,7 @@ class Section:
 
     Args:
         name: name of the section in reports, cut to 63 bytes.
-        limit: seconds, more than 0; ``None`` for no limit.
+        limit: time limit in seconds, more than 0; ``None`` for no limit.
 
     Raises:
         ValueError: the limit is not above 0.
@@ -85,7 +86,7 @@ class Section:
         global _mark  # noqa: PLW0603 -- as in `_heartbeat`
         words = _words or _attach()
         self._outer.append((words[_LIMIT], bytes(words.cast("B")[_NAME]), _mark))
-        # Give a heartbeat first, because the code before this block belongs to a step or to the outer
+        # Send a heartbeat first, because the code before this block belongs to a step or to the outer
         # section.
         _heartbeat()
         _mark = 0
@@ -116,7 +117,7 @@ else:
 
 
 def automatic_heartbeat(step: int | None) -> None:
-    """Give a heartbeat like :func:`heartbeat`, unless the program gives its own heartbeats or this process is
+    """Send a heartbeat like :func:`heartbeat`, unless the program sends its own heartbeats or this process is
     a forked child of the worker.
     """
     global _automatic, _count  # noqa: PLW0603 -- as in `_heartbeat`
@@ -134,7 +135,7 @@ def automatic_heartbeat(step: int | None) -> None:
 
 
 def heartbeat_unless_given(before: int) -> int:
-    """Give a heartbeat if none was given since the count was ``before``. Return the new count."""
+    """Send a heartbeat if none was sent since the count was ``before``. Return the new count."""
     if _count == before:
         _heartbeat()
     return _count
@@ -173,8 +174,8 @@ def _notice_exit() -> None:
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        # The main program has already returned, so this callback is too late. The time limit for a step keeps
-        # applying.
+        # The main program has already returned, so the callback cannot be registered. The time limit for a
+        # step continues to apply.
         return
 
 
@@ -203,14 +204,14 @@ def _detach() -> None:
 
 
 def start_afresh() -> None:
-    """Reset all state in a forked worker, because it has a page of its own."""
+    """Reset all state in a forked worker, because the worker has its own page."""
     global _words, _automatic, _count, _mark
     _words, _automatic, _count, _mark = None, None, 0, 1
 
 
 def _page(variable: str) -> memoryview | None:
-    """Return the page that the agent has passed. Return ``None`` if its descriptor was closed or now refers
-    to another file.
+    """Return the page that the agent passed to this worker. Return ``None`` if its descriptor was closed or
+    now refers to another file, or if the page belongs to another running process.
     """
     from mmap import mmap
 

@@ -26,7 +26,9 @@ def get_env_variable_or_raise(env_name: str) -> str:
 
 
 def get_socket_with_port() -> socket.socket:
-    """See :func:`elasticrs.utils.distributed.get_socket_with_port`."""
+    """Return a socket that reserves a free port. See
+    :func:`elasticrs.utils.distributed.get_socket_with_port`.
+    """
     from elasticrs.utils.distributed import get_socket_with_port as bound
 
     return bound()

@@ -1,4 +1,4 @@
-"""Ports, and torch's store made with retries."""
+"""Finds free ports, and creates torch's store with retries."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ def create_c10d_store(
     retries: int = 3,
     use_libuv: bool | None = None,
 ) -> Any:
-    """Make torch's ``TCPStore``; imports torch.
+    """Create a ``TCPStore`` of torch. This function imports torch.
 
     Args:
-        is_server: true if this process serves the store.
+        is_server: true if this process hosts the store.
         server_addr: host name of the server.
         server_port: port of the server; -1 for any free port, with a retry if another process takes it first.
         world_size: number of workers that connect.
         timeout: time limit in seconds for connecting, and for each operation.
         wait_for_workers: true to return only when all workers have connected.
         retries: number of free ports to try.
-        use_libuv: deprecated, as in torch: the variable ``USE_LIBUV`` decides.
+        use_libuv: ignored and deprecated, as in torch. The environment variable ``USE_LIBUV`` is used
+            instead.
 
     Raises:
         ValueError: there are several processes but no port was given.
@@ -49,7 +50,7 @@ def create_c10d_store(
     """
     import torch.distributed
 
-    # Its names are not exported in the sense of type checkers.
+    # Use `Any`, because type checkers do not consider the names of this module exported.
     dist: Any = torch.distributed
 
     if use_libuv is not None:
@@ -95,7 +96,7 @@ def _wait_for_all(store: Any, world_size: int, timeout: float) -> None:
 
 
 def get_free_port() -> int:
-    """Return a port that was just free on all addresses. Another process may take it at any time."""
+    """Return a port that is currently free on all addresses. Another process may take it at any time."""
     with closing(get_socket_with_port()) as bound:
         port: int = bound.getsockname()[1]
         return port
@@ -120,7 +121,7 @@ def get_socket_with_port() -> socket.socket:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             bound.bind((host, 0))
         except OSError as error:
-            # IPv6 may be compiled in, but switched off.
+            # Try the next address family, because IPv6 may be compiled in but disabled.
             bound.close()
             trouble = error
         else:

@@ -2,5 +2,5 @@
 
 
 def get_log_level() -> str:
-    """The name of the level."""
+    """Return the name of the default log level."""
     return "WARNING"

@@ -1,4 +1,4 @@
-"""Loggers with the level that the variable ``LOGLEVEL`` sets."""
+"""Creates loggers with the level from the environment variable ``LOGLEVEL``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def get_logger(name: str | None = None) -> logging.Logger:
     """Return a logger with the level from ``LOGLEVEL``, or ``WARNING`` by default.
 
     Args:
-        name: name of the logger; that of the calling module if ``None``.
+        name: name of the logger; ``None`` for the name of the calling module.
 
     Raises:
-        ValueError: ``LOGLEVEL`` is not a level.
+        ValueError: ``LOGLEVEL`` is not a valid level.
     """
     logger = logging.getLogger(name or _derive_module_name(depth=2))
     logger.setLevel(os.environ.get("LOGLEVEL", get_log_level()))

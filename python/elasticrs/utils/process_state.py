@@ -1,4 +1,4 @@
-"""The state of a process, from the kernel."""
+"""Reads the state of a process from ``/proc``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["is_uninterruptible_state", "read_proc_state"]
 
 
 def read_proc_state(pid: int) -> str | None:
-    """Return the letter of a process's state, such as ``R``, ``S``, ``D`` or ``Z``; ``None`` when there is
-    none.
+    """Return the letter of a process's state, such as ``R``, ``S``, ``D`` or ``Z``; ``None`` if it cannot be
+    read.
     """
     return read_state(pid) or None
 
@@ -20,6 +20,6 @@ def is_uninterruptible_state(state: str | None) -> bool:
 
 
 def read_state(pid: int, proc: str = "/proc") -> str:
-    """Return the letter of a process's state; empty when it is not there."""
+    """Return the letter of a process's state; empty if it cannot be read."""
     fields = stat_fields(str(pid), proc)
     return fields[0].decode() if fields else ""

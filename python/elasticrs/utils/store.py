@@ -1,6 +1,6 @@
-"""Collective operations over a store with torch's methods: torch's, ours, or a user's.
+"""Collective operations that work with any store that has the methods of torch's ``Store``.
 
-The store receives the same calls in the same order as in torch, so that agents of elasticrs and torch can
+The store receives the same calls in the same order as in torch, so that agents of elasticrs and of torch can
 take part in the same operation.
 """
 
@@ -29,9 +29,9 @@ _ANYTHING = "<val_ignored>"
 
 @contextmanager
 def store_timeout(store: Any, timeout: float) -> Iterator[None]:
-    """Give a store another timeout within a ``with`` block.
+    """Change the timeout of a store within a ``with`` block.
 
-    Unlike in torch, the previous timeout is restored after an exception, too.
+    Unlike in torch, the previous timeout is also restored after an exception.
 
     Args:
         store: store with ``timeout`` and ``set_timeout``.
@@ -46,9 +46,9 @@ def store_timeout(store: Any, timeout: float) -> Iterator[None]:
 
 
 def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
-    """The values of ``<prefix>0``, ``<prefix>1`` and so on, once all are there.
+    """Wait until the keys ``<prefix>0``, ``<prefix>1`` and so on exist. Return their values.
 
-    Rank 0, which may serve the store, returns last.
+    Rank 0 returns last, because it may host the store.
 
     Args:
         store: store that all ranks share.
@@ -71,7 +71,7 @@ def synchronize(
     key_prefix: str,
     timeout: float = 300,
 ) -> list[bytes]:
-    """Share a value with all ranks, and return the values of all.
+    """Share a value with all ranks, and return the values of all ranks.
 
     Args:
         store: store that all ranks share.
@@ -98,7 +98,7 @@ def barrier(
     rank_tracing_decoder: Callable[[int], str] | None = None,
     trace_timeout: float = 10,
 ) -> None:
-    """Wait until all ranks have called this.
+    """Wait until all ranks have called this function.
 
     Args:
         store: store that all ranks share.
@@ -107,11 +107,11 @@ def barrier(
         barrier_timeout: time limit in seconds.
         rank: rank of the caller. If given, rank 0 finds the missing ranks and names them in its error.
         rank_tracing_decoder: returns the name of a rank in that error.
-        trace_timeout: seconds in which rank 0 finds the missing ranks.
+        trace_timeout: seconds that rank 0 waits for a rank before it considers the rank missing.
 
     Raises:
         AssertionError: a decoder was given without a rank.
-        DistStoreError: not all ranks came in time. The class is the store's own class of this name.
+        DistStoreError: not all ranks arrived in time. It is the exception class that the store raises.
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")
@@ -134,7 +134,7 @@ def barrier(
 
 
 def _barrier_nonblocking(store: Any, world_size: int, key_prefix: str) -> str:
-    """Count this rank; return the key that the last rank sets."""
+    """Count this rank as arrived. Return the key that the last rank to arrive sets."""
     last_member = key_prefix + _LAST_MEMBER_CHECKIN
     if store.add(key_prefix + _NUM_MEMBERS, 1) == world_size:
         store.set(last_member, _ANYTHING)
@@ -154,7 +154,7 @@ def _missing_ranks(
         try:
             store.wait([f"{key_prefix}{_TRACING_GATE}"])
         except _store_errors():
-            # Rank 0 itself has not come.
+            # Rank 0 has not arrived either.
             return None
         return [f"[<check rank 0 ({decoder(0)}) for missing rank info>]"]
     missing: list[str] = []

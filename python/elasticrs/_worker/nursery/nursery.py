@@ -68,8 +68,7 @@ while importing, start there.
 """
 
 _RESERVED = min(256, os.sysconf("SC_OPEN_MAX") // 2)
-"""Descriptors below this number are reserved for workers. Modules cannot open descriptors with these numbers.
-"""
+"""Descriptors below this number are reserved for workers. Modules cannot open such descriptors."""
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED

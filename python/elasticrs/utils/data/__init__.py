@@ -1,4 +1,4 @@
-"""Samplers and iterators for data, under torch's names. Only the sampler imports torch."""
+"""Data sampler and iterator with the same names as in torch. Only the sampler imports torch."""
 
 from __future__ import annotations
 

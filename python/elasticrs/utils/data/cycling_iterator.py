@@ -1,4 +1,4 @@
-"""One iterator for several epochs."""
+"""Iterator that continues over several epochs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _T = TypeVar("_T")
 
 
 class CyclingIterator(Iterator[_T]):
-    """Iterator over several epochs. A function returns the items of each epoch.
+    """Iterator over several epochs. A function provides the items of each epoch.
 
     Unlike in torch, empty epochs are skipped without recursion.
 
     Args:
-        n: epoch at which the iterator ends.
+        n: the iterator stops before this epoch.
         generator_fn: returns the iterator for an epoch.
         start_epoch: first epoch.
     """

@@ -16,13 +16,13 @@ __all__ = ["ElasticDistributedSampler"]
 
 
 class ElasticDistributedSampler(DistributedSampler[Any]):
-    """Distributes the items from ``start_index`` on over the ranks, in an order that depends only on the
+    """Distributes the items at ``start_index`` and later over the ranks, in an order that depends only on the
     epoch.
 
     Args:
         dataset: dataset of a fixed size.
-        num_replicas: number of ranks; that of the process group if ``None``.
-        rank: rank of the caller; that in the process group if ``None``.
+        num_replicas: number of ranks; ``None`` for that of the process group.
+        rank: rank of the caller; ``None`` for its rank in the process group.
         start_index: index of the first item.
 
     Raises:
