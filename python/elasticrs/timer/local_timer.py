@@ -1,4 +1,6 @@
-"""Timers over a ``multiprocessing.Queue``, for workers that are descendants of the server's process."""
+"""Timer client and server that communicate over a ``multiprocessing.Queue``. The workers must be descendants
+of the server's process.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ _SLICE = 1.0
 
 
 class LocalTimerRequest(TimerRequest):
-    """Request with the start time of its process, because the pid may belong to another process when the
-    request is read.
+    """Request with the start time of its process, because the pid may already belong to another process when
+    the server reads the request.
     """
 
     __slots__ = ("start_time",)
@@ -51,10 +53,10 @@ class LocalTimerClient(TimerClient):
 
 
 class MultiprocessingRequestQueue(RequestQueue):
-    """Requests from a ``multiprocessing.Queue``.
+    """Request queue that reads from a ``multiprocessing.Queue``.
 
     Args:
-        mp_queue: the queue.
+        mp_queue: queue to read from.
     """
 
     def __init__(self, mp_queue: Any) -> None:
@@ -82,11 +84,12 @@ class LocalTimerServer(DescendantTimers, TimerServer):
 
     Differences from torch: a timer expires when it is due, not up to ``max_interval`` later. Steps of the
     wall clock have no effect. Only descendants of this process are ever signalled, never this process itself.
-    The timers of a process end with it, so that another process that gets the same pid is not affected.
+    The timers of a process are removed when it exits, so that another process that gets the same pid is not
+    affected.
 
     Args:
         mp_queue: ``multiprocessing.Queue`` of the clients.
-        max_interval: longest wait for a request, in seconds.
+        max_interval: maximum number of seconds to wait for a request.
         daemon: true if the process may exit while the thread runs.
     """
 
@@ -126,7 +129,8 @@ class LocalTimerServer(DescendantTimers, TimerServer):
         return max(self._max_interval, 2 * _SLICE)
 
     def _seconds_to_wait(self) -> float:
-        # Limit the wait, because only a request ends it, and a stop may not take a minute.
+        # Limit the wait, because only a request interrupts it, and stopping the server must not take a
+        # minute.
         return min(self._max_interval, self._seconds_until_due(), _SLICE)
 
     def _now(self) -> float:

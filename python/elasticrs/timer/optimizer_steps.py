@@ -1,7 +1,7 @@
-"""Heartbeats of a worker whose program gives none: each step of a torch optimizer is one.
+"""Sends a heartbeat after each step of a torch optimizer, in workers whose program sends no heartbeats.
 
-``hook/sitecustomize.py`` calls this when ``torch.optim.optimizer`` has been imported. The page is that of
-:mod:`elasticrs.timer.heartbeats`.
+``hook/sitecustomize.py`` calls :func:`beat_with_steps` after ``torch.optim.optimizer`` has been imported. The
+heartbeats are sent through :mod:`elasticrs.timer.heartbeats`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Register with torch's hook for the steps of all optimizers; do nothing where torch has none.
+    """Register a hook that torch calls after each step of any optimizer. Do nothing if this version of torch
+    has no such hooks.
 
     Args:
-        optimizers: the module ``torch.optim.optimizer``; the rest of torch may still be being imported.
+        optimizers: the module ``torch.optim.optimizer``. Other parts of torch may not be imported yet.
     """
     register = getattr(optimizers, "register_optimizer_step_post_hook", None)
     if register is None:
@@ -27,17 +28,19 @@ def beat_with_steps(optimizers: object) -> None:
     import torch
 
     step = -1
-    # The optimizer whose steps are counted: the first one; when it is gone, the next one that makes a step.
+    # Weak reference to the optimizer whose steps are counted. It is the first optimizer that makes a step or,
+    # after that optimizer is destroyed, the next one that makes a step.
     counted: Callable[[], object] | None = None
 
     def on_step(optimizer: object, _args: object, _kwargs: object) -> None:
         nonlocal step, counted
         try:
-            # Compiled steps do without: torch would warn that it cannot trace a heartbeat.
+            # Send no heartbeat in a compiled step, because torch would warn that it cannot trace the
+            # heartbeat.
             if torch.compiler.is_compiling():
                 return
         except AttributeError:
-            return  # A torch that cannot tell. The agent says that the rank is not watched.
+            return  # This torch has no `is_compiling`. The agent reports that the rank is not watched.
         first = counted() if counted is not None else None
         if first is None:
             counted = ref(optimizer)

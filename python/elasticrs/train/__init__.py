@@ -1,7 +1,7 @@
-"""A job as a train step over a state: after a failure one step is repeated, and the workers that have not
-failed stay. With the names of torchelastic 0.1.
+"""Runs a job as a train step that is repeatedly applied to a state. After a failure, a single step is
+repeated, and the workers that have not failed keep running. The names are those of torchelastic 0.1.
 
-Importing this does not import torch.
+Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ _SUBMODULES = (
 
 
 def __getattr__(name: str) -> object:
-    # A loop with a coordinator of its own needs no rendezvous.
+    # Import these modules on demand, because a loop with a custom coordinator does not need the rendezvous.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -1,4 +1,4 @@
-"""A coordinator for workers that an agent has started."""
+"""Coordinator for workers that were started by an agent."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AgentCoordinator(CoordinatorP2P):
 
 
 class AgentPlace(Value):
-    """Rendezvous settings for the workers of an agent.
+    """Rendezvous settings that a worker gets from its agent.
 
     Args:
         url: Rendezvous URL, see :mod:`elasticrs.train.meeting_url`.

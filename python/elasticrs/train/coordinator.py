@@ -1,4 +1,4 @@
-"""Who brings the workers together."""
+"""Interface of coordinators, which run the rendezvous of a job's workers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class FinalState(Value):
 
 
 class Coordinator(ABC):
-    """Runs the rendezvous of a job's workers and tells the training loop when to meet, save and stop.
+    """Runs the rendezvous of a job's workers, and determines when the training loop starts a new round, saves
+    and stops.
 
     Attributes:
-        rounds_before: Number of rounds that the job had before the current one, as far as it is known.
+        rounds_before: Number of known rounds of the job before the current one.
         takes_requests: True if this coordinator implements :meth:`request` and the related methods.
         others_come_back: True if a worker that exits is replaced. False if its agent restarts all workers.
         keeps_final_state: True if this coordinator can pass the final state to workers that start after the
@@ -50,95 +51,107 @@ class Coordinator(ABC):
 
     @abstractmethod
     def rendezvous_barrier(self) -> tuple[Any, int, int]:
-        """End the process group of the last round, wait for the next round.
+        """Destroy the process group of the previous round, and wait for the next round.
 
         Returns:
-            A store (``torch.distributed.Store``) that the workers of the round share, the rank of this one,
-            and how many they are.
+            A store (``torch.distributed.Store``) that the workers of the round share, the rank of this
+            worker, and the number of workers.
 
         Raises:
             StopException: the job is closed.
-            NonRetryableException: there will be no round for this process.
+            NonRetryableException: this process cannot join another round.
         """
 
     @abstractmethod
     def init_process_group(self) -> None:
-        """Make the default process group of the round."""
+        """Create the default process group of the round."""
 
-    def barrier(self) -> None:  # noqa: B027 -- may be left out
-        """Wait until all workers of the round are here, over the control plane, whose time limit is its own.
+    def barrier(self) -> None:  # noqa: B027 -- optional to override
+        """Wait until all workers of the round have called this method. Uses the control plane, which has its
+        own time limit.
 
         Raises:
-            RuntimeError: on all, if one is missing.
+            RuntimeError: a worker did not arrive in time. Raised on all workers.
         """
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all workers, by rank. All call it together, with as many numbers.
+        """Return the numbers of all workers, by rank. All workers must call this together, with equally many
+        numbers.
 
         Args:
-            numbers: of this worker.
+            numbers: numbers of this worker.
         """
         from elasticrs.train.distributed import all_gather_longs
 
         return all_gather_longs(numbers)
 
     def alone(self) -> AbstractContextManager[None]:
-        """What this worker does in this block is in no collective, and may take any time."""
+        """Return a context manager for work that only this worker does. The work uses no collectives and may
+        take any time.
+        """
         return nullcontext()
 
     def should_save_checkpoint(self) -> bool:
-        """True if the platform asks for a checkpoint; asked after every step, the same on all workers."""
+        """Return true if the platform requests a checkpoint. The loop calls this after every step, and the
+        result must be the same on all workers.
+        """
         return False
 
     @abstractmethod
     def should_rendezvous(self, state: State) -> bool:
-        """True if the workers shall meet anew, for instance to let others in; asked after every step, the
-        same on all workers.
+        """Return true if the workers shall start a new round, for instance to admit new workers. The loop
+        calls this after every step, and the result must be the same on all workers.
 
         Args:
-            state: after the step.
+            state: state after the step.
         """
 
     def request(self, *, leave: bool) -> None:
-        """Somebody asks this worker for a checkpoint; called by signal handlers, so it only takes a note.
+        """Record that a checkpoint was requested from this worker. It only records the request, because
+        signal handlers call it.
 
-        All workers then save at one step, before they meet anew: :meth:`should_rendezvous` and
-        :meth:`should_save_before_meeting` become true.
+        All workers then save after the same step, before the next round: :meth:`should_rendezvous` and
+        :meth:`should_save_before_meeting` return true.
 
         Args:
-            leave: this worker shall leave the job there, in order: :meth:`should_leave` becomes true.
+            leave: true if this worker shall leave the job after saving. :meth:`should_leave` then returns
+                true.
         """
         raise NotImplementedError
 
     @property
     def has_round(self) -> bool:
-        """True if the workers have met, and are not about to meet anew."""
+        """True if a round is running and no new round is due."""
         return True
 
     def should_save_before_meeting(self) -> bool:
-        """True if a checkpoint was asked for, and is to be saved now; asked when :meth:`should_rendezvous`
-        was true, the same on all workers.
+        """Return true if a checkpoint was requested and has to be saved now. The loop calls this after
+        :meth:`should_rendezvous` returned true, and the result must be the same on all workers.
         """
         return False
 
-    def saved(self, is_saved: bool) -> None:  # noqa: B027 -- may be left out
-        """Called when what was asked for is done: on all workers, before they meet.
+    def saved(self, is_saved: bool) -> None:  # noqa: B027 -- optional to override
+        """Report that a requested checkpoint was handled. The loop calls this on all workers before the next
+        round.
 
         Args:
-            is_saved: the checkpoint is there.
+            is_saved: true if the checkpoint was written.
         """
 
     def should_leave(self) -> bool:
-        """True if this worker leaves the job now; asked when :meth:`should_rendezvous` was true."""
+        """Return true if this worker leaves the job now. The loop calls this after :meth:`should_rendezvous`
+        returned true.
+        """
         return False
 
-    def was_broken_off(self, *, is_meeting: bool) -> bool:  # noqa: ARG002 -- for those that override it
+    def was_broken_off(self, *, is_meeting: bool) -> bool:  # noqa: ARG002 -- used by subclasses
         """Return true if an error was caused by a lost member or by the end of the round.
 
         The loop calls this after a step or a rendezvous raised a retryable error, before this worker leaves
         the round. The call may wait briefly for the store to report a lost member.
 
-        Such an error counts little against ``max_failures``, because the worker that caused it counts it too.
+        Such an error counts little against ``max_failures``, because the worker that caused it also counts
+        it.
 
         Args:
             is_meeting: True if the error was raised before ``sync``.
@@ -147,16 +160,17 @@ class Coordinator(ABC):
 
     @abstractmethod
     def should_stop_training(self) -> bool:
-        """True if the job has ended."""
+        """Return true if the job has ended."""
 
-    def announce_end(self) -> None:  # noqa: B027 -- may be left out
-        """Called when the data of this worker have ended, before its last :meth:`rendezvous_barrier`.
+    def announce_end(self) -> None:  # noqa: B027 -- optional to override
+        """Announce that this worker has no more data. The loop calls this before the worker's last
+        :meth:`rendezvous_barrier`.
 
-        A worker that has not finished the last step yet shall do so; none shall wait for this one in a later
-        step.
+        Workers that have not finished the last step yet shall finish it. No worker shall wait for this one in
+        a later step.
         """
 
-    def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- may be left out
+    def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- optional to override
         """Keep the final state for workers that start after the training has ended.
 
         The loop calls this on all workers when they have the same state, before :meth:`signal_training_done`.
@@ -180,27 +194,29 @@ class Coordinator(ABC):
     def signal_training_done(self) -> None:
         """Close the job permanently. Workers that join later get :class:`~elasticrs.train.StopException`."""
 
-    def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: B027 -- may be left out
-        """Look for workers that are slower than others; called after every step.
+    def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: B027 -- optional to override
+        """Look for workers that are slower than others. The loop calls this after every step.
 
         Args:
-            state: after the step.
-            worker_stats: what the step returned.
+            state: state after the step.
+            worker_stats: statistics that the step returned.
         """
 
-    def report_progress(self, state: State) -> None:  # noqa: B027 -- may be left out
-        """Called when a step is done and the next one follows.
+    def report_progress(self, state: State) -> None:  # noqa: B027 -- optional to override
+        """Report that a step is complete. The loop calls this before the next step.
 
         Args:
-            state: after the step.
+            state: state after the step.
         """
 
-    def on_error(self, e: Exception) -> None:  # noqa: B027 -- may be left out
-        """Called with every error of a step or a meeting, before the loop does what follows from it.
+    def on_error(self, e: Exception) -> None:  # noqa: B027 -- optional to override
+        """Handle an error of a step or a rendezvous. The loop calls this before it reacts to the error.
 
         Args:
             e: the error.
         """
 
-    def leave(self) -> None:  # noqa: B027 -- may be left out
-        """Called when the loop ends by an exception: the others shall not wait for this worker any more."""
+    def leave(self) -> None:  # noqa: B027 -- optional to override
+        """Leave the job, so that the other workers stop waiting for this worker. Called when an exception
+        ends the loop.
+        """

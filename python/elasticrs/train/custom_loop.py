@@ -1,4 +1,4 @@
-"""Taking part without :func:`~elasticrs.train.train`: for loops of one's own, and for frameworks."""
+"""Lets custom training loops and frameworks take part in a job without :func:`~elasticrs.train.train`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Participant", "on_change"]
 
 
 def on_change(callback: Callable[[Stop], None] | None = None, init_method: str | None = None) -> Participant:
-    """Take part in the job with a training loop of your own, which survives the failure of other workers.
+    """Join the job with a custom training loop, which survives the failure of other workers.
 
     ::
 
@@ -69,11 +69,12 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
 
 
 class Participant:
-    """One worker's part in a job; made by :func:`on_change`. As a context manager it leaves the job at an
-    exception, so that the others go on without this worker.
+    """Membership of a worker in a job, created by :func:`on_change`. As a context manager, it leaves the job
+    at the end of the block unless :meth:`close` was called, so that the other workers continue without this
+    worker.
 
     Args:
-        member: of the rendezvous.
+        member: membership in the rendezvous.
     """
 
     def __init__(self, member: Membership) -> None:
@@ -81,11 +82,11 @@ class Participant:
         self._is_over = False
 
     def meet(self) -> Round:
-        """End the process group, and wait for the next round: rank, world size, address of the workers'
-        store.
+        """Destroy the process group, wait for the next round, and return it. The round contains the rank, the
+        world size, and the address of the workers' store.
 
         Raises:
-            RendezvousError: there is none for this worker; a
+            RendezvousError: this worker cannot join another round. It is a
                 :class:`~elasticrs.rendezvous.api.RendezvousClosedError` if the job has ended.
         """
         groups.destroy()
@@ -117,17 +118,19 @@ class Participant:
         groups.record_further_groups(current.connections)
 
     def passed(self) -> bool:
-        """Count a step that is done; true if it is time to :meth:`meet` again. Without a change that costs no
-        message.
+        """Count a completed step. Return true if it is time to :meth:`meet` again. As long as no change is
+        due, this sends no message.
         """
         return self._member.passed()
 
     def announce_end(self) -> None:
-        """The training has ended here: when the round ends, the others first do what was done here."""
+        """Announce that the training has finished on this worker. When the round ends, the other workers
+        first complete the steps that this worker has completed.
+        """
         self._member.announce_end()
 
     def close(self) -> None:
-        """The job has ended, for all."""
+        """End the job for all workers."""
         self._is_over = True
         self._member.shutdown()
         groups.destroy()

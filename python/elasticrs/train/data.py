@@ -1,4 +1,6 @@
-"""What a train step reads: iterators and samplers with torchelastic's names, and one that loses nothing."""
+"""Iterators and samplers for train steps: two with torchelastic's names, and ``Shares``, which loses no
+samples when workers join or leave.
+"""
 
 from __future__ import annotations
 
@@ -14,5 +16,5 @@ __all__ = ["CyclingIterator", "ElasticDistributedSampler", "Shares"]
 
 
 def __getattr__(name: str) -> object:
-    # Torch is imported with it.
+    # Import the sampler on demand, because it imports torch.
     return lazy(__name__, name, {"elasticrs.utils.data": ("ElasticDistributedSampler",)})

@@ -1,7 +1,7 @@
-"""Collectives for :meth:`elasticrs.train.State.sync`: each is called by all workers together.
+"""Collectives for :meth:`elasticrs.train.State.sync`. All workers must call a collective together.
 
-Without a process group, or alone in it, each returns what it is given. Tensors on the CPU go over the GPU
-where the group is NCCL's.
+Without a process group, or in a group with a single worker, a collective returns its argument. CPU tensors
+are copied to the GPU and back if the group uses NCCL.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _LARGE = 8 << 20
 
 
 def _distributed() -> Any:
-    # Its names are not exported in the sense of type checkers.
+    # Return `Any`, because type checkers do not consider the names of this module exported.
     import torch.distributed
 
     return torch.distributed
 
 
 def is_distributed_training_run() -> bool:
-    """True if there is a process group with more than one worker."""
+    """Return true if there is a process group with more than one worker."""
     dist = _distributed()
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
@@ -51,10 +51,10 @@ def get_rank() -> int:
 
 
 def convert_to_distributed_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Return a tensor that the process group can send, and where the given one was: ``"cpu"`` or ``"gpu"``.
+    """Return a tensor that the process group can send, and the original device: ``"cpu"`` or ``"gpu"``.
 
     Args:
-        tensor: on any device.
+        tensor: tensor on any device.
     """
     origin = "gpu" if tensor.is_cuda else "cpu"
     if origin == "cpu" and _distributed().get_backend() == "nccl":
@@ -63,11 +63,11 @@ def convert_to_distributed_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, s
 
 
 def convert_to_normal_tensor(tensor: torch.Tensor, orig_device: str) -> torch.Tensor:
-    """Bring a tensor back to where it was.
+    """Move a tensor back to its original device.
 
     Args:
-        tensor: which has been sent or received.
-        orig_device: what :func:`convert_to_distributed_tensor` has told.
+        tensor: tensor that was sent or received.
+        orig_device: device that :func:`convert_to_distributed_tensor` returned.
     """
     return tensor.cpu() if tensor.is_cuda and orig_device == "cpu" else tensor
 
@@ -183,10 +183,10 @@ def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
 
 
 def all_gather_longs(values: Sequence[int]) -> list[list[int]]:
-    """Return the whole numbers of all workers, by rank; each has as many.
+    """Return the integers of all workers, by rank. All workers must pass equally many integers.
 
     Args:
-        values: of this worker.
+        values: integers of this worker.
     """
     import torch
 
@@ -202,10 +202,10 @@ def all_gather_longs(values: Sequence[int]) -> list[list[int]]:
 def all_gather_return_max_long(value: int) -> tuple[int, int]:
     """Return the rank with the largest number (the lowest such rank), and that number.
 
-    Alone, the rank is 0.
+    With a single worker, the rank is 0.
 
     Args:
-        value: of this worker.
+        value: value of this worker.
     """
     values = [each for (each,) in all_gather_longs([value])]
     largest = max(values)

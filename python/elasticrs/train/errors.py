@@ -1,20 +1,21 @@
-"""What ends a loop, and what it goes on after."""
+"""Exceptions that end the training loop, or make it repeat a step."""
 
 from __future__ import annotations
 
 __all__ = ["NonRetryableException", "RetryableException", "StopException"]
 
 
-class StopException(Exception):  # noqa: N818 -- the name of 2019
-    """The job is closed: the loop returns the state as it is."""
+class StopException(Exception):  # noqa: N818 -- torchelastic's name
+    """The job is closed. The loop returns the current state."""
 
 
-class NonRetryableException(Exception):  # noqa: N818 -- the name of 2019
-    """The process cannot go on; others may."""
+class NonRetryableException(Exception):  # noqa: N818 -- torchelastic's name
+    """Raised when this process cannot continue. Other workers may continue."""
 
 
-class RetryableException(RuntimeError):  # noqa: N818 -- beside the others
-    """For train steps that want to be repeated: the step is rolled back, and all workers meet again.
+class RetryableException(RuntimeError):  # noqa: N818 -- named like the others
+    """Raised by a train step that has to be repeated. The step is rolled back, and all workers start a new
+    round.
 
-    Every ``RuntimeError`` does so, because that is what PyTorch raises when a collective fails.
+    Any other ``RuntimeError`` has the same effect, because PyTorch raises it when a collective fails.
     """

@@ -1,4 +1,4 @@
-"""Where the events of a job go, with torchelastic's names; by default nowhere."""
+"""Handlers for the events of a job, with torchelastic's names. By default, events are dropped."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class EventLogHandler(ABC):
         """Handle one event.
 
         Args:
-            event_name: such as ``rendezvous_succeeded``.
-            message: a JSON object with host name, pid, rank and what else belongs to it.
+            event_name: name of the event, such as ``rendezvous_succeeded``.
+            message: JSON object with the host name, the pid, the rank and further details.
         """
 
 
@@ -30,7 +30,7 @@ class ConsoleEventLogHandler(EventLogHandler):
     """Prints a line for each event."""
 
     def log_event(self, event_name: str, message: str | None = None) -> None:
-        """Print it: ``event: name, message: message``."""
+        """Print the event as ``event: name, message: message``."""
         print(f"event: {event_name}, message: {message}")
 
 

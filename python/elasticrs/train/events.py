@@ -1,4 +1,6 @@
-"""Events of the workers of a job, to their handler and to the destination of :mod:`elasticrs.events`."""
+"""Sends the events of a job's workers to the event handler and to a destination of
+:mod:`elasticrs.events`.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,19 @@ from elasticrs.train.event_logger import NullEventLogHandler, get_event_logger
 __all__ = ["record"]
 
 DESTINATION = "ELASTICRS_TRAIN_EVENTS"
-"""Of :func:`elasticrs.events.record`, such as ``console`` or ``file:PATH``; a variable."""
+"""Environment variable with a destination for :func:`elasticrs.events.record`, such as ``console`` or
+``file:PATH``.
+"""
 
 
 def record(name: str, rank: int, **more: str | float | bool | None) -> None:
-    """Tell that something happened in this worker.
+    """Record an event of this worker.
 
     Args:
         name: ``rendezvous_started``, ``rendezvous_succeeded``, ``rendezvous_closed``,
             ``rendezvous_failed_timeout``, ``rendezvous_failed``, ``train_step_runtime_error``.
-        rank: of this worker in the round; -1 outside of one.
-        more: what else belongs to it.
+        rank: rank of this worker in the round; -1 outside a round.
+        more: further details of the event.
     """
     handler, destination = get_event_logger(), os.environ.get(DESTINATION)
     if destination is None and isinstance(handler, NullEventLogHandler):

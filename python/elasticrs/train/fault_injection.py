@@ -1,4 +1,4 @@
-"""Workers that die by chance, for trials."""
+"""Kills workers at random, to test how jobs react to failures."""
 
 from __future__ import annotations
 

@@ -54,10 +54,12 @@ PROBED_TOGETHER = 32
 """Number of workers that are probed at the same time, so that many dead workers cost little time."""
 
 TRANSFER_TIMEOUT = 30.0
-"""Seconds without a byte after which a transfer has failed."""
+"""Timeout in seconds for a transfer that receives no data."""
 
 MIN_RATE = 1 << 20
-"""Bytes per second below which a whole transfer has failed, after the first :data:`TRANSFER_TIMEOUT`."""
+"""Minimum average rate of a transfer, in bytes per second. The time limit of a transfer is its size divided
+by this rate, plus :data:`TRANSFER_TIMEOUT`.
+"""
 
 _END, _SEAT, _LATE = "end", "seat/", "late"
 
@@ -80,7 +82,7 @@ def place_of(environ: Mapping[str, str]) -> str | None:
     """Return a name for this worker's place on its node. A replacement that the same agent starts gets the
     same name.
 
-    ``None`` without an agent.
+    ``None`` if the worker has no agent.
     """
     mark, local_rank = environ.get(VARIABLE, "").partition(":")[0], environ.get("LOCAL_RANK")
     return f"{mark} {local_rank}" if mark and local_rank else None
@@ -162,7 +164,7 @@ def _take_seat(
 class _Server(ThreadingTCPServer):
     daemon_threads = True
 
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- signature of the base
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- signature of the base class
         """Log one line, because the base class writes a traceback to the worker's stderr."""
         error = sys.exc_info()[1]
         _log.warning(
@@ -218,8 +220,8 @@ def stop_serving() -> None:
 def serving_address(near: str, local: str) -> tuple[str, str]:
     """Return the address to listen at, and the address to publish.
 
-    If the name of the other worker's machine leads to a loopback address, that machine is this one. The
-    loopback address would be of no use on other machines, so publish the name, which they can resolve.
+    If the name of the other worker's machine resolves to a loopback address, that machine is this one.
+    Publish the name in this case, because other machines can resolve it but cannot use the loopback address.
 
     Args:
         near: host of another worker, as other machines know it.
@@ -278,14 +280,16 @@ def _server_of(seat: dict[str, Any]) -> tuple[str, int]:
 
 
 def _download(seat: dict[str, Any]) -> bytes | None:
-    """Return what a worker serves, or ``None`` if it does not send all of it in time."""
+    """Download the copy that a worker serves. Return ``None`` if the worker does not send all of it in
+    time.
+    """
     connection = http.client.HTTPConnection(*_server_of(seat), timeout=CONNECT_TIMEOUT)
     timer: threading.Timer | None = None
     try:
         connection.connect()
         connection.sock.settimeout(TRANSFER_TIMEOUT)
-        # Limit the whole transfer, because a peer that sends a byte now and then never runs into the timeout
-        # of the socket.
+        # Limit the whole transfer, because the socket's timeout never expires if the peer sends a byte now
+        # and then.
         limit = TRANSFER_TIMEOUT + seat["size"] / MIN_RATE
         timer = threading.Timer(limit, _shut, (connection.sock,))
         timer.start()

@@ -1,7 +1,8 @@
-"""A child that a worker forks while it trains is no worker, as those of a data loader are not.
+"""Makes collectives raise in child processes that a worker forks while it trains, such as data loaders.
 
-It has copies of the process group, whose connections are its parent's and whose threads it lacks. So a
-collective in it would wait for ever; it raises instead.
+Such a child is not a worker. It has a copy of the process group, but the connections belong to its parent and
+the threads of the group do not exist in the child. Without this module, a collective in the child would block
+forever.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ _state: dict[str, Any] = {"count": 0, "parent": 0, "is_watched": False, "kept": 
 
 
 def count() -> int:
-    """Return how often this process has been forked off another one since the first loop."""
+    """Return the number of forks between the process that first called :func:`watch` and this process."""
     found: int = _state["count"]
     return found
 
 
 def message() -> str:
-    """Return what is wrong, in a child."""
+    """Return the error message for a forked child that acts as a worker."""
     return (
         f"this process was forked from worker {_state['parent']} while it trained: it is no worker of the job"
     )
 
 
 def watch() -> None:
-    """Notice forks from now on. Idempotent."""
+    """Detect forks of this process from now on. Idempotent."""
     _state["parent"] = os.getpid()
     if not _state["is_watched"]:
         _state["is_watched"] = True
@@ -66,14 +67,14 @@ def _in_child() -> None:
     if group is None:
         return
     refusing = _refusing(group)
-    # Who only asks for rank, size or back end is answered, as before.
+    # Copy the entries of the group, so that queries for its rank, size or backend still work.
     for table in (
         *(c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks),
         *(c10d._world.pg_backend_config, c10d._world.pg_to_tag),
     ):
         if group in table:
             table[refusing] = table[group]
-    # The end of the old one would wait for its threads.
+    # Keep a reference to the old group, because its destructor would wait for threads that do not exist here.
     _state["kept"].append(group)
     c10d.GroupMember.WORLD = refusing
 

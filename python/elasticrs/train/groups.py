@@ -1,20 +1,20 @@
 """Process groups that a watching thread can abort.
 
-Gloo has no abort that works: its own calls leave a thread that waits in a collective where it is until the
-timeout. Shutting down the connections under it works. So :class:`Connections` records the group's
-connections, by inode, while a group is created, and :meth:`Connections.shut` shuts them down from any
-thread; the collective raises at once, and so do those of the peers.
+Gloo has no working abort: a thread that waits in a collective keeps waiting until the timeout. Shutting down
+the TCP connections of the group does work. :class:`Connections` records the connections by inode while a
+group is created, and :meth:`Connections.shut` shuts them down from any thread. The collective then raises at
+once, here and on the peers.
 
-A thread that makes a group may wait for a peer to connect to it. If that peer has died there is nothing to
-shut down: so :meth:`Connections.knock` connects in its place.
+While a thread creates a group, it may wait for a peer to connect. If that peer has died, there is no
+connection to shut down, so :meth:`Connections.knock` connects in place of the peer.
 
-- **GROUPS-1** a listening socket is never touched: gloo ends the process when ``accept`` fails.
-- **GROUPS-2** descriptors vanish and are used again at any moment: a duplicate is compared by inode before it
-  is shut down, and it is the duplicate that is closed.
+- **GROUPS-1** a listening socket is never shut down, because gloo ends the process if ``accept`` fails.
+- **GROUPS-2** other threads may close and reuse a descriptor at any moment. Therefore it is duplicated, the
+  inode of the duplicate is checked, and only the duplicate is shut down and closed.
 - **GROUPS-3** connections that other threads open while a group is created are left alone. They are shut down
   only as a last resort, by :meth:`Connections.shut_others`, whose caller reports it.
-- **GROUPS-4** the name counter of torch is put back before each group: after an attempt that failed, ranks
-  would use different prefixes in the store and never meet.
+- **GROUPS-4** torch's counter for group names is reset before each group. Otherwise, after a failed attempt,
+  ranks would use different prefixes in the store and never find each other.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ if TYPE_CHECKING:
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
-"""Seconds until connections that may not belong to a process group are shut down because its creation does
-not stop. More than :data:`CONNECT_TIMEOUT`, because nothing aborts that wait.
+"""Seconds after which connections that may not belong to a process group are shut down as well, because the
+creation of the group does not stop. It is more than :data:`CONNECT_TIMEOUT`, because connecting to the store
+cannot be aborted.
 """
 
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
-"""States of TCP in which a shutdown ends something: not listening, nor on the way to that."""
+"""TCP states in which a shutdown aborts communication. Listening sockets are not among them."""
 
 
 class Connections:
-    """The TCP connections of this process's groups. Its methods may be called from any thread.
+    """TCP connections of the process groups of this process. The methods may be called from any thread.
 
     Args:
         store_port: port of the store in which the groups are created. ``None`` if it is not known.
@@ -68,7 +69,7 @@ class Connections:
     def recorded(self) -> Iterator[None]:
         """Record the sockets of the process group that is created inside the block.
 
-        Other threads may open sockets meanwhile. They are kept apart, see :meth:`_is_of_group`.
+        Sockets that other threads open meanwhile are recorded separately, see :meth:`_is_of_group`.
         """
         self._before = before = set(_sockets())
         self._recording_since = time.monotonic()
@@ -85,9 +86,9 @@ class Connections:
     def _is_of_group(self, fd: int, inode: int) -> bool:
         """Return true if a socket was opened by gloo, or connects to the store of the round.
 
-        Gloo sets ``SO_REUSEADDR`` also on the sockets that it connects, before it connects them, and never
-        sets close-on-exec. Python and nearly every client library set close-on-exec, and no client has a
-        reason for ``SO_REUSEADDR``.
+        Gloo sets ``SO_REUSEADDR`` even on client sockets, before it connects them, and never sets
+        close-on-exec. Python and nearly every client library set close-on-exec, and no client has a reason
+        for ``SO_REUSEADDR``.
         """
         try:
             is_kept_by_exec = not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -115,9 +116,10 @@ class Connections:
         return all(inode in sockets and _is_connected(sockets[inode], inode) for inode in self._connected)
 
     def leave_to_parent(self, ports: set[int]) -> None:
-        """Give up the copies that a child made by ``fork`` has, of these and of connections at these ports:
-        the peers of a parent that was killed would wait until its children are gone. The numbers stay taken,
-        since objects of the parent may still close them.
+        """In a forked child, replace the copies of these connections, and of all connections at these ports,
+        with ``/dev/null``. Otherwise, if the parent were killed, its peers would wait until its children have
+        exited. The descriptor numbers stay in use, because objects copied from the parent may still close
+        them.
         """
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for inode, fd in _sockets().items():
@@ -126,17 +128,18 @@ class Connections:
         os.close(null)
 
     def knock(self, world_size: int) -> int:
-        """While a group is made: connect to its listener in the place of every peer, and hang up, so that
-        nobody waits for one that has died. Gloo's peers begin with a number, which goes by rank.
+        """While a group is created, connect to its listener in place of every peer and disconnect, so that
+        the main thread does not wait for a peer that has died. Each connection sends a number that depends on
+        the rank, because peers of gloo send such a number first.
 
-        Each listener is visited once. One that a connection could cost its last descriptor is left alone, and
-        so is one of gloo's other transports.
+        Each listener is visited only once. Do nothing if the connections could use up the file descriptors of
+        this process, or if gloo uses a transport other than TCP.
 
         Args:
-            world_size: of the group.
+            world_size: number of workers in the group.
 
         Returns:
-            How many listeners there were.
+            Number of listeners that were visited.
         """
         before, sockets = self._before, _sockets()
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
@@ -174,15 +177,16 @@ class Connections:
         now, since = time.monotonic(), self._recording_since
         if since is not None:
             return now - max(began, since) > LAST_RESORT
-        # The main thread may be in a computation, which may take as long as other steps did.
+        # Wait longer here, because the main thread may be computing, which may take as long as earlier steps
+        # did.
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:
-        """Shut down the other connections that were opened while a group was created: those of other threads,
-        or of a communication library that is not gloo.
+        """Shut down the other connections that were opened while a group was created. They belong to other
+        threads or to a communication library other than gloo.
 
         Returns:
-            The addresses of their peers.
+            Addresses of the peers of these connections.
         """
         before, recorded, peers = self._before, self._recorded, []
         for inode, fd in _sockets().items():
@@ -218,7 +222,9 @@ def _ports(fd: int) -> set[int]:
 
 @contextmanager
 def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None]:
-    """A duplicate of a TCP socket, and its state; ``None`` if the descriptor is no longer that."""
+    """Yield a duplicate of a TCP socket and its TCP state; ``None`` if the descriptor no longer refers to the
+    socket with this inode.
+    """
     try:
         duplicate = socket.socket(fileno=os.dup(fd))
     except OSError:
@@ -258,7 +264,9 @@ def _shut(fd: int, inode: int) -> bool:
 
 
 def _listens_at(fd: int, inode: int) -> tuple[int, Any] | None:
-    """Return the family and the address, if the socket listens."""
+    """Return the address family and the address of a listening socket; ``None`` if the socket does not
+    listen.
+    """
     with _duplicate(fd, inode) as found:
         if found is None or found[1] != _LISTEN:
             return None
@@ -268,7 +276,7 @@ def _listens_at(fd: int, inode: int) -> tuple[int, Any] | None:
 def _knock(address: tuple[int, Any], count: int) -> None:
     for number in range(count):
         with suppress(OSError), socket.socket(address[0]) as visitor:
-            # The kernel itself answers, unless too many are waiting already.
+            # The kernel accepts the connection at once, unless the queue of the listener is full.
             visitor.settimeout(0.1)
             visitor.connect(address[1])
             visitor.sendall(struct.pack("=q", number))
@@ -277,25 +285,27 @@ def _knock(address: tuple[int, Any], count: int) -> None:
 # --- groups ---
 
 MEETING_TIMEOUT = 10.0
-"""Seconds that making a group may take, and 0.1 s more for each worker: a connection that a dead peer was to
-make has no descriptor yet that could be shut down.
+"""Time limit in seconds for creating a group. Each worker adds 0.1 seconds. It is needed because a connection
+that a dead peer has not opened has no descriptor that could be shut down.
 """
 
 CONNECT_TIMEOUT = 3.0
-"""Seconds for torch's client of a store that has just answered: one that has ended in between is tried again
-and again, and nothing wakes that, so it has to be over before a worker counts as stuck.
+"""Time limit in seconds for connecting torch's client to a store that has just accepted a connection. If the
+store has exited in between, the client retries and cannot be interrupted, so it must give up before this
+worker is considered stuck.
 """
 
 
 def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
-    """Return torch's client of the store at an address, once that answers.
+    """Wait until the store at an address accepts connections, and return torch's client for the store.
 
     Raises:
-        RuntimeError: the round is over, or nobody answers in time.
+        RuntimeError: the round has ended, or the store did not accept connections in time.
     """
     deadline = time.monotonic() + MEETING_TIMEOUT
     while True:
-        # Torch's client tries again until its time-out where nobody listens, and nothing could end that.
+        # Wait for the store first, because torch's client would retry until its timeout without a way to
+        # interrupt it.
         try:
             socket.create_connection((host, port), 1.0).close()
             break
@@ -315,11 +325,15 @@ def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
 
 
 _hooks: list[Any] = []
-"""Torch's hook for uncaught exceptions, since there is a group, and the one before."""
+"""The ``sys.excepthook`` that torch set when it created the process group, and the hook before it. Empty if
+there is no group.
+"""
 
 
 _helper: list[Any] = []
-"""Torch's original function for creating a process group. Empty unless it is replaced by our wrapper."""
+"""Torch's original function for creating a process group. Empty unless :func:`record_further_groups` has
+replaced it.
+"""
 
 
 def record_further_groups(connections: Connections) -> None:
@@ -344,16 +358,17 @@ def record_further_groups(connections: Connections) -> None:
 
 
 def create(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
-    """Make the default group. It is given its own time-out when it is there: until then a short one holds.
+    """Create the default process group. A short timeout applies during the creation, and ``timeout`` applies
+    afterwards.
 
     Raises:
-        RuntimeError: it could not be made.
+        RuntimeError: the group could not be created.
     """
     from torch import distributed
 
     if "nccl" in backend:
-        # Else its own watchdog ends the process after an abort; torch's documentation of
-        # _abort_process_group. An agent has set it already.
+        # Without this variable, torch's NCCL watchdog ends the process after an abort (see torch's
+        # documentation of `_abort_process_group`). An agent has already set it.
         os.environ.setdefault(NCCL_ENDS_PROCESSES, "0")
     _reset_names()
     hook = sys.excepthook
@@ -362,7 +377,7 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
     _hooks[:] = [sys.excepthook, hook]
     store.set_timeout(timeout)
     if first != timeout:
-        # Its name until torch 2.14.
+        # Until torch 2.14, the function has only the private name.
         getattr(distributed, "set_timeout", distributed.distributed_c10d._set_pg_timeout)(timeout)
 
 
@@ -383,10 +398,12 @@ def destroy() -> None:
 
 
 def abort() -> None:
-    """End what groups of NCCL are doing, from any thread; the main thread's collective raises.
+    """Abort the collectives of all NCCL groups, from any thread. The collective in the main thread then
+    raises.
 
-    One call for all: communicators have to be aborted together, else they wait for each other. It needs no
-    peer, so there is nothing to repeat. Without effect on gloo, whose connections are shut down instead.
+    All groups are aborted in a single call, because communicators wait for each other unless they are aborted
+    together. The abort does not depend on peers, so a single call is enough. It has no effect on gloo, whose
+    connections are shut down instead.
     """
     from torch import distributed
 

@@ -1,15 +1,16 @@
-"""The step at which all workers of a round leave it together, when nobody has failed: a worker comes or goes.
+"""Determines the step after which all workers leave a round together, if no worker has failed but a worker
+joins or leaves the job.
 
-Each worker counts the boundaries between steps that it has passed. One that is told of the change sets itself
-a cap, two boundaries ahead, and publishes it; the largest cap of all is where they leave. A worker that comes
-to its own cap before that is known waits there.
+Each worker counts the step boundaries that it has passed. A worker that is notified of the change sets a cap,
+which is two boundaries ahead, and publishes it. All workers leave at the largest cap. A worker that reaches
+its own cap before the largest cap is known waits there.
 
-- **LEAVE-1** nobody passes its own cap before the leave step is known, so the leave step is never behind
-  anybody, whatever the threads and the network do.
-- **LEAVE-2** whether they save a checkpoint at that step is said with it, in one word of one worker: so all
-  do, or none.
-- **LEAVE-3** caps are published by the threads that are told, never by the training: so all caps come though
-  workers wait at theirs.
+- **LEAVE-1** no worker passes its own cap before the leave step is known. So no worker is ever past the leave
+  step, whatever the timing of threads and network.
+- **LEAVE-2** a single worker publishes the leave step, and in the same value whether the workers save a
+  checkpoint there. So either all workers save, or none.
+- **LEAVE-3** caps are published by the watching threads, not by the training loop. So all caps are published
+  even while workers wait at their caps.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ if TYPE_CHECKING:
     Verdict: TypeAlias = Literal["go", "wait", "leave"]
 
 AHEAD = 2
-"""Boundaries from where a worker is to its cap. One would be as safe; with two, the step that runs and the
-next one give the threads the time to agree, and nobody waits.
+"""Number of boundaries from a worker's position to its cap. One would be equally safe. With two, the threads
+can agree during the current step and the next one, so that no worker has to wait.
 """
 
 AT_ONCE = 0
-"""The leave step of a round that is broken."""
+"""Leave step of a broken round, which workers leave immediately."""
 
 
 class LeaveStep(Record):
-    """Where one worker stands in a round; a pure machine, changed under its owner's lock.
+    """Position of one worker in a round. A pure state machine that is protected by its owner's lock.
 
     Args:
-        done: boundaries passed.
-        cap: the boundary that is not passed before the leave step is known.
-        at: the leave step.
-        saves: all save a checkpoint there before they leave.
+        done: number of boundaries that the worker has passed.
+        cap: boundary that the worker does not pass before the leave step is known; ``None`` if no change is
+            due.
+        at: the leave step; ``None`` if it is not known.
+        saves: true if all workers save a checkpoint at the leave step.
     """
 
     done: int = 0
@@ -48,13 +50,13 @@ class LeaveStep(Record):
     saves: bool = False
 
     def verdict(self) -> Verdict:
-        """Say what to do at the boundary that was counted last."""
+        """Return what the worker does at its latest boundary: continue, wait or leave."""
         if self.at is not None:
             return "leave" if self.done >= self.at else "go"
         return "wait" if self.cap is not None and self.done >= self.cap else "go"
 
     def set_cap(self) -> int:
-        """Return the cap, set once: when this worker is told."""
+        """Return the cap. The first call sets it, when this worker is notified of the change."""
         if self.cap is None:
             self.cap = self.done + AHEAD
         return self.cap
@@ -66,13 +68,13 @@ def agreed(caps: list[int]) -> int:
 
 
 def said(at: int, *, saves: bool) -> str:
-    """Return what one worker publishes for all: the leave step, and whether they save there. Being one value,
-    it is the same for all.
+    """Encode the leave step, and whether the workers save a checkpoint there. One worker publishes the
+    result, as a single value, so that all workers get the same.
     """
     return f"{at} saving" if saves else str(at)
 
 
 def heard(text: str) -> tuple[int, bool]:
-    """Return what :func:`said` was given."""
+    """Decode a result of :func:`said`."""
     at, _, saving = text.partition(" ")
     return int(at), bool(saving)

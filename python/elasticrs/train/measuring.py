@@ -1,4 +1,4 @@
-"""What a loop measures, where somebody listens: metrics of the group ``torchelastic``."""
+"""Measures the training loop, and publishes metrics in the group ``torchelastic``."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _METHODS = (
     *("should_rendezvous", "should_stop_training", "announce_end", "signal_training_done"),
     *("monitor_progress", "report_progress", "on_error"),
 )
-"""Of a coordinator, to be measured."""
+"""Methods of a coordinator whose calls are measured."""
 
 
 class Times:
-    """Durations of one turn of the outer loop."""
+    """Measures the durations of one iteration of the outer training loop."""
 
     def __init__(self) -> None:
         self._outer = time.perf_counter()
         self.inner: float | None = None
 
     def put(self, name: str, began: float) -> None:
-        """Publish how long something took that has just ended."""
+        """Publish the duration of an activity that has just finished."""
         metrics.put_metric(f"{name}.duration.ms", int((time.perf_counter() - began) * 1000), GROUP)
 
     def end_turn(self) -> None:
-        """Publish how long the turn took, and the steps in it."""
+        """Publish the duration of the iteration, and of the inner loop over its steps."""
         if self.inner is not None:
             self.put("inner_train_loop", self.inner)
         self.put("outer_train_loop", self._outer)
 
 
 class Measured:
-    """A coordinator whose calls are measured."""
+    """Wrapper of a coordinator that measures its calls."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator

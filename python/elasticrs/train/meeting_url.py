@@ -1,9 +1,9 @@
-"""From the URL under which the workers of a job meet to the rendezvous of
-:mod:`elasticrs.rendezvous.elastic`.
+"""Converts the rendezvous URL of a job's workers to settings of :mod:`elasticrs.rendezvous.elastic`.
 
-``elasticrs://HOST:PORT/JOB?min_workers=2&max_workers=4`` is a coordination store of ours,
-``etcd://HOST:PORT/JOB?…`` one in etcd. Besides these two, every key of ``--rdzv-conf`` may be given.
-``max_workers`` is ``min_workers`` where it is not given, and ``timeout`` means ``join_timeout``, as in 2019.
+``elasticrs://HOST:PORT/JOB?min_workers=2&max_workers=4`` names a built-in coordination store, and
+``etcd://HOST:PORT/JOB?…`` a store in etcd. The URL may contain ``min_workers``, ``max_workers`` and every key
+of ``--rdzv-conf``. ``max_workers`` defaults to ``min_workers``. ``timeout`` means ``join_timeout``, as in
+torchelastic 0.1.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ _EXPECTED = "elasticrs://HOST:PORT/JOB?min_workers=N&max_workers=M or etcd://HOS
 _MANY = 2**31 - 1
 
 KEEP_ALIVE = "0.4"
-"""Seconds between two signs of life, of which five may be missing. The kernel resets the connection of a
-process that is killed with something unread, and a reset says nothing: then the lease has to end. It is
-shorter than an agent's: a worker that counts as lost by mistake costs the others no more than a step.
+"""Seconds between two keep-alives, of which five may be missed. If a process is killed while it has unread
+data, the kernel resets its connection. A reset does not prove that the process has died, so the lease has to
+expire. The interval is shorter than that of an agent, because a worker that is considered lost by mistake
+costs the other workers no more than a step.
 """
 
 MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
-"""What the agent calls this worker, and the one in whose place it is, if it is in any."""
+"""Environment variable with the agent's name for this worker and, if this worker is a replacement, the name
+of the worker that it replaces.
+"""
 
 JOB_VARIABLE = "ELASTICRS_TRAIN_JOB"
-"""Environment variable with the name under which workers meet in the store. It differs from the name in the
+"""Environment variable with the job name that the workers use in the store. It differs from the name in the
 URL, which is that of the agents' job.
 """
 
 
 class MeetingPlace(Value):
-    """What a URL says.
+    """Settings from a rendezvous URL.
 
     Args:
-        rendezvous: with whom to meet, and where.
-        backend: the name of the rendezvous' back end.
-        stuck_timeout: as for :class:`~elasticrs.train.membership.Membership`.
-        notices: lines for the user.
+        rendezvous: settings of the rendezvous.
+        backend: name of the rendezvous backend.
+        stuck_timeout: see :class:`~elasticrs.train.membership.Membership`.
+        notices: messages for the user.
     """
 
     rendezvous: Rendezvous
@@ -70,9 +73,9 @@ def parse(
 ) -> MeetingPlace:
     """Parse a rendezvous URL.
 
-    Some settings have other defaults than for nodes. Consecutive lost rounds never end the job, because the
-    training loop counts failures without progress. The rendezvous waits for a hung worker until it has
-    exited. Leases are shorter.
+    Some settings have different defaults than in a rendezvous of nodes. Any number of consecutive lost rounds
+    is allowed, because the training loop counts failures without progress. The rendezvous waits for a hung
+    worker until it has exited. Leases are shorter.
 
     Args:
         url: rendezvous URL.

@@ -1,15 +1,17 @@
-"""A worker as a member of its own rendezvous: it stays, while rounds come and go.
+"""Makes a worker a member of a rendezvous, in which it stays over several rounds.
 
-The session with the coordination store is the worker's lease. When a member dies, the store tells the others
-in about a millisecond; a watching thread then takes this process's main thread out of its collective
-(:mod:`~elasticrs.train.groups`), and all meet again. Changes in which nobody failed are no reason to break a
-step: all leave at an agreed one (:mod:`~elasticrs.train.leave_step`).
+The session with the coordination store holds the worker's lease. When a member dies, the store notifies the
+other members in about a millisecond. In each worker, a watching thread then aborts the collective of the main
+thread (:mod:`~elasticrs.train.groups`), and all workers start a new round. If no worker has failed, no step
+is aborted: all workers leave the round after an agreed step (:mod:`~elasticrs.train.leave_step`).
 
-- **MEMBER-1** steps cost no message: :meth:`Membership.passed` is a look at this object.
-- **MEMBER-2** the watching thread ends connections until the main thread is *out*, which is when it asks for
-  the next round; it never raises into code of the user.
-- **MEMBER-3** one that does not come out in time ends its process: others, or an agent, go on without it.
-- **MEMBER-4** a child made by ``fork`` takes no part, and holds none of its parent's connections.
+- **MEMBER-1** a step sends no message: :meth:`Membership.passed` only reads memory.
+- **MEMBER-2** the watching thread shuts down connections until the main thread is *out* of the round, which
+  is when it requests the next round. The watching thread never raises an exception in user code.
+- **MEMBER-3** if the main thread is not out of the round in time, the process exits. The other workers, or an
+  agent, continue without it.
+- **MEMBER-4** a forked child does not take part in the rendezvous, and holds none of its parent's
+  connections.
 """
 
 from __future__ import annotations
@@ -43,19 +45,24 @@ __all__ = ["Membership", "Round"]
 _log = logging.getLogger("elasticrs.train")
 
 STUCK_TIMEOUT = 10.0
-"""Seconds that the main thread may take to come out, besides twice the longest time between two boundaries
-that was seen here: a step is left alone while it is as long as others were.
+"""Seconds that the main thread may take to leave a broken round, in addition to twice the longest time
+between two step boundaries so far. So the process does not exit during a step that takes as long as earlier
+steps.
 """
 
 _FIRST_SPAN = 25.0
-"""What counts for that until a boundary was passed: the first step may compile."""
+"""Initial value in seconds for the longest time between two step boundaries, because the first step may
+compile code.
+"""
 
 _TICK = 0.01
 _AGREE_TIMEOUT = 10.0
-"""Seconds for the watching threads of all workers to agree on a step."""
+"""Time limit in seconds for the watching threads of all workers to agree on a step."""
 
 _END_TIMEOUT = 5.0
-"""Seconds for the others to come to the end of the job, too."""
+"""Maximum number of seconds to wait for other workers, or for a thread, when this worker leaves a round or
+the job.
+"""
 
 _NEWS_TIMEOUT = 0.1
 """Seconds to wait for the store to report a lost member after an error. The store usually needs a few
@@ -64,15 +71,15 @@ milliseconds. If its report comes too late, the error is counted as this worker'
 
 
 class Round(Record):
-    """One round, as a member has it.
+    """A round, from the point of view of one member.
 
     Args:
-        number: from 1.
-        rank: of this worker.
-        world_size: how many they are.
-        master_addr, master_port: where the workers' store listens.
-        board: a store of ours that the members share, for what the watching threads agree on.
-        connections: of the process groups.
+        number: number of the round, counted from 1.
+        rank: rank of this worker.
+        world_size: number of workers.
+        master_addr, master_port: address of the workers' store.
+        board: store through which the watching threads of the members exchange messages.
+        connections: connections of the process groups.
     """
 
     number: int
@@ -86,20 +93,21 @@ class Round(Record):
 
 
 class Membership:
-    """One worker among those of a job. Rounds are asked for, and steps counted, by one thread.
+    """Membership of one worker in the rendezvous of a job. The same thread must request rounds and count
+    steps.
 
     Args:
-        rendezvous: with whom to meet, and where.
-        backend: the name under which it was asked for.
-        on_change: called by the watching thread when a round ends while this worker is in it, before anything
-            else is done about that; what it raises is logged.
+        rendezvous: settings of the rendezvous.
+        backend: name of the rendezvous backend.
+        on_change: called by the watching thread when a round ends while this worker is in it, before the
+            thread does anything else. Exceptions are logged.
         stuck_timeout: see :data:`STUCK_TIMEOUT`.
 
     Attributes:
-        abort: ends what is no connection of a recorded group, such as communicators of NCCL; called once for
-            each broken round, by the watching thread.
-        page: shared with the agent, where there is one: it is told of each round, and when the training has
-            ended.
+        abort: function that aborts communication other than the recorded connections, such as NCCL
+            communicators. The watching thread calls it once for each broken round.
+        page: memory page that is shared with the agent, if there is an agent. Each round and the end of the
+            training are recorded there.
     """
 
     def __init__(
@@ -135,32 +143,33 @@ class Membership:
 
     @property
     def round(self) -> Round | None:
-        """The round that this worker is in; ``None`` while it is out."""
+        """The round that this worker is in; ``None`` between rounds."""
         return self._round
 
     @property
     def is_broken(self) -> bool:
-        """True if the round has ended in a way that ends its process groups, too, or there is none."""
+        """True if the round has ended in a way that also ends its process groups, or if there is no round."""
         current, stop = self._round, self._stop
         if current is None or current.step.at == AT_ONCE:
             return True
         return stop is not None and stop.round >= current.number and not stop.planned
 
     def meet(self) -> Round:
-        """Leave the round, and wait for the next one; the process groups are gone.
+        """Leave the round, and wait for the next one. The process groups must have been destroyed before.
 
-        Sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, so that nobody reads those of an
-        earlier round; what is listening there is a store of torch's kind, served by this library
+        Sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, so that no code uses the values of
+        an earlier round. The address is that of a store with torch's protocol, which this library serves
         (``TORCHELASTIC_USE_AGENT_STORE``).
 
         Raises:
-            RendezvousError: there is none for this worker: the job is closed, too few came, no store answers.
-            RuntimeError: this process was forked by a worker.
+            RendezvousError: this worker cannot join another round, because the job is closed, too few workers
+                joined, or the store does not respond.
+            RuntimeError: this process was forked from a worker.
         """
         if self._pid != os.getpid():
             raise RuntimeError("a process that a worker has forked cannot take its place among the workers")
         with self._changed:
-            # Out: the watching thread does nothing any more.
+            # The worker is now out of the round, so the watching thread stops acting on it.
             self._round = None
         if self._thread is None:
             self._is_over = False
@@ -186,7 +195,8 @@ class Membership:
         if self.page is not None:
             self.page.place(current.rank, current.world_size, current.number)
         with suppress(DistError):
-            # Without it a planned change is not waited for.
+            # Ignore an error. Without this key, other workers do not wait for this worker when they leave the
+            # round.
             current.board.hold(f"here/{current.rank}")
         self._since = time.monotonic()
         with self._changed:
@@ -195,9 +205,9 @@ class Membership:
         return current
 
     def passed(self) -> bool:
-        """Count a boundary: one more step is done. True if it is time to leave the round.
+        """Count a step boundary. Return true if it is time to leave the round.
 
-        May wait while a planned change is agreed on.
+        This may block while the workers agree on the step of a planned change.
         """
         with self._lock:
             current, now = self._round, time.monotonic()
@@ -238,24 +248,28 @@ class Membership:
             return self._changed.wait_for(lambda: self.is_broken, timeout)
 
     def ask_for_round(self, reason: str, *, saves: bool) -> None:
-        """All shall leave the round at an agreed step, and meet anew; nobody has failed.
+        """Request that all workers leave the round after an agreed step and start a new round, although no
+        worker has failed.
 
         Args:
             reason: a few words for the log.
-            saves: they shall save a checkpoint there.
+            saves: true if the workers shall save a checkpoint after that step.
         """
         current = self._round
         if current is None:
             return
         if saves:
             with suppress(DistError):
-                # Before the round ends: whoever sets the step, sees it.
+                # Set this key before requesting the new round, so that the worker that sets the leave step
+                # sees it.
                 current.board.set("save", "")
         self._handler.ask_for_round(reason)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """In this block the main thread is in no collective, and may take any time to leave a round."""
+        """Mark a block in which the main thread is in no collective and may take any time to leave a
+        round.
+        """
         self._is_alone = True
         try:
             yield
@@ -264,21 +278,23 @@ class Membership:
 
     @property
     def has_left_as_agreed(self) -> bool:
-        """True if all leave the round at the step that this worker has just done."""
+        """True if all workers leave the round after the step that this worker has just completed."""
         with self._lock:
             current = self._round
             return current is not None and bool(current.step.at) and current.step.at == current.step.done
 
     @property
     def saves(self) -> bool:
-        """True if they save a checkpoint there."""
+        """True if all workers leave the round after the step that this worker has just completed, and save a
+        checkpoint first.
+        """
         with self._lock:
             current = self._round
             return self.has_left_as_agreed and current is not None and current.step.saves
 
     def wait_for_others(self) -> None:
-        """Wait until all that live are out of this round, 5 s at most. It is left: what they read of each
-        other is there until then.
+        """Wait until all living workers are out of this round, for at most 5 seconds. The round is over, but
+        until then workers may still read data from each other.
         """
         current = self._round
         if current is not None:
@@ -286,8 +302,8 @@ class Membership:
                 _wait_for_all(current)
 
     def announce_end(self) -> None:
-        """The training has ended here. When the round ends, as it does when this worker asks for the next
-        one, the others first do the steps that were done here.
+        """Announce that the training has finished on this worker. The round ends when this worker requests
+        the next one. Before that, the other workers complete the steps that this worker has completed.
         """
         current = self._round
         if current is not None:
@@ -398,11 +414,11 @@ class Membership:
             thread.join(_END_TIMEOUT)
 
     def _finish(self) -> None:
-        """From now on this worker may end, for the agent."""
+        """Tell the agent that this worker may exit from now on, unless the job has failed."""
         if self.page is not None and not self._has_failed:
             self.page.finish()
 
-    # --- what the rendezvous tells, under its lock ---
+    # --- callback of the rendezvous, which holds its lock ---
 
     def _told(self, stop: Stop) -> None:
         with self._changed:
@@ -454,7 +470,9 @@ class Membership:
             self._changed.notify_all()
 
     def _left_as_agreed(self, current: Round) -> bool:
-        """Agree on a step and wait until the main thread is out; false if that fails: a worker dies, say."""
+        """Agree on a leave step with the other workers, and wait until the main thread is out of the round.
+        Return false if that fails, for example because a worker dies.
+        """
         try:
             return self._agree(current)
         except DistError as error:
@@ -489,7 +507,9 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If the training has ended for one worker, let the main thread do the steps that were done there."""
+        """If another worker has finished the training, let the main thread complete the steps that that
+        worker has completed.
+        """
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
                 self._set_leave_step(current, int(current.board.get("done")))
@@ -538,12 +558,14 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """True if a member has died: its key ends with its connection. One that was out before is no loss."""
+    """Return true if a member has died, which deletes its key in the store. A member that was already out of
+    the round does not count.
+    """
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 
 
 def _wait_for_all(current: Round) -> None:
-    """Say that this worker is out of the round, and wait until all that live are."""
+    """Publish that this worker is out of the round, and wait until all living workers are out of it."""
     board, ranks = current.board, range(current.world_size)
     board.set(f"out/{current.rank}", "")
     deadline = time.monotonic() + _END_TIMEOUT
@@ -555,7 +577,9 @@ def _wait_for_all(current: Round) -> None:
 
 
 def _pause(current: Round) -> float:
-    """Seconds between two looks at the board; it holds a few keys for each worker, and each worker looks."""
+    """Return the seconds between two polls of the board. They increase with the world size, because each
+    worker adds a few keys to the board and polls it.
+    """
     return 0.002 * current.world_size
 
 

@@ -1,4 +1,4 @@
-"""A coordinator for processes that meet each other, under an agent or started by hand."""
+"""Coordinator for workers that find each other through a rendezvous URL, with or without an agent."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ __all__ = ["CoordinatorP2P"]
 _log = logging.getLogger("elasticrs.train")
 
 STRAGGLER_THRESHOLD = 0.8
-"""A worker is one if its rate is less than this part of the best."""
+"""A worker is a straggler if its rate is less than this fraction of the best rate."""
 
 ASK_AGAIN = 5.0
-"""Seconds between two attempts to end a round for a checkpoint that is asked for."""
+"""Seconds between two attempts to end a round for a requested checkpoint."""
 
 _trained: set[tuple[str, str]] = set()
 """Jobs that this process has trained to the end, each as the address of its store and its name."""
@@ -50,30 +50,31 @@ def _rate_of(stats: WorkerStats) -> float | None:
 
 
 class CoordinatorP2P(Coordinator):
-    """Each worker is a member of the rendezvous at a URL, see :mod:`elasticrs.train.meeting_url`.
+    """Coordinator that makes each worker a member of the rendezvous at a URL, see
+    :mod:`elasticrs.train.meeting_url`.
 
-    The coordination store of ``elasticrs://`` is served by whoever comes first on the machine that the URL
-    names, and the job ends with that process. So workers that may die are better served by ``python -m
-    elasticrs.store``, by etcd, or by an agent (:class:`~elasticrs.train.agent.AgentCoordinator`).
+    With ``elasticrs://``, the first worker on the machine that the URL names hosts the coordination store,
+    and the job ends when that process exits. If workers may die, host the store with ``python -m
+    elasticrs.store``, with etcd, or with an agent (:class:`~elasticrs.train.agent.AgentCoordinator`).
 
     Args:
-        c10d_backend: of the default process group, such as ``"gloo"``.
-        init_method: the URL.
-        max_num_trainers: workers at most, if that is fewer than the URL's ``max_workers``.
-        process_group_timeout: milliseconds for a collective.
-        coordinator_pg_timeout: milliseconds for the others to reach :meth:`barrier`.
+        c10d_backend: backend of the default process group, such as ``"gloo"``.
+        init_method: rendezvous URL.
+        max_num_trainers: maximum number of workers, if it is less than the URL's ``max_workers``.
+        process_group_timeout: timeout of a collective, in milliseconds.
+        coordinator_pg_timeout: time limit for all workers to reach :meth:`barrier`, in milliseconds.
 
     Attributes:
-        rank: in the present round; -1 before the first.
-        world_size: of the present round.
+        rank: rank in the current round; -1 before the first round.
+        world_size: number of workers in the current round.
         is_worker_straggler: true if this worker was much slower than the fastest worker at the last
             comparison.
         last_relative_prog_rate: rate of this worker divided by the rate of the fastest worker at the last
             comparison. The attribute does not exist until this worker has reported a rate.
-        stop_training: the job is closed.
+        stop_training: true if the job is closed.
 
     Raises:
-        ValueError: a URL that makes no sense, or time-outs that contradict each other.
+        ValueError: the URL is invalid, or the timeouts contradict each other.
     """
 
     MONITOR_PROGRESS_FREQ = 1000
@@ -142,15 +143,14 @@ class CoordinatorP2P(Coordinator):
             self._member.abort = groups.abort
 
     def rendezvous_barrier(self) -> tuple[Any, int, int]:
-        """End the groups of the last round and wait for the next one.
+        """Destroy the process groups of the previous round, and wait for the next round.
 
-        ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in the environment are set anew each
-        time.
+        Each call sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in the environment.
 
         Raises:
             StopException: the job is closed.
-            NonRetryableException: the job has failed, too few workers came in time, or the store is lost.
-            RuntimeError: the round ended before its store was reached: ask again.
+            NonRetryableException: the job has failed, too few workers joined in time, or the store is lost.
+            RuntimeError: the round ended before its store was reached. The call can be repeated.
         """
         record("rendezvous_started", self.rank)
         groups.destroy()
@@ -174,7 +174,7 @@ class CoordinatorP2P(Coordinator):
                 self._join_late()
             self._member.shutdown()
             if error.has_failed:
-                # Whoever returned a state now would say that it is the last one.
+                # Raise an error, because the loop would otherwise return its state as the final one.
                 raise NonRetryableException(f"the training has failed: {error}") from error
             self.stop_training = True
             raise StopException(str(error)) from error
@@ -195,10 +195,10 @@ class CoordinatorP2P(Coordinator):
             self._final, self.rank, self.world_size = late.final, late.rank, late.world_size
 
     def init_process_group(self) -> None:
-        """Make the default group.
+        """Create the default process group.
 
         Raises:
-            RuntimeError: the round has ended: ask for the next one.
+            RuntimeError: the round has ended. Call :meth:`rendezvous_barrier` for the next one.
         """
         current = self._member.round
         if current is None:
@@ -209,24 +209,25 @@ class CoordinatorP2P(Coordinator):
         groups.record_further_groups(current.connections)
 
     def barrier(self) -> None:
-        """Wait until all workers of the round are here.
+        """Wait until all workers of the round have called this method.
 
         Raises:
-            RuntimeError: the round has ended, or one did not come in time.
+            RuntimeError: the round has ended, or a worker did not arrive in time.
         """
         self._gather("")
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all workers, by rank. All call it together.
+        """Return the numbers of all workers, by rank. All workers must call this together.
 
         Raises:
-            RuntimeError: as :meth:`barrier`.
+            RuntimeError: see :meth:`barrier`.
         """
         return [json.loads(each) for each in self._gather(json.dumps(list(numbers)))]
 
     def _gather(self, own: str) -> list[bytes]:
-        """Return what each worker says, by rank, over the round's store: control messages and the collectives
-        of a step never meet, whatever order the ranks are in, and no second group has to be made.
+        """Exchange texts through the round's store, and return the texts of all workers by rank. Control
+        messages use the store so that they cannot interfere with the collectives of a step, and need no
+        second process group.
         """
         if self._store is None:
             raise RuntimeError("there is no round: call rendezvous_barrier() first")
@@ -236,23 +237,23 @@ class CoordinatorP2P(Coordinator):
         store.set(keys[self.rank], own)
         store.wait(keys, datetime.timedelta(milliseconds=self.coordinator_pg_timeout))
         found: list[bytes] = store.multi_get(keys)
-        # All have come to this one, so nobody reads the last one any more.
+        # All workers have reached this exchange, so no worker still reads the keys of the previous one.
         store.delete_key(f"elasticrs/{last}/{self.rank}")
         return found
 
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 -- the loop's interface
-        """True if this worker leaves the round here: a member was lost, or all have agreed to let others in,
-        or to save. Without a change it is a look at memory.
+        """Return true if this worker leaves the round now, because a member was lost, or because the workers
+        have agreed to admit others or to save. If nothing has changed, the call only reads memory.
         """
         if self._is_asked or (self._member.page is not None and self._member.page.is_asked):
             self._ask_the_others()
         return self._member.passed()
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
-        """See the base class."""
+        """Return true if an error was caused by a lost member or by the end of the round."""
         return self._member.was_broken_off(is_meeting=is_meeting)
 
-    # --- checkpoints that were asked for ---
+    # --- requested checkpoints ---
 
     takes_requests = True
 
@@ -261,7 +262,7 @@ class CoordinatorP2P(Coordinator):
         return self._member.round is not None
 
     def request(self, *, leave: bool) -> None:
-        """See the base class."""
+        """Record that a checkpoint was requested from this worker."""
         self._leaves = self._leaves or leave
         self._is_asked = True
 
@@ -293,12 +294,14 @@ class CoordinatorP2P(Coordinator):
 
     def should_save_before_meeting(self) -> bool:
         saves = self._member.saves
-        # What is asked for from now on may have come too late.
+        # Remember the latest request now, because later requests may arrive too late for this checkpoint.
         self._serves = 0 if self._member.page is None else self._member.page.asked
         return saves
 
     def saved(self, is_saved: bool) -> None:
-        """See the base class. Returns when all have come here, or are gone."""
+        """Report to the agent whether the requested checkpoint was saved, and wait until all living workers
+        have left the round.
+        """
         if self._member.page is not None:
             self._member.page.serve(self._serves, "saved" if is_saved else "failed")
         self._is_asked, self._has_saved = self._leaves, True
@@ -315,13 +318,15 @@ class CoordinatorP2P(Coordinator):
         return self.stop_training
 
     def announce_end(self) -> None:
-        """The data has ended here; the others do the steps that were done here, then all meet once more."""
+        """Announce that this worker has no more data. The other workers complete the steps that this worker
+        has completed. Then all workers start a last round.
+        """
         self._member.announce_end()
 
     keeps_final_state = True
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
-        """See the base class."""
+        """Keep the final state for workers that start after the training has ended."""
         _trained.add(self._job)
         self._member.keep_final_state(content, in_checkpoint=in_checkpoint)
 
@@ -373,11 +378,13 @@ class CoordinatorP2P(Coordinator):
             _log.warning("rank %s is a straggler: its rate is %s, the best one is %s", self.rank, rate, best)
 
     def on_error(self, e: Exception) -> None:
-        """Record an error that may be tried again as an event."""
+        """Record a ``RuntimeError`` as an event."""
         if isinstance(e, RuntimeError):
             record("train_step_runtime_error", self.rank)
 
     def leave(self) -> None:
-        """The others go on without this worker; its groups are ended."""
+        """Leave the job, so that the other workers continue without this worker, and destroy the process
+        groups.
+        """
         self._member.leave()
         groups.destroy()

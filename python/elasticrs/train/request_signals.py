@@ -1,12 +1,13 @@
-"""SIGTERM and SIGUSR1 of a worker while it trains: somebody asks for a checkpoint.
+"""Handles SIGTERM and SIGUSR1 in a worker that trains, as requests for a checkpoint.
 
-Python's SIGTERM ends a process at once, in the middle of a step. A worker that trains finishes its step
-instead, saves with the others, leaves the job in order, and then ends by the signal. With SIGUSR1 it stays.
+By default, SIGTERM ends a Python process at once, in the middle of a step. With this module, a worker first
+completes its step, saves a checkpoint together with the other workers, and leaves the job. Then it ends
+itself with SIGTERM. After SIGUSR1, a worker also saves a checkpoint, but stays in the job.
 
-- **SIGNALS-1** a handler of the program, of whatever language, is left alone; ours are gone when the training
-  is over, and in children made by ``fork``.
-- **SIGNALS-2** a second SIGTERM ends the worker at once, and so does the first one where no round comes about
-  within :data:`MEETING_LIMIT`.
+- **SIGNALS-1** a handler that the program has set, in any language, is not replaced. The handlers of this
+  module are removed when the training is over, and in forked children.
+- **SIGNALS-2** a second SIGTERM ends the worker at once. The first SIGTERM also ends the worker if no round
+  forms within :data:`MEETING_LIMIT`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from elasticrs.train.coordinator import Coordinator
 
 MEETING_LIMIT = 5.0
-"""Seconds without a round after which a worker that shall leave does not wait for the others any more: they
-may have been asked to leave, too, and never meet again.
+"""Seconds without a round after which a worker that was asked to leave no longer waits for the other workers,
+because they may also have been asked to leave and never form a round again.
 """
 
 _TICK = 0.25
@@ -36,10 +37,11 @@ _of_thread = threading.local()
 
 
 class RequestSignals:
-    """Passes these signals on to a coordinator, as a context manager; in the main thread alone.
+    """Context manager that passes SIGTERM and SIGUSR1 on to a coordinator. It has an effect only in the main
+    thread.
 
     Args:
-        coordinator: is asked, if it takes requests.
+        coordinator: receives the requests, if it implements them.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -60,12 +62,12 @@ class RequestSignals:
     ) -> None:
         self._is_over.set()
         for signum in _ASKING:
-            # The program may have set one of its own meanwhile.
+            # Keep a handler that the program has set meanwhile.
             if signal.getsignal(signum) == self._ask:
                 signal.signal(signum, signal.SIG_DFL)
                 _taken.discard(signum)
 
-    def _ask(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 -- of a handler
+    def _ask(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 -- handler signature
         if signum == signal.SIGTERM:
             if self._is_leaving:
                 self.end_process()
@@ -80,11 +82,11 @@ class RequestSignals:
             if self._is_over.wait(_TICK):
                 return
             left = limit if self._coordinator.has_round else left - _TICK
-        # The main thread handles it, and ends.
+        # The main thread handles this signal and ends the process.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def end_process(self) -> None:
-        """End this process by SIGTERM, as it would have without us."""
+        """End this process with SIGTERM, as the signal would have done without this module."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -109,7 +111,8 @@ def is_default(signum: int) -> bool:
 
 
 def _before_fork() -> None:
-    # A signal to the child before it has put the handlers back would be lost: nobody would take it.
+    # Block the signals during the fork, because a signal that the child receives before it has restored the
+    # default actions would be lost.
     if _taken:
         _of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _taken)
 

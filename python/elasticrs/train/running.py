@@ -1,4 +1,6 @@
-"""``train`` and ``run_train``: carry out what :mod:`elasticrs.train.state_machine` decides."""
+"""Implements ``train`` and ``run_train``, which execute the actions that :mod:`elasticrs.train.state_machine`
+decides on.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ torchelastic 0.1 was 100, but a step that has failed ten times is unlikely to su
 """
 
 _SHOWN = 120
-"""Characters of the error of a collective that others have broken off: it says little of why."""
+"""Maximum number of characters shown from the error of a collective that other workers aborted, because that
+error says little about the cause.
+"""
 
 _NOTHING = object()
 _END = object()
 
 _MISTAKES = (NonRetryableException, NotImplementedError, RecursionError)
-"""What never goes away by trying again. The last two are kinds of RuntimeError."""
+"""Exceptions that are never retried, because a retry cannot succeed. The last two are subclasses of
+``RuntimeError``.
+"""
 
 
 def train(
@@ -170,7 +176,7 @@ def _require_saving(state: State) -> None:
 
 
 class _Run:
-    """The effects of one loop."""
+    """Runs one training loop, by executing the actions that the state machine returns."""
 
     def __init__(
         self,
@@ -211,7 +217,7 @@ class _Run:
         self._times: Times | None = None
 
     def run(self) -> State:
-        """Go through the loop to its end."""
+        """Run the training loop to its end, and return the state."""
         effects: dict[Action, Callable[[], Event | None]] = {
             Action.MEET: self._meet,
             Action.SYNC: self._sync,
@@ -235,11 +241,14 @@ class _Run:
                             return self._state
                         event = effects[action]() or event
         except BaseException as error:
-            # Also an interrupt: whoever catches it goes on without the others. Those of a fork's parent stay.
+            # Leave the job on any exception, including an interrupt, because a program that catches it
+            # continues without the other workers. In a forked child, do not leave, because the parent stays
+            # in the job.
             if self._forks == forked.count():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
-                # A worker that ends with 0 has done all its work, for the agent, and the others would wait.
+                # Raise an error, because the agent would consider a worker that exits with 0 finished, and
+                # the other workers would wait for it.
                 raise NonRetryableException("the program has ended in the middle of the training") from error
             raise
         finally:
@@ -249,7 +258,7 @@ class _Run:
             if self._times is not None:
                 self._times.end_turn()
 
-    # --- a meeting ---
+    # --- rendezvous ---
 
     def _meet(self) -> Event:
         self._error, self._snapshot, self._is_meeting = None, _NOTHING, False
@@ -275,7 +284,7 @@ class _Run:
             return self._judge(error)
 
     def _listen(self) -> None:
-        """Look who wants to hear of this round: nothing is measured for nobody."""
+        """Measure this round only if a handler receives the metrics."""
         if self._times is not None:
             self._times.end_turn()
         if metrics.has_listener(GROUP):
@@ -303,8 +312,8 @@ class _Run:
         self._votes = [vote_of(numbers) for numbers in self._coordinator.exchange(numbers_of(vote))]
         if trouble := disagreement(self._votes):
             with suppress(RuntimeError):
-                # Wait for the others before raising, because a worker that leaves aborts the vote of the
-                # others.
+                # Wait for the other workers before raising, because their votes are aborted if this worker
+                # leaves.
                 self._coordinator.barrier()
             raise NonRetryableException(trouble)
         self._round = self._votes[0].next_round
@@ -318,8 +327,8 @@ class _Run:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
             # Skip `sync` if all workers ran out of data in the same step, because their states are final.
-            # Besides, `sync` may fail then, because programs often use it to create a data loader for the
-            # remaining data, and no data are left.
+            # `sync` may also fail then, because programs often use it to create a data loader for the
+            # remaining data, and there is none.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
@@ -355,8 +364,8 @@ class _Run:
     def _keep_final_state(self) -> None:
         """Make the final state available to workers that start after the training has ended.
 
-        The state is kept in the newest checkpoint. If it is not there, each worker keeps it in memory. The
-        loop calls this before it closes the job.
+        The final state is saved in a checkpoint if possible. Otherwise each worker keeps a copy in memory.
+        The loop calls this before it closes the job.
         """
         in_checkpoint = False
         if self._checkpoints is not None:
@@ -452,7 +461,8 @@ class _Run:
             return self._judge(error)
 
     def _save_if_due(self, checkpoints: CheckpointSaver) -> bool | None:
-        # Call both on every worker, even if the first one already decides, because they may keep counters.
+        # Call both methods on every worker, even if the first one already returns true, because they may keep
+        # counters.
         is_asked = self._coordinator.should_save_checkpoint()
         is_due = self._state.should_save_checkpoint(self._rank) or is_asked
         self._asked += 1
@@ -485,7 +495,7 @@ class _Run:
         self._coordinator.leave()
         self._signals.end_process()
 
-    # --- what follows from an error ---
+    # --- error handling ---
 
     def _judge(self, error: Exception) -> Event:
         if self._forks != forked.count():
@@ -520,12 +530,12 @@ class _Run:
             if self._snapshot is not _NOTHING and self._snapshot is not None:
                 self._state.apply_snapshot(self._snapshot)
         except Exception as error:
-            # What is left is neither the old state nor the new one.
+            # Raise the error, because the state is now neither the old one nor the new one.
             self._plain.on_error(error)
             raise
 
     def _close_steps(self) -> None:
-        """End the generator, so that its last words do not come into the next round."""
+        """Close the generator, so that its cleanup code does not run in the next round."""
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()
@@ -534,7 +544,7 @@ class _Run:
         try:
             self._coordinator.signal_training_done()
         except Exception as error:
-            # All workers have the last state.
+            # Only log the error, because all workers already have the final state.
             _log.warning("the job could not be closed: %s: %s", type(error).__name__, error)
 
     def _give_up(self) -> Event:

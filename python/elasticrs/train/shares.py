@@ -1,4 +1,6 @@
-"""Each worker's share of every step, so that no sample is lost or seen twice while workers come and go."""
+"""Divides the samples of each step among the workers, so that no sample is lost or used twice when workers
+join or leave.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +12,30 @@ __all__ = ["Shares"]
 
 
 class Shares(Iterator[list[int]]):
-    """The indices that one worker reads in each step of an epoch.
+    """Iterator over the sample indices that one worker reads in each step of an epoch.
 
-    All workers take the same number of steps. A step takes ``batch_size`` samples for each worker from one
-    order that the epoch alone decides, and the last step shares out what is left: some workers then get
-    fewer, perhaps none, and take part in the step's collectives with nothing. So the place in the epoch is
-    one number that is the same for all, whatever the world: keep it in the state, and let :meth:`after` move
-    it on when a step is done. A ``DataLoader`` takes this object as its ``batch_sampler``, and may draw
-    ahead; for a share that is empty it needs a ``collate_fn`` that takes none.
+    All workers take the same number of steps. Each step takes the next ``batch_size`` samples for each
+    worker, in an order that depends only on the epoch and the seed. The last step divides the remaining
+    samples: some workers then get fewer samples or none, and take part in the collectives of the step without
+    data.
+
+    The position in the epoch is a single number, which is the same for all workers and does not depend on the
+    world size. Keep it in the state, and advance it with :meth:`after` when a step is complete. A
+    ``DataLoader`` accepts this object as its ``batch_sampler`` and may read ahead. Its ``collate_fn`` has to
+    accept an empty share.
 
     Args:
-        size: how many samples the data have.
-        batch_size: how many each worker reads in a step.
-        world_size: how many workers there are.
-        rank: of this one.
-        start: how many samples of this epoch have been taken, by all workers together.
-        epoch: decides the order.
-        shuffle: ``False`` for the order of the data.
-        seed: decides the order too.
+        size: number of samples in the dataset.
+        batch_size: number of samples that each worker reads in a step.
+        world_size: number of workers.
+        rank: rank of this worker.
+        start: number of samples of this epoch that all workers together have already used.
+        epoch: number of the epoch, which determines the order together with ``seed``.
+        shuffle: false to keep the order of the dataset.
+        seed: seed for the order.
 
     Raises:
-        ValueError: a number that makes no sense.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -67,14 +72,14 @@ class Shares(Iterator[list[int]]):
         return list(step[self._rank :: self._world_size])
 
     def after(self, place: int) -> int:
-        """Return the place in the epoch after a step: how many samples have then been taken, by all workers
-        together.
+        """Return the position in the epoch after a step, as the number of samples that all workers together
+        have then used.
 
         Args:
-            place: at which the step began.
+            place: position at the start of the step.
         """
         return min(place + self._per_step, len(self._order))
 
     def __len__(self) -> int:
-        """How many steps are left."""
+        """Return the number of remaining steps."""
         return math.ceil((len(self._order) - self._position) / self._per_step)

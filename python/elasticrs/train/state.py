@@ -14,21 +14,20 @@ _log = logging.getLogger("elasticrs.train")
 
 
 class State(ABC):
-    """Everything that a train step changes. The constructor makes the same state on every worker, from the
-    arguments of the job alone, without a message.
+    """Base class for everything that a train step changes. The constructor must create the same state on
+    every worker, only from the job's arguments and without communication.
     """
 
     @abstractmethod
     def sync(self, world_size: int, rank: int) -> None:
-        """Make the states of all workers equal, and usable in a world of this size.
+        """Make the states of all workers equal, and adapt them to this number of workers.
 
-        All workers call it together: at the start, and each time that they have met anew. Usually the state
-        that has come furthest is sent to all, and the wrapper of the model, the optimizer and the data loader
-        are made again.
+        All workers call this together at the start of each round. Usually, the most advanced state is sent to
+        all workers, and the model's wrapper, the optimizer and the data loader are created again.
 
         Args:
-            world_size: how many workers there are.
-            rank: of this one.
+            world_size: number of workers.
+            rank: rank of this worker.
         """
 
     def capture_snapshot(self) -> Any:
@@ -40,10 +39,11 @@ class State(ABC):
         return None
 
     def apply_snapshot(self, snapshot: Any) -> None:
-        """Set what changes to what a snapshot holds. :meth:`sync` follows.
+        """Restore the values from a snapshot. :meth:`sync` is called afterwards.
 
         Args:
-            snapshot: what :meth:`capture_snapshot` returned, of this object or of one in another process.
+            snapshot: result of :meth:`capture_snapshot`, from this object or from an object in another
+                process.
         """
         if snapshot is not None:
             raise NotImplementedError(f"{type(self).__name__} has capture_snapshot, but no apply_snapshot")
@@ -122,13 +122,14 @@ class State(ABC):
             content = torch.load(stream, weights_only=False, map_location=on_this_gpu)
         self.load_state_dict(content)
 
-    def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 -- for those that override it
-        """True if it is time for a checkpoint; asked after every step, where checkpoints are configured.
+    def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 -- used by subclasses
+        """Return true if it is time for a checkpoint. The loop calls this after every step if a checkpoint
+        manager is set.
 
-        All workers must give the same answer: each then waits for the one that writes.
+        All workers must return the same value, because they all wait until the checkpoint is written.
 
         Args:
-            rank: of this worker.
+            rank: rank of this worker.
         """
         return False
 

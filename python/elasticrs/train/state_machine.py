@@ -1,21 +1,22 @@
-"""What the loop does next, as a pure function: no I/O, no clock, no randomness.
+"""Decides what the training loop does next. The functions are pure: they use no I/O, clock or random numbers.
 
-:func:`step` takes a state and an event, and returns the next state and the actions to carry out in order.
+:func:`step` takes a state and an event, and returns the next state and a sequence of actions.
 
-Invariants, each held by a property test:
+Invariants, each checked by a property test:
 
-- **TRAIN-1** after every failure the snapshot of this turn is applied before the workers meet again. A
-  ``sync`` that has returned is a turn of its own: what came by it stays.
-- **TRAIN-2** no step follows a failure, or a meeting, before a ``sync`` of all workers: so what one has
-  committed is never lost to the others (the state that has come furthest wins).
-- **TRAIN-3** the loop gives up after ``max_failures`` failures of its own without a committed step between
-  them, and not before. A collective that is broken off is mostly another worker's failure, which that one
-  counts: it takes :data:`OF_OTHERS` times as many, so that the others are still there when it gives up.
-- **TRAIN-4** once a worker knows that the data have ended it takes no further step, and it returns only after
-  one more meeting with a ``sync``, so that all return the same state. Programs for torchelastic 0.1 skip that
-  ``sync`` if all are at the same step (:func:`elasticrs.train.votes.have_ended_together`).
-- **TRAIN-5** who was asked to leave does so only after a step that is done by all: nothing is rolled back for
-  it.
+- **TRAIN-1** after every failure, the snapshot from before the failed step is applied before the workers
+  start a new round. A ``sync`` that has returned is not undone: the received state is kept.
+- **TRAIN-2** after a failure or a rendezvous, no step starts before a ``sync`` of all workers. So no
+  committed step of any worker is lost, because the most advanced state wins.
+- **TRAIN-3** the loop gives up after ``max_failures`` failures of this worker without a committed step in
+  between, and not earlier. An aborted collective is usually caused by a failure of another worker, which
+  counts that failure itself. So :data:`OF_OTHERS` times as many aborted collectives are allowed, so that this
+  worker is still running when the failing worker gives up.
+- **TRAIN-4** once a worker knows that the data has run out, it takes no further step. It returns only after
+  one more rendezvous with a ``sync``, so that all workers return the same state. Programs for torchelastic
+  0.1 skip that ``sync`` if all are at the same step (:func:`elasticrs.train.votes.have_ended_together`).
+- **TRAIN-5** a worker that was asked to leave does so only after a step that all workers have completed, so
+  no step is rolled back because of it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from enum import Enum
 from elasticrs.job.value import Value
 
 OF_OTHERS = 100
-"""How many collectives that were broken off count as one failure."""
+"""Number of aborted collectives that count as one failure."""
 
 
 class Event(Enum):
-    """What has happened to this worker."""
+    """Event that this worker reports to the state machine."""
 
     BEGIN = "begin"
     MET = "met"
@@ -47,7 +48,7 @@ class Event(Enum):
 
 
 class Action(Enum):
-    """What this worker does."""
+    """Action that this worker executes."""
 
     MEET = "meet"
     SYNC = "sync"
@@ -61,13 +62,13 @@ class Action(Enum):
 
 
 class Loop(Value):
-    """Everything that decisions depend on.
+    """State of the training loop. All decisions depend only on this state and the event.
 
     Args:
-        max_failures: how many failures without progress are too many.
-        failures: of this worker, since the last committed step.
-        broken_off: collectives, since then.
-        at_the_end: some worker's data have ended.
+        max_failures: number of failures without progress after which the loop gives up.
+        failures: number of failures of this worker since the last committed step.
+        broken_off: number of aborted collectives since the last committed step.
+        at_the_end: true if any worker has run out of data.
     """
 
     max_failures: int
@@ -76,7 +77,8 @@ class Loop(Value):
     at_the_end: bool = False
 
 
-# A look at a member of an enumeration costs more than the rest of a turn without news.
+# Look up these members only once, because accessing a member of an enumeration is slower than the rest of an
+# iteration without changes.
 STEPPED = Event.STEPPED
 ONE_STEP = (Action.STEP,)
 _MEET = (Action.MEET,)
@@ -84,7 +86,7 @@ _SYNC = (Action.SYNC,)
 
 
 def step(loop: Loop, event: Event) -> tuple[Loop, tuple[Action, ...]]:
-    """Return the state after an event, and what to do."""
+    """Return the state after an event, and the actions to execute in order."""
     if event is STEPPED:
         return _with_progress(loop), ONE_STEP
     if event is Event.BEGIN:

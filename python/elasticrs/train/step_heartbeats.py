@@ -1,4 +1,4 @@
-"""Signs of life that the loop gives for a step in which the program gives none; for ``--hang-timeout``."""
+"""Sends a heartbeat after each step in which the program has sent none, for ``--hang-timeout``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ _are_watched: bool | None = None
 
 
 def begin_meeting() -> None:
-    """From here to the end of the next step a worker may take any time: who is stuck is found otherwise, and
-    after the last meeting there are no steps.
+    """Suspend the time limit for heartbeats until the end of the next step. Workers that are stuck in a
+    rendezvous are detected by other means, and no step follows the last rendezvous.
     """
-    global _is_meeting  # noqa: PLW0603 -- of the process, as its heartbeats are
-    # Until the first sign of life the limit of a start counts.
+    global _is_meeting  # noqa: PLW0603 -- process-wide, like the heartbeats
+    # Before the first heartbeat, the time limit for the start applies.
     if _count > 0 and not _is_meeting:
         _is_meeting = True
         _meeting.__enter__()
 
 
 def step_is_done() -> None:
-    """Give a heartbeat, unless the step had one."""
+    """Send a heartbeat, unless the program has sent one during the step."""
     global _is_meeting, _count, _are_watched  # noqa: PLW0603 -- see above
     if _are_watched is None:
-        # Not before: this module may have been imported by the nursery.
+        # Read the environment only now, because the nursery may have imported this module before it forked
+        # this worker.
         _are_watched = "ELASTICRS_HEARTBEAT" in os.environ
     if not _are_watched:
         return

@@ -1,7 +1,9 @@
-"""What the workers tell each other at each meeting, and what follows from it. Pure.
+"""Votes that the workers exchange at the start of each round, and functions that evaluate them. Pure
+functions.
 
-Nothing is sent between two meetings. A worker that wants a checkpoint after a step in which another one does
-not waits for it; the other one fails in its next collective, so all meet anew, and here the reason is found.
+No votes are sent during a round. If a worker wants a checkpoint after a step and another worker does not, the
+first one waits, and the next collective of the other one fails. All workers then start a new round, where
+:func:`disagreement` finds the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Vote(Value):
 
 
 def numbers_of(vote: Vote) -> list[int]:
-    """Return a vote as it is sent."""
+    """Encode a vote as the numbers that are sent."""
     return [int(each) for each in vote.values()]
 
 
@@ -79,10 +81,11 @@ def have_ended_together(votes: Sequence[Vote]) -> bool:
 
 
 def disagreement(votes: Sequence[Vote]) -> str | None:
-    """Return in what the workers differ that must be the same on all; ``None`` for nothing.
+    """Return a message if the workers disagree about the checkpoint manager or the time of a checkpoint;
+    ``None`` if they agree.
 
     Args:
-        votes: by rank.
+        votes: votes of all workers, by rank.
     """
     if len({vote.has_manager for vote in votes}) > 1:
         with_one = [rank for rank, vote in enumerate(votes) if vote.has_manager]
@@ -92,7 +95,7 @@ def disagreement(votes: Sequence[Vote]) -> str | None:
         if not first.is_saving:
             continue
         peers = [vote for vote in votes if vote.last_round == first.last_round]
-        # One that has said yes later has come out of this save.
+        # Ignore workers that returned true in a later call, because they have completed this save.
         against = [vote for vote in peers if vote.asked >= first.said_yes > vote.said_yes]
         if against:
             return (

@@ -1,4 +1,4 @@
-"""How fast a worker is."""
+"""Statistics about the speed of a worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["SimpleWorkerStats", "WorkerStats"]
 
 
 class WorkerStats(ABC):
-    """What a train step tells of its speed."""
+    """Base class for the statistics that a train step returns."""
 
     @abstractmethod
     def get_progress_rate(self) -> float | None:
@@ -18,10 +18,10 @@ class WorkerStats(ABC):
 
 
 class SimpleWorkerStats(WorkerStats):
-    """A rate that is known.
+    """Statistics with a given progress rate.
 
     Args:
-        progress_rate: larger is faster.
+        progress_rate: number that is larger for a faster worker; ``None`` if it is not known.
     """
 
     def __init__(self, progress_rate: float | None) -> None:

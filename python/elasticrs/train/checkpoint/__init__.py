@@ -1,4 +1,6 @@
-"""Checkpoints: states that outlive all workers. Off until :func:`set_checkpoint_manager`."""
+"""Saves checkpoints of the training state, which outlive all workers. Disabled until
+:func:`set_checkpoint_manager` is called.
+"""
 
 from __future__ import annotations
 

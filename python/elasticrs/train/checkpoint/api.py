@@ -37,7 +37,8 @@ class CheckpointUtil:
     Attributes:
         coordinator: Coordinator that the loop uses.
         checkpoint_manager: Manager that was set when this object was created. ``None`` for no checkpoints.
-        checkpoint_loaded: True if this worker has a state of this job, so that no checkpoint must be loaded.
+        checkpoint_loaded: True if this worker has a state of this job, so that no checkpoint needs to be
+            loaded.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -72,7 +73,8 @@ class CheckpointUtil:
         self.checkpoint_loaded = True
 
     def save_checkpoint(self, state: State, rank: int) -> None:
-        """Save the state if the coordinator or the state asks for it. All workers must call this together.
+        """Save the state if the coordinator or the state requests a checkpoint. All workers must call this
+        together.
 
         Args:
             state: State to save.

@@ -1,10 +1,11 @@
-"""Checkpoints in a directory: one directory for each, named by its number.
+"""Stores checkpoints in a directory. Each checkpoint is a subdirectory that is named by its number.
 
-- **SAVE-1** a checkpoint gets its number by a rename, when all that it holds is on the disk. What a dead
-  writer has left has another kind of name, and is removed by the next one.
-- **SAVE-2** every stream's length and sum are noted, and compared before it is read.
-- **SAVE-3** the newest whole one is used. A damaged one is named and passed over; one of another job, or of a
-  newer format, is an error: an older one of ours in its place would be a surprise.
+- **SAVE-1** a checkpoint gets its number by a rename, after all its data is on disk. Until then its directory
+  has a different kind of name. The next writer removes the directories that dead writers have left behind.
+- **SAVE-2** the length and checksum of every stream are recorded, and checked before the stream is read.
+- **SAVE-3** the newest complete checkpoint is used. A damaged checkpoint is logged and skipped. A checkpoint
+  of another job, or in a newer format, is an error, because users would not expect an older checkpoint to be
+  loaded instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _BLOCK = 1 << 20
 
 
 class _TornError(CheckpointError):
-    """Not all of a checkpoint is there."""
+    """A checkpoint is incomplete or damaged."""
 
 
 class FileSystemCheckpointManager(CheckpointManager):
@@ -63,25 +64,26 @@ class FileSystemCheckpointManager(CheckpointManager):
 
     @prof
     def create_checkpoint(self) -> Checkpoint:
-        """Return a new one, to be written and committed."""
+        """Return a new checkpoint. The caller writes its streams and commits it."""
         self._remove_unfinished()
         return _New(self)
 
     @prof
     def get_checkpoint(self, sequence_id: int) -> Checkpoint:
-        """Return a committed one by its number.
+        """Return the committed checkpoint with this number.
 
         Raises:
-            CheckpointError: there is none, it is damaged, of another job, or of a newer format.
+            CheckpointError: the checkpoint does not exist, is damaged, belongs to another job, or has a newer
+                format.
         """
         return _Committed(self._path(sequence_id), self._job)
 
     @prof
     def get_latest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest one that is whole; ``None`` if there has never been one.
+        """Return the newest complete checkpoint; ``None`` if there are no checkpoints.
 
         Raises:
-            CheckpointError: all are damaged, or the newest whole one cannot be used by this job.
+            CheckpointError: all checkpoints are damaged, or this job cannot use the newest complete one.
         """
         numbers = self._numbers()
         for number in numbers:
@@ -103,7 +105,7 @@ class FileSystemCheckpointManager(CheckpointManager):
 
     @prof
     def list_checkpoints(self) -> list[Checkpoint]:
-        """Return all committed ones that this job can use, the newest first."""
+        """Return all committed checkpoints that this job can use, newest first."""
         found: list[Checkpoint] = []
         for number in self._numbers():
             with suppress(CheckpointError):
@@ -140,7 +142,7 @@ class FileSystemCheckpointManager(CheckpointManager):
             _log.warning("checkpoint %s was written, but %s cannot be removed: %s", new, old, error)
 
     def manifest(self, files: dict[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint says of itself."""
+        """Return the manifest of a checkpoint with these streams."""
         return {"format": FORMAT, "job": self._job, "streams": files}
 
     def _path(self, number: int) -> str:
@@ -151,7 +153,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _remove(self, path: str) -> None:
-        # Under another name first: a part of it must not look like a whole one.
+        # Rename the checkpoint first, because a partly removed checkpoint must not look complete.
         gone = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.directory)
         os.rename(path, gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -159,7 +161,8 @@ class FileSystemCheckpointManager(CheckpointManager):
     def _remove_unfinished(self) -> None:
         for name in os.listdir(self.directory):
             path = os.path.join(self.directory, name)
-            # Whoever writes holds a lock, until it dies.
+            # A writer holds a lock on its directory until it exits, so only abandoned directories can be
+            # locked.
             if name.startswith(_UNFINISHED) and (lock := _lock(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
@@ -233,16 +236,16 @@ class _Committed(Checkpoint):
         return open(os.path.join(self._path, _file_of(key)), "rb")
 
     def commit(self) -> None:
-        """It is."""
+        """Do nothing, because the checkpoint is already committed."""
 
     def discard(self) -> None:
-        """Committed ones stay."""
+        """Do nothing, because committed checkpoints are kept."""
 
     def verify(self) -> None:
-        """Compare all streams with their sums.
+        """Compare all streams with their recorded lengths and checksums.
 
         Raises:
-            _TornError: one differs.
+            _TornError: a stream differs.
         """
         for key in self._streams:
             self._verify(key)
@@ -278,7 +281,7 @@ def _file_of(key: str) -> str:
 
 
 def _sum(path: str, *, sync: bool = False) -> dict[str, int]:
-    """Return length and sum of a file; with ``sync`` it is on the disk then."""
+    """Return the length and checksum of a file. If ``sync`` is true, also flush the file to disk."""
     length = total = 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
@@ -298,8 +301,8 @@ def _flush(directory: str) -> None:
 
 
 def _lock(path: str) -> int | None:
-    """Return a descriptor that holds the lock of a directory; ``None`` if another process does, or nobody can
-    tell.
+    """Lock a directory and return the descriptor that holds the lock; ``None`` if another process holds the
+    lock, or the directory cannot be opened or locked.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -72,7 +72,7 @@ def set_checkpoint_manager(checkpoint_manager: CheckpointManager | None) -> None
     Args:
         checkpoint_manager: Manager that saves and loads the checkpoints. ``None`` for no checkpoints.
     """
-    global _manager  # noqa: PLW0603 -- of the process
+    global _manager  # noqa: PLW0603 -- process-wide
     _manager = checkpoint_manager
 
 

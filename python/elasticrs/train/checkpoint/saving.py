@@ -1,4 +1,6 @@
-"""When states are saved and loaded: rank 0 does it, and all wait."""
+"""Saves and loads the state of a training loop. Rank 0 reads and writes checkpoints, and all workers wait for
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,18 @@ __all__ = ["CheckpointSaver"]
 _log = logging.getLogger("elasticrs.train")
 
 KEY = "default"
-"""The stream that a state is written to."""
+"""Name of the checkpoint stream that contains the state."""
 
 _MAX_REASON = 500
-"""Bytes of rank 0's error that the others tell."""
+"""Maximum number of bytes of rank 0's error message that are sent to the other workers."""
 
 
 class CheckpointSaver:
-    """Saves and loads the states of a loop: rank 0 reads and writes, the others get the state by ``sync``.
+    """Saves and loads the state of a training loop. Rank 0 reads and writes, and the other workers get the
+    state through ``sync``.
 
     Args:
-        coordinator: of the loop.
+        coordinator: coordinator of the loop.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -70,7 +73,7 @@ class CheckpointSaver:
 
     @prof
     def save_checkpoint(self, state: State, rank: int) -> bool:
-        """Write a checkpoint. All workers must call this together; it returns when rank 0 has finished.
+        """Write a checkpoint. All workers must call this together. The call returns when rank 0 has finished.
 
         If the disk fails, the checkpoint is skipped, a message is logged, and the job continues.
 
@@ -141,7 +144,7 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 
 class _Watched:
-    """Stream wrapper that records write errors, because ``torch.save`` replaces them by a RuntimeError.
+    """Stream wrapper that records write errors, because ``torch.save`` replaces them with a RuntimeError.
 
     Args:
         stream: Stream to write to.

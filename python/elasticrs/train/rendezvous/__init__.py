@@ -1,4 +1,4 @@
-"""How workers meet, with torchelastic's names."""
+"""Rendezvous API for workers, with torchelastic's names."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = [
 
 
 class RendezvousParameters(Value):
-    """Where to meet, in parts.
+    """Parameters of a rendezvous.
 
     Args:
-        rdzv_backend: the scheme of the URL: ``elasticrs`` or ``etcd``.
-        rdzv_endpoint: ``HOST:PORT``.
-        run_id: the name of the job.
-        min_workers: how many have to come.
-        max_workers: how many may come.
+        rdzv_backend: scheme of the rendezvous URL: ``elasticrs`` or ``etcd``.
+        rdzv_endpoint: address of the store, as ``HOST:PORT``.
+        run_id: name of the job.
+        min_workers: minimum number of workers.
+        max_workers: maximum number of workers.
         config: additional settings as ``KEY=VALUE,KEY=VALUE``. ``None`` for no additional settings.
 
     Raises:
-        ValueError: numbers that make no sense, or settings that are none.
+        ValueError: the numbers of workers or the additional settings are invalid.
     """
 
     rdzv_backend: str
@@ -63,7 +63,7 @@ class RendezvousParameters(Value):
 
     @property
     def url(self) -> str:
-        """The URL for ``init_method`` of a coordinator."""
+        """Rendezvous URL, for the parameter ``init_method`` of a coordinator."""
         pairs = [pair.partition("=") for pair in (self.config or "").split(",") if pair]
         if wrong := ["".join(pair) for pair in pairs if not pair[1]]:
             raise ValueError(f"config: got {wrong[0]!r}, expected KEY=VALUE")
@@ -74,13 +74,13 @@ class RendezvousParameters(Value):
 
 
 def get_rendezvous(rdzv_params: RendezvousParameters) -> ElasticRendezvousHandler:
-    """Return a handler for a worker that meets the others by itself.
+    """Return a rendezvous handler for a worker that uses no coordinator.
 
     Args:
-        rdzv_params: where.
+        rdzv_params: parameters of the rendezvous.
 
     Raises:
-        ValueError: they make no sense.
+        ValueError: the parameters are invalid.
     """
     from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
     from elasticrs.train.meeting_url import parse

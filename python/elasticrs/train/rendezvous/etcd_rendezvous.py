@@ -1,4 +1,6 @@
-"""etcd as the place to meet, with torchelastic's names. A URL ``etcd://…`` needs no import of this."""
+"""Classes for a rendezvous through etcd, with torchelastic's names. Programs with an ``etcd://`` URL do not
+have to import this module.
+"""
 
 from __future__ import annotations
 
