@@ -1,5 +1,5 @@
-"""Events of a job. The names, the order and the JSON format are the same as in torch, but the times are real
-and the destinations reliable.
+"""Events of a job. The names, the order and the JSON format are the same as in torch, but events have real
+times and reliable destinations.
 
 >>> from elasticrs import events
 >>> events.record(events.Event("my.event", events.EventSource.WORKER), destination="console")
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class RoleRanks(Protocol):
-    """A worker that knows its ranks: :class:`~elasticrs.job.ranks.WorkerRanks`, or torch's ``Worker``."""
+    """Interface of a worker with ranks: :class:`~elasticrs.job.ranks.WorkerRanks`, or torch's ``Worker``."""
 
     @property
     def local_rank(self) -> int: ...
@@ -77,7 +77,7 @@ def record(event: Event, destination: str = "null") -> None:
     """Send an event to a destination.
 
     Args:
-        event: event to record. A timestamp of 0 means now.
+        event: event to record. If its timestamp is 0, the current time is used.
         destination: see :func:`get_logging_handler`.
 
     Raises:

@@ -70,7 +70,7 @@ class ConsoleHandler(_StreamHandler):
             self._console.write(self.format(record) + self.terminator, 0.0)
 
     def flush(self) -> None:
-        """Wait for the console to take all lines, for a limited time."""
+        """Wait for a limited time until the console has accepted all lines."""
         if self._console is not None and self._owner == os.getpid():
             self._console.write("", _PATIENCE)
         elif self._console is None:
@@ -112,8 +112,8 @@ class LineFileHandler(logging.Handler):
             self._behind = Behind(self._write)
 
     def write_through(self) -> None:
-        """Wait for unwritten lines, for a limited time. When the last agent calls this method, the thread is
-        stopped as well, unless it hangs.
+        """Wait for a limited time until all lines are written. When the last agent calls this method, also
+        stop the thread, unless it hangs.
         """
         self._agents -= 1
         behind = self._behind
@@ -149,7 +149,7 @@ class LineFileHandler(logging.Handler):
             _log.warning("events cannot be written to %s: %s", self._path, what)
 
     def flush(self) -> None:
-        """Wait for unwritten lines, for a limited time."""
+        """Wait for a limited time until all lines are written."""
         if self._behind is not None and self._behind.is_ours:
             self._behind.wait(0.0 if _SLOW in self._complaints else _PATIENCE)
 

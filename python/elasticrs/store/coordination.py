@@ -104,13 +104,13 @@ class Missing(Compare):
 
 
 class CreatedAt(Compare):
-    """The key was created at this revision; 0 if the key does not exist."""
+    """The key was created at this revision. Revision 0 means that the key does not exist."""
 
     revision: int
 
 
 class ModifiedAt(Compare):
-    """The key was last put at this revision; 0 if the key does not exist."""
+    """The key was last put at this revision. Revision 0 means that the key does not exist."""
 
     revision: int
 

@@ -45,7 +45,7 @@ def connect(
         run_id: id of this run. A store that serves a single run refuses all others.
         prefix: prefix of every key.
         token: token of the store, or the token that was derived from it for ``scope``.
-        scope: the token only allows keys with this prefix; ``None`` for all keys.
+        scope: prefix to which the token restricts the keys; ``None`` for all keys.
         timeout: time limit of :meth:`Store.get` and :meth:`Store.wait`.
         connect_timeout: time limit for connecting, in seconds.
 
@@ -131,7 +131,7 @@ class Store(TimedStore):
         self._txn(then=[Put(self._key(key), bytes_of(value), False) for key, value in pairs])
 
     def hold(self, key: str) -> None:
-        """Set a key to empty bytes until this connection is closed, which deletes the key. Not in torch."""
+        """Set a key to empty bytes. The key is deleted when this connection ends. Not in torch."""
         self._txn(then=[Put(self._key(key), b"", True)])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

@@ -21,7 +21,7 @@ __all__ = ["RequestQueue", "TimerClient", "TimerRequest", "TimerServer", "config
 
 
 class TimerRequest:
-    """Request of a worker to start or release a timer.
+    """Request from a worker to start or release a timer.
 
     Args:
         worker_id: identity of the worker, in any form on which client and server agree.
@@ -30,7 +30,7 @@ class TimerRequest:
     """
 
     __slots__ = ("expiration_time", "scope_id", "worker_id")
-    __hash__ = None  # type: ignore[assignment]  # as for any mutable value
+    __hash__ = None  # type: ignore[assignment] # mutable, so not hashable
 
     def __init__(self, worker_id: Any, scope_id: str, expiration_time: float) -> None:
         self.worker_id = worker_id
@@ -131,7 +131,7 @@ class TimerServer(ABC):
         """Kill a worker.
 
         Returns:
-            True if the worker was killed. The server retries after false. An exception counts as success.
+            True if the worker was killed. If false, the server retries. An exception counts as success.
         """
 
     def start(self) -> None:
@@ -251,7 +251,7 @@ class expires:  # noqa: N801 -- torch's name
         client: client that sends requests to the server; ``None`` for the client set by :func:`configure`.
 
     Raises:
-        RuntimeError: there is no client.
+        RuntimeError: no client was passed or configured.
     """
 
     __slots__ = ("_after", "_at", "_client", "_entered", "_scope")

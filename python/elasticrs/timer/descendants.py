@@ -29,7 +29,7 @@ class Descendants:
     def bind(self, pid: int, started: int = 0) -> bool:
         """Hold a pidfd of a process. Return false if the process has ended or is not a descendant of the
         current process. ``started`` is the start time of the process (:func:`started_at`), or 0 if it is
-        unknown. Any pid is accepted, because it comes from an untrusted request.
+        unknown. ``pid`` may be any value, because it comes from a request that was not checked.
         """
         if pid not in self._pidfds:
             try:

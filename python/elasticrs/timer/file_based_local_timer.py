@@ -59,7 +59,7 @@ class FileTimerRequest(TimerRequest):
     """
 
     __slots__ = ("signal", "version")
-    __hash__ = None  # as for any mutable value
+    __hash__ = None  # mutable, so not hashable
 
     def __init__(self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0) -> None:
         super().__init__(worker_pid, scope_id, expiration_time)

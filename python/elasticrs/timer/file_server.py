@@ -112,7 +112,7 @@ class FileTimerServer(DescendantTimers):
         return True
 
     def get_last_progress_time(self) -> int:
-        """Return when the thread last ran its loop, in whole seconds since 1970."""
+        """Return the time at which the thread last ran its loop, in whole seconds since 1970."""
         return self._last_progress_time
 
     # --- the thread ---

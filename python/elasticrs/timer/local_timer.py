@@ -26,7 +26,7 @@ class LocalTimerRequest(TimerRequest):
     """
 
     __slots__ = ("start_time",)
-    __hash__ = None  # as for any mutable value
+    __hash__ = None  # mutable, so not hashable
 
     def __init__(self, worker_id: int, scope_id: str, expiration_time: float, start_time: int) -> None:
         super().__init__(worker_id, scope_id, expiration_time)

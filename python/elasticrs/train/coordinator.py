@@ -24,7 +24,7 @@ class FinalState(Value):
     Args:
         content: Bytes that ``State.save`` wrote on another worker. ``None`` if no living worker has a copy.
         in_checkpoint: True if the newest checkpoint holds the final state.
-        trouble: Message to the user that says why there is no content, and what to do.
+        trouble: Message for the user that explains why there is no content, and what to do.
     """
 
     content: bytes | None
@@ -99,7 +99,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def should_rendezvous(self, state: State) -> bool:
-        """Return true if the workers shall start a new round, for instance to admit new workers. The loop
+        """Return true if the workers have to start a new round, for instance to admit new workers. The loop
         calls this after every step, and the result must be the same on all workers.
 
         Args:
@@ -114,7 +114,7 @@ class Coordinator(ABC):
         :meth:`should_save_before_meeting` return true.
 
         Args:
-            leave: true if this worker shall leave the job after saving. :meth:`should_leave` then returns
+            leave: true if this worker has to leave the job after saving. :meth:`should_leave` then returns
                 true.
         """
         raise NotImplementedError
@@ -166,8 +166,8 @@ class Coordinator(ABC):
         """Announce that this worker has no more data. The loop calls this before the worker's last
         :meth:`rendezvous_barrier`.
 
-        Workers that have not finished the last step yet shall finish it. No worker shall wait for this one in
-        a later step.
+        Workers that have not finished the last step yet must still finish it. No worker may wait for this one
+        in a later step.
         """
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- optional to override

@@ -106,7 +106,8 @@ def broadcast_float_list(float_list: Sequence[float], src_rank: int = 0) -> list
     """Broadcast a list of floats from one worker to all workers, and return it.
 
     Args:
-        float_list: List of this worker. It is used only on the source rank; the lengths may differ.
+        float_list: List of this worker. It is used only on the source rank. The lists may have different
+            lengths.
         src_rank: Rank that sends its list.
     """
     import torch
@@ -153,7 +154,7 @@ def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
         src_rank: Rank that sends its data.
 
     Returns:
-        An array or a tensor, on every worker of the type that the source passed.
+        An array or a tensor. On every worker, it has the type that the source passed.
 
     Raises:
         TypeError: This worker passed an object of another type.

@@ -21,8 +21,8 @@ def record(name: str, rank: int, **more: str | float | bool | None) -> None:
     """Record an event of this worker.
 
     Args:
-        name: ``rendezvous_started``, ``rendezvous_succeeded``, ``rendezvous_closed``,
-            ``rendezvous_failed_timeout``, ``rendezvous_failed``, ``train_step_runtime_error``.
+        name: name of the event: ``rendezvous_started``, ``rendezvous_succeeded``, ``rendezvous_closed``,
+            ``rendezvous_failed_timeout``, ``rendezvous_failed`` or ``train_step_runtime_error``.
         rank: rank of this worker in the round; -1 outside a round.
         more: further details of the event.
     """

@@ -260,7 +260,9 @@ def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] |
 
 
 def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the seats whose servers accept connections."""
+    """Return the seats, which are the records of workers with a copy, whose HTTP servers accept
+    connections.
+    """
 
     def accepts(seat: dict[str, Any]) -> bool:
         try:

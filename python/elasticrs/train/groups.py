@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
 """Seconds after which connections that may not belong to a process group are shut down as well, because the
-creation of the group does not stop. It is more than :data:`CONNECT_TIMEOUT`, because connecting to the store
-cannot be aborted.
+creation of a group still has not stopped. It is more than :data:`CONNECT_TIMEOUT`, because connecting to the
+store cannot be aborted.
 """
 
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
@@ -285,8 +285,8 @@ def _knock(address: tuple[int, Any], count: int) -> None:
 # --- groups ---
 
 MEETING_TIMEOUT = 10.0
-"""Time limit in seconds for creating a group. Each worker adds 0.1 seconds. It is needed because a connection
-that a dead peer has not opened has no descriptor that could be shut down.
+"""Time limit in seconds for creating a group. Each worker adds 0.1 seconds. The limit is needed because a
+connection that a dead peer has not opened has no descriptor that could be shut down.
 """
 
 CONNECT_TIMEOUT = 3.0
@@ -377,7 +377,7 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
     _hooks[:] = [sys.excepthook, hook]
     store.set_timeout(timeout)
     if first != timeout:
-        # Until torch 2.14, the function has only the private name.
+        # Until torch 2.14, this function has only a private name.
         getattr(distributed, "set_timeout", distributed.distributed_c10d._set_pg_timeout)(timeout)
 
 

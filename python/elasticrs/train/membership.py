@@ -253,7 +253,7 @@ class Membership:
 
         Args:
             reason: a few words for the log.
-            saves: true if the workers shall save a checkpoint after that step.
+            saves: true if the workers have to save a checkpoint after that step.
         """
         current = self._round
         if current is None:

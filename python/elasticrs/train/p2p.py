@@ -174,7 +174,8 @@ class CoordinatorP2P(Coordinator):
                 self._join_late()
             self._member.shutdown()
             if error.has_failed:
-                # Raise an error, because the loop would otherwise return its state as the final one.
+                # The job has failed, so raise an error. Otherwise the loop would return its state as the
+                # final state.
                 raise NonRetryableException(f"the training has failed: {error}") from error
             self.stop_training = True
             raise StopException(str(error)) from error

@@ -474,7 +474,7 @@ class _Run:
         return None
 
     def _leave_round(self, is_saved: bool | None) -> Event:
-        """Leave the round. If a checkpoint was requested, save it first.
+        """Leave the round. If a checkpoint was requested, save one first.
 
         All workers have completed this step, so a save that is aborted does not roll the step back.
 
@@ -499,7 +499,8 @@ class _Run:
 
     def _judge(self, error: Exception) -> Event:
         if self._forks != forked.count():
-            # Do not call the coordinator, because this is a forked child and the coordinator is the parent's.
+            # Do not call the coordinator, because this is a forked child and the coordinator belongs to the
+            # parent.
             self._error = (
                 error if isinstance(error, NonRetryableException) else NonRetryableException(forked.message())
             )

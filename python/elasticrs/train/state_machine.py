@@ -4,8 +4,8 @@
 
 Invariants, each checked by a property test:
 
-- **TRAIN-1** after every failure, the snapshot from before the failed step is applied before the workers
-  start a new round. A ``sync`` that has returned is not undone: the received state is kept.
+- **TRAIN-1** after every failure, the snapshot from before the failed step or rendezvous is applied before
+  the workers start a new round. A ``sync`` that has returned is not undone: the received state is kept.
 - **TRAIN-2** after a failure or a rendezvous, no step starts before a ``sync`` of all workers. So no
   committed step of any worker is lost, because the most advanced state wins.
 - **TRAIN-3** the loop gives up after ``max_failures`` failures of this worker without a committed step in

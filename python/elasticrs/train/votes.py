@@ -1,5 +1,4 @@
-"""Votes that the workers exchange at the start of each round, and functions that evaluate them. Pure
-functions.
+"""Votes that the workers exchange at the start of each round, and pure functions that evaluate them.
 
 No votes are sent during a round. If a worker wants a checkpoint after a step and another worker does not, the
 first one waits, and the next collective of the other one fails. All workers then start a new round, where

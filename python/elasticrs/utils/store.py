@@ -107,7 +107,7 @@ def barrier(
         barrier_timeout: time limit in seconds.
         rank: rank of the caller. If given, rank 0 finds the missing ranks and names them in its error.
         rank_tracing_decoder: returns the name of a rank in that error.
-        trace_timeout: seconds that rank 0 waits for a rank before it considers the rank missing.
+        trace_timeout: seconds that rank 0 waits for each rank until it has found a missing one.
 
     Raises:
         AssertionError: a decoder was given without a rank.

@@ -97,7 +97,7 @@ def _report(**line: object) -> None:
     os.write(_REPORT, json.dumps(line).encode() + b"\n")
 
 
-# --- the guard ---
+# --- checks that the process is clean ---
 
 
 class _ProgramError(BaseException):
@@ -288,8 +288,9 @@ def _kept(fd: int) -> str | None:
 
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
-    """Return why a module cannot be preloaded, although its import succeeded: the import had an effect that
-    does not survive a fork, or that forked workers may not share. ``None`` if there is no such effect.
+    """Return the reason why a module cannot be preloaded, although its import succeeded: the import had an
+    effect that does not survive a fork, or that forked workers may not share. ``None`` if there is no such
+    effect.
     """
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
@@ -365,8 +366,8 @@ def _end_if_cut_off(before: dict[int, str]) -> None:
     if any(now.get(fd) != before[fd] for fd in _AGENT):
         import signal
 
-        # Put a pipe there, so that the agent can distinguish this case from an `exec`, after which there is
-        # no pipe.
+        # Put a pipe in place of the last descriptor, so that the agent can distinguish this case from an
+        # `exec`, after which there is no pipe.
         os.dup2(os.pipe()[1], _AGENT[-1])
         os.close(_AGENT[0])
         while True:

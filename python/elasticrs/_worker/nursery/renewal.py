@@ -30,7 +30,7 @@ def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int
     import gc
     import stat
 
-    if "triton._C.libtriton" in sys.modules:  # Triton prints warnings about uncollected objects.
+    if "triton._C.libtriton" in sys.modules:  # Otherwise triton warns about uncollected objects.
         return gc.unfreeze()
     for fd, link in open_files().items():
         # Files named `.fault` belong to the hook, and no Python file object writes to them.
