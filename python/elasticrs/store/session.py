@@ -31,8 +31,8 @@ class NativeSession:
 
     @property
     def met(self) -> tuple[bytes, int] | None:
-        """Identity of the store, to be passed to later clients of the same store; ``None`` if the client has
-        not connected to a built-in store yet.
+        """Name of the store that the client connected to last, and the highest revision seen there, to be
+        passed to later clients; ``None`` if the client has not connected to a built-in store yet.
         """
         return self._client.met
 
