@@ -93,21 +93,18 @@ class Round(Record):
 
 
 class Membership:
-    """Membership of one worker in the rendezvous of a job. The same thread must request rounds and count
-    steps.
+    """Membership of one worker in the rendezvous of a job. One thread must request rounds and count steps.
 
     Args:
         rendezvous: settings of the rendezvous.
         backend: name of the rendezvous backend.
-        on_change: called by the watching thread when a round ends while this worker is in it, before the
-            thread does anything else. Exceptions are logged.
+        on_change: called first when a round of this worker ends, by the watching thread. Errors are logged.
         stuck_timeout: see :data:`STUCK_TIMEOUT`.
 
     Attributes:
         abort: function that aborts communication other than the recorded connections, such as NCCL
             communicators. The watching thread calls it once for each broken round.
-        page: memory page that is shared with the agent, if there is an agent. Each round and the end of the
-            training are recorded there.
+        page: memory page in which the agent, if any, sees each round and the end of the training.
     """
 
     def __init__(
@@ -558,9 +555,7 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """Return true if a member has died, which deletes its key in the store. A member that was already out of
-    the round does not count.
-    """
+    """Return true if a member has died, and with it its key, before it was out of the round."""
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 
 
@@ -577,10 +572,8 @@ def _wait_for_all(current: Round) -> None:
 
 
 def _pause(current: Round) -> float:
-    """Return the seconds between two polls of the board. They increase with the world size, because each
-    worker adds a few keys to the board and polls it.
-    """
-    return 0.002 * current.world_size
+    """Return the seconds between two polls of the board."""
+    return 0.002 * current.world_size  # each worker adds a few keys to the board and polls it
 
 
 def _end_process(current: Round, limit: float) -> NoReturn:

@@ -141,6 +141,6 @@ def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[s
     return {
         **env,
         "PYTHONPATH": os.pathsep.join([_NURSERY, *entries]),
-        "ELASTICRS_NURSERY": json.dumps(settings),
-        "ELASTICRS_NURSERY_CORE": core,
+        "ELASTICRS_WARM": json.dumps(settings),
+        "ELASTICRS_WARM_CORE": core,
     }

@@ -21,8 +21,7 @@ use crate::timer::hang::{Elsewhere, Limits, Watch};
 pub const PAUSE_IS_TOLD_AFTER: Duration = Duration::from_secs(1);
 /// Time from SIGTERM to SIGKILL for descendants that are still running after `--linger`.
 const LINGERER_GRACE: Duration = Duration::from_secs(1);
-/// Time limit for the sweep if workers did not exit after SIGKILL. It is short, because their descendants will probably
-/// not exit either.
+/// Time limit for the sweep if workers did not exit after SIGKILL, because their descendants will probably not either.
 pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 
 /// Input of a group's state machine.
@@ -55,8 +54,8 @@ pub enum Input {
     NurseryLost(NurseryEnd),
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
     Fenced,
-    /// Pids of dead members whose exits have not been reported yet. Comes before each input that may make the group
-    /// send signals. Otherwise a worker that had died by itself would be recorded as stopped by the supervisor.
+    /// Pids of dead members whose exits have not been reported yet. Comes before each input that may make the group send
+    /// signals. Otherwise a worker that had died by itself would be recorded as stopped.
     Dead(Vec<i32>),
     /// A timer of a member, or of one of its descendants, was not released in time.
     TimerExpired(TimerExpired),
@@ -584,8 +583,7 @@ impl Group {
     fn tell_end(&mut self, swept: Swept, effects: &mut Vec<Effect>) {
         self.phase = Phase::Ended;
         if self.suspended {
-            // Resume the deadlines, although no member is left, because the next group uses the same deadlines.
-            self.thaw(effects);
+            self.thaw(effects); // the next group uses the same deadlines
         }
         let stuck_workers = self.members.iter().filter(|m| !m.ended).map(|m| (m.local_rank, m.pid)).collect();
         let (outcome, nursery) = (self.outcome, self.nursery);

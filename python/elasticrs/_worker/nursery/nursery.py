@@ -387,36 +387,6 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
     _execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
 
 
-class _Captured:
-    """Captures stdout and stderr until :meth:`end`."""
-
-    def __init__(self) -> None:
-        import fcntl
-
-        self._kept = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _RESERVED) for fd in (1, 2)}
-        for fd in self._kept:
-            memory = os.memfd_create("imports")
-            os.dup2(memory, fd)
-            os.close(memory)
-
-    def end(self) -> dict[int, bytes]:
-        printed = {}
-        for fd, kept in self._kept.items():
-            (sys.stdout if fd == 1 else sys.stderr).flush()
-            printed[fd] = os.pread(fd, os.fstat(fd).st_size, 0)
-            os.dup2(kept, fd)
-            os.close(kept)
-        return printed
-
-
-def _reserve() -> list[int]:
-    null = os.open(os.devnull, os.O_RDONLY)
-    free = [fd for fd in range(3, _RESERVED) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
-    for fd in free:
-        os.dup2(null, fd, inheritable=False)
-    return [null, *free]
-
-
 def _left_out_before(environ: dict[str, str]) -> set[str]:
     """Return the modules that earlier nursery processes left out, and the modules whose import ended such a
     process.
@@ -450,7 +420,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
     # Watch the seeds only if no file beside the script has the name of a module that `Watch` imports, because
     # the script has to import that file instead.
     watch = generators.Watch() if surroundings.beside_script(generators.NEEDED) is None else None
-    reserved, captured = _reserve(), _Captured()
+    descriptors = _beside("descriptors")
+    reserved, captured = descriptors.reserve(_RESERVED), descriptors.Captured(_RESERVED)
     before, untouched = _open_files(), dict(os.environ)
     variables.hide()
     python: Any = os

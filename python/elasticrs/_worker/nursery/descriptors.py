@@ -1,0 +1,42 @@
+"""File descriptors of a warm nursery while it imports modules. Loaded by ``nursery.py``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+class Captured:
+    """Captures stdout and stderr until :meth:`end`.
+
+    Args:
+        lowest: lowest descriptor that may be used for the original streams.
+    """
+
+    def __init__(self, lowest: int) -> None:
+        import fcntl
+
+        self._kept = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest) for fd in (1, 2)}
+        for fd in self._kept:
+            memory = os.memfd_create("imports")
+            os.dup2(memory, fd)
+            os.close(memory)
+
+    def end(self) -> dict[int, bytes]:
+        """Restore the streams. Return what was printed, by descriptor."""
+        printed = {}
+        for fd, kept in self._kept.items():
+            (sys.stdout if fd == 1 else sys.stderr).flush()
+            printed[fd] = os.pread(fd, os.fstat(fd).st_size, 0)
+            os.dup2(kept, fd)
+            os.close(kept)
+        return printed
+
+
+def reserve(limit: int) -> list[int]:
+    """Occupy all free descriptors below a limit, so that modules cannot open them, and return them."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    free = [fd for fd in range(3, limit) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
+    for fd in free:
+        os.dup2(null, fd, inheritable=False)
+    return [null, *free]
