@@ -1,4 +1,4 @@
-"""How the nodes of a job find each other: torch's interfaces, and handlers for them."""
+"""Rendezvous of a job's nodes: torch's interfaces, and handlers that implement them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    # Who asks for the registry of handlers expects to find them in it.
+    # Load the handler registry from the module that fills it, so that importers get it with all handlers.
     "elasticrs.rendezvous.registry": ("rendezvous_handler_registry", "_register_out_of_tree_handlers"),
     "elasticrs.rendezvous.api": tuple(__all__),
 }
@@ -50,5 +50,5 @@ _SUBMODULES = (
 
 
 def __getattr__(name: str) -> object:
-    # The command line comes through this package and needs none of these.
+    # Import lazily, because the command line imports this package without needing any of these names.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

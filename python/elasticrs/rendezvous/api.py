@@ -1,7 +1,7 @@
 """Torch's rendezvous interfaces: errors, handler, parameters, registry.
 
-Names, signatures and error texts are torch's (``torch.distributed.elastic.rendezvous.api``), so that handlers
-written for it work here; the texts are compared by its tests.
+Names, signatures and error messages are those of ``torch.distributed.elastic.rendezvous.api``, so that
+handlers written for torch work here. The messages are the same because torch's tests compare them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class RendezvousError(Exception):
 
 
 class RendezvousClosedError(RendezvousError):
-    """The rendezvous is closed: the job has ended.
+    """The rendezvous is closed because the job has ended.
 
     Attributes:
         has_failed: true if the job is known to have failed.
@@ -39,15 +39,15 @@ class RendezvousStateError(RendezvousError):
 
 
 class RendezvousGracefulExitError(RendezvousError):
-    """A spare node may exit without that being a failure."""
+    """Tells a spare node to exit without reporting a failure."""
 
 
 _TORCHS = "torch.distributed.elastic.rendezvous.api"
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """True if an error is of this kind: ours, or torch's of the same name, which handlers of
-    packages raise.
+    """Return true if an error is an instance of an error class of this module, or of torch's class with the
+    same name, which handlers of other packages may raise.
     """
     return isinstance(error, kind) or any(
         (each.__module__, each.__name__) == (_TORCHS, kind.__name__) for each in type(error).__mro__
@@ -56,11 +56,11 @@ def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
 
 @dataclass
 class RendezvousStoreInfo:
-    """Where the workers' store listens.
+    """Address of the workers' store.
 
     Args:
         master_addr: host of rank 0.
-        master_port: its port.
+        master_port: port of the store on that host.
     """
 
     MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
@@ -72,13 +72,14 @@ class RendezvousStoreInfo:
     def build(
         rank: int, store: Any, local_addr: str | None, server_port: int | None = None
     ) -> RendezvousStoreInfo:
-        """Agree on an address: rank 0 publishes it in the store, all read it.
+        """Agree on the address of the workers' store. Rank 0 publishes the address in the shared store, and
+        all nodes read it from there.
 
         Args:
-            rank: of this node.
-            store: with ``set`` and ``get`` of bytes.
-            local_addr: address of this node; its fully qualified name when ``None``.
-            server_port: the port; a free one when ``None``.
+            rank: rank of this node.
+            store: shared store, with the methods ``set`` and ``get`` for bytes.
+            local_addr: address of this node; its fully qualified name if ``None``.
+            server_port: port of the workers' store; a free port if ``None``.
         """
         if rank == 0:
             import socket
@@ -91,13 +92,14 @@ class RendezvousStoreInfo:
 
 
 class RendezvousInfo:
-    """What a completed rendezvous gives to a node.
+    """Result of a completed rendezvous for one node.
 
     Args:
-        store: shared by the nodes; of a node by itself, served from its first use on.
-        rank: of this node.
+        store: store that the nodes share. If there is only one node, it starts serving the store on first
+            use.
+        rank: rank of this node.
         world_size: number of nodes.
-        bootstrap_store_info: where the workers' store listens.
+        bootstrap_store_info: address of the workers' store.
     """
 
     def __init__(
@@ -125,36 +127,36 @@ class RendezvousInfo:
 
     @property
     def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
-        """Where the workers' store listens."""
+        """Address of the workers' store."""
         return self._bootstrap_store_info
 
 
 class RendezvousHandler(ABC):
-    """One node's part in the rendezvous of a job."""
+    """Base class of rendezvous handlers. A handler takes part in a job's rendezvous for one node."""
 
     @abstractmethod
     def get_backend(self) -> str:
-        """The name under which it is registered."""
+        """Return the name under which the handler's backend is registered."""
 
     @property
     def use_agent_store(self) -> bool:
-        """True if workers may use a store that an agent serves; otherwise rank 0 hosts one."""
+        """True if an agent serves the workers' store; false if rank 0 hosts it."""
         return False
 
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until a round is complete.
+        """Join the next round, and wait until it is complete.
 
         Raises:
             RendezvousClosedError: the job has ended.
             RendezvousConnectionError: the backend cannot be reached.
-            RendezvousStateError: its state is corrupt.
-            RendezvousTimeoutError: too few nodes came in time.
+            RendezvousStateError: the state of the rendezvous is corrupt.
+            RendezvousTimeoutError: too few nodes joined in time.
         """
 
     @abstractmethod
     def is_closed(self) -> bool:
-        """True if the job has ended; may lag behind."""
+        """Return true if the job is known to have ended. The answer may be slightly out of date."""
 
     @abstractmethod
     def set_closed(self) -> None:
@@ -162,35 +164,35 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def num_nodes_waiting(self) -> int:
-        """How many nodes arrived after the round was complete."""
+        """Return the number of nodes that arrived after the round was complete."""
 
     @abstractmethod
     def get_run_id(self) -> str:
-        """The name of the job."""
+        """Return the name of the job."""
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Release what this node holds, and close the rendezvous.
+        """Close the rendezvous, and release the resources of this node.
 
         Returns:
-            True if that worked.
+            True if the rendezvous was closed.
         """
 
 
 class RendezvousParameters:
-    """What a handler is made from.
+    """Parameters from which a handler is created.
 
     Args:
-        backend: the name of a registered backend.
-        endpoint: ``HOST[:PORT]``.
-        run_id: the name of the job.
-        min_nodes: fewest nodes.
-        max_nodes: most nodes.
+        backend: name of a registered backend.
+        endpoint: endpoint of the backend, as ``HOST[:PORT]``.
+        run_id: name of the job.
+        min_nodes: minimum number of nodes.
+        max_nodes: maximum number of nodes.
         local_addr: address of this node.
         **kwargs: settings of the backend.
 
     Raises:
-        ValueError: no backend, or bad numbers of nodes.
+        ValueError: the backend name is empty, or the numbers of nodes are invalid.
     """
 
     def __init__(
@@ -223,15 +225,15 @@ class RendezvousParameters:
         self.local_addr = local_addr
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting, or ``default``."""
+        """Return a setting, or ``default`` if it is not set."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """A setting as a truth value: ``1``, ``true``, ``t``, ``yes``, ``y`` and their opposites, in any
-        case.
+        """Return a setting as a Boolean. ``1``, ``true``, ``t``, ``yes`` and ``y`` are true; ``0``,
+        ``false``, ``f``, ``no`` and ``n`` are false. Letter case does not matter.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the setting has another value.
         """
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
@@ -247,10 +249,10 @@ class RendezvousParameters:
         )
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """A setting as a whole number.
+        """Return a setting as an integer.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the setting is not an integer.
         """
         value = self.get(key, default)
         if value is None:
@@ -267,20 +269,20 @@ RendezvousHandlerCreator: TypeAlias = Callable[[RendezvousParameters], Rendezvou
 
 
 class RendezvousHandlerRegistry:
-    """Backends by name."""
+    """Registry of rendezvous backends by name."""
 
     def __init__(self) -> None:
         self._registry: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Add a backend; doing so twice with the same creator is fine.
+        """Register a backend. Registering the same backend with the same creator again has no effect.
 
         Args:
-            backend: its name.
-            creator: makes a handler.
+            backend: name of the backend.
+            creator: function that creates a handler from parameters.
 
         Raises:
-            ValueError: no name, or another creator has it.
+            ValueError: the name is empty, or is registered with another creator.
         """
         if not backend:
             raise ValueError("The rendezvous backend name must be a non-empty string.")
@@ -292,22 +294,22 @@ class RendezvousHandlerRegistry:
             )
 
     def is_registered(self, backend: str) -> bool:
-        """True if a backend of this name is registered."""
+        """Return true if a backend with this name is registered."""
         return backend in self._registry
 
     def names(self) -> list[str]:
-        """Names of all backends. Not in torch."""
+        """Return the names of all registered backends. Torch does not have this method."""
         return list(self._registry)
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """Make a handler.
+        """Create a handler.
 
         Args:
-            params: with the name of the backend.
+            params: parameters, including the name of the backend.
 
         Raises:
-            ValueError: no such backend.
-            RuntimeError: the creator made a handler of another one.
+            ValueError: no backend with this name is registered.
+            RuntimeError: the creator returned a handler for another backend.
         """
         creator = self._registry.get(params.backend)
         if creator is None:
@@ -325,7 +327,7 @@ class RendezvousHandlerRegistry:
 
 
 rendezvous_handler_registry = RendezvousHandlerRegistry()
-"""The registry that launchers use."""
+"""Global registry of backends, which launchers use."""
 
 
 def _free_port() -> int:

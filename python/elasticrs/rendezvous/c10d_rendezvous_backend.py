@@ -1,5 +1,5 @@
-"""Rendezvous back end that keeps its state in a store with ``compare_set`` (torch's or ours), and the
-creation of such stores.
+"""Rendezvous back end that keeps its state in a store with ``compare_set``, and functions that create such
+stores. The store may be a store of torch or of elasticrs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _FAILED = "The connection to the C10d store has failed. See inner exception for details."
 _torch = sys.modules[__name__]
-"""Torch's stores are attributes of this module, as in torch, so that programs can replace them."""
+"""This module itself. Torch's stores are looked up as its attributes, as in torch, so that programs can
+replace them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -42,7 +43,7 @@ class C10dRendezvousBackend(RendezvousBackend):
     also its token.
 
     Args:
-        store: any store with ``get`` and ``compare_set``, such as torch's ``TCPStore`` or ours.
+        store: any store with ``get`` and ``compare_set``, such as torch's ``TCPStore`` or that of elasticrs.
         run_id: name of the job.
 
     Raises:
@@ -50,7 +51,7 @@ class C10dRendezvousBackend(RendezvousBackend):
         RendezvousConnectionError: the store cannot be reached.
     """
 
-    # Placeholder value while there is no state, because reading a missing key would wait for it.
+    # Placeholder that is stored until there is a state. Without it, ``get`` would block until the key exists.
     _NULL_SENTINEL = "Y2FuaW1hZGFt"
 
     def __init__(self, store: Any, run_id: str) -> None:
@@ -68,8 +69,8 @@ class C10dRendezvousBackend(RendezvousBackend):
         return self._decoded(self._call_store("get", self._key))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state; see :class:`RendezvousBackend`. A token that does not come from this back end
-        replaces nothing.
+        """Replace the state; see :class:`RendezvousBackend`. With a token from another back end, the state
+        is left unchanged.
         """
         if token and not isinstance(token, bytes):
             found = self.get_state()
@@ -77,8 +78,8 @@ class C10dRendezvousBackend(RendezvousBackend):
         expected = token.decode() if token else self._NULL_SENTINEL
         desired = b64encode(state).decode()
         found = self._decoded(self._call_store("compare_set", self._key, expected, desired))
-        # The store does not report who wrote the current value. If another node has written the same value,
-        # the result is the same.
+        # The store does not report which node wrote the current value. If another node wrote the same value,
+        # report success anyway, because the resulting state is the same.
         return None if found is None else (*found, found[0] == state)
 
     def _call_store(self, operation: str, *args: Any) -> Any:
@@ -99,16 +100,17 @@ class C10dRendezvousBackend(RendezvousBackend):
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:
-    """Create the back end with a store of torch. Imports torch.
+    """Create the back end with one of torch's stores. Imports torch.
 
     Args:
         params: ``store_type`` is ``tcp`` (the default) or ``file``. For ``tcp``, ``is_host`` decides whether
             this process serves the store (by default guessed from the endpoint), and ``read_timeout`` is the
-            time limit of waiting reads (60 s). For ``file``, the endpoint is a path, or empty for a temporary
-            file. The file may be on a file system with working locks that the nodes share.
+            time limit in seconds for reads that wait for a key (60 by default). For ``file``, the endpoint is
+            a path, or empty for a temporary file. Nodes can share the file on a network file system if file
+            locks work there.
 
     Returns:
-        The back end, and the store, which this process keeps open.
+        The back end and its store. The store stays open as long as the caller keeps it.
 
     Raises:
         ValueError: a setting is invalid.
@@ -119,7 +121,9 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
 
 
 def create_file_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:
-    """Create the back end with our own file store, without importing torch; see :func:`create_backend`."""
+    """Create the back end with the file store of elasticrs, without importing torch; see
+    :func:`create_backend`.
+    """
     return _create(params, _own_file_store)
 
 
@@ -175,8 +179,8 @@ def _torch_tcp_store(params: RendezvousParameters) -> Any:
     timeout = timedelta(seconds=read_timeout)
     asked = params.get_as_bool("is_host")
     is_host = _matches_machine_hostname(host) if asked is None else asked
-    # If the role of host is only a guess, another process on this machine may already serve the store. Then
-    # connect as a client.
+    # If ``is_host`` is only guessed from the endpoint, another process on this machine may already serve the
+    # store. In that case, connect to it as a client.
     for serves in (True, False) if is_host and asked is None else (is_host,):
         try:
             store = _torch.TCPStore(host, port, is_master=serves, multi_tenant=True, timeout=timeout)

@@ -1,15 +1,16 @@
-"""The rendezvous over a back end of the user's own: torch's ``DynamicRendezvousHandler``.
+"""Rendezvous handler for a back end that the user supplies, with the interface of torch's
+``DynamicRendezvousHandler``.
 
 A back end stores a single value, and replaces it only if the caller passes the token of the current value.
 The contents of the value, and the rules for changing it, are in :mod:`elasticrs.rendezvous.dynamic`.
 Differences from torch:
 
-- the value is JSON and nothing is unpickled, so a handler of torch cannot take part;
-- clocks of different hosts are never compared;
-- every round has a new store for its workers, on the node of rank 0;
-- ``num_nodes_waiting`` is also positive when the round has lost a node or the job has failed on another node,
-  and 0 if the rendezvous was closed for another reason;
-- times may be fractions of seconds, and nodes poll more often than once a second while the state is changing.
+- The value is JSON and nothing is unpickled, so nodes that run torch's handler cannot take part.
+- Clocks of different hosts are never compared.
+- Every round has a new store for its workers, on the node with rank 0.
+- ``num_nodes_waiting`` is also positive when the round has lost a node or the job has failed on another node.
+  It is 0 if the rendezvous was closed for another reason.
+- Times may be fractions of seconds, and nodes poll more often than once a second while the state is changing.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _log = logging.getLogger("elasticrs.rendezvous")
 _NEXT = "DynamicRendezvousHandler.next_rendezvous"
 
 Token = Any
-"""Token that a back end returns with a state, and that it expects when the state is replaced."""
+"""Token that a back end returns with a state. A caller passes it back to replace that state."""
 
 
 def get_method_name(depth: int = 2) -> str:
@@ -71,7 +72,7 @@ def get_method_name(depth: int = 2) -> str:
 
 
 class RendezvousBackend(ABC):
-    """Base class of back ends, which store the state of a rendezvous. Users implement it."""
+    """Base class of back ends, which store the state of a rendezvous. Users can supply their own subclass."""
 
     @property
     @abstractmethod
@@ -93,11 +94,11 @@ class RendezvousBackend(ABC):
 
         Args:
             state: new state.
-            token: token of the state to replace; ``None`` if there may be no state yet.
+            token: token of the state to replace; ``None`` if the caller has found no state yet.
 
         Returns:
-            The current state, its token, and whether it is the new one; ``None`` if the caller has to read
-            the state.
+            The current state, its token, and true if this call set it. ``None`` if the outcome is unknown, so
+            that the caller must read the state.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
@@ -114,9 +115,9 @@ class _NodeGenerator:
 
 
 class DynamicRendezvousHandler(RendezvousHandler):
-    """Rendezvous handler of one node over a back end. All methods may be called from any thread.
+    """Rendezvous handler of one node, over a back end. All methods may be called from any thread.
 
-    Make it with :meth:`from_backend`.
+    Create a handler with :meth:`from_backend`.
 
     Args:
         node: this node.
@@ -145,7 +146,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         keep_alive_max_attempt: int = 3,
         cas_backoff_max_seconds: float = 0.0,
     ) -> DynamicRendezvousHandler:
-        """Make a handler.
+        """Create a handler.
 
         Args:
             run_id: name of the job.
@@ -190,7 +191,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._store = store
         self._shared = state_holder
         self._recorder = Recorder(settings.run_id, node)
-        # Guards the shared state: back ends need not be safe to call from several threads.
+        # Guards the shared state, because back ends need not be thread-safe.
         self._lock = threading.Lock()
         self._timer: _PeriodicTimer | None = None
         self._look_again = 0.0
@@ -209,8 +210,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if agents serve the workers' store. That is the default;
-        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` disables it.
+        """True if an agent serves the workers' store, which is the default. The environment variable
+        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` disables that.
         """
         return agent_hosts_store(os.environ)
 
@@ -218,17 +219,17 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return self._settings.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round. Leaving the current round ends that round for all its nodes.
+        """Leave the current round, which ends that round for all its nodes, and wait for the next round.
 
         Returns:
-            Rank and size, the store with a prefix for the round, and the address of the workers' store. The
-            handler of rank 0 serves that store until its next round, or reserves its port for that time.
+            Rank and size, the store with a prefix for the round, and the address of the workers' store. Until
+            its next round, the handler with rank 0 serves the workers' store or reserves the port for it.
 
         Raises:
-            RendezvousClosedError: the job has ended. The text contains the reason.
+            RendezvousClosedError: the job has ended. The message contains the reason.
             RendezvousConnectionError: the back end cannot be reached.
             RendezvousGracefulExitError: the job has ended, and did not need this node.
-            RendezvousStateError: the state is not one of ours.
+            RendezvousStateError: the state was not written by elasticrs.
             RendezvousTimeoutError: too few nodes joined in time.
         """
         with self._recorder.failures("next_rendezvous"):
@@ -262,16 +263,17 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 text = f"node {self._this_node} has rank {rank} of {size} in round {self._round}"
                 self._recorder.tell(_NEXT, text, rank=rank)
                 return RendezvousInfo(store, rank, size, bootstrap)
-            # The node of rank 0 was lost before it said where its store is.
+            # Join another round, because this one ended before the node with rank 0 had published the address
+            # of the workers' store.
             self._stop_heartbeats()
 
     def num_nodes_waiting(self) -> int:
         """Return a positive number if the agent should stop the workers and join the next round.
 
-        The result is the number of waiting nodes that there is room for. It is at least 1 if the round has
-        lost a node, which torch does not report. It is 0 once the rendezvous is closed, because no round
-        follows. But it is 1 if the rendezvous was closed because the job has failed: joining the next round
-        then raises the reason.
+        The result is the number of waiting nodes that the round has room for. It is at least 1 if the round
+        has lost a node, which torch does not report. Once the rendezvous is closed, it is 0, because no other
+        round follows. If the rendezvous was closed because the job has failed, it is 1, so that the agent
+        calls :meth:`next_rendezvous`, which raises an error with the reason.
 
         Raises:
             RendezvousConnectionError: the back end was unreachable for so long that the other nodes consider
@@ -288,15 +290,16 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return waiting
 
     def set_succeeded(self) -> None:
-        """Record that the workers of this node have finished. From then on newly arrived nodes cause no
-        restart, but the end of the round still does. Not in torch.
+        """Record that the workers of this node have finished. After that, newly arrived nodes do not cause a
+        restart, but a node that leaves the round still does. Torch does not have this method.
         """
         with self._lock:
             self._has_succeeded = True
 
     def set_failed(self, reason: str) -> None:
-        """Record that the job has failed on this node for this reason. Closing the rendezvous then stops the
-        workers of the other nodes. Has no effect if this node is in no round. Not in torch.
+        """Record that the job has failed on this node for this reason, so that closing the rendezvous stops
+        the workers of the other nodes. Has no effect if this node is not in a round. Torch does not have this
+        method.
         """
         with self._lock:
             self._failure = reason if self._round is not None else None
@@ -307,10 +310,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return self._shared.state.closed is not None
 
     def set_closed(self) -> None:
-        """See :class:`RendezvousHandler`.
+        """Close the rendezvous for all nodes; see :class:`RendezvousHandler`.
 
         Raises:
-            RendezvousError: the handler could not be created.
+            RendezvousError: the rendezvous could not be closed.
         """
         with self._recorder.failures("set_closed"):
             self._close()
@@ -324,10 +327,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._recorder.tell("DynamicRendezvousHandler._close", text, NodeState.SUCCEEDED)
 
     def shutdown(self) -> bool:
-        """Close the rendezvous, and release what this node holds.
+        """Close the rendezvous, and release the resources of this node.
 
         Returns:
-            True if the other nodes can see that it is closed.
+            True if the rendezvous was closed for all nodes.
         """
         self._stop_heartbeats()
         try:
@@ -344,7 +347,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
     # --- the workers' store ---
 
     def _bootstrap(self, rank: int, store: Any, deadline: float) -> RendezvousStoreInfo | None:
-        """Return the address of the workers' store. Return ``None`` if the round ends before the address is
+        """Return the address of the workers' store, or ``None`` if the round ends before the address is
         published.
         """
         keys = [RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]
@@ -388,7 +391,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 time.sleep(pause)
 
     def _look(self) -> None:
-        """Read the state, unless it was read a moment ago."""
+        """Read the state, unless it was already read within the last second or half heartbeat interval."""
         now, shared = time.monotonic(), self._shared
         if shared.synced is not None and now < self._look_again:
             return
@@ -430,7 +433,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             with self._recorder.failures("_keep_alive"):
                 self._run(actions.keep_alive, self._settings.timeout.heartbeat.total_seconds())
         except Exception as error:
-            # Continue after any exception of a user's back end, because the next heartbeat may succeed.
+            # Continue after any exception from the user's back end, because the next heartbeat may succeed.
             _log.warning("node %s could not give a sign of life: %s", self._this_node, error or repr(error))
 
 
@@ -444,18 +447,19 @@ def _rank_0(nodes: dict[Node, Any]) -> str:
 def create_handler(
     store: Any, backend: RendezvousBackend, params: RendezvousParameters
 ) -> DynamicRendezvousHandler:
-    """Make a handler from parameters.
+    """Create a handler from parameters.
 
     Args:
         store: store that all nodes share, with torch's interface.
         backend: back end that keeps the state.
-        params: with ``join_timeout`` (600), ``last_call_timeout`` (30), ``close_timeout`` (30),
-            ``heartbeat_timeout`` (5), ``keep_alive_interval`` (5), all in seconds or parts of them;
-            ``keep_alive_max_attempt`` (3); ``cas_backoff_max_seconds`` (0).
+        params: settings, with these defaults: ``join_timeout`` 600, ``last_call_timeout`` 30,
+            ``close_timeout`` 30, ``heartbeat_timeout`` 5, ``keep_alive_interval`` 5,
+            ``keep_alive_max_attempt`` 3, ``cas_backoff_max_seconds`` 0. Times are in seconds and may be
+            fractions.
 
     Raises:
         ValueError: a parameter is invalid.
-        TypeError: the interval or the number of attempts is ``None``.
+        TypeError: ``keep_alive_interval`` or ``keep_alive_max_attempt`` is ``None``.
     """
     try:
         return _create_handler(store, backend, params)

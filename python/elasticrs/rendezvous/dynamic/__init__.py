@@ -1,3 +1,3 @@
-"""Rendezvous over a user's own back end: its state, decisions and turns. The handler is in
-:mod:`elasticrs.rendezvous.dynamic_rendezvous`.
+"""Rendezvous over a back end that the user supplies: its settings, shared state, decisions, and access to the
+state. The handler is in :mod:`elasticrs.rendezvous.dynamic_rendezvous`.
 """

@@ -1,20 +1,21 @@
-"""Decisions of a node in a rendezvous over a back end. The functions are pure: the state and the time are
-arguments.
+"""Pure functions that decide the next action of a node in a rendezvous over a back end, and apply the action
+to the shared state.
 
 - **DYN-1** Nodes do not compare clocks. A node considers another node dead if that node's heartbeat count has
-  not changed for ``keep_alive_interval * keep_alive_max_attempt`` on the observer's own clock. No node
+  not changed for ``keep_alive_interval * keep_alive_max_attempt`` on the observer's own clock. A node never
   considers itself dead.
-- **DYN-2** A last call begins when the minimum number of nodes has joined. A node that has seen it for its
-  full duration completes the round. There is a single state, so only one node succeeds.
-- **DYN-3** Ranks and size are fixed when the round is completed. A round that a node has left, or in which a
-  node has died, is over for all its nodes: they leave, and the last one begins the next round. A node that
-  sees its round broken before it has taken part leaves the round at once.
-- **DYN-4** A node that comes to a complete round waits. If there is room, it is counted, so that the round is
-  formed again. Without room it is redundant: it is not counted, and waits without a deadline. Torch also
-  counts nodes that began to wait before the round was full, so that the group restarts forever.
+- **DYN-2** A last call starts when the minimum number of nodes has joined. A node that has observed it for
+  its full duration completes the round. Because all nodes write the same state, only one of them succeeds.
+- **DYN-3** Ranks and size are fixed when the round is completed. If a node leaves the round or dies, the
+  round is over for all its nodes. They leave it, and when the last one has left, the next round starts. A
+  node that finds its round broken while it is still joining leaves the round at once.
+- **DYN-4** A node that arrives when the round is complete waits. If the round has room for the node, the node
+  is counted as waiting, so that a new round is formed. If not, the node is redundant: it is not counted, and
+  waits without a deadline. Torch also counts nodes that started to wait before the round was full, so that
+  the group restarts forever.
 - **DYN-5** A closed rendezvous stays closed, and stores the reason. If it was closed because the job has
-  failed, the round is over for all nodes; in torch, the workers of the other nodes run into their own
-  timeouts. Otherwise the workers run to their end.
+  failed, the round is over for all nodes. In torch, the workers of the other nodes would keep running until
+  their own timeouts. If it was closed for another reason, the workers run until they finish.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.dynamic.rendezvous_settings import RendezvousSettings
 
 ROLLBACK = 5.0
-"""Seconds after the deadline in which a node may still withdraw from joining, as in torch."""
+"""Seconds after the join deadline during which a node can still leave cleanly, as in torch."""
 
 
 class Action(Enum):
-    """Next action of a node. The first three leave the node's place unchanged, and the last three end the
-    operation with an error.
+    """Next action of a node. ``SYNC``, ``FINISH`` and ``KEEP_ALIVE`` leave the node's place unchanged.
+    ``ERROR_CLOSED``, ``ERROR_SPARE`` and ``ERROR_TIMEOUT`` end the operation with an error.
     """
 
     SYNC = auto()
@@ -60,10 +61,11 @@ class View:
 
     Args:
         node: the node that decides.
-        state: state as last read, without dead nodes.
+        state: shared state as last read, without dead nodes.
         now: current time in seconds, on the node's monotonic clock.
         is_beat_due: true if a heartbeat is due.
-        last_call_since: time at which the node first saw the current last call; ``None`` if there is none.
+        last_call_since: time at which the node first observed the current last call; ``None`` if there is no
+            last call.
         settings: settings of the rendezvous.
     """
 
@@ -76,7 +78,7 @@ class View:
 
 
 class Sightings:
-    """Times at which this node first saw changes of the state, on its own monotonic clock."""
+    """Times at which this node first observed changes of the shared state, on its own monotonic clock."""
 
     def __init__(self) -> None:
         self._beats: dict[Node, tuple[int, float]] = {}
@@ -84,16 +86,16 @@ class Sightings:
 
     @property
     def last_call_since(self) -> float | None:
-        """Time at which this node first saw the current last call; ``None`` if there is none."""
+        """Time at which this node first observed the current last call; ``None`` if there is none."""
         return None if self._last_call is None else self._last_call[1]
 
     def look(self, state: State, asked: float, answered: float, patience: float) -> list[Node]:
-        """Record a state, and return the nodes in it that are dead.
+        """Record a state that was read, and return those of its nodes that are considered dead.
 
         Args:
             state: state that was read.
-            asked: time at the start of the read. The state is not older than that.
-            answered: time at the end of the read. Changes in the state are not newer than that.
+            asked: time before the read. The state is at least as recent as this.
+            answered: time after the read. All changes in the state were made before this.
             patience: seconds without a heartbeat after which a node is considered dead.
         """
         seen, dead = self._beats, []
@@ -112,18 +114,18 @@ class Sightings:
         return dead
 
 
-# --- what to do ---
+# --- deciding the next action ---
 
 
 def leave(view: View, deadline: float) -> Action:
-    """Decide the next action of a node that leaves."""
+    """Decide the next action of a node that wants to leave its round."""
     if view.state.place_of(view.node) is not Place.PARTICIPANT:
         return Action.FINISH
     return Action.ERROR_TIMEOUT if view.now > deadline else Action.LEAVE
 
 
 def join(view: View, deadline: float) -> Action:
-    """Decide the next action of a node that joins a round."""
+    """Decide the next action of a node that wants to join a round."""
     state, settings = view.state, view.settings
     place = state.place_of(view.node)
     has_room = len(state.at(Place.PARTICIPANT)) < settings.max_nodes
@@ -148,7 +150,7 @@ def join(view: View, deadline: float) -> Action:
 
 
 def close(view: View, deadline: float) -> Action:
-    """Decide the next action of a node that closes the rendezvous."""
+    """Decide the next action of a node that wants to close the rendezvous."""
     if view.state.closed is not None:
         return Action.FINISH
     return Action.ERROR_TIMEOUT if view.now > deadline else Action.CLOSE
@@ -182,7 +184,7 @@ def patience(settings: RendezvousSettings) -> float:
 
 
 def ended(state: State, node: Node, number: int) -> bool:
-    """Return true if a round has ended for a node that took part in it."""
+    """Return true if the round with this number, in which the node took part, is over."""
     return state.round != number or not state.is_intact or state.place_of(node) is not Place.PARTICIPANT
 
 
@@ -192,12 +194,14 @@ def waiting(state: State, settings: RendezvousSettings) -> int:
     return min(len(state.at(Place.WAITING)), max(room, 0))
 
 
-# --- what that makes of the state ---
+# --- applying an action to the state ---
 
 
 def apply(action: Action, state: State, node: Node, beat: int, settings: RendezvousSettings) -> State:
-    """Return the state after an action of a node that changes the state, except :attr:`Action.CLOSE`; see
-    :func:`closed`.
+    """Return the state after a node's action. For :attr:`Action.CLOSE`, use :func:`closed` instead.
+
+    Raises:
+        ValueError: the action does not change the state.
     """
     standing = state.nodes.get(node)
     if action is Action.KEEP_ALIVE and standing is not None:
@@ -216,14 +220,16 @@ def apply(action: Action, state: State, node: Node, beat: int, settings: Rendezv
 
 
 def closed(state: State, reason: str, has_failed: bool = False) -> State:
-    """Return the state with the rendezvous closed for a reason. ``has_failed`` means that it is closed
-    because the job has failed.
+    """Return the state after the rendezvous was closed for this reason. ``has_failed`` is true if the job has
+    failed.
     """
     return replace(state, closed=reason[:256], has_failed=has_failed)
 
 
 def without(state: State, gone: Iterable[Node], settings: RendezvousSettings) -> State:
-    """Return the state without some nodes."""
+    """Return the state without these nodes. If no participant of a complete round remains, start the next
+    round. If too few participants remain in a round that is forming, cancel its last call.
+    """
     left = set(gone)
     if not left & state.nodes.keys():
         return state

@@ -1,8 +1,7 @@
-"""Rendezvous events of a handler over a back end. Their names and the moments of recording are those of
-torch.
+"""Records the rendezvous events of a handler over a back end, at the same points as torch.
 
-Recording costs nothing unless a handler is registered for ``dynamic_rendezvous``. The names are those of
-torch's classes, because readers of these events know them.
+The events are named after torch's classes and methods, because consumers of these events expect these names.
+No event is created unless a logging handler is registered for ``dynamic_rendezvous``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _DONE = (Action.COMPLETE, Action.CLOSE)
 
 
 class Recorder(Record):
-    """Records what happens to a node."""
+    """Records the rendezvous events of one node."""
 
     _run_id: str
     _node: Node
@@ -50,8 +49,8 @@ class Recorder(Record):
     def tell(
         self, what: str, message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None
     ) -> None:
-        """Record an event under the name of torch's class and method. With state FAILED, the event includes
-        the exception that is being handled.
+        """Record an event that is named after torch's class and method. If ``node_state`` is ``FAILED``, the
+        event includes the traceback of the exception that is being handled.
         """
         if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
             return
@@ -69,7 +68,9 @@ class Recorder(Record):
         record_rdzv_event(event)
 
     def acts(self, action: Action, state: State) -> None:
-        """The node is about to change the state, as last read."""
+        """Record that this node is about to change the shared state. ``state`` is the state before the
+        change.
+        """
         place = state.place_of(self._node)
         if action in _ACTS:
             method, deed = _ACTS[action]
@@ -81,14 +82,14 @@ class Recorder(Record):
         self.tell(f"{_EXECUTOR}.{method}", f"node {self._node} {deed} (round {state.round})", node_state)
 
     def lost(self, nodes: Iterable[Node]) -> None:
-        """Nodes were found dead."""
+        """Record that these nodes were found dead."""
         names = ", ".join(map(str, nodes))
         if names:
             self.tell("_BackendRendezvousStateHolder.sync", f"no keep-alive from {names}: removed")
 
     @contextmanager
     def failures(self, what: str) -> Iterator[None]:
-        """Record exceptions that are raised inside this block as failures of a method of the handler."""
+        """Return a context manager that records an exception as a failure of the handler method ``what``."""
         try:
             yield
         except Exception as error:

@@ -15,9 +15,9 @@ class RendezvousTimeout:
     """Time limits for the steps of a rendezvous. Fractions of seconds are allowed.
 
     Args:
-        join: time limit until enough nodes have joined; 600 s by default.
-        last_call: time for further nodes to join once there are enough; 30 s by default.
-        close: time limit for closing; 30 s by default.
+        join: time limit for the minimum number of nodes to join; 600 s by default.
+        last_call: how long further nodes can join once the minimum has joined; 30 s by default.
+        close: time limit for closing the rendezvous; 30 s by default.
         heartbeat: time limit for sending a heartbeat; 5 s by default.
 
     Raises:
@@ -57,13 +57,13 @@ class RendezvousTimeout:
 
 @dataclass(repr=False, eq=False, frozen=True)
 class RendezvousSettings:
-    """The settings of a rendezvous.
+    """Settings of a rendezvous.
 
     Args:
         run_id: name of the job.
         min_nodes: minimum number of nodes.
         max_nodes: maximum number of nodes.
-        timeout: time limits of its steps.
+        timeout: time limits for the steps of the rendezvous.
         keep_alive_interval: interval between two heartbeats of a node.
         keep_alive_max_attempt: number of missed heartbeats after which a node is considered dead.
         cas_backoff_max_seconds: longest random pause after a write that failed because another node wrote

@@ -1,9 +1,9 @@
-"""The state that the nodes of a rendezvous share, and its encoding.
+"""State that the nodes of a rendezvous share, and its encoding.
 
-The encoding is JSON with a version number and of bounded size, so a writer to the back end can confuse the
-nodes but cannot run code in them. The state contains no time of day, because the clocks of hosts differ.
-Instead, nodes count their heartbeats, and last calls are numbered. Each node measures elapsed times on its
-own clock.
+The state is encoded as JSON with a version number, and its size is limited. A process that can write to the
+back end may confuse the nodes but cannot run code in them. The state contains no timestamps, because the
+clocks of hosts differ. Instead, heartbeats and last calls are numbered, and each node measures elapsed time
+on its own clock.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from elasticrs.rendezvous.elastic.validation import ANY, COUNT, FLAG, INT, TEXT,
 
 VERSION = 1
 MAX_BYTES = 4 << 20
-"""Maximum size of an encoded state, in bytes. A node takes about 60 bytes."""
+"""Maximum size of an encoded state, in bytes. Each node adds about 60 bytes."""
 
 _FORMAT = "elasticrs.rendezvous"
 
 
 class Node(NamedTuple):
-    """Identity of a node: a handler in a process. ``local_id`` numbers the handlers of a process."""
+    """Identity of a node. Each handler is a node of its own; ``local_id`` numbers the handlers in a
+    process.
+    """
 
     addr: str
     pid: int
@@ -36,7 +38,7 @@ class Node(NamedTuple):
 
 
 class Place(Enum):
-    """The part that a node has in the round."""
+    """Role of a node in the round."""
 
     PARTICIPANT = "participant"
     WAITING = "waiting"
@@ -48,9 +50,9 @@ class Standing:
     """State of one node in the rendezvous.
 
     Args:
-        place: place of the node in the rendezvous.
-        beat: number of the node's last heartbeat, which is unique for the node.
-        rank: rank of a participant of a complete round; -1 for other nodes.
+        place: role of the node in the round.
+        beat: number of the node's last heartbeat. A node never uses the same number twice.
+        rank: rank of a participant in a complete round; -1 for other nodes.
     """
 
     place: Place
@@ -64,11 +66,12 @@ class State:
 
     Args:
         round: number of the round.
-        size: number of participants of the complete round; 0 while the round is forming.
-        last_call: number of the current last call, once enough nodes have joined; otherwise ``None``.
+        size: number of nodes in the complete round; 0 while the round is forming.
+        last_call: number of the current last call. ``None`` unless the round is forming and the minimum
+            number of nodes has joined.
         last_calls: number of last calls so far.
         closed: reason why the rendezvous is closed; ``None`` while it is open.
-        nodes: all nodes that take part or wait.
+        nodes: all nodes that take part in the round or wait.
         has_failed: true if the rendezvous was closed because the job has failed. Workers that are still
             running should then stop.
     """
@@ -83,7 +86,7 @@ class State:
 
     @property
     def is_complete(self) -> bool:
-        """True if the nodes of the round have their ranks."""
+        """True if the round is complete, so that its nodes have their ranks."""
         return self.size > 0
 
     @property
@@ -92,16 +95,16 @@ class State:
         return self.is_complete and len(self.at(Place.PARTICIPANT)) == self.size
 
     def at(self, place: Place) -> list[Node]:
-        """Return the nodes with this part."""
+        """Return the nodes with this role."""
         return [node for node, standing in self.nodes.items() if standing.place is place]
 
     def place_of(self, node: Node) -> Place | None:
-        """Return the place of a node in the rendezvous; ``None`` if the node does not take part."""
+        """Return the role of a node in the round; ``None`` if the node is not part of the rendezvous."""
         standing = self.nodes.get(node)
         return None if standing is None else standing.place
 
     def with_node(self, node: Node, standing: Standing) -> State:
-        """Return the state with a new standing for a node."""
+        """Return a copy of the state in which a node is added or its standing is replaced."""
         return replace(self, nodes={**self.nodes, node: standing})
 
 
@@ -116,7 +119,9 @@ _NODE = (TEXT, COUNT, COUNT, one_of(*(place.value for place in Place)), COUNT, I
 
 
 def natural_order(node: Node) -> tuple[list[tuple[int, int, str]], int, int]:
-    """The order of ranks: by host, where ``node10`` comes after ``node2``; then by process."""
+    """Return the sort key that decides the order of ranks: first by host name, with ``node10`` after
+    ``node2``, then by process.
+    """
     parts = re.findall(r"\d+|\D+", node.addr)
     keys = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
     return keys, node.pid, node.local_id
@@ -140,7 +145,7 @@ def decode(data: bytes) -> State:
     """Decode a state.
 
     Raises:
-        RendezvousStateError: the state is not one of ours, has another version, or is damaged.
+        RendezvousStateError: the state was not written by elasticrs, has another version, or is damaged.
     """
     if len(data) > MAX_BYTES:
         raise RendezvousStateError(f"the state of the rendezvous has {len(data)} bytes, at most {MAX_BYTES}")

@@ -1,8 +1,8 @@
-"""Access of one node to the shared state, in turns.
+"""A node's access to the shared state of the rendezvous, and the operations that run on it.
 
-A turn reads or writes once, decides, and returns how long to wait before the next turn. The back end's
-fencing tokens order the writes of different nodes: a write that came too late changes nothing, and the node
-decides again.
+An operation runs in turns. Each turn reads or writes the state once, decides the next action, and returns how
+long to wait before the next turn. The back end's tokens prevent lost updates: if another node has written
+since the state was read, the write fails and the node decides again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 SHORTEST_PAUSE = 0.02
 LONGEST_PAUSE = 1.0
-"""Minimum and maximum number of seconds between two reads of an unchanged state. The interval doubles each
-time."""
+"""Minimum and maximum number of seconds between two reads of the state. The interval doubles with each read
+that finds the state unchanged."""
 
 
 class SharedState:
-    """The state as this node last saw it, in a back end.
+    """A node's access to the shared state in the back end.
 
     Attributes:
         state: state as last read, without dead nodes.
-        synced: time of that read; ``None`` if there was none.
+        synced: time of the last read; ``None`` if the state was never read.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SharedState:
         self._lost: list[Node] = []
 
     def take_lost(self) -> list[Node]:
-        """Return the nodes that were newly found dead since the last call."""
+        """Return the nodes that were found dead since the last call of this method."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -73,7 +73,7 @@ class SharedState:
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
-            RendezvousStateError: the state is not one of ours.
+            RendezvousStateError: the state was not written by elasticrs.
         """
         asked = self.clock()
         found = self._backend.get_state()
@@ -83,15 +83,16 @@ class SharedState:
         return self._take(data, token, asked)
 
     def write(self, state: State) -> bool | None:
-        """Replace the state, unless another node has done so since it was read.
+        """Replace the state, unless another node has replaced it since this node last read it.
 
         Returns:
-            True if the state was replaced; ``None`` if the back end did not report it, so that the state must
-            be read.
+            True if the state was replaced. ``None`` if the back end did not report the outcome, so that the
+            caller must read the state.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
-            RendezvousStateError: the state is too large, or the stored state is not one of ours.
+            RendezvousStateError: the new state is too large, or the stored state was not written by
+                elasticrs.
         """
         data, asked = encode(state), self.clock()
         self._wrote_at = asked
@@ -139,16 +140,17 @@ class SharedState:
 
 
 class Operation:
-    """An operation of a node, such as joining or closing. It reads and writes the shared state again and
-    again until the operation is done.
+    """An operation of a node on the rendezvous, such as joining or closing it. It reads and writes the shared
+    state repeatedly until it is done.
 
     Args:
         shared: this node's access to the shared state.
-        decide: the operation, as a function of :mod:`.decisions`.
+        decide: function from :mod:`.actions` that decides the next action of the operation.
         seconds: time limit of the operation.
-        reason: reason for closing.
-        has_failed: true to close because the job has failed.
-        acts: called before each change that the node makes, with the action and the previous state.
+        reason: reason for closing the rendezvous, if the operation closes it.
+        has_failed: true if the rendezvous is closed because the job has failed.
+        acts: function that is called before each change by this node, with the action and the state before
+            the change.
     """
 
     def __init__(
@@ -171,13 +173,14 @@ class Operation:
         self._pause = SHORTEST_PAUSE
 
     def turn(self) -> float | None:
-        """Take a turn. Return the seconds to wait before the next turn; ``None`` if the operation is done.
+        """Run one turn. Return the seconds to wait before the next turn, or ``None`` if the operation is
+        done.
 
         Raises:
-            RendezvousClosedError: the rendezvous is closed. The text contains the reason.
+            RendezvousClosedError: the rendezvous is closed. The message contains the reason.
             RendezvousGracefulExitError: the rendezvous is closed, and this node was a spare.
             RendezvousTimeoutError: the operation took too long.
-            RendezvousError: the back end raised it.
+            RendezvousError: the back end raised an error.
         """
         shared = self._shared
         if self._wanted is not None:
@@ -205,7 +208,7 @@ class Operation:
         else:
             self._wanted = actions.apply(action, view.state, view.node, shared.next_beat(), shared.settings)
         if action is Action.NO_LONGER_REDUNDANT:
-            # Waiting without need did not count.
+            # Restart the time limit, because the time spent as a redundant node does not count.
             self._deadline = view.now + self._seconds
         return 0.0
 
@@ -214,8 +217,7 @@ class Operation:
         due = [self._shared.seconds_to_beat(), self._deadline - view.now]
         if view.last_call_since is not None:
             due.append(view.last_call_since + actions.seconds_of_last_call(view.settings) - view.now)
-        # Ignore deadlines that have passed. Wait for at least a millisecond, so that this does not become a
-        # busy loop.
+        # Ignore deadlines that have passed. Wait for at least a millisecond to avoid a busy loop.
         return min([pause, *(max(each, 0.001) for each in due if each > 0)])
 
     def _raise_for(self, action: Action) -> None:
