@@ -1,4 +1,4 @@
-"""Endpoints as users write them."""
+"""Parse endpoints that users write, and format endpoints for messages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ EXPECTED = "HOST[:PORT]"
 
 
 def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
-    """Read host (without brackets) and port, if there is one, of ``HOST[:PORT]``; IPv6 addresses stand in
-    brackets.
+    """Parse ``HOST[:PORT]``, in which an IPv6 address must be in brackets. Return the host without brackets,
+    and the port or ``None``.
 
     Raises:
-        UsageError: it is something else; names the option.
+        UsageError: the endpoint has another format. The message contains ``name``, the name of the option.
     """
     expected = EXPECTED
     if endpoint.startswith("["):
@@ -31,7 +31,7 @@ def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
 
 
 def shown_endpoint(host: str, port: int) -> str:
-    """``HOST:PORT``, an IPv6 address in brackets."""
+    """Return ``HOST:PORT``, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -1,4 +1,6 @@
-"""A client of etcd for torch's back ends, with the few names of python-etcd's that programs use with them."""
+"""Client of etcd for torch's back ends. It has those methods of python-etcd's client that programs use with
+these back ends.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ T = TypeVar("T")
 
 
 class EtcdResult(Value):
-    """What a key holds.
+    """Content of a key in etcd.
 
     Args:
-        key: its name.
-        value: as text.
-        ttl: seconds that it stays after the last client has gone.
+        key: name of the key.
+        value: value of the key, as text.
+        ttl: seconds for which etcd keeps the key after its last client has disconnected.
     """
 
     key: str
@@ -34,12 +36,13 @@ class EtcdResult(Value):
 
 
 class EtcdClient:
-    """etcd, by its v3 interface. May be used by several threads; connects when it is first asked.
+    """Client of etcd that uses the v3 interface. It is thread-safe, and connects on first use.
 
     Args:
-        site: where etcd is.
-        name: of what is kept there; keys end ``ttl`` seconds after the last client of the same name.
-        ttl: see ``name``.
+        site: addresses of etcd, and settings of the connection.
+        name: name of a group of clients. When the last client of the group has disconnected, etcd deletes
+            the group's keys after ``ttl`` seconds.
+        ttl: seconds for which etcd keeps the keys of the group after its last client has disconnected.
     """
 
     def __init__(self, site: EtcdSite, name: str = "torch/elastic", ttl: float = JOB_TTL) -> None:
@@ -52,8 +55,8 @@ class EtcdClient:
 
     @classmethod
     def of(cls, client: Any, name: str = "torch/elastic", ttl: float = JOB_TTL) -> EtcdClient:
-        """Return a client for the same etcd as another one, ours or python-etcd's, of which the address is
-        taken.
+        """Return a client for the same etcd as another client. The other client may be an
+        :class:`EtcdClient` or a client of python-etcd, of which only the address and protocol are used.
         """
         if isinstance(client, EtcdClient):
             return cls(client.site, name, ttl)
@@ -62,10 +65,10 @@ class EtcdClient:
 
     @property
     def version(self) -> str:
-        """The release of the server.
+        """Version of the etcd server. Requests it from the server.
 
         Raises:
-            OSError: it does not answer.
+            OSError: etcd does not answer.
         """
         import json
         import ssl
@@ -81,14 +84,14 @@ class EtcdClient:
             return str(json.load(answer)["etcdserver"])
 
     def session(self) -> Client:
-        """Begin a session of its own."""
+        """Open a new session with etcd. The caller closes it."""
         return self.site.client(self._name, job_ttl=self._ttl)
 
     def connect(self) -> None:
-        """Connect now.
+        """Connect now instead of on first use.
 
         Raises:
-            LostError: that is not possible.
+            LostError: the connection failed.
         """
         self._ask(Requests.connect)
 
@@ -98,11 +101,11 @@ class EtcdClient:
         then: Sequence[Operation] = (),
         otherwise: Sequence[Operation] = (),
     ) -> Reply:
-        """Carry out a transaction.
+        """Execute a transaction.
 
         Raises:
-            LostError: the session ended; whether the transaction was carried out is not known. The next
-                call begins another one.
+            LostError: the session ended, and it is unknown whether the transaction was executed. The next
+                call opens a new session.
         """
         return self._ask(lambda requests: requests.txn(compares, then, otherwise))
 
@@ -121,7 +124,7 @@ class EtcdClient:
         """Read a key.
 
         Raises:
-            KeyError: it is not there.
+            KeyError: the key does not exist.
             LostError: etcd does not answer.
         """
         found = self.txn(then=[Get(key)]).entry(0)
@@ -140,7 +143,7 @@ class EtcdClient:
     set = write
 
     def delete(self, key: str, recursive: bool = False, dir: bool = False) -> None:  # noqa: A002, ARG002 -- its name there
-        """Delete a key, or with ``recursive`` all below it; one that is not there is no error.
+        """Delete a key. With ``recursive``, also delete all keys below it. A missing key is not an error.
 
         Raises:
             LostError: etcd does not answer.
@@ -149,7 +152,7 @@ class EtcdClient:
         self.txn(then=[Delete(key), *below])
 
     def close(self) -> None:
-        """End the session. Idempotent."""
+        """Close the session. Idempotent."""
         requests, self._requests = self._requests, None
         if requests is not None:
             requests.close()

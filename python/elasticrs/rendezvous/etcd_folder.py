@@ -1,12 +1,15 @@
-"""Data folder of a hosted etcd member. Later agents of the same job on this machine use it again.
+"""Data folder of an etcd member that an agent hosts. Later agents of the same job on this machine reuse it.
 
-- **FOLDER-1** The folder survives the agent and the machine's reboot: it is below ``TMPDIR`` if that is set,
-  otherwise below ``/var/tmp``. Its name is derived from the job's id, its token, all endpoints, and the seat.
-- **FOLDER-2** Only its owner can access it. A folder that another user made in its place is refused.
-- **FOLDER-3** A lock on a file in it says that a member is running. etcd inherits the lock, so it is not
+- **FOLDER-1** The folder survives the agent and a reboot of the machine: it is below ``TMPDIR`` if that is
+  set, otherwise below ``/var/tmp``. Its name is derived from the job's id and token, all endpoints, and the
+  seat (the endpoint of this member).
+- **FOLDER-2** Only the owner can access the folder. If another user has created a folder with the same name,
+  it is not used.
+- **FOLDER-3** While a member runs, a file in the folder is locked. etcd inherits the lock, so the lock is not
   released before etcd has exited.
-- **FOLDER-4** Unlocked folders of other jobs are removed by the next member that starts on the machine: those
-  of the same endpoint at once, because its ports have a new user, and others a day after their last use.
+- **FOLDER-4** Each member that starts on the machine removes unlocked folders of other jobs. A folder with
+  the same endpoint is removed immediately, because the new member has taken over its ports. Other folders are
+  removed a day after their last use.
 """
 
 from __future__ import annotations
@@ -27,20 +30,20 @@ if TYPE_CHECKING:
 
 _PREFIX = "elasticrs_etcd_"
 _UNUSED = 86400.0
-"""Seconds without a member after which the folder of another endpoint is removed."""
+"""Seconds after its last use when an unlocked folder with another endpoint is removed."""
 
 
 def root() -> str:
-    """Return the folder that contains the folders of all jobs of this machine."""
+    """Return the path of the folder that contains the data folders of all jobs on this machine."""
     return os.environ.get("TMPDIR") or ("/var/tmp" if os.access("/var/tmp", os.W_OK) else "/tmp")
 
 
 class Folder:
-    """A member's data folder that this process has locked.
+    """Data folder of an etcd member, locked by this process.
 
     Attributes:
         path: absolute path of the folder.
-        lock: descriptor of the locked file, which etcd inherits.
+        lock: file descriptor of the locked file, which etcd inherits.
     """
 
     def __init__(self, path: str, lock: int) -> None:
@@ -51,10 +54,10 @@ class Folder:
         """Lock the folder of a seat. Create the folder if it does not exist.
 
         Returns:
-            The folder, or ``None`` while another process runs a member in it.
+            The folder, or ``None`` if another process runs a member in it.
 
         Raises:
-            OSError: the folder cannot be used; the text says why.
+            OSError: the folder cannot be used. The message contains the reason.
         """
         told = "\0".join((label, *(seat.peer_url for seat in seats), str(index)))
         name = f"{_PREFIX}{os.geteuid()}_{hashlib.sha256(told.encode()).hexdigest()[:16]}"
@@ -93,12 +96,14 @@ class Folder:
     # --- the data ---
 
     def held(self) -> str | None:
-        """Return the incarnation of the data in the folder, or ``None`` if the folder is empty."""
+        """Return the name of the cluster incarnation whose data are in the folder; ``None`` if the folder has
+        no data.
+        """
         with os.scandir(self.path) as entries:
             return next((entry.name for entry in entries if entry.is_dir(follow_symlinks=False)), None)
 
     def data(self, incarnation: str) -> str:
-        """Return the path of the folder for etcd's data of an incarnation."""
+        """Return the path of the folder for the etcd data of a cluster incarnation."""
         return os.path.join(self.path, incarnation)
 
     @property
@@ -111,15 +116,15 @@ class Folder:
         return os.path.join(self.path, "joined")
 
     def has_joined(self) -> bool:
-        """Return true if the member with the data in the folder has joined its cluster."""
+        """Return true if the member whose data are in the folder has joined its cluster."""
         return os.path.exists(self._marker)
 
     def note_joined(self) -> None:
-        """Record that the member with these data has joined."""
+        """Record that the member whose data are in the folder has joined its cluster."""
         os.close(os.open(self._marker, os.O_CREAT | os.O_CLOEXEC, 0o600))
 
     def discard(self, incarnation: str) -> None:
-        """Remove the data, but keep the folder and its lock."""
+        """Remove the data of a cluster incarnation, but keep the folder and its lock."""
         shutil.rmtree(self.data(incarnation), ignore_errors=True)
         with suppress(FileNotFoundError):
             os.unlink(self._marker)
@@ -140,8 +145,8 @@ class Folder:
         with os.scandir(os.path.dirname(self.path)) as entries:
             found = [each.path for each in entries if each.name.startswith(f"{_PREFIX}{os.geteuid()}_")]
         for path in found:
-            # Check whether the folder is stale without locking it. A lock that is held for a check could make
-            # another agent skip a stale folder.
+            # Check whether the folder is stale without locking it, because another agent would skip a folder
+            # that is locked at that moment.
             if path == self.path or not self._is_stale(path):
                 continue
             try:

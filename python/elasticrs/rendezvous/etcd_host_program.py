@@ -1,17 +1,18 @@
 """Program that runs one member of an etcd cluster hosted by the agents of a job.
 
-:class:`elasticrs.rendezvous.elastic.etcd_host.EtcdHost` starts it and sends its orders on the first line of
-standard input. The program claims a seat, and runs etcd on the data of that seat. Every line that it prints
-is a JSON array for the agent.
+The agent starts it through :class:`elasticrs.rendezvous.elastic.etcd_host.EtcdHost`, and sends the
+configuration as the first line of standard input. The program claims a seat, which is one of the job's
+endpoints on this machine, and runs etcd with the data of that seat. Every line that it prints is a JSON array
+for the agent.
 
-- **MEMBER-1** etcd stops when the agent exits for any reason. Its data stay, so that an agent that is
-  started again on this node continues as the same member.
-- **MEMBER-2** At the end of the job, the member stays until no agent has a session, or until a majority of
-  the members are down. Then the folder is removed. If sessions are left after ``close_timeout``, the job may
-  still be running elsewhere, so the data stay.
-- **MEMBER-3** If etcd exits by itself, the program tells the agent why, and exits with code 1. The agent
-  starts a program that failed again, on the same data.
-- **MEMBER-4** One thread does everything that may block. Another thread watches the agent.
+- **MEMBER-1** etcd stops when the agent exits for any reason. Its data are kept, so that an agent that is
+  restarted on this node continues as the same member.
+- **MEMBER-2** At the end of the job, the member keeps running until no agent has a session, or until a
+  majority of the members are down. Then the data folder is removed. If sessions remain after
+  ``close_timeout``, the data are kept, because the job may still be running on other nodes.
+- **MEMBER-3** If etcd exits by itself, the program reports the reason to the agent, and exits with code 1.
+  The agent then restarts the program with the same data.
+- **MEMBER-4** All operations that may block run on one thread. Another thread watches the agent.
 """
 
 from __future__ import annotations
@@ -37,39 +38,37 @@ from elasticrs.rendezvous.etcd_process import EtcdProcess, options, trouble_with
 
 _TICK = 0.05
 _DOUBT = 2.0
-"""Seconds for which a configuration error has to last before it is reported."""
+"""Seconds for which a configuration error must persist before it is reported."""
 
 _QUESTION = 1.5
-"""Timeout for one answer of etcd, in seconds."""
+"""Timeout for one response from etcd, in seconds."""
 
 _SHORT_QUESTION = 0.5
-"""Timeout for an answer of this node's member, in seconds. etcd accepts connections some time before it
-answers, and at the end of the job it may not answer any more.
+"""Timeout for a response from this node's etcd member, in seconds. It is short, because etcd accepts
+connections before it can respond, and may no longer respond at the end of the job.
 """
 
 _FOREVER = 86400.0
 _GRACE, _SHORT_GRACE = 2.0, 0.3
-"""Seconds between SIGTERM and SIGKILL to etcd. The first value is for a running job, the second for its end.
-
-"""
+"""Seconds between SIGTERM and SIGKILL when etcd is stopped. ``_SHORT_GRACE`` applies once the job is over."""
 
 _RETRY = 1.0
 _LONG = 10.0
-"""Seconds after which a member without a quorum checks the other seats less often."""
+"""Seconds after which a member that has no quorum polls the other members less often."""
 
 
 class Orders(Value):
-    """Orders of the agent.
+    """Configuration that the agent sends to this program.
 
     Args:
         seats: host, client port, peer port and scheme of each seat.
         label: prefix of the names of this job's members.
-        bind_addr: address to listen on. ``None`` for the address of the seat.
+        bind_addr: address to listen on; the address of the seat if ``None``.
         files: paths of the CA certificates, this node's certificate and its key. Empty without TLS.
         password: password of etcd's user ``root``. ``None`` if clients need no password.
         workers: see :class:`~elasticrs.rendezvous.elastic.etcd_gateway.Gateway`.
-        prefix: prefix of the keys of sessions.
-        close_timeout: seconds to wait for the sessions of others at the end of the job.
+        prefix: prefix of the keys that represent agents' sessions.
+        close_timeout: seconds to wait at the end of the job for other agents to close their sessions.
     """
 
     seats: list[list[Any]]
@@ -83,24 +82,26 @@ class Orders(Value):
 
 
 class _AgentExits(Exception):  # noqa: N818 -- not an error
-    """The agent announced that it exits."""
+    """Raised when the agent has announced that it exits."""
 
 
 class _EtcdExited(Exception):  # noqa: N818 -- handled here; the text says why
-    """etcd exited by itself."""
+    """Raised when etcd exited by itself."""
 
 
 def tell(kind: str, text: str) -> None:
-    """Send the agent a line for the user, of kind ``say`` or ``refused``."""
+    """Send a message to the agent. Messages of kind ``say`` and ``refused`` are for the user. A message of
+    kind ``exited`` contains the reason for etcd's exit.
+    """
     try:
         os.write(1, json.dumps([kind, text]).encode() + b"\n")
     except OSError:
-        # Ignore the error: the agent has exited, and the listening thread handles that.
+        # Ignore the error, because the agent has exited. The listening thread handles that.
         return
 
 
 class Member:
-    """One member, from the search for its seat to its end."""
+    """Runs one etcd member: claims a seat, starts etcd, joins the cluster, and stops etcd at the end."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
@@ -121,7 +122,7 @@ class Member:
     # --- the thread that watches the agent ---
 
     def listen(self, agent: int, signals: int) -> None:
-        """Wait for an order of the agent, its exit, or a signal."""
+        """Wait until the agent sends a command or exits, or until a signal arrives, and act on it."""
         poll = select.poll()
         for fd in (0, agent, signals):
             poll.register(fd, select.POLLIN)
@@ -147,7 +148,9 @@ class Member:
     # --- the thread that works ---
 
     def live(self) -> int:
-        """Run the member until the agent exits. Return 1 if etcd exited before, and 0 otherwise."""
+        """Run the member until the agent exits. Return 1 if etcd exited by itself first, and 0 otherwise.
+        Return 0 at once if this machine has no seat.
+        """
         try:
             if self._take_seat():
                 self._host()
@@ -187,7 +190,7 @@ class Member:
             self._pause(_FOREVER)
 
     def _pause(self, seconds: float) -> None:
-        """Wait for an order of the agent, for etcd's exit, or until the timeout in seconds has passed.
+        """Wait until the agent sends a command, etcd exits, or the timeout in seconds elapses.
 
         Raises:
             _AgentExits: the agent exits.
@@ -210,15 +213,17 @@ class Member:
     # --- a seat ---
 
     def _take_seat(self) -> bool:
-        """Claim the first free seat of this machine; return false if this machine has none."""
+        """Claim the first free seat of this machine. Wait for one if necessary. Return false if the machine
+        has no seat.
+        """
         while True:
             is_here, is_known = False, True
             for index, seat in enumerate(self._seats):
                 try:
                     address = listening_address(seat.host, SystemResolver())
                 except OSError:
-                    # Retry later, because in a container cluster host names may become known only after the
-                    # start.
+                    # Retry later, because in a container cluster the host name may not resolve until the
+                    # container runs.
                     is_known = False
                     continue
                 if address is None:
@@ -230,7 +235,8 @@ class Member:
                     return True
             if is_known and not is_here:
                 return False
-            # Retry, because another agent of this job on this machine holds the seat and may exit.
+            # Retry, because the seat may be held by another agent of this job on this machine, which may
+            # exit.
             self._pause(_TICK)
 
     def _claim(self, index: int) -> bool:
@@ -244,7 +250,9 @@ class Member:
         return self._folder is not None
 
     def _check_ports(self, seat: Seat) -> None:
-        """Return once the member can listen on the ports of its seat."""
+        """Wait until the member can listen on the ports of its seat. If that takes too long, report a
+        configuration error and run no member.
+        """
         deadline = time.monotonic() + _DOUBT
         for port in (seat.port, seat.peer_port):
             while (why := trouble_with(self._address, port)) is not None:
@@ -267,7 +275,7 @@ class Member:
     # --- into the cluster ---
 
     def _join(self, program: str) -> None:
-        """Return once the member belongs to a cluster that has a quorum.
+        """Start etcd, and wait until the member belongs to a cluster that has a quorum.
 
         Raises:
             _AgentExits: the agent exits.
@@ -275,7 +283,8 @@ class Member:
         """
         assert self._folder is not None
         begun, refused_since = time.monotonic(), None
-        # A member that has joined takes part in the end of the job, even if it is not back yet.
+        # If the member joined its cluster earlier, follow the end-of-job procedure even if the member has not
+        # rejoined yet.
         had_joined = self._belongs = self._folder.has_joined()
         while not self._is_healthy():
             view = self._view(self._look())
@@ -310,7 +319,7 @@ class Member:
             tell("say", f"removed {path}, the data of an etcd that an earlier job hosted here")
 
     def _discard(self, view: View) -> None:
-        """Stop etcd and remove the data of this seat, if it has any."""
+        """Stop etcd and remove the data of this seat, if there are any."""
         assert self._folder is not None
         if view.held is None:
             return
@@ -343,7 +352,9 @@ class Member:
         )
 
     def _look(self) -> list[tuple[Entry, ...] | None]:
-        """Request the member lists of all other seats, in parallel."""
+        """Request the member lists from all other seats in parallel. Return ``None`` for a seat that does not
+        answer.
+        """
         answers: list[tuple[Entry, ...] | None] = [None] * len(self._seats)
         unfit: dict[int, str] = {}
 
@@ -367,7 +378,7 @@ class Member:
         for thread in threads:
             thread.join(2 * _QUESTION)
         self._report_certificates(dict(unfit))
-        # Return a copy, because a thread that has not finished in time may still change the original.
+        # Return a copy, because a thread that has not finished in time may still change the original list.
         return list(answers)
 
     def _report_certificates(self, unfit: dict[int, str]) -> None:
@@ -388,7 +399,7 @@ class Member:
                 )
 
     def _protect(self) -> None:
-        """Return once the cluster requires the job's password, if it has one."""
+        """Wait until the cluster requires the job's password, if the job has a password."""
         while True:
             try:
                 seat = self._seats[self._mine]
@@ -415,7 +426,7 @@ class Member:
             self._etcd.start(command, self._folder.log, self._folder.lock)
 
     def _is_healthy(self) -> bool:
-        """Return true if etcd serves clients, which takes a quorum."""
+        """Return true if this node's etcd member can serve clients, which requires a quorum."""
         if self._etcd.fd is None:
             return False
         try:
@@ -427,15 +438,15 @@ class Member:
     # --- the end of the job ---
 
     def _await_confirmation(self) -> None:
-        """Wait until no agent needs this member, for ``close_timeout`` at most."""
+        """Wait until no agent needs this member, for at most ``close_timeout`` seconds."""
         deadline = time.monotonic() + self._orders.close_timeout
         while not self._is_confirmed and time.monotonic() < deadline:
             self._is_confirmed = self._has_no_sessions()
             time.sleep(_TICK / 2)
 
     def _has_no_sessions(self) -> bool:
-        """Return true if no agent has a session. This is also true without a quorum, when no session can
-        exist.
+        """Return true if no agent has a session with etcd. Also return true if a majority of the members are
+        down, because no session can exist without a quorum.
         """
         names = (self._orders.prefix + end for end in ("~sessions/", "~sessions0"))
         first, last = (base64.b64encode(name.encode(errors="surrogateescape")).decode() for name in names)
@@ -445,25 +456,27 @@ class Member:
             found = self._gateway.ask(seat, "kv/range", body, _SHORT_QUESTION, address)
             return int(found.get("count", 0)) == 0
         except (OSError, GatewayError):
-            # Add one for this member.
+            # Count this member in addition to the other members that answered.
             up = 1 + sum(answer is not None for answer in self._look())
             return up < membership.majority(self._seats)
 
 
 def _reached(address: str) -> str:
-    """Return the address at which this machine reaches a server that listens on an address."""
+    """Return the address with which a client on this machine connects to a server that listens on
+    ``address``.
+    """
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
 def main() -> int:
-    """Run a member; return the exit code."""
+    """Run an etcd member. Return the exit code."""
     watched = watch(int(sys.argv[1]))
     if watched is None:
         return 1
     with open(0, "rb", buffering=0, closefd=False) as orders:
         line = orders.readline()
     if not line.endswith(b"\n"):
-        # Exit, because the agent was killed before it sent its orders.
+        # Exit, because the agent was killed before it sent the complete configuration.
         return 1
     try:
         member = Member(Orders(**json.loads(line)))

@@ -1,8 +1,9 @@
-"""Runs etcd for a program, and stops it and removes its data when the program exits. A script that
-:class:`elasticrs.rendezvous.etcd_server.EtcdServer` starts; it imports the standard library only.
+"""Script that runs etcd for a parent program. When that program exits, the script stops etcd and removes its
+data. :class:`elasticrs.rendezvous.etcd_server.EtcdServer` starts the script, which imports only the standard
+library.
 
-Arguments: the program's pid, a folder that is removed in the end, and the command. Exits with etcd's exit
-code; SIGTERM stops etcd first.
+Arguments: pid of the parent program, folder to remove when it exits, and etcd's command line. The script
+exits with etcd's exit code. On SIGTERM, SIGINT and SIGHUP it stops etcd first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 
 _GRACE = 5.0
-"""Seconds between SIGTERM and SIGKILL to etcd."""
+"""Seconds between SIGTERM and SIGKILL when etcd is stopped."""
 
 _LAUNCHER = """
 import ctypes, os, sys
@@ -27,7 +28,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def main(parent: int, folder: str, command: list[str]) -> int:
-    """Run the command until it exits, the parent exits, or a signal asks for it; return the exit code."""
+    """Run the command until it exits, the parent process exits, or a signal arrives. Return the exit code."""
     watched = watch(parent)
     if watched is None:
         return 1
@@ -49,8 +50,8 @@ def watch(parent: int) -> tuple[int, int] | None:
     """Watch the parent process, and handle signals that ask this process to stop.
 
     Returns:
-        Two file descriptors: the first is readable when the parent has exited, and the second after a signal.
-        ``None`` if the parent has exited already.
+        Two file descriptors. The first becomes readable when the parent exits, the second when a signal
+        arrives. ``None`` if the parent has already exited.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(writer)
@@ -68,20 +69,20 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a program that the kernel kills when the calling thread exits.
 
-    Another Python process sets this up and then executes the program, because a process with several threads
-    cannot safely run Python code between fork and exec.
+    An intermediate Python process sets up the parent-death signal and then executes the program, because a
+    process with several threads cannot safely run Python code between fork and exec.
 
     Args:
-        command: an absolute path, and arguments.
-        stderr: descriptor to which it writes its errors; this process's own if ``None``.
-        pass_fds: descriptors that the program inherits.
+        command: absolute path of the program, and its arguments.
+        stderr: file descriptor for the program's standard error. If ``None``, it is inherited.
+        pass_fds: file descriptors that the program inherits.
     """
     launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
     return subprocess.Popen([*launcher, *command], stderr=stderr, pass_fds=pass_fds)
 
 
 def end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Stop a child if it runs: SIGTERM, and SIGKILL after the grace, in seconds. Wait for its exit."""
+    """Stop a child process with SIGTERM, followed by SIGKILL after ``grace`` seconds. Wait for its exit."""
     process.terminate()
     try:
         process.wait(grace)
@@ -91,10 +92,11 @@ def end(process: subprocess.Popen[bytes], grace: float) -> None:
 
 
 def find_program() -> str:
-    """Return the path of etcd: that of ``TORCHELASTIC_ETCD_BINARY_PATH``, else of ``etcd`` on ``PATH``.
+    """Return the path of the etcd program: the value of ``TORCHELASTIC_ETCD_BINARY_PATH`` if it is set,
+    otherwise the path of ``etcd`` on ``PATH``.
 
     Raises:
-        FileNotFoundError: there is none; says where to get one.
+        FileNotFoundError: etcd was not found. The message says how to install it.
     """
     given = os.environ.get("TORCHELASTIC_ETCD_BINARY_PATH")
     found = shutil.which(given or "etcd")

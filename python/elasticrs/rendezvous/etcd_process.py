@@ -1,4 +1,4 @@
-"""A single etcd server: a child process with a log that says why it has exited."""
+"""Run a single etcd server as a child process, and find the reason for its exit in its log."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MOST = 65536
-"""Number of bytes at the end of the log that are searched for the last error."""
+"""Number of bytes at the end of etcd's log that are searched for the last error."""
 
 _OPTIONS = (
     "--pre-vote",
     *("--auto-compaction-mode=revision", "--auto-compaction-retention=10000", "--snapshot-count=10000"),
-    # Derived passwords have 256 bits, so hashing them need not be slow.
+    # Use the fastest password hash. The passwords are derived with 256 bits, so they cannot be guessed
+    # anyway.
     "--bcrypt-cost=4",
     *("--logger=zap", "--log-level=warn", "--log-outputs=stderr"),
 )
 
 
 class EtcdProcess:
-    """Runs at most one etcd at a time.
+    """Starts and stops an etcd server. At most one runs at a time.
 
     Attributes:
-        fd: readable when etcd has exited; ``None`` while none runs.
+        fd: file descriptor that becomes readable when etcd exits; ``None`` while etcd is not running.
     """
 
     def __init__(self) -> None:
@@ -52,13 +53,15 @@ class EtcdProcess:
         self.fd = os.pidfd_open(self._process.pid)
 
     def end(self, grace: float) -> None:
-        """Stop etcd if it runs. Within ``grace`` seconds, a leader hands over its role to another member."""
+        """Stop etcd if it runs, and kill it after ``grace`` seconds. That leaves a cluster leader time to hand
+        over to another member.
+        """
         if self._process is not None:
             end(self._process, grace)
             self.reap()
 
     def reap(self) -> int:
-        """Return the exit code of an etcd that has exited."""
+        """Reap the etcd process, and return its exit code. Waits until the process has exited."""
         assert self._process is not None
         assert self.fd is not None
         code = self._process.wait()
@@ -67,12 +70,14 @@ class EtcdProcess:
         return code
 
     def last_words(self) -> str:
-        """Return the last error in the log."""
+        """Return the last error in etcd's log."""
         return reason(last_bytes(self._log, _MOST).decode(errors="replace").splitlines())
 
 
 def reason(lines: Sequence[str]) -> str:
-    """Return the message of the last error in etcd's log lines. Without an error, that of the last line."""
+    """Return the message of the last error in etcd's log lines. If no line is an error, return the message of
+    the last line.
+    """
     last = ""
     for line in reversed(lines):
         try:
@@ -90,7 +95,9 @@ def reason(lines: Sequence[str]) -> str:
 
 
 def trouble_with(address: str, port: int) -> str | None:
-    """Return why a server cannot listen at an address and port, or ``None`` if it can."""
+    """Return the error that prevents a server from listening at an address and port; ``None`` if there is no
+    error.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,10 +110,10 @@ def trouble_with(address: str, port: int) -> str | None:
 
 
 def options(files: Sequence[str]) -> list[str]:
-    """Return etcd's options for a hosted member.
+    """Return etcd's command-line options for a member that an agent hosts.
 
     Args:
-        files: paths of the CA certificates, the certificate and its key, with which clients and members
+        files: paths of the CA certificates, the certificate and its key. Clients and members use them to
             authenticate each other. Empty without TLS.
     """
     found = list(_OPTIONS)

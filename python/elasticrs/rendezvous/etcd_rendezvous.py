@@ -1,4 +1,6 @@
-"""Torch's names for its first rendezvous over etcd: here the elastic one, whose nodes meet in etcd."""
+"""Torch's class names for its original etcd rendezvous. Here they stand for the elastic rendezvous with etcd
+as its store.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,18 @@ __all__ = ["EtcdRendezvous", "EtcdRendezvousHandler", "create_rdzv_handler"]
 
 
 class EtcdRendezvous:
-    """With whom to meet in etcd; an argument of :class:`EtcdRendezvousHandler`.
+    """Description of a rendezvous over etcd: its address, job and number of nodes. An argument of
+    :class:`EtcdRendezvousHandler`.
 
     Args:
-        client: ours, or python-etcd's, of which the address is taken.
-        prefix: put before the names of keys.
-        run_id: the name of the job.
-        num_min_workers: fewest nodes.
-        num_max_workers: most nodes.
-        timeout: seconds to wait for the fewest.
-        last_call_timeout: seconds to wait for more.
+        client: an :class:`EtcdClient`, or a client of python-etcd, of which only the address and protocol are
+            used.
+        prefix: prefix of all keys in etcd.
+        run_id: name of the job.
+        num_min_workers: minimum number of nodes.
+        num_max_workers: maximum number of nodes.
+        timeout: seconds to wait for the minimum number of nodes.
+        last_call_timeout: seconds to wait for further nodes after that.
     """
 
     def __init__(
@@ -54,10 +58,10 @@ class EtcdRendezvous:
 
 
 class EtcdRendezvousHandler(ElasticRendezvousHandler):
-    """The elastic rendezvous, made from an :class:`EtcdRendezvous`.
+    """Handler of the elastic rendezvous that is created from an :class:`EtcdRendezvous`.
 
     Args:
-        rdzv_impl: with whom to meet.
+        rdzv_impl: description of the rendezvous.
         local_addr: address of this node.
     """
 
@@ -66,10 +70,10 @@ class EtcdRendezvousHandler(ElasticRendezvousHandler):
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Return the handler of the back end ``etcd``.
+    """Create a handler for the back end ``etcd``.
 
     Raises:
-        ValueError: a bad setting.
+        ValueError: a setting is invalid.
     """
     from elasticrs.rendezvous.registry import get_rendezvous_handler
 

@@ -1,4 +1,6 @@
-"""The state of torch's dynamic rendezvous in etcd, with torch's names, by etcd's v3 interface."""
+"""Back end that keeps the state of torch's dynamic rendezvous in etcd. It has torch's names, and uses etcd's
+v3 interface.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,19 @@ _NO_CONNECTION = "The connection to etcd has failed. See inner exception for det
 
 
 class EtcdRendezvousBackend(RendezvousBackend):
-    """Keeps the state under ``<key prefix>/<run id>``, in base64; the token is the revision of its last put.
+    """Keeps the rendezvous state under the key ``<key_prefix>/<run_id>``, encoded in base64. The token of a
+    state is the etcd revision at which the key was last written.
 
     Args:
-        client: ours, or python-etcd's, of which the address is taken.
-        run_id: the name of the job.
-        key_prefix: put before it, with a slash.
-        ttl: seconds that the state outlives its last user; two hours when ``None``.
+        client: an :class:`EtcdClient`, or a client of python-etcd, of which only the address and protocol are
+            used.
+        run_id: name of the job.
+        key_prefix: prefix of the key, separated from the run id by a slash.
+        ttl: seconds for which etcd keeps the state after the last back end of the job has disconnected; two
+            hours if ``None``.
 
     Raises:
-        ValueError: no run id.
+        ValueError: the run id is empty.
     """
 
     _DEFAULT_TTL = int(etcd_site.JOB_TTL)
@@ -56,7 +61,9 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return None if found is None else (_decoded(found), found.mod_revision)
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """See :class:`RendezvousBackend`; a token that cannot be one of ours replaces nothing."""
+        """Replace the state; see :class:`RendezvousBackend`. With a token from another back end, the state
+        is left unchanged.
+        """
         try:
             revision = int(token) if token else 0
         except (TypeError, ValueError):
@@ -70,7 +77,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return None if entry is None else (_decoded(entry), entry.mod_revision, False)
 
     def close(self) -> None:
-        """End the connection. Idempotent. Not in torch."""
+        """Close the connection. Idempotent. Torch does not have this method."""
         self._client.close()
 
     def _txn(self, *args: Any, **kwargs: Any) -> Reply:
@@ -88,14 +95,14 @@ def _decoded(entry: Entry) -> bytes:
 
 
 def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, EtcdStore]:
-    """Make the back end and a store beside it.
+    """Create the back end, and a store in the same etcd.
 
     Args:
-        params: ``endpoint`` may name several members. Settings are those of etcd alone, see
-            :data:`elasticrs.rendezvous.elastic.etcd_site.KEYS`.
+        params: ``endpoint`` may contain several etcd members. Only settings that are specific to etcd are
+            used; see :data:`elasticrs.rendezvous.elastic.etcd_site.KEYS`.
 
     Raises:
-        ValueError: a bad setting.
+        ValueError: a setting is invalid.
         RendezvousConnectionError: etcd cannot be reached.
     """
     from elasticrs.rendezvous.etcd_store import EtcdStore
@@ -111,6 +118,6 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
     site, _, _ = etcd_site.read_site(endpoint, config, "rdzv_configs", "rdzv_endpoint")
     client = EtcdClient(site)
     backend = EtcdRendezvousBackend(client, params.run_id, key_prefix="/torch/elastic/rendezvous")
-    # Now rather than in the middle of a rendezvous.
+    # Read the state now, so that an unreachable etcd is reported here and not in the middle of a rendezvous.
     backend.get_state()
     return backend, EtcdStore(client, "/torch/elastic/store")

@@ -1,7 +1,7 @@
-"""A local etcd for tests and for jobs on one machine, with torch's names.
+"""Local etcd server for tests and for jobs on one machine, with torch's names.
 
-etcd runs under a small process, :mod:`elasticrs.rendezvous.etcd_keeper`, which ends it and removes its data
-when this program ends, however that happens.
+etcd runs under a small supervising process, :mod:`elasticrs.rendezvous.etcd_keeper`. When this program exits
+for any reason, that process stops etcd and removes its data.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ _log = logging.getLogger("elasticrs.rendezvous")
 _HOST = "127.0.0.1"
 _TICK = 0.02
 _LONGEST_STOP = 10.0
-"""Seconds; the keeper ends etcd sooner."""
+"""Seconds to wait until the keeper process has exited. The keeper's own time limit for stopping etcd is
+shorter."""
 
 
 def find_free_port() -> socket.socket:
-    """Return a socket that listens on a free port of ``localhost`` and so reserves it until it is closed.
+    """Return a socket that listens on a free port of ``localhost``, which reserves the port until the socket
+    is closed.
 
-    Close the socket before you start a server on the port. IPv4 is tried first, because programs tend to use
-    the port with ``127.0.0.1``.
+    Close the socket before starting a server on the port. IPv4 is tried first, because programs tend to
+    connect to ``127.0.0.1``.
 
     Raises:
         OSError: the name ``localhost`` could not be resolved.
-        RuntimeError: no address of ``localhost`` has a free port, or no file descriptor is left.
+        RuntimeError: no address of ``localhost`` has a free port, or file descriptors have run out.
     """
     found = socket.getaddrinfo("localhost", None, socket.AF_UNSPEC, socket.SOCK_STREAM)
     failure: OSError | None = None
@@ -63,10 +65,10 @@ def find_free_port() -> socket.socket:
 
 
 def _reserved_port() -> socket.socket:
-    """Return a socket that is bound to a free port of the loopback interface and does not listen.
+    """Return a socket that is bound to a free port of the loopback interface but does not listen.
 
-    While it is open, the kernel assigns the port to no other program that asks for any free port, but a
-    server that sets ``SO_REUSEADDR``, as etcd does, can listen on it.
+    While the socket is open, the kernel does not assign the port to another program that requests any free
+    port. A server that sets ``SO_REUSEADDR``, such as etcd, can still listen on it.
     """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -79,7 +81,7 @@ def _reserved_port() -> socket.socket:
 
 
 def stop_etcd(subprocess: Popen[bytes] | None, data_dir: str | None = None) -> None:
-    """End a server, and remove its data. Idempotent."""
+    """Stop an etcd server, and remove its data folder. Idempotent."""
     if subprocess is not None:
         end(subprocess, _LONGEST_STOP)
     if data_dir:
@@ -87,13 +89,14 @@ def stop_etcd(subprocess: Popen[bytes] | None, data_dir: str | None = None) -> N
 
 
 class EtcdServer:
-    """Starts and stops an etcd of one member on free ports of the loopback interface.
+    """Starts and stops a single-member etcd cluster on free ports of the loopback interface.
 
-    The program is that of ``TORCHELASTIC_ETCD_BINARY_PATH``, else ``etcd`` on ``PATH``. When this process
-    ends without :meth:`stop`, even by SIGKILL, etcd and its data go as well.
+    The environment variable ``TORCHELASTIC_ETCD_BINARY_PATH`` contains the path of the program; the default
+    is ``etcd`` on ``PATH``. If this process exits without calling :meth:`stop`, even by SIGKILL, etcd is
+    stopped and its data are removed.
 
     Args:
-        data_dir: folder for its data, removed by :meth:`stop`; a temporary one when ``None``.
+        data_dir: folder for etcd's data, which :meth:`stop` removes; a temporary folder if ``None``.
     """
 
     def __init__(self, data_dir: str | None = None) -> None:
@@ -127,13 +130,13 @@ class EtcdServer:
 
         Args:
             timeout: seconds for each attempt.
-            num_retries: how many attempts there are.
-            stderr: of the server, as for :class:`subprocess.Popen`.
+            num_retries: number of attempts.
+            stderr: standard error of the server, as for :class:`subprocess.Popen`.
 
         Raises:
-            FileNotFoundError: there is no etcd on this machine; says where to get one.
-            RuntimeError: it ended before it answered.
-            TimeoutError: it did not answer in time.
+            FileNotFoundError: etcd is not installed on this machine. The message says how to install it.
+            RuntimeError: the server exited before it answered.
+            TimeoutError: the server did not answer in time.
         """
         program = find_program()
         base = self._base_data_dir = self._base_data_dir or tempfile.mkdtemp(prefix="elasticrs_etcd_data")
@@ -151,12 +154,12 @@ class EtcdServer:
                 _log.warning("etcd could not be started: %s; trying again", error)
 
     def stop(self) -> None:
-        """End the server and remove its data. Idempotent."""
+        """Stop the server and remove its data. Idempotent."""
         stop_etcd(self._etcd_proc, self._base_data_dir)
         atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
-        # Not at the end of a child that this program has forked.
+        # Do nothing when a child process exits that this program has forked.
         if os.getpid() == self._starter:
             self.stop()
 
@@ -176,7 +179,7 @@ class EtcdServer:
                 ],
                 stdin=DEVNULL,
                 stderr=stderr,
-                # Ctrl-C is for this program, which ends the server.
+                # Use a new session, so that Ctrl-C does not reach the server. This program stops the server.
                 start_new_session=True,
             )
             self._wait_for_ready(timeout)

@@ -1,7 +1,8 @@
-"""A store in etcd with torch's name: a ``torch.distributed.Store`` where torch is installed.
+"""Store in etcd, with torch's class name. If torch is installed, the class is a subclass of
+``torch.distributed.Store``.
 
-Its methods are those of :class:`elasticrs.store.Store`; here are only their names and what torch's class does
-otherwise. Nothing of an agent imports this module.
+The methods forward to :class:`elasticrs.store.Store`. This module contains only what differs in torch's
+class. Agents do not import this module.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["EtcdStore"]
 
 
 class KeyNotFoundError(DistStoreError, LookupError):
-    """A key did not come in time; also a ``LookupError``, as in torch's class."""
+    """A key was not set in time. Also a ``LookupError``, because torch's class raises that."""
 
 
 class _Entry(Value):
@@ -44,7 +45,7 @@ class _Entry(Value):
 
 
 class _Base64Store(Store):
-    """Names and values are base64 in etcd, as torch writes them."""
+    """Store that encodes key names and values in base64 in etcd, as torch does."""
 
     def _key(self, key: str) -> str:
         return self._prefix + b64encode(key.encode()).decode()
@@ -75,15 +76,16 @@ def _step(step: Compare | Operation) -> Compare | Operation:
 
 
 class EtcdStore(_Base):
-    """Keys and values in etcd, shared by all with the same prefix.
+    """Key-value store in etcd. All stores with the same prefix share their keys.
 
     Args:
-        etcd_client: ours, or python-etcd's, of which the address is taken.
-        etcd_store_prefix: put before every key.
-        timeout: for :meth:`get` and :meth:`wait`; 300 s when ``None``.
+        etcd_client: an :class:`EtcdClient`, or a client of python-etcd, of which only the address and
+            protocol are used.
+        etcd_store_prefix: prefix of all keys.
+        timeout: time limit of :meth:`get` and :meth:`wait`; 300 s if ``None``.
 
     Raises:
-        DistNetworkError: from every method: etcd does not answer.
+        DistNetworkError: etcd does not answer. Every method may raise this error.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class EtcdStore(_Base):
 
     @property
     def timeout(self) -> datetime.timedelta:
-        """How long :meth:`get` and :meth:`wait` wait."""
+        """Time limit of :meth:`get` and :meth:`wait`."""
         return self._store.timeout
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -108,7 +110,7 @@ class EtcdStore(_Base):
         """Wait for a key and return its value.
 
         Raises:
-            LookupError: it did not come within :attr:`timeout`.
+            LookupError: the key was not set within :attr:`timeout`.
         """
         return self.multi_get([key])[0]
 
@@ -116,7 +118,7 @@ class EtcdStore(_Base):
         """Wait for several keys and return their values.
 
         Raises:
-            LookupError: not all came within :attr:`timeout`.
+            LookupError: not all keys were set within :attr:`timeout`.
         """
         try:
             return self._store.multi_get(keys)
@@ -124,14 +126,14 @@ class EtcdStore(_Base):
             raise KeyNotFoundError(str(error)) from None
 
     def add(self, key: str, num: int) -> int:
-        """Add to a number, 0 when the key is missing, and return the sum."""
+        """Add to the number under a key, and return the sum. A missing key counts as 0."""
         return self._store.add(key, num)
 
     def wait(self, keys: Sequence[str], override_timeout: datetime.timedelta | None = None) -> None:
-        """Wait until all these keys are there.
+        """Wait until all these keys exist.
 
         Raises:
-            LookupError: not all came in time.
+            LookupError: not all keys were set in time.
         """
         try:
             self._store.wait(keys, override_timeout)

@@ -1,4 +1,6 @@
-"""The rendezvous of a job on one node: nobody to wait for, a fresh store for every attempt."""
+"""Rendezvous of a job on a single node. There are no other nodes to wait for, and every attempt has a new
+store.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class OneNodePlanner:
-    """Plans attempts for one node; a ``master_port`` of the job's own is used as it is, and rank 0 hosts the
-    store.
+    """Plans the attempts of a job on a single node. If the job sets ``master_port``, rank 0 hosts the
+    workers' store on that port.
     """
 
     __slots__ = ("_job",)
@@ -25,10 +27,11 @@ class OneNodePlanner:
         self._job = job
 
     def next(self, supervisor: _core.Supervisor) -> Plan:
-        """Return ranks and store of the next attempt; the supervisor serves the store.
+        """Return the ranks and the store address of the next attempt. If the agent hosts the store, the
+        supervisor serves it.
 
         Raises:
-            OSError: no port or descriptor is free.
+            OSError: no port is free, or file descriptors have run out.
         """
         ranks = assign([NodeShare(self._job.role, self._job.nproc)], 0)
         if self._job.master_port is not None:
@@ -39,4 +42,4 @@ class OneNodePlanner:
         return Plan(ranks, self._job.master_addr, port.number, port, use_agent_store=is_served)
 
     def close(self) -> None:
-        """No further attempt follows; there are no other nodes to tell."""
+        """Do nothing, because a job on a single node has no other nodes to notify of its end."""

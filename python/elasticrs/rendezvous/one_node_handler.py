@@ -1,4 +1,4 @@
-"""The rendezvous handler for one node."""
+"""Rendezvous handler for jobs on a single node."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ __all__ = ["OneNodeRendezvous"]
 
 
 class OneNodeRendezvous(RendezvousHandler):
-    """``static`` and ``c10d`` for one node.
+    """Handler of any back end for a job on a single node.
 
-    With ``static`` and an endpoint that has a port, workers get just that, and rank 0 hosts their store.
-    Otherwise every round has a fresh store, which this process serves until the next round; with
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` a fresh port, which stays reserved until then for rank 0.
+    With ``static`` and an endpoint, the workers get the address and port of the endpoint, and rank 0 hosts
+    their store. Otherwise every round has a new store, which this process serves until the next round. With
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` this process does not serve a store but reserves a new port for
+    rank 0 until the next round.
 
     Attributes:
-        store_port: that of the present round, when it is ours.
+        store_port: port of the workers' store in the current round; ``None`` if the endpoint sets the port.
 
     Raises:
-        ValueError: more than one node, or a malformed endpoint.
+        ValueError: the job may have more than one node, or the endpoint is malformed.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -48,7 +49,7 @@ class OneNodeRendezvous(RendezvousHandler):
         if params.backend == "static" and params.endpoint.strip():
             host, port = parse_endpoint("endpoint", params.endpoint.strip())
             self._address = host
-            # As in torch, port 0 asks for a free one.
+            # As in torch, port 0 means any free port.
             self._port = DEFAULT_MASTER_PORT if port is None else port or None
         self.store_port: StorePort | None = None
         self._own_store = OwnStore(params.run_id)
@@ -63,24 +64,27 @@ class OneNodeRendezvous(RendezvousHandler):
         return self._port is None and agent_hosts_store(os.environ)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See :class:`RendezvousHandler`; never waits."""
+        """Return the next round at once, because there are no other nodes; see :class:`RendezvousHandler`."""
         address = self.next_served_by(None)
         return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
     def open_shared_store(self) -> Store:
-        """The store of the present round, as :class:`RendezvousInfo` has it; served when it is used first."""
+        """Return the store of the current round for :class:`RendezvousInfo`. It is served from its first use
+        on.
+        """
         return self._own_store.of_round(self._round)
 
     def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousStoreInfo:
-        """Return where the workers' store listens: :meth:`next_rendezvous` for an agent that knows its rank.
+        """Start the next round, and return the address of its workers' store. Agents that know their rank use
+        this method instead of :meth:`next_rendezvous`.
 
         Args:
-            supervisor: serves the store, and tells what that has to say to the user; ``None``: a thread of
-                its own.
+            supervisor: serves the store and passes on its messages to the user. If ``None``, a new thread
+                serves the store.
 
         Raises:
-            RendezvousClosedError: see :meth:`set_closed`.
-            OSError: no port or descriptor is free.
+            RendezvousClosedError: the rendezvous was closed with :meth:`set_closed`.
+            OSError: no port is free, or file descriptors have run out.
         """
         if self._is_closed:
             raise RendezvousClosedError(f"the rendezvous of job {self._run_id} is closed")
@@ -100,7 +104,7 @@ class OneNodeRendezvous(RendezvousHandler):
         self._is_closed = True
 
     def num_nodes_waiting(self) -> int:
-        """See :class:`RendezvousHandler`; nobody ever waits."""
+        """Return 0, because there are no other nodes; see :class:`RendezvousHandler`."""
         return 0
 
     def get_run_id(self) -> str:

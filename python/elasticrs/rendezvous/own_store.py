@@ -1,4 +1,4 @@
-"""The rendezvous store of a job on one node."""
+"""Rendezvous store of a job on a single node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HOST = "127.0.0.1"
 
 
 class OwnStore:
-    """A store that this process serves from its first use on; most agents of one node never use it."""
+    """Store that this process starts to serve on first use, because most single-node jobs never use it."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -22,7 +22,7 @@ class OwnStore:
         self._store: Store | None = None
 
     def of_round(self, round: int) -> Store:  # noqa: A002 -- the field's own word
-        """Return the store of a round, which does not see what was put in another one."""
+        """Return the store of a round. Keys that were set in other rounds are not visible in it."""
         if self._store is None:
             from elasticrs.store import Store
 
@@ -30,7 +30,7 @@ class OwnStore:
         return self._store.with_prefix(f"torch.rendezvous.{self._run_id}.{round}/")
 
     def close(self) -> None:
-        """Close the store and all objects that it has given out. Idempotent."""
+        """Close the store and all store objects that :meth:`of_round` has returned. Idempotent."""
         if self._store is not None:
             self._store.close()
         if self._server is not None:
@@ -40,11 +40,11 @@ class OwnStore:
     def _connect(self) -> Client:
         from elasticrs.store import DistNetworkError
 
-        # Other users of this machine reach the port, too.
+        # Require a token, because other users of this machine can also connect to the port.
         token = os.urandom(16)
         try:
             if self._server is not None:
-                # It was served, and no connection could be had.
+                # An earlier attempt started the server but could not connect to it.
                 self._server.close()
             self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
             return Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)

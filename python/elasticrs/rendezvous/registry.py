@@ -1,9 +1,10 @@
-"""Rendezvous handlers by the name of their backend: ours, registered ones, and those of installed packages.
+"""Find rendezvous handlers by the name of their backend: those of elasticrs, those that a program has
+registered, and those of installed packages.
 
 A package registers handlers in the entry point groups ``elasticrs.rendezvous_handlers`` and
-``torchrun.handlers``; ours goes first. An entry point is a function without arguments that returns a creator,
-as in torch. It is loaded when its name is asked for, not when the registry is imported: a broken package
-troubles only who wants its handler.
+``torchrun.handlers``, which are searched in this order. As in torch, an entry point is a function without
+arguments that returns a creator. It is loaded only when its backend is requested, so that a broken package
+does not affect programs that use another backend.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler that the parameters name: ours, or one that a user or a package registered.
+    """Create a handler of the backend that the parameters name. The backend may be one of elasticrs, or one
+    that a program or an installed package has registered.
 
     Raises:
-        ValueError: no such backend, one that cannot be loaded, or bad settings.
+        ValueError: the backend does not exist or cannot be loaded, or the settings are invalid.
     """
     find_backend(params.backend, PYTHON)
     return rendezvous_handler_registry.create_handler(params)
 
 
 def find_backend(name: str, words: Words) -> None:
-    """Make sure that a backend is registered, with the help of installed packages.
+    """Make sure that a backend is registered. If it is not, search the installed packages for it.
 
     Raises:
-        ValueError: there is none of this name, or its package cannot be loaded.
+        ValueError: no backend has this name, or its package cannot be loaded.
     """
     if rendezvous_handler_registry.is_registered(name) or _register_from_package(name, words):
         return
@@ -68,7 +70,7 @@ def _register_from_package(name: str, words: Words) -> bool:
 def _register_out_of_tree_handlers() -> None:
     """Register the handlers of all installed packages, as torch does when it is imported.
 
-    One that cannot be loaded is a warning.
+    Log a warning for each handler that cannot be loaded.
     """
     from importlib import metadata
 

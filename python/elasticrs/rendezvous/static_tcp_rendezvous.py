@@ -1,4 +1,4 @@
-"""The rendezvous with ranks given by hand, under torch's name."""
+"""Static rendezvous, in which the user gives each node its rank, with torch's class name."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _DEFAULT_TIMEOUT = 600
 
 
 def _asked(name: str) -> Any:
-    """A method that asks the handler of the registry."""
+    """Return a method that calls the method with this name on the wrapped handler."""
     return lambda self: getattr(self._handler, name)()
 
 
 class StaticTCPRendezvous(RendezvousHandler):
-    """The handler of ``static``; it is the one that the registry makes.
+    """Handler of the backend ``static``. It wraps the handler that the registry creates for that backend.
 
     Args:
-        master_addr: host of node rank 0.
-        master_port: where the workers of rank 0 listen.
-        rank: of this node.
+        master_addr: host of the node with rank 0.
+        master_port: port of the rendezvous, on which the workers' store of rank 0 also listens.
+        rank: rank of this node.
         world_size: number of nodes.
-        run_id: the name of the job.
-        timeout: seconds for all nodes to come.
+        run_id: name of the job.
+        timeout: seconds to wait until all nodes have joined.
 
     Raises:
-        ValueError: numbers or an endpoint that make no sense.
+        ValueError: the endpoint or a number is invalid.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class StaticTCPRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Always false: rank 0 listens on the port that was given. Torch's agent does."""
+        """False if a port other than 0 was given, because rank 0 then hosts the workers' store on that port.
+        In torch, the agent hosts it.
+        """
         return self._handler.use_agent_store
 
     next_rendezvous = _asked("next_rendezvous")
@@ -75,13 +77,14 @@ class StaticTCPRendezvous(RendezvousHandler):
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler of ``static`` from parameters.
+    """Create a handler of the backend ``static`` from parameters.
 
     Args:
-        params: with an endpoint that has a port, and ``rank``; ``timeout`` in seconds, 600 otherwise.
+        params: parameters with an endpoint that includes a port, the setting ``rank``, and optionally the
+            setting ``timeout`` in seconds (600 by default).
 
     Raises:
-        ValueError: one of them is missing.
+        ValueError: the endpoint, its port or the rank is missing.
     """
     if "rank" not in params.config:
         raise ValueError("rank is absent in RendezvousParameters. Try add --node-rank to the cmd request")

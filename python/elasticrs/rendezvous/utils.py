@@ -1,4 +1,4 @@
-"""Helpers for handlers, with torch's names: endpoints, settings in text, a timer."""
+"""Helpers for rendezvous handlers, with torch's names: parsers for endpoints and settings, and a timer."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _SHORTEST_DELAY = 0.01
 
 
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
-    """Host and port of ``HOST[:PORT]``, read as torch reads it, in its words when it cannot be.
+    """Parse ``HOST[:PORT]`` with torch's rules and torch's error messages.
 
-    :func:`elasticrs.rendezvous.endpoint.parse_endpoint` is stricter; the command line uses that one.
+    The command line uses :func:`elasticrs.rendezvous.endpoint.parse_endpoint` instead, which is stricter.
 
     Args:
-        endpoint: the text; ``localhost`` when empty.
-        default_port: when the text has none.
+        endpoint: endpoint to parse. If it is empty or ``None``, the host is ``localhost``.
+        default_port: port to return if the endpoint has no port.
 
     Returns:
         The host without brackets, and the port.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the endpoint has another format.
     """
     text = (endpoint or "").strip()
     if not text:
@@ -62,7 +62,7 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
 
 
 def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
-    """Settings written as ``KEY=VALUE,…``."""
+    """Parse settings in the format ``KEY=VALUE,…``."""
     config: dict[str, str] = {}
     if not config_str.strip():
         return config
@@ -79,13 +79,14 @@ def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
 
 
 def _try_parse_port(port_str: str) -> int | None:
-    """At most five digits as a number."""
+    """Return text of at most five digits as an integer; ``None`` for other text."""
     return int(port_str) if port_str and re.match(r"^[0-9]{1,5}$", port_str) else None
 
 
 def _matches_machine_hostname(host: str) -> bool:
-    """True if a name or an address is this machine's, as far as its own name tells; other interfaces and
-    aliases are not known. A name that cannot be resolved is another machine's, where torch raises.
+    """Return true if a host name or address belongs to this machine. It is compared only with this machine's
+    host name and the addresses of that name, so aliases and other interfaces are not recognized. Return false
+    for a name that cannot be resolved; torch raises an error.
     """
     if host == "localhost":
         return True
@@ -93,7 +94,7 @@ def _matches_machine_hostname(host: str) -> bool:
         if ipaddress.ip_address(host).is_loopback:
             return True
     except ValueError:
-        # A name.
+        # The host is a name and not a numeric address.
         host = host.rstrip(".")
     own = socket.gethostname()
     if host == own:
@@ -110,7 +111,9 @@ def _resolved(host: str) -> list[Any]:
 
 
 def _delay(seconds: float | tuple[float, float]) -> None:
-    """Sleep, or for a random time between two; not for less than 10 ms."""
+    """Sleep for a number of seconds, or for a random time between two numbers. Do not sleep if the time is
+    below 10 ms.
+    """
     if isinstance(seconds, tuple):
         seconds = random.uniform(*seconds)
     if seconds >= _SHORTEST_DELAY:
@@ -118,13 +121,13 @@ def _delay(seconds: float | tuple[float, float]) -> None:
 
 
 class _PeriodicTimer:
-    """Calls a function again and again on a thread of its own, which ends when the timer is collected.
+    """Calls a function periodically on a separate thread, which stops when the timer is garbage-collected.
 
     Args:
-        interval: before every call.
-        function: what to call.
-        *args: for it.
-        **kwargs: for it.
+        interval: time before each call.
+        function: function to call.
+        *args: positional arguments of the function.
+        **kwargs: keyword arguments of the function.
     """
 
     def __init__(self, interval: timedelta, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -139,34 +142,34 @@ class _PeriodicTimer:
         return self._name
 
     def set_name(self, name: str) -> None:
-        """Name the thread.
+        """Set the name of the thread.
 
         Raises:
-            RuntimeError: it runs already.
+            RuntimeError: the timer has already started.
         """
         if self._finalizer is not None:
             raise RuntimeError("The timer has already started.")
         self._name = name
 
     def start(self) -> None:
-        """Start the thread; the first call comes after one interval.
+        """Start the thread. The first call is made after one interval.
 
         Raises:
-            RuntimeError: it runs already.
+            RuntimeError: the timer has already started.
         """
         if self._finalizer is not None:
             raise RuntimeError("The timer has already started.")
         stop = threading.Event()
-        # The thread must not hold the timer, or that would never be collected.
+        # Do not pass the timer itself to the thread, because the timer would then never be garbage-collected.
         arguments, name = (self._interval, stop, *self._call), self._name or "PeriodicTimer"
         thread = threading.Thread(target=_repeat, name=name, args=arguments, daemon=True)
         self._finalizer = weakref.finalize(self, _stop, thread, stop)
-        # Joining daemon threads while the interpreter ends may wait for ever.
+        # Do not join the thread at interpreter exit, because joining a daemon thread then may block forever.
         self._finalizer.atexit = False
         thread.start()
 
     def cancel(self) -> None:
-        """Stop the thread, after waiting for a call that runs."""
+        """Stop the thread, and wait for a call that is still running."""
         if self._finalizer is not None:
             self._finalizer()
 
