@@ -53,7 +53,7 @@ class EtcdProcess:
         self.fd = os.pidfd_open(self._process.pid)
 
     def end(self, grace: float) -> None:
-        """Stop etcd if it runs, and kill it after ``grace`` seconds. That leaves a cluster leader time to hand
+        """Stop etcd if it runs, and kill it after ``grace`` seconds. In this time, a cluster leader can hand
         over to another member.
         """
         if self._process is not None:

@@ -1,5 +1,5 @@
-"""The elastic rendezvous: which nodes take part in which round, decided by pure functions.
+"""Elastic rendezvous, which decides which nodes take part in which round. The decisions are pure functions.
 
-``keys`` and ``records`` say what is in the store, ``messages`` what goes into and comes out of
-:func:`elasticrs.rendezvous.elastic.machine.step`. See ``docs/design/rendezvous.md``.
+``keys`` and ``records`` define the contents of the store. ``messages`` defines the input and output of the
+state machine, :func:`elasticrs.rendezvous.elastic.machine.step`. See ``docs/design/rendezvous.md``.
 """

@@ -1,4 +1,4 @@
-"""Addresses as text, and which one workers use to reach the worker store of a round; pure."""
+"""Pure functions that compare and classify host names and numeric addresses given as text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ TYPE_CHECKING = False
 
 
 def plain(name: str) -> str:
-    """A host's name as it is compared."""
+    """Return a host name in the form that is used for comparisons: lower case, without a trailing dot."""
     return name.rstrip(".").lower()
 
 
 def packed(address: str) -> bytes | None:
-    """The bytes of a numeric address, IPv4 ones that are written as IPv6 as IPv4; ``None`` for a name."""
+    """Return the bytes of a numeric address; ``None`` for a name. An IPv4 address that is mapped to IPv6
+    (``::ffff:a.b.c.d``) is returned as IPv4.
+    """
     text = address.partition("%")[0]
     for family in (_socket.AF_INET, _socket.AF_INET6):
         try:
@@ -25,25 +27,27 @@ def packed(address: str) -> bytes | None:
 
 
 def is_loopback(address: str) -> bool:
-    """True if a numeric address is 127.0.0.0/8 or ::1."""
+    """Return true if a numeric address is in 127.0.0.0/8, or is ::1."""
     data = packed(address)
     return data is not None and (data[0] == 127 if len(data) == 4 else data == bytes(15) + b"\x01")
 
 
 def is_loopback_name(host: str) -> bool:
-    """True if a host of an endpoint is ``localhost``, or a loopback address."""
+    """Return true if the host of an endpoint is ``localhost`` or a loopback address."""
     bare = host.strip("[]")
     return plain(bare) == "localhost" or is_loopback(bare)
 
 
 def is_unspecified(address: str) -> bool:
-    """True if a numeric address stands for all interfaces."""
+    """Return true if a numeric address means all interfaces (``0.0.0.0`` or ``::``)."""
     data = packed(address)
     return data is not None and not any(data)
 
 
 def is_usable_elsewhere(address: str) -> bool:
-    """True if a numeric address may mean this node on other machines too: no loopback, no link-local one."""
+    """Return true if other machines may be able to use this numeric address of the node. Loopback, link-local
+    and unspecified addresses cannot be used by other machines.
+    """
     data = packed(address)
     if data is None or not any(data) or is_loopback(address):
         return False

@@ -1,4 +1,4 @@
-"""Lines for the user."""
+"""Format messages to the user about nodes, rounds and failures."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ MAX_NAMED = 8
 
 
 def named(names: Sequence[str]) -> str:
-    """A list of names that stays readable with thousands of them."""
+    """Return a list of names as text. After the first :data:`MAX_NAMED` names, only the number of the others
+    is given.
+    """
     shown = ", ".join(names[:MAX_NAMED])
     return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
 
 
 def nodes(count: int) -> str:
-    """A number of nodes."""
+    """Return a number of nodes as text, such as ``1 node`` or ``3 nodes``."""
     return "1 node" if count == 1 else f"{count} nodes"
 
 
 def utc(time_ns: int) -> str:
-    """A wall time for the user."""
+    """Format a wall-clock time in nanoseconds for the user."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns // 1_000_000_000))
 
 
 def end_of(head: Head, *, names_pid: bool = True) -> str:
-    """Return text that says how the last finished round ended. This is the head's round, or the previous
-    round if the head's round is still running.
+    """Return text that says how the last finished round ended. That is the round of ``head``, or the previous
+    round if the round of ``head`` is still running.
     """
     end = head.end or {}
     kind = end.get("kind")
@@ -67,10 +69,12 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pi
 
 
 def how_it_failed(cause: Mapping[str, Any]) -> str:
-    """Return text to append to a worker's name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
+    """Return text about a failure to append to a worker's name, such as ``: KeyError: 1 (train.py:4)`` or
+    `` died by SIGKILL``.
+    """
     lines = str(cause.get("message") or "").strip().splitlines()
     if blame_of(cause) is not None:
-        # The agent killed this hung worker, so the exit code says nothing about the reason.
+        # Ignore the exit code, because the agent itself killed this hung worker.
         return f": {lines[-1].strip() if lines else 'hung'}"
     if cause.get("message") == SILENT:
         return f" {SILENT}"
@@ -84,8 +88,8 @@ def how_it_failed(cause: Mapping[str, Any]) -> str:
 
 
 def round_line(head: Head, max_restarts: int, told: str | None = None) -> str:
-    """Say that a round follows another. What the user was told of the end of the one before is not said
-    again.
+    """Return text that announces a new round. The reason for the end of the previous round is left out if it
+    is ``told``, which the user has already seen.
     """
     cost = f"no restart charged, {head.used} of {max_restarts} used"
     if (head.end or {}).get("charged"):
@@ -96,7 +100,7 @@ def round_line(head: Head, max_restarts: int, told: str | None = None) -> str:
 
 
 def closed_line(run_id: str, head: Head) -> str:
-    """What to tell who comes to a closed job."""
+    """Return the error message for a node that joins a job that is already closed."""
     when = f" at {utc(head.time_ns)}" if head.time_ns else ""
     why = f": {head.reason}" if head.reason else ""
     how = f"{head.outcome}{when} in round {head.round}{why}"

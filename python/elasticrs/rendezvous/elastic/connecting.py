@@ -1,7 +1,7 @@
-"""From a lost connection, or none yet, to the next one.
+"""Connect to the rendezvous store, and reconnect after a loss of the connection.
 
-A node that loses its connection is fenced: the others may have counted it as gone, so that its workers have
-to be gone before it registers again (**JOIN-1**).
+An agent that loses its connection is fenced: the other nodes may already count it as lost, so its workers
+must have exited before it registers again (**JOIN-1**).
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 
 FIRST_DELAY = 0.02
 LONGEST_DELAY = 0.5
-"""Seconds between attempts to connect."""
+"""Minimum and maximum number of seconds between two attempts to connect."""
 
 FIRST_NEWS = 5.0
-"""Seconds without a connection before the user is told why."""
+"""Seconds without a connection after which the reason is reported to the user."""
 
 OTHER = "other"
-"""What answers is not the store that this agent has met: it was started empty, or from another copy."""
+"""Kind of connection loss: the server that answers is not the store that this agent used before. It was
+started empty or from another copy of the state."""
 
 FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", "denied", OTHER})
-"""Losses of a connection that no waiting cures."""
+"""Kinds of connection loss that retrying cannot resolve."""
 
 
 def begin(member: Member) -> None:
-    """Begin to join."""
+    """Start to join the rendezvous, unless that has already been started."""
     if member.phase is not Phase.NEW:
         return
     member.joining.begun = member.now
@@ -50,7 +51,7 @@ def begin(member: Member) -> None:
 
 
 def retry(member: Member) -> None:
-    """Connect, after a while if that has failed before."""
+    """Connect to the store. If the previous attempt failed, wait first."""
     joining = member.joining
     if joining.delay:
         member.arm("reconnect", joining.delay)
@@ -60,13 +61,13 @@ def retry(member: Member) -> None:
 
 
 def reconnect(member: Member) -> None:
-    """The time between two attempts has passed."""
+    """Try to connect again, because the pause after the last failed attempt is over."""
     if member.phase is Phase.CONNECTING and member.link is None:
         member.do(Connect(member.joining.incarnation))
 
 
 def connection_lost(member: Member, event: ConnectionLost) -> None:
-    """Connecting failed, or the connection is lost."""
+    """Handle a failed attempt to connect, or the loss of the connection."""
     if member.phase in (Phase.NEW, Phase.EXIT, Phase.FENCED):
         return
     is_final = event.kind in FINAL and not static_ranks.may_be_lent(member, event.kind)
@@ -75,19 +76,22 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
         member.exit(Outcome("refused", event.message))
         return
     if event.kind == OTHER and member.leaving is None:
-        # Going on there would restart the counts of rounds and restarts, by which scripts fence.
+        # Leave the job instead of joining the new store, because the numbers of rounds and restarts would
+        # start again there. User scripts rely on these numbers to detect outdated processes.
         _give_up(member, Outcome("lost", event.message))
     lose(member, static_ranks.why_lost(member, event))
 
 
 def fence(member: Member, why: str) -> None:
-    """Give the connection up: the others may have counted this agent as gone."""
+    """Close the connection and fence this agent, because the other nodes may already count it as lost."""
     member.do(Disconnect())
     lose(member, why)
 
 
 def lose(member: Member, why: str) -> None:
-    """Fence an agent that lost its connection: its workers must be gone before it registers again."""
+    """Fence this agent after the loss of its connection: stop its workers, which must have exited before the
+    agent registers again.
+    """
     was_registered = member.registered is not None
     if was_registered:
         member.arm("store_lost", member.rendezvous.store_lost_timeout)
@@ -106,12 +110,14 @@ def lose(member: Member, why: str) -> None:
 
 
 def may_rejoin(member: Member) -> bool:
-    """True if nothing of a round is left here."""
+    """Return true if this node has no workers, so that its agent may register again."""
     return member.workers is None
 
 
 def without_workers(member: Member) -> None:
-    """A fenced agent has no workers any more."""
+    """Continue now that the workers of a fenced agent have exited: reconnect, or exit if the agent is
+    leaving.
+    """
     if member.leaving is not None:
         member.exit(member.leaving.outcome or Outcome("aborted", member.leaving.closing))
         return
@@ -120,7 +126,9 @@ def without_workers(member: Member) -> None:
 
 
 def fresh_listener(member: Member) -> bool:
-    """Replace a listener that has served a round; return true if there is one to announce."""
+    """Replace the listener for the workers' store if it has already served a round. Return true if a listener
+    is ready to be announced to the other nodes.
+    """
     listener = member.listener
     if not listener.has_served:
         return listener.port is not None
@@ -132,11 +140,11 @@ def fresh_listener(member: Member) -> bool:
     return listener.port is not None
 
 
-# --- for too long ---
+# --- timeouts ---
 
 
 def store_lost(member: Member) -> None:
-    """The store could not be reached again in time."""
+    """Give up, because the store could not be reached again in time."""
     if member.registered is not None or member.phase is Phase.EXIT:
         return
     where = f"lost {member.rendezvous.store} in round {member.age.seen}"
@@ -157,7 +165,7 @@ def store_lost(member: Member) -> None:
 
 
 def connect_timeout(member: Member) -> None:
-    """The first registration has taken too long."""
+    """Give up, because this agent did not manage to register within ``join_timeout``."""
     joining = member.joining
     if joining.was_registered or member.phase is Phase.EXIT:
         return
@@ -176,7 +184,7 @@ def _give_up(member: Member, outcome: Outcome) -> None:
 
 
 def connect_news(member: Member) -> None:
-    """Tell the user why nothing happens."""
+    """Report to the user why this agent has no connection yet."""
     joining, seconds = member.joining, member.settings.join_timeout
     if joining.was_registered or member.phase is not Phase.CONNECTING or joining.trouble is None:
         return

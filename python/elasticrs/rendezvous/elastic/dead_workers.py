@@ -1,11 +1,11 @@
 """Remove the registrations of dead workers, so that the other workers need not wait for a lease to expire.
 
-With ``--on-failure replace`` workers are members of a rendezvous of their own. A worker has no nursery that
-could report its death to the other workers, and a connection that breaks or is refused proves nothing. But an
-agent knows when all processes of its worker are gone. Agents also know that the workers of a lost agent are
-gone, because the nursery kills them before the agent's session ends.
+With ``--on-failure replace``, the workers have a separate rendezvous whose members are the workers. A worker
+has no nursery that could report its death to the other workers, and a broken or refused connection does not
+prove that a worker is dead. But an agent knows when all processes of its worker have exited. Agents also know
+that the workers of a lost agent are dead, because its nursery kills them before the agent's session ends.
 
-Pure functions.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
-    """Return the names of the keys of a job's workers, as an agent of the job uses them.
+    """Return the names of the keys of the workers' rendezvous, for use by an agent.
 
     Args:
-        rendezvous: the agents' rendezvous.
+        rendezvous: rendezvous of the agents.
         job: name of the agents' job in the store.
-        number: create revision of that job's record.
+        number: create revision of the record of the agents' job.
     """
     etcd, root = rendezvous.etcd, ""
     if etcd is not None and etcd.seats and rendezvous.settings.token is not None:
@@ -35,15 +35,17 @@ def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
 
 
 def workers_of(agent: str) -> str:
-    """Return the prefix of the member names of an agent's workers."""
+    """Return the prefix of the names under which an agent's workers are members of their rendezvous."""
     return f"{agent}-"
 
 
 def forget_worker(keys: Keys, name: str) -> list[Operation]:
-    """Return deletions of one worker's registrations. ``name`` is the name that its agent gave it."""
+    """Return operations that delete all registrations of one worker. ``name`` is the name that the worker's
+    agent gave it.
+    """
     return keys.forget_members(f"{name}.")
 
 
 def forget_workers(keys: Keys, agent: str) -> list[Operation]:
-    """Return deletions of the registrations of all workers of an agent."""
+    """Return operations that delete the registrations of all workers of an agent."""
     return keys.forget_members(workers_of(agent))

@@ -1,20 +1,20 @@
-"""From what a user says about nodes to the :class:`.settings.Rendezvous` of this node.
+"""Check the user's settings about nodes, and convert them to this node's
+:class:`~elasticrs.rendezvous.elastic.rendezvous.Rendezvous`.
 
-The command line and the Python API come through here, so that both accept the same. Rules:
+The command line and the Python API both use this module, so that they accept the same settings. Rules:
 
-- **NODES-1** A job whose only node cannot be met by others meets nobody, and gets no rendezvous: one node
-  with ``static``, one node of ``c10d`` or ``etcd`` without an endpoint, or of ``c10d`` on a free port of
-  loopback.
-- **NODES-2** One node of ``c10d`` or ``etcd`` with an endpoint is a rendezvous: a second agent becomes a
-  spare.
-- **NODES-3** With ``static`` the ranks are given by hand, so the number of nodes is fixed. Torch takes MAX of
-  MIN:MAX without a word.
-- **NODES-4** Where ranks are given by hand, or one node meets nobody, there is no store of ``c10d``, and its
-  ``store_type`` is a file or not for nothing, as in torch.
-- **NODES-5** ``--node-rank`` orders the nodes of ``c10d`` and ``etcd``, too, where torch ignores it with a
+- **NODES-1** A job with a single node that no other node can reach has no rendezvous: one node with
+  ``static``, one node with ``c10d`` or ``etcd`` without an endpoint, or one node with ``c10d`` on any free
+  loopback port.
+- **NODES-2** A job with one node of ``c10d`` or ``etcd`` and an endpoint has a rendezvous. A second agent
+  that joins it becomes a spare.
+- **NODES-3** With ``static`` the user assigns the node ranks, so the number of nodes is fixed. Torch silently
+  uses MAX of MIN:MAX.
+- **NODES-4** With ``static``, the setting ``store_type=file`` of ``c10d`` has no effect, as in torch.
+- **NODES-5** ``--node-rank`` also orders the nodes of ``c10d`` and ``etcd``. Torch ignores it there with a
   warning.
-- **NODES-6** With etcd no agent hosts anything, and who may take part is decided by etcd: a token has no
-  effect, and a line says so.
+- **NODES-6** If etcd is not hosted by the agents, etcd's own permissions decide which nodes may take part. A
+  token then has no effect, and a message to the user says so.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ C10D = "c10d"
 ETCD = "etcd"
 _ETCD_V2 = "etcd-v2"
 BACKENDS = {C10D: C10D, "elasticrs": C10D, STATIC: STATIC, ETCD: ETCD, "etcd-v3": ETCD, _ETCD_V2: ETCD}
-"""Names of back ends, and what they stand for."""
+"""Names of back ends, including aliases, with the kind of back end that each name stands for."""
 
 _MAX_RUN_ID = 256
 _STATIC_JOIN_TIMEOUT = 900.0
 
 
 class Words(Value):
-    """The names that the user knows settings by, for errors."""
+    """Names of the settings as the user knows them, for error messages."""
 
     backend: str
     endpoint: str
@@ -63,15 +63,18 @@ PYTHON = Words(
 
 
 def is_in_file(config: Mapping[str, object]) -> bool:
-    """True if the settings of ``c10d`` ask for a file instead of the elastic rendezvous."""
+    """Return true if the settings of ``c10d`` select a rendezvous in a file instead of the elastic
+    rendezvous.
+    """
     return str(config.get("store_type", "tcp")).strip().lower() == "file"
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return what the name of a back end stands for; ``others`` are there besides ours, for the error.
+    """Return the kind of back end that a name stands for. ``others`` are the names of back ends that are not
+    part of elasticrs, for the error message.
 
     Raises:
-        UsageError: it is none of ours.
+        UsageError: the name is not that of a back end of elasticrs.
     """
     found = BACKENDS.get(backend)
     if found is not None:
@@ -93,26 +96,27 @@ def describe(
     exit_barrier_timeout: float | None = None,
     words: Words = COMMAND_LINE,
 ) -> tuple[Rendezvous | None, list[str]]:
-    """Check everything that can be checked without asking the network.
+    """Check all settings that can be checked without network access, and describe the rendezvous.
 
     Args:
-        backend: its name.
-        endpoint: ``HOST[:PORT]``, or empty; of etcd several, separated by commas.
-        run_id: the name of the job.
-        nodes: fewest and most nodes, already in order.
+        backend: name of the back end.
+        endpoint: ``HOST[:PORT]``, or empty. For etcd, several endpoints separated by commas.
+        run_id: name of the job.
+        nodes: minimum and maximum number of nodes, already in order.
         config: settings by key.
-        environ: for the token, and the exit barrier's time.
-        node_rank: rank of this node; ``None`` when nobody gave one.
-        local_addr: address of this node, if the user has named one.
+        environ: environment variables, which may contain the token and the exit barrier's timeout.
+        node_rank: rank of this node; ``None`` if the user has not set it.
+        local_addr: address of this node; ``None`` if the user has not set it.
         grace: seconds that workers may take to stop.
-        exit_barrier_timeout: of an option, before all else that says so.
-        words: what the user knows things by.
+        exit_barrier_timeout: value of the command-line option, which overrides all other sources.
+        words: names of the settings for error messages.
 
     Returns:
-        With whom to meet, ``None`` for nobody; and lines for the user.
+        The rendezvous, or ``None`` if the job has a single node without a rendezvous; and messages to the
+        user.
 
     Raises:
-        UsageError: one line.
+        UsageError: a setting is invalid. The message is a single line.
     """
     kind = check_backend(backend, words)
     low, high = nodes
@@ -172,7 +176,9 @@ def describe(
 
 
 class _Own(Record):
-    """What a back end makes of its settings: ``given`` are those of all, ``names`` are its own keys."""
+    """Settings after those that are specific to the back end were read. ``given`` are the settings that all
+    back ends share; ``names`` are the keys that only this back end has.
+    """
 
     given: dict[str, object]
     notices: list[str] = fresh(factory=list)
@@ -189,7 +195,8 @@ def _own_settings(
     if kind == ETCD:
         from elasticrs.rendezvous.elastic import etcd_site
 
-        # Where nobody is met the settings are checked all the same, with torch's default.
+        # Check the settings even if the job has no endpoint and thus no rendezvous. Use torch's default
+        # endpoint for that.
         found = etcd_site.read_site(endpoint or "localhost", config, words.settings, words.endpoint)
         own = _Own(found[1], found[2], found[0], etcd_site.NAMES, etcd_site.EXPECTED)
         if backend == _ETCD_V2:
@@ -201,7 +208,7 @@ def _own_settings(
             own.notices.append(
                 f"{words.settings}: store_type=file has no effect here: it is for {words.backend} {C10D}"
             )
-        # Torch's name for it, and torchrun's default.
+        # Torch calls the join timeout of ``static`` ``timeout``. The default is that of torchrun.
         own.given.setdefault("join_timeout", own.given.get("timeout", _STATIC_JOIN_TIMEOUT))
     elif node_rank is not None:
         own.given.setdefault("order_hint", node_rank)

@@ -1,7 +1,9 @@
-"""Carries out what the rendezvous machine asks for: the store, the timers, the listener for the workers.
+"""Executes the actions of the rendezvous state machine: store requests, timers, and the listener for the
+workers' store.
 
-What concerns workers and the user is passed on, in order: ``Start``, ``Stop``, ``Announce`` and, as the last
-one, ``Exit``: the ``LoopAction`` of :mod:`elasticrs.rendezvous.elastic.messages`.
+Actions that concern the workers or the user are passed on to the caller in order: ``Start``, ``Stop``,
+``Announce``, and ``Exit`` as the last one. See ``LoopAction`` in
+:mod:`elasticrs.rendezvous.elastic.messages`.
 """
 
 from __future__ import annotations
@@ -31,33 +33,35 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import StoreEvent
 
 _FAREWELL = "farewell"
-"""The driver's own timer: so long the host of the store waits for the others to read how the job ended."""
+"""Timer of the driver itself. Until it fires, the agent that hosts the store waits for the other agents to
+read how the job ended."""
 
 _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
 _MARGIN = 10.0
-"""Seconds for a member of etcd to end."""
+"""Additional seconds for a hosted etcd member to exit."""
 
 _PORT = "port"
-"""The driver's own timer: the next attempt to take the lent port back."""
+"""Timer of the driver itself, for the next attempt to take back the port that was lent to the workers."""
 
 
 class Driver:
-    """One agent's part in a rendezvous.
+    """Runs the rendezvous state machine for one agent.
 
     Args:
-        rendezvous: where, with whom and how.
-        role: of this node's workers.
-        nproc: how many they are.
-        max_restarts: of the job.
-        supervisor: whose runtime thread serves; an own thread when ``None``.
-        use_agent_store: this agent serves the workers' store where that falls to its node; otherwise the port
-            is kept for rank 0, which hosts the store.
-        home: see :class:`~elasticrs.rendezvous.elastic.meeting_point.MeetingPoint`, as for ``found``.
-        keeps_workers: those of this node stay when a round ends.
+        rendezvous: description of the rendezvous.
+        role: role of this node's workers.
+        nproc: number of this node's workers.
+        max_restarts: maximum number of restarts of the job.
+        supervisor: supervisor whose runtime thread serves the stores; a separate thread if ``None``.
+        use_agent_store: true if this agent serves the workers' store when its node gets group rank 0.
+            Otherwise the agent reserves the port for rank 0, which hosts the store.
+        home: see :class:`~elasticrs.rendezvous.elastic.meeting_point.MeetingPoint`.
+        found: see :class:`~elasticrs.rendezvous.elastic.meeting_point.MeetingPoint`.
+        keeps_workers: true if the workers of this node keep running when a round ends.
 
     Raises:
-        UsageError: an endpoint that makes no sense on this machine.
+        UsageError: the endpoint cannot be used on this machine.
     """
 
     def __init__(
@@ -94,21 +98,22 @@ class Driver:
 
     @property
     def is_leaving(self) -> bool:
-        """True if this agent takes part in nothing any more: it was told to, or the job has ended."""
+        """True if this agent is leaving the job, because it was asked to or because the job has ended."""
         return self._member is not None and self._member.leaving is not None
 
     @property
     def job_number(self) -> int:
-        """Revision of the store at which the job's record was created; 0 until this agent has joined the job.
+        """Store revision at which the job's record was created; 0 until this agent has found or created the
+        record.
 
-        It distinguishes this job from an earlier job of the same name.
+        The number distinguishes this job from an earlier job with the same name.
         """
         return 0 if self._member is None else self._member.joining.job_revision
 
     # --- events in, actions out ---
 
     def begin(self) -> list[LoopAction]:
-        """Host the store if that falls to this agent, and begin to join."""
+        """Host the store if this agent should do so, and start to join the rendezvous."""
         try:
             self.meeting_point.host_if_possible()
         except CannotHost as error:
@@ -122,7 +127,7 @@ class Driver:
         return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
 
     def tell(self, *events: Event) -> list[LoopAction]:
-        """Tell the machine, in order; return what is left for the caller to do."""
+        """Pass events to the state machine in order. Return the actions that the caller has to execute."""
         pending = deque(events)
         left: list[LoopAction] = []
         while pending and self._exit is None and self._member is not None:
@@ -138,7 +143,9 @@ class Driver:
         return left
 
     def poll(self) -> list[LoopAction]:
-        """Take what the store and the timers have; never blocks."""
+        """Handle new events of the store and timers that are due. Return the actions that the caller has to
+        execute. Never blocks.
+        """
         left: list[LoopAction] = []
         if self._member is None:
             return left
@@ -148,7 +155,7 @@ class Driver:
             if kind == "refused" and not self._member.joining.was_registered:
                 left += self.tell(ConnectionLost("cannot_host", text))
             else:
-                # As a client this node goes on.
+                # Only report the message, because this node can still use the store as a client.
                 left.append(messages.Announce(text))
         for name in self._timers.take_due():
             if name == _PORT:
@@ -158,46 +165,51 @@ class Driver:
         return left
 
     def worker_gone(self, name: str) -> None:
-        """Remove the registration of a worker of this agent, so that the others notice its death at once.
+        """Delete the registration of a dead worker of this agent, so that the other workers notice its death
+        at once.
 
-        Call this only when all processes of the worker are gone.
+        Call this only when all processes of the worker have exited.
 
         Args:
-            name: the name that this agent gave the worker.
+            name: name that this agent gave the worker.
         """
         keys = workers_keys(self._rendezvous, self.meeting_point.job, self.job_number)
-        # The tag is not one of the machine's, so the machine ignores the answer.
+        # Use a tag that the state machine never uses, so that it ignores the reply.
         self.meeting_point.send(Txn(0, [], forget_worker(keys, name)))
 
     @property
     def agent(self) -> str:
-        """Name of this agent, with which the names of its registrations begin."""
+        """Name of this agent, which is the prefix of the names of its registrations."""
         assert self._member is not None
         return self._member.agent.agent
 
     def seconds_left(self, limit: float) -> float:
-        """Seconds until :meth:`poll` has something to do though the store says nothing, at most ``limit``."""
+        """Return the seconds until the next timer is due and :meth:`poll` must be called, at most
+        ``limit``.
+        """
         return self._timers.seconds_left(limit)
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """One of them is readable when :meth:`poll` has something to do."""
+        """File descriptors to watch. When one of them is readable, call :meth:`poll`."""
         found = (self.meeting_point.fd, self.meeting_point.etcd_fd)
         return tuple(fd for fd in found if fd is not None)
 
     def lose(self, why: str) -> list[LoopAction]:
-        """End the connection, if there still is one, as lost."""
+        """Close the connection if it is open, and report it to the state machine as lost for this reason."""
         if self.meeting_point.fd is None:
             return []
         self.meeting_point.disconnect()
         return self.tell(ConnectionLost("silent", why))
 
-    # --- the port that the workers have, too ---
+    # --- the port that is shared with the workers ---
 
     def open_store(self) -> str | None:
-        """Serve the workers of a round on the listener that was announced for it, or leave it to rank 0.
+        """Serve the workers' store of a round on the listener that was announced for it, unless rank 0 hosts
+        the store.
 
-        With ``static`` the port of the rendezvous is lent to them; if that is not possible, say why.
+        With ``static``, lend the port of the rendezvous to the workers instead. Return an error message if
+        that is not possible, and ``None`` otherwise.
         """
         if not self._rendezvous.is_static:
             if self._store_port is not None:
@@ -210,10 +222,11 @@ class Driver:
         return f"{where} is taken by another program: {self._port.trouble}"
 
     def group_over(self, event: Event) -> list[LoopAction]:
-        """Tell the machine that nothing of the workers is left, and take the port back if they had it.
+        """Report to the state machine that no process of the workers remains, and take back the port if it
+        was lent to them.
 
-        A port that they still keep holds back what leads to the next round, for a while. Returns what is left
-        for the caller to do.
+        If a socket of the workers still occupies the port, events that lead to the next round are held back
+        for a while. Returns the actions that the caller has to execute.
 
         Args:
             event: ``WorkersDone``, ``GroupEnded`` or ``StartFailed``.
@@ -269,8 +282,9 @@ class Driver:
         return []
 
     def hasten(self) -> list[LoopAction]:
-        """The user insists: wait no longer for others, nor for a store that does not answer. Returns the exit
-        that was being held back, if there is one.
+        """Stop waiting for other agents and for a store that does not answer, because the user has asked
+        again to stop. Returns the actions that the caller has to execute, including an exit that was held
+        back.
         """
         return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
 
@@ -281,14 +295,18 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """True if the store goes on, and nobody has to be waited for: another run may follow a success."""
+        """True if the store is kept open for another run of this agent, so that there is no need to wait for
+        other agents. That is only the case after a success.
+        """
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.meeting_point.may_stay
 
     # --- effects ---
 
     def _do(self, action: Action) -> Sequence[Event]:
-        """Carry out what concerns neither workers nor the user; returns what follows at once."""
+        """Execute an action that concerns neither the workers nor the user. Return events that result from it
+        immediately.
+        """
         match action:
             case Txn() | Watch() | Unwatch():
                 self.meeting_point.send(action)
@@ -332,11 +350,11 @@ class Driver:
 
 
 def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
-    """Drop what no longer counts of a batch: after a loss all that could start workers, as the lease may be
-    over.
+    """Drop the events before a connection loss from a batch, because the lease may have expired and the
+    events must not start workers.
 
-    Only the end of the job, at the key ``head``, is still told: the store may have gone because everybody
-    else has read it.
+    Keep changes of the key ``head`` that close the job, because the store may have shut down after all other
+    agents had read them.
     """
     if not events or not isinstance(events[-1], ConnectionLost):
         return events

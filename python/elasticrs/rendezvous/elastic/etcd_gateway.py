@@ -1,7 +1,7 @@
-"""Requests to hosted etcd members over HTTP: etcd's JSON gateway, and the list of members at the peer port.
+"""HTTP requests to hosted etcd members: etcd's JSON gateway, and the list of members on the peer port.
 
-Used only for requests that the agents' client in the core does not support. :mod:`http.client` is not used,
-because importing it takes longer than the rest of the start.
+Used only for requests that the etcd client of the core does not support. This module does not use
+:mod:`http.client`, because importing it takes longer than the rest of the startup.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _OK = 200
 _ROOT = "root"
 _MOST = 1 << 20
-"""Maximum size of an answer, in bytes."""
+"""Maximum size of a response, in bytes."""
 
 
 class GatewayError(Exception):
-    """Raised when etcd answers with an error. Contains etcd's error text."""
+    """Raised when etcd responds with an error, or another program responds. Contains the error message."""
 
 
 class Gateway:
@@ -33,8 +33,8 @@ class Gateway:
     Args:
         files: paths of the CA certificates, the certificate and its key, for members that use TLS.
         password: password of the user ``root``, for members that require it.
-        workers: password of the workers' user and the prefix of the only keys that it may use; ``None`` if
-            there is no such user.
+        workers: password of the etcd user for workers, and the prefix of the keys that this user may access;
+            ``None`` if workers have no user of their own.
 
     Raises:
         OSError: a file cannot be read, or its content is invalid.
@@ -58,16 +58,16 @@ class Gateway:
             self._context.load_cert_chain(cert, key)
 
     def members_at(self, seat: Seat, seconds: float, address: str | None = None) -> tuple[Entry, ...]:
-        """Return the members of a cluster, as listed by one of them. This works without a quorum.
+        """Request the list of cluster members from one of the members. This works without a quorum.
 
         Args:
-            seat: seat of the member to ask.
+            seat: seat of the member to which the request is sent.
             seconds: timeout, as for :meth:`ask`.
-            address: its address, if it is not reached at the seat's host.
+            address: address of that member; the seat's host if ``None``.
 
         Raises:
-            GatewayError: another program answers.
-            OSError: no answer in time.
+            GatewayError: the program at the address is not etcd.
+            OSError: the member did not respond in time.
         """
         answer = self._ask(seat, seat.peer_port, "/members", None, seconds, address, "")
         try:
@@ -79,18 +79,18 @@ class Gateway:
     def ask(
         self, seat: Seat, path: str, body: dict[str, Any], seconds: float, address: str | None = None
     ) -> Any:
-        """Send a request to the JSON gateway of a member, and return its answer.
+        """Send a request to the JSON gateway of a member, and return its response.
 
         Args:
             seat: seat of the member.
             path: path of the request below ``/v3/``.
             body: content of the request.
-            seconds: timeout for connecting, for sending, and for each part of the answer.
-            address: its address, if it is not reached at the seat's host.
+            seconds: timeout for connecting, for sending, and for each part of the response.
+            address: address of the member; the seat's host if ``None``.
 
         Raises:
-            GatewayError: etcd refuses, or another program answers.
-            OSError: no answer.
+            GatewayError: etcd rejected the request, or the program at the address is not etcd.
+            OSError: the member did not respond.
         """
         if self._password is not None and seat not in self._tokens:
             self._log_in(seat, seconds, address)
@@ -103,11 +103,11 @@ class Gateway:
             raise
 
     def protect(self, seat: Seat, seconds: float, address: str | None = None) -> None:
-        """Make the cluster require the password from now on. Do nothing if there is no password.
+        """Make the etcd cluster require the password from now on. Do nothing if there is no password.
 
         Raises:
-            GatewayError: etcd refuses, because it has no leader or another password.
-            OSError: no answer.
+            GatewayError: etcd rejected a request, because it has no leader or another password.
+            OSError: the member did not respond.
         """
         user = {"name": _ROOT, "password": self._password}
         if self._password is None or self._log_in(seat, seconds, address):
@@ -123,20 +123,22 @@ class Gateway:
             try:
                 self._ask(seat, seat.port, f"/v3/auth/{path}", body, seconds, address, "")
             except GatewayError:  # noqa: PERF203 -- there are few
-                # Ignore the error, because the agent of another seat may have done this first. The login
-                # below fails if the password is not set.
+                # Ignore the error, because the agent of another seat may have sent the same request first. If
+                # the password is not set in the end, the login below fails.
                 continue
         if not self._log_in(seat, seconds, address):
             raise GatewayError("no password could be set")
 
     def _workers_orders(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the requests that create the workers' user, whose role only allows keys with one prefix."""
+        """Return the requests that create the etcd user for workers. Its role allows access only to keys with
+        one prefix.
+        """
         if self._workers is None:
             return []
         password, prefix = self._workers
         first = prefix.encode(errors="surrogateescape")
-        # Increase the last byte by one to get the end of the key range. The byte cannot overflow, because
-        # UTF-8 has no byte 0xff.
+        # Increment the last byte of the prefix to get the end of the key range. The byte cannot overflow,
+        # because UTF-8 has no byte 0xff.
         last = first[:-1] + bytes([first[-1] + 1])
         keys = {"key": b64encode(first).decode(), "range_end": b64encode(last).decode()}
         return [
@@ -147,7 +149,9 @@ class Gateway:
         ]
 
     def is_protected(self, seats: Iterable[Seat], seconds: float) -> bool | None:
-        """Return true if the members require any password; ``None`` if no member answers."""
+        """Return true if the etcd members require a password, false if they do not, and ``None`` if no member
+        responds.
+        """
         found = None
         for seat in seats:
             try:
@@ -161,9 +165,8 @@ class Gateway:
         return found
 
     def find_foreign(self, seats: Iterable[Seat], label: str, seconds: float) -> Seat | None:
-        """Return the first cluster address (seat) that answers, if the etcd there belongs to another job.
-
-        Returns ``None`` if that etcd belongs to this job, or if no seat answers.
+        """Return the first seat at which an etcd responds, if that etcd belongs to another job. Return
+        ``None`` if it belongs to this job, or if no etcd responds at any seat.
         """
         for seat in seats:
             try:
@@ -175,17 +178,17 @@ class Gateway:
         return None
 
     def is_healthy(self, seat: Seat, seconds: float, address: str) -> bool:
-        """Return true if a member serves clients, which it does when its cluster has a quorum.
+        """Return true if an etcd member can serve clients, which requires a quorum.
 
         Raises:
-            GatewayError: the member has no leader, or another program answers.
-            OSError: no answer in time, because the member has not started completely, or has exited.
+            GatewayError: the member has no leader, or the program at the address is not etcd.
+            OSError: the member did not respond in time, because it is still starting or has exited.
         """
         answer = self._ask(seat, seat.port, "/health", None, seconds, address, "")
         return isinstance(answer, dict) and answer.get("health") == "true"
 
     def misfit(self, error: OSError) -> str | None:
-        """Return why a certificate was rejected, or ``None`` if the error has another cause."""
+        """Return the reason why a TLS certificate was rejected; ``None`` if the error has another cause."""
         if self._context is None:
             return None
         import ssl
@@ -198,7 +201,7 @@ class Gateway:
         return None
 
     def _log_in(self, seat: Seat, seconds: float, address: str | None) -> bool:
-        """Log in; return false if the member does not require a password (yet)."""
+        """Log in to an etcd member. Return false if the member does not require a password (yet)."""
         body = {"name": _ROOT, "password": self._password}
         try:
             answer = self._ask(seat, seat.port, "/v3/auth/authenticate", body, seconds, address, "")
@@ -220,7 +223,7 @@ class Gateway:
         token: str,
     ) -> Any:
         data = b"" if body is None else json.dumps(body).encode()
-        # Use HTTP 1.0, because a server may answer an HTTP 1.1 request in chunks.
+        # Use HTTP 1.0, because the response to an HTTP 1.1 request could be chunked.
         method, host = "GET" if body is None else "POST", shown_endpoint(seat.host, port)
         head = (
             f"{method} {path} HTTP/1.0\r\nHost: {host}\r\n"
@@ -248,7 +251,7 @@ class Gateway:
 
 
 def _answer(sock: socket.socket) -> tuple[list[bytes], bytes]:
-    """Read an HTTP answer. Return the words of its status line, and its body."""
+    """Read an HTTP response. Return the words of its status line, and its body."""
     with sock.makefile("rb") as answered:
         status = answered.readline(_MOST).split()
         length = _MOST

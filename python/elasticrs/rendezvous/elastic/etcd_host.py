@@ -1,4 +1,4 @@
-"""Start, observe and stop the program that runs this agent's etcd member.
+"""Start, monitor and stop the program that runs this agent's etcd member.
 
 The program is :mod:`elasticrs.rendezvous.etcd_host_program`.
 """
@@ -28,18 +28,20 @@ _OVER = frozenset({"succeeded", "failed", "closed", "aborted", "timeout", "spare
 """Outcomes of an agent after which the job may have ended."""
 
 _LONGEST_END = 5.0
-"""Seconds that the program may take to exit after SIGTERM. This is longer than its own time limit for etcd.
-
-"""
+"""Seconds that the program may take to exit after SIGTERM. It is longer than the program's own time limit for
+stopping etcd."""
 
 _SHORT = 10.0
-"""Minimum run time in seconds. A program that exits sooner after its start counts as failed."""
+"""Run time in seconds below which a failure of the program counts as a short run. After ``_MOST_SHORT`` short
+runs in a row, the program is not restarted."""
 
 _MOST_SHORT = 3
 
 
 def _workers_access(rendezvous: Rendezvous) -> list[str] | None:
-    """Return the password of the workers' user and the prefix of its keys; ``None`` without a token."""
+    """Return the password of the etcd user for workers, and the prefix of the keys that the user may access;
+    ``None`` if the job has no token.
+    """
     site, token = rendezvous.etcd, rendezvous.settings.token
     if site is None or token is None:
         return None
@@ -48,14 +50,15 @@ def _workers_access(rendezvous: Rendezvous) -> list[str] | None:
 
 
 class EtcdHost:
-    """The member of the job's etcd cluster on this machine, if one of the endpoints is here.
+    """Controls the program that runs this machine's member of the job's etcd cluster. If none of the
+    endpoints is on this machine, the program exits immediately.
 
     Args:
         rendezvous: rendezvous of a job whose agents host etcd.
 
     Attributes:
-        fd: readable when :meth:`take` has something to do, which may change it. ``None`` once the program has
-            exited.
+        fd: file descriptor that is readable when :meth:`take` should be called, which may change this
+            attribute. ``None`` once the program has exited.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -94,7 +97,9 @@ class EtcdHost:
         self._say(json.dumps(self._orders))
 
     def start_again(self) -> bool:
-        """Restart the program with its old data if it failed. Return false if it was not restarted."""
+        """Restart the program with the existing data if it has failed. Return false if it was not
+        restarted.
+        """
         if not self._has_failed or self._is_leaving or self._shorts >= _MOST_SHORT:
             return False
         self.close()
@@ -103,12 +108,12 @@ class EtcdHost:
 
     def _say(self, line: str) -> None:
         assert self._program.stdin is not None
-        # Ignore errors, because the program that runs etcd may have exited.
+        # Ignore errors, because the program may have exited.
         with suppress(OSError):
             os.write(self._program.stdin.fileno(), line.encode() + b"\n")
 
     def take(self) -> list[tuple[str, str]]:
-        """Return new messages of the program to the user, each with its kind, ``say`` or ``refused``.
+        """Return new messages from the program to the user, each with its kind: ``say`` or ``refused``.
 
         Never blocks.
         """
@@ -121,7 +126,7 @@ class EtcdHost:
         except BlockingIOError:
             return []
         if not data:
-            # The pipe is closed, so the program is exiting. From now on wait for its exit.
+            # The pipe is closed, so the program is exiting. Watch for its exit from now on.
             self.fd = self._exit
             return []
         *lines, self._unread = (self._unread + data).split(b"\n")
@@ -144,8 +149,8 @@ class EtcdHost:
         return [("refused", f"{why}; this node has no member any more")]
 
     def leave(self, outcome: str) -> None:
-        """Notify the program that this agent exits with the given outcome. The agent may exit once :attr:`fd`
-        is ``None``.
+        """Notify the program that this agent is about to exit with this outcome. The agent may exit once
+        :attr:`fd` is ``None``.
         """
         self._is_leaving = True
         self._say("over" if outcome in _OVER else "leave")

@@ -1,23 +1,23 @@
-"""Decide which etcd cluster the member of this agent belongs to. Pure functions.
+"""Pure functions that decide which etcd cluster this agent's etcd member belongs to.
 
-Every endpoint of the job is a *seat*: the agent of that machine runs one member there. Membership is fixed: a
-cluster has exactly one member for each seat, and no member is ever added or removed.
+Every endpoint of the job is a *seat*: an agent on that machine runs one etcd member there. Membership is
+fixed: a cluster has exactly one member for each seat, and members are never added or removed.
 
-Each cluster has a random *incarnation*. It is part of the cluster's token, so members of two incarnations
-never exchange Raft messages, and part of the members' names, so other seats can see it. A seat holds the data
-of at most one incarnation. A member has *joined* once it has published its client address, which takes a
-quorum.
+Each time a cluster is created, it gets a random *incarnation*. The incarnation is part of the cluster's
+token, so that members of two incarnations never exchange Raft messages, and part of the members' names, so
+that other seats can see it. A seat holds the data of at most one incarnation. A member has *joined* once it
+has published its client address, which requires a quorum.
 
-- **SEAT-1** A member with its data continues as the same member, however long it was away.
-- **SEAT-2** A seat whose data are gone never starts its former member again, because Raft relies on what a
-  member has voted for and acknowledged.
-- **SEAT-3** If a majority of the seats hold another incarnation, the one held here can never have a quorum
-  again. Its data are discarded.
-- **SEAT-4** Seats that have not joined converge: unless a majority agrees already, they choose the highest
-  incarnation that is being formed. A seat without data enters an incarnation that already had a quorum only
-  if a majority of the seats hold it.
-- **SEAT-5** An etcd of another job is never touched: the names of members start with a label that is derived
-  from the job's id and token.
+- **SEAT-1** A member that still has its data continues as the same member, however long it was down.
+- **SEAT-2** If the data of a seat are lost, its former member is never started again, because Raft relies on
+  the votes and acknowledgements that a member has stored.
+- **SEAT-3** If a majority of the seats hold another incarnation, the incarnation at this seat can never have
+  a quorum again. Its data are discarded.
+- **SEAT-4** Seats that have not joined a cluster agree on one incarnation: the one that a majority of the
+  seats hold, or else the highest one that is being formed. A seat without data joins an incarnation that has
+  already had a quorum only if a majority of the seats hold it.
+- **SEAT-5** An etcd of another job is never modified. Its members are recognized by their names, which start
+  with a label that is derived from the job's id and token.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from typing import Any, TypeAlias
 
 WORKERS = "elasticrs-workers"
-"""Name of the etcd user that workers have, and of its role."""
+"""Name of the etcd user for workers, and of that user's role."""
 
 _HEAD_START = 0.5
-"""Seconds that each seat waits longer than the seat before it until it creates a cluster, so that usually
-only one seat creates one.
+"""Delay in seconds before a seat creates a cluster, multiplied by the index of the seat. The different delays
+make it likely that only one seat creates a cluster.
 """
 
 
 class Seat(Value):
-    """Address of a member: a host without brackets, its client port, and its peer port."""
+    """Address of an etcd member: host without brackets, client port, peer port and URL scheme."""
 
     host: str
     port: int
@@ -50,21 +50,21 @@ class Seat(Value):
 
     @property
     def url(self) -> str:
-        """URL for clients."""
+        """URL of the member for clients."""
         return self.url_at(self.host, self.port)
 
     @property
     def peer_url(self) -> str:
-        """URL for the other members."""
+        """URL of the member for the other members."""
         return self.url_at(self.host, self.peer_port)
 
     def url_at(self, host: str, port: int) -> str:
-        """Return a URL with the given host and port, and with the same scheme as this seat."""
+        """Return a URL with this host and port, and with the scheme of this seat."""
         return f"{self.scheme}://{shown_endpoint(host, port)}"
 
 
 class Entry(Value):
-    """A cluster member, as listed by one of the members.
+    """Entry for one cluster member in the list of members that an etcd member returns.
 
     Args:
         name: name of the listed member.
@@ -90,33 +90,37 @@ class Entry(Value):
 
 
 class Stay(Value):
-    """Run the member with the data that this seat holds."""
+    """Decision to run the member with the data that this seat holds."""
 
 
 class Create(Value):
-    """Start forming a cluster of a new incarnation."""
+    """Decision to start a cluster with a new incarnation."""
 
 
 class Adopt(Value):
-    """Discard the data of this seat, if there are any, and start without data as a member of the cluster with
-    another incarnation.
+    """Decision to discard the data of this seat, if there are any, and start without data as a member of the
+    cluster with this incarnation.
     """
 
     incarnation: str
 
 
 class Lost(Value):
-    """Run no member, because its data are gone. The number says how many members are left."""
+    """Decision to run no member, because the data of this seat are lost. ``left`` is the number of other
+    members that responded.
+    """
 
     left: int
 
 
 class Wait(Value):
-    """Take no decision yet. Ask the other seats again after a short time."""
+    """Decision to wait, and to ask the other seats again after a short time."""
 
 
 class Refuse(Value):
-    """Run no member, because of a configuration error; the text says why and what to do."""
+    """Decision to run no member because of a configuration error. ``why`` describes the error and how to fix
+    it.
+    """
 
     why: str
 
@@ -125,15 +129,15 @@ Step: TypeAlias = "Stay | Create | Adopt | Lost | Wait | Refuse"
 
 
 class View(Value):
-    """Facts on which the next step depends.
+    """Facts on which the decision about the next step is based.
 
     Args:
         seats: all seats of the job.
         mine: index of this agent's seat.
         label: prefix of the names of this job's members.
-        answers: for each seat the list of members that it returned, or ``None`` if it did not answer.
-        held: incarnation of the data at this seat, or ``None`` if there are none.
-        has_joined: true if the member with these data has joined its cluster.
+        answers: list of members that each seat returned; ``None`` for a seat that did not respond.
+        held: incarnation of the data at this seat; ``None`` if there are no data.
+        has_joined: true if the member whose data are at this seat has joined its cluster.
         waited: seconds since this seat first checked the other seats.
     """
 
@@ -147,12 +151,14 @@ class View(Value):
 
 
 def label_of(run_id: str, prefix: str, token: bytes | None) -> str:
-    """Return the prefix of the names of a job's members. It does not reveal the token."""
+    """Return the prefix of the names of a job's etcd members. It does not reveal the token."""
     return "elasticrs-" + _derived("label", run_id, prefix, token)[:16]
 
 
 def password_of(run_id: str, prefix: str, token: bytes) -> str:
-    """Return the password of etcd's user ``root``, which all agents can derive from the job's token."""
+    """Return the password of etcd's user ``root``. All agents derive the same password from the job's
+    token.
+    """
     return _derived("password", run_id, prefix, token)
 
 
@@ -175,12 +181,14 @@ def _derived(what: str, run_id: str, prefix: str, token: bytes | None) -> str:
 
 
 def cluster_token(label: str, incarnation: str) -> str:
-    """Return etcd's token of a cluster, from which etcd derives the ids of the cluster and its members."""
+    """Return the token of a cluster for etcd, which derives the ids of the cluster and its members from
+    it.
+    """
     return f"{label}-{incarnation}"
 
 
 def name_of(label: str, incarnation: str, index: int) -> str:
-    """Return the name of the member of a seat."""
+    """Return the name of the etcd member at a seat."""
     return f"{cluster_token(label, incarnation)}-{index}"
 
 
@@ -197,7 +205,7 @@ def majority(seats: Sequence[Seat]) -> int:
 
 
 def next_step(view: View) -> Step:
-    """Decide what the agent of the seat ``view.mine`` does next with its etcd member."""
+    """Decide what this agent does next with its etcd member."""
     answers = {
         index: answer
         for index, answer in enumerate(view.answers)
@@ -225,14 +233,16 @@ def next_step(view: View) -> Step:
     if best is not None:
         return Stay() if best == view.held else Adopt(best)
     if any(members and view.mine not in members for members in joined.values()):
-        # A cluster that this seat never joined exists, but fewer than a majority of the seats have data of
-        # that cluster. Wait until more seats have data of it.
+        # Wait, because there is a cluster that this seat never joined, and so far fewer than a majority of
+        # the seats hold its data.
         return Wait()
     return Create() if view.waited >= _HEAD_START * view.mine else Wait()
 
 
 def misfit(seats: Sequence[Seat], label: str, index: int, answer: tuple[Entry, ...]) -> str | None:
-    """Return why the etcd that answers at a seat is not a member of this job's cluster, or ``None``."""
+    """Return an error message if the etcd that responds at a seat is not a member of this job's cluster;
+    otherwise ``None``.
+    """
     where = shown_endpoint(seats[index].host, seats[index].peer_port)
     if any(not _incarnation(label, (entry,)) for entry in answer):
         return foreign(where)
@@ -247,7 +257,7 @@ def misfit(seats: Sequence[Seat], label: str, index: int, answer: tuple[Entry, .
 
 
 def foreign(where: str) -> str:
-    """Return the error message that another job's etcd uses an address."""
+    """Return the error message for an address that is used by the etcd of another job."""
     return (
         f"an etcd that is not of this job answers at {where}: give each job ports of its own in "
         "--rdzv-endpoint (or another peer_port), and all nodes the same --rdzv-id and token"
@@ -255,15 +265,14 @@ def foreign(where: str) -> str:
 
 
 def _incarnation(label: str, answer: tuple[Entry, ...]) -> str:
-    """Return the part of the members' names that says which start of the etcd cluster they belong to.
-
-    The part is empty if the members belong to another job.
-    """
+    """Return the incarnation from the members' names; empty if the members belong to another job."""
     name = answer[0].name
     return name.removeprefix(f"{label}-").rpartition("-")[0] if name.startswith(f"{label}-") else ""
 
 
 def _joined(view: View, answer: tuple[Entry, ...]) -> set[int]:
-    """Return the seats whose members have joined, as far as the answering member knows."""
+    """Return the indices of the seats whose members have joined the cluster, according to a list of
+    members.
+    """
     by_url = {seat.peer_url: index for index, seat in enumerate(view.seats)}
     return {by_url[url] for entry in answer if entry.has_joined for url in entry.peer_urls if url in by_url}
