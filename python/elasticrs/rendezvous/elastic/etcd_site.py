@@ -1,13 +1,13 @@
-"""etcd as the place where nodes meet: its endpoints, and the settings that only it has.
+"""Endpoints of etcd, and the settings that only the back end etcd has.
 
-Imported when a job asks for etcd. The names of settings are those of both of torch's back ends, ``etcd`` and
-``etcd-v2``.
+Imported only if a job uses etcd. The settings have the names that torch's back ends ``etcd`` and ``etcd-v2``
+use for them.
 
-- **SITE-1** What contradicts itself is a mistake: two schemes, certificates without https, a key without its
-  certificate.
-- **SITE-2** The files of certificates are opened before anything is started, so that a wrong path is a line
-  about the setting. What they hold is looked at when the connection is made.
-- **SITE-3** The password is in no text that this module makes.
+- **SITE-1** Contradictory settings are an error: two schemes, certificates without https, or a key without
+  its certificate.
+- **SITE-2** Certificate files are opened before anything is started, so that a wrong path leads to an error
+  message about the setting. Their content is checked only when the connection is made.
+- **SITE-3** No text that this module creates contains the password.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 2379
 JOB_TTL = 7200.0
-"""Seconds that the record of a job outlives its last agent, as in torch."""
+"""Seconds for which etcd keeps the record of a job after its last agent has left, as in torch."""
 
 SHORTEST_TTL, LONGEST_TTL = 2, 3600
 _SCHEMES = ("http", "https")
@@ -88,38 +88,42 @@ KEYS = (
     Key("peer_port", None, whole(1),
         "port of hosted members for each other; default: the port of the endpoint + 1"),
 )  # fmt: skip
-"""The settings that only etcd has."""
+"""Settings that only the back end etcd has."""
 
 _ALIASES = {"cacert": "ca_cert", "cert": "ssl_cert", "key": "ssl_cert_key", "store_grace": "lease_ttl"}
-"""Other names: those of torch's back end ``etcd-v2``, and of our own store's settings."""
+"""Alternative names of settings: those of torch's back end ``etcd-v2``, and those of elasticrs's own
+store.
+"""
 
 _FIELDS = {"etcd_prefix": "prefix", "lease_ttl": "ttl", "read_timeout": "read_timeout"}
 NAMES = (*(key.name for key in KEYS), *_ALIASES)
 _HOSTING = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_attempt")
-"""Settings for a store of ours, which etcd has no use for; ``bind_addr`` is for members hosted here, too."""
+"""Settings of elasticrs's own store that have no effect with etcd. ``bind_addr`` does apply to hosted
+members.
+"""
 
 ROOT = "root"
-"""The user of hosted members."""
+"""Name of the etcd user with which agents log in to hosted members."""
 
 _SIZES = (1, 3, 5)
 _LAST_PORT = 65535
 
 
 class EtcdSite(Value):
-    """Where etcd is, and how an agent comes to it.
+    """Addresses of etcd, and settings with which an agent connects to it.
 
     Args:
-        endpoints: of its members, hosts without brackets.
-        is_tls: they are reached by https.
-        ca_cert: file with certificates of authorities.
-        cert: file with this node's certificate.
-        key: file with its key.
-        user: of etcd.
-        password: of that user.
-        prefix: put before the names of all keys.
-        ttl: of a lease, in seconds.
-        read_timeout: seconds for an answer.
-        seats: of the members that the agents host; empty where etcd is there without them.
+        endpoints: hosts (without brackets) and ports of the members.
+        is_tls: true if the members are reached through https.
+        ca_cert: path of the file with CA certificates; the system's certificates if ``None``.
+        cert: path of the file with this node's certificate.
+        key: path of the file with the key of that certificate.
+        user: name of the etcd user; ``None`` without authentication.
+        password: password of that user.
+        prefix: prefix of all keys.
+        ttl: time to live of a session's lease, in seconds.
+        read_timeout: seconds to wait for a response.
+        seats: addresses of the members that the agents host; empty if the agents do not host etcd.
     """
 
     endpoints: tuple[tuple[str, int], ...]
@@ -137,21 +141,25 @@ class EtcdSite(Value):
 
     @property
     def files(self) -> list[str]:
-        """Of the authorities, the certificate and its key, for hosted members; empty without TLS."""
+        """Paths of the CA certificates, the certificate and its key, for hosted members. Empty without
+        TLS.
+        """
         return [str(file) for file in (self.ca_cert, self.cert, self.key)] if self.is_tls else []
 
     def with_token(self, run_id: str, token: bytes) -> EtcdSite:
-        """Return the same for hosted members that serve only those who have the token of the job."""
+        """Return a copy for hosted members that require a password, which is derived from the job's token."""
         return self.replaced(user=ROOT, password=password_of(run_id, self.prefix, token))
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """The lease in terms of the settings for a store of ours: it is kept alive five times in its time."""
+        """Lease time expressed in the keep-alive settings of elasticrs's own store: five intervals per
+        lease.
+        """
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
 
     @property
     def shown(self) -> str:
-        """The endpoints, for the user."""
+        """Endpoints as text for the user."""
         return ",".join(shown_endpoint(*each) for each in self.endpoints)
 
     def client(
@@ -164,18 +172,19 @@ class EtcdSite(Value):
         supervisor: _core.Supervisor | None = None,
         links: tuple[str, str | None] | None = None,
     ) -> Client:
-        """Begin a session.
+        """Open a session with etcd.
 
         Args:
-            job: its name.
-            job_ttl: keys that are not on the lease of a session end so many seconds after the job's last one.
+            job: name of the job. All sessions of a job share a lease for keys that outlive the sessions.
+            job_ttl: seconds for which etcd keeps the keys on that lease after the job's last session has
+                ended.
             connect_timeout: seconds to connect, for all endpoints together.
-            stall_timeout: as for :class:`elasticrs._core.CoordinationClient`.
-            supervisor: the same.
-            links: the same.
+            stall_timeout: see :class:`elasticrs._core.CoordinationClient`.
+            supervisor: see :class:`elasticrs._core.CoordinationClient`.
+            links: see :class:`elasticrs._core.CoordinationClient`.
 
         Raises:
-            OSError: no descriptor is left.
+            OSError: file descriptors have run out.
         """
         from elasticrs.store.session import Client
 
@@ -206,30 +215,31 @@ class EtcdSite(Value):
 
 
 def lease_of(name: str) -> int:
-    """Return the id of the lease that all agents of a job share, by the name of the job."""
+    """Return the id of the lease that all agents of a job share. It is derived from the name of the job."""
     import hashlib
 
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-    # etcd's ids are positive; 0 asks for any.
+    # Return a positive id, because etcd has no negative ids, and 0 would let etcd choose an id.
     return int.from_bytes(digest[:8], "big") >> 1 or 1
 
 
 def read_site(
     endpoint: str, config: Mapping[str, object], source: str, option: str
 ) -> tuple[EtcdSite, dict[str, object], list[str]]:
-    """Read the endpoints and the settings that only etcd has.
+    """Read the endpoints, and the settings that only etcd has.
 
     Args:
         endpoint: ``[SCHEME://]HOST[:PORT],…``
         config: settings by key.
-        source: what the user knows them by, for errors.
-        option: the same for the endpoint.
+        source: name of the settings as the user knows it, for error messages.
+        option: name of the endpoint option, for error messages.
 
     Returns:
-        The site; the other settings, with what follows from etcd's; and lines for the user.
+        The addresses and settings of etcd; the other settings, including those that follow from etcd's
+        settings; and messages to the user.
 
     Raises:
-        UsageError: one line.
+        UsageError: a setting is invalid. The message is a single line.
     """
     given, rest = _sorted(config, source)
     read = {key.name: read_value(key, given[key.name], source) for key in KEYS if key.name in given}
@@ -258,13 +268,13 @@ def read_site(
         notices.append(f"{source}: user: the password goes to etcd unencrypted: use https")
     rest |= site.keep_alive
     if "timeout" in rest:
-        # As in torch.
+        # As in torch, use the setting ``timeout`` as the default of ``join_timeout``.
         rest.setdefault("join_timeout", rest["timeout"])
     return site, rest, notices
 
 
 def _sorted(config: Mapping[str, object], source: str) -> tuple[dict[str, object], dict[str, object]]:
-    """Settings of etcd by their names for ``etcd-v2``, and the others."""
+    """Return the settings of etcd with their aliases resolved, and all other settings."""
     given: dict[str, object] = {}
     rest: dict[str, object] = {}
     for name, value in config.items():
@@ -278,7 +288,7 @@ def _sorted(config: Mapping[str, object], source: str) -> tuple[dict[str, object
 
 
 def _endpoints(option: str, text: str) -> tuple[str | None, tuple[tuple[str, int], ...]]:
-    """The scheme, if there is one, and hosts and ports."""
+    """Return the scheme of the endpoints (``None`` if they have none), and their hosts and ports."""
     schemes: set[str | None] = set()
     found: list[tuple[str, int]] = []
     for each in text.split(","):
@@ -298,7 +308,7 @@ def _endpoints(option: str, text: str) -> tuple[str | None, tuple[tuple[str, int
 def _seats(
     endpoints: tuple[tuple[str, int], ...], read: Mapping[str, Any], source: str, option: str, *, is_tls: bool
 ) -> tuple[Seat, ...]:
-    """Where the members are that the agents host."""
+    """Return the addresses of the members that the agents host."""
     if len(endpoints) not in _SIZES:
         raise UsageError(
             f"{option}: got {len(endpoints)} endpoints, expected 1, 3 or 5 with host=1: most members have to "
@@ -312,7 +322,8 @@ def _seats(
             "strangers"
         )
     scheme, port = "https" if is_tls else "http", read.get("peer_port")
-    # In an order that does not depend on the user: the names of members are made of it.
+    # Sort the endpoints, because the names of the members contain the position of their seat, which must be
+    # the same on all nodes.
     seats = tuple(
         Seat(host, own, own + 1 if port is None else port, scheme) for host, own in sorted(endpoints)
     )
@@ -326,7 +337,7 @@ def _seats(
 
 
 def _files(read: Mapping[str, Any], source: str, *, is_tls: bool) -> dict[str, Any]:
-    """The files of certificates: they are there, and fit together."""
+    """Check that the certificate files can be opened and are consistent, and return their paths by field."""
     files = {name: read[name] for name in ("ca_cert", "ssl_cert", "ssl_cert_key") if name in read}
     if files and not is_tls:
         raise UsageError(f"{source}: {next(iter(files))}: only with protocol=https")

@@ -1,4 +1,4 @@
-"""The leader between rounds: verdict on the last one, then the next one, or the end of the job."""
+"""Tasks of the leader between rounds: evaluate the last round, then start the next round or close the job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Operation
 
 MEMBERS_PER_TXN = 99
-"""With their part of the table, 100 operations; etcd's default limit is 128."""
+"""Number of members whose slots are written in one transaction. Together with their part of the table these
+are 100 operations; etcd's default limit is 128."""
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
 """Seconds before the first message that nodes are missing, and between further messages. The first interval
@@ -30,12 +31,14 @@ avoids a message if all nodes start at about the same time.
 
 
 def slow_members(view: View) -> set[str]:
-    """Return the members that may still have workers of the last round; the leader waits for them."""
+    """Return the members that may still have workers of the last round. The leader waits for these
+    members.
+    """
     return view.slow
 
 
 def decide(member: Member, leader: Leader, view: View) -> None:
-    """Decide what to do while no round runs."""
+    """Decide what to do while no round is running."""
     settings, head = member.settings, view.head
     settle = settings.settle + 2 * member.more_lease
     is_settled = not slow_members(view) or has_passed(member, leader, "settle", settle)
@@ -89,11 +92,12 @@ def _tell_of_more(member: Member, view: View) -> None:
 
 
 def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.Verdict:
-    """Return the verdict on the ended round; judged again only when its inputs have changed.
+    """Return the verdict on the ended round. It is cached until its inputs change.
 
-    Nodes that come one by one to replace many lost ones do not change it, and finding it looks at every
-    member. Until the next round, members only stop and go: each of the first three sets only grows, or only
-    shrinks, so that its size tells whether it is the same.
+    Caching matters because computing the verdict takes time proportional to the number of members, and many
+    replacement nodes may arrive one by one without changing it. Until the next round, members only stop or
+    leave, so each of the sets ``slow``, ``missing`` and ``absent`` only grows or only shrinks. Comparing
+    their sizes is therefore enough to detect a change.
     """
     sizes = len(view.slow), len(view.missing), len(view.absent)
     was_short = member.age.was_short
@@ -105,7 +109,9 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
 
 
 def _is_time(member: Member, leader: Leader, view: View) -> bool:
-    """True if enough candidates are there, and have been for long enough."""
+    """Return true if enough nodes are ready for the next round, and the time to wait for more nodes is
+    over.
+    """
     settings, count = member.settings, len(view.candidates)
     if count >= member.rendezvous.max_nodes:
         return True
@@ -140,10 +146,11 @@ def _too_few(member: Member, view: View) -> str:
 
 
 def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive: list[str]) -> None:
-    """Propose the next round: slots and table, then the head, all sent at once.
+    """Propose the next round: write the members' slots and the table of members, then the head. All
+    transactions are sent at once.
 
-    The guards of all of them are monotone (once false, false for ever): if one of the first is refused, so is
-    the head, and slots of a form that no head names mean nothing.
+    All transactions have guards that stay false once they are false. So if one of the first transactions is
+    rejected, the write of the head is rejected as well. Slots of a proposal that no head names are ignored.
     """
     members = _members(view, member.rendezvous.max_nodes)
     registration = member.registered

@@ -1,14 +1,15 @@
-"""The elastic rendezvous behind torch's interface, for agents that poll.
+"""Elastic rendezvous with torch's handler interface, for agents that poll.
 
-Our own agent does not use it: it takes :attr:`ElasticRendezvousHandler.rendezvous` and reacts to events. An
-agent written for torch calls ``next_rendezvous`` when it wants to start workers, having stopped those that it
-had, and looks at ``num_nodes_waiting`` now and then. Both drive the same machine.
+The agent of elasticrs does not call this handler: it takes :attr:`ElasticRendezvousHandler.rendezvous` and
+reacts to events. An agent that was written for torch stops its workers, calls ``next_rendezvous`` before it
+starts new ones, and polls ``num_nodes_waiting``. Both use the same state machine.
 
-- **POLL-1** one thread takes what the store and the timers have, so the node does its part (it may lead)
-  while its agent is busy with workers. All else is told to the machine by the threads that call.
-- **POLL-2** everything but the blocking is done under one lock; whoever waits is told of every turn.
-- **POLL-3** the next round is asked for only without workers: so a call says that those of the last one are
-  gone, and while that round runs, that they have failed here.
+- **POLL-1** One thread handles the events of the store and the timers, so that the node takes part in the
+  rendezvous (and may lead it) while its agent is busy with workers. All other events are passed to the state
+  machine by the threads that call the handler.
+- **POLL-2** Everything except waiting is done under one lock. Waiting threads are notified of every change.
+- **POLL-3** An agent requests the next round only without workers. So the call means that the workers of the
+  last round have exited. If that round is still running, the call means that they have failed on this node.
 """
 
 from __future__ import annotations
@@ -55,29 +56,32 @@ _ERRORS: dict[str, type[RendezvousError]] = {
 }
 
 _MANY = 2**31 - 1
-"""An agent that polls counts restarts itself."""
+"""Limit for restarts that is never reached, because an agent that polls counts restarts itself."""
 
 _TICK = 60.0
 _LAST_WORD = 1.0
-"""Seconds for the leader to say that a job has succeeded which all nodes have finished."""
+"""Seconds to wait for the leader to report success after this node's workers have finished."""
 
 _MARGIN = 5.0
 _FAREWELL_TICK = 0.01
 
 
 class ElasticRendezvousHandler(RendezvousHandler):
-    """``c10d``, ``elasticrs``, ``etcd`` and ``static`` of several nodes. May be called from any thread.
+    """Handler of ``c10d``, ``elasticrs`` and ``etcd``, and of ``static`` with several nodes. All methods may
+    be called from any thread.
 
     Args:
-        rendezvous: where, with whom and how.
-        backend: the name under which it was asked for.
-        on_stop: told as soon as a round has ended for this node, if it has taken part in it, from the thread
-            that hears of it and under a lock: it must not block, nor call this object.
+        rendezvous: description of the rendezvous.
+        backend: name of the back end that the user has given.
+        on_stop: function that is called as soon as a round in which this node takes part has ended. It is
+            called from the thread that receives the event, and under a lock, so it must neither block nor
+            call this object.
 
     Attributes:
-        rendezvous: as passed.
-        round: the number of the last round that :meth:`next_rendezvous` has returned; 0 before.
-        home: for agents that take the rendezvous instead of asking: what outlasts their runs.
+        rendezvous: description of the rendezvous, as passed.
+        round: number of the last round that :meth:`next_rendezvous` has returned; 0 before the first round.
+        home: state that is kept between the runs of an agent, for agents that use :attr:`rendezvous` directly
+            and do not call this handler.
     """
 
     def __init__(
@@ -106,8 +110,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if the agents serve the workers' store: not with ``static``, nor with
-        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``. Rank 0 hosts it then, on a port that is reserved for it.
+        """True if an agent serves the workers' store. False with ``static`` and with
+        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: rank 0 then hosts the store on a port that is reserved for
+        it.
         """
         return self._use_agent_store
 
@@ -115,21 +120,22 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return self.rendezvous.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round; the caller has no workers (any more).
+        """Wait for the next round. The caller must have no workers at that time.
 
-        A call while a round runs, without a change that :meth:`num_nodes_waiting` has shown, means that
-        workers here have failed: the round ends for all nodes.
+        A call while a round is running, without a change that :meth:`num_nodes_waiting` has reported, means
+        that workers of this node have failed. The round then ends for all nodes.
 
         Returns:
-            Rank and size, where the workers' store listens, and a store that the nodes of the round share,
-            as torch's ``Store``; it is closed when the next round begins here.
+            Rank and size, the address of the workers' store, and a store that the nodes of the round share.
+            The shared store has the interface of torch's ``Store``, and is closed when the next round starts
+            on this node.
 
         Raises:
             RendezvousClosedError: the job has ended.
-            RendezvousConnectionError: the store cannot be reached, or refuses this node.
+            RendezvousConnectionError: the store cannot be reached, or rejects this node.
             RendezvousGracefulExitError: the job has succeeded, and did not need this node.
-            RendezvousTimeoutError: too few nodes came in time.
-            ValueError: an endpoint that makes no sense on this machine.
+            RendezvousTimeoutError: too few nodes joined in time.
+            ValueError: the endpoint cannot be used on this machine.
         """
         with self._news:
             if self._is_shut:
@@ -143,7 +149,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             while True:
                 self._raise_the_end()
                 if self._is_to_stop:
-                    # The round was over before anybody took part in it.
+                    # The round ended before this method could return it.
                     self._without_workers()
                 elif self._start is not None:
                     start, self._start, self._runs = self._start, None, True
@@ -154,9 +160,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     self._news.wait()
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 when the round has ended: time to stop the workers and ask for the next one.
+        """Return a positive number if the round has ended, so that the agent should stop its workers and
+        request the next round.
 
-        Torch counts the nodes that wait. Here a round also ends without any, when one is lost or fails.
+        Torch returns the number of waiting nodes. Here a round can also end without waiting nodes, because a
+        node was lost or its workers have failed.
         """
         with self._news:
             if self._outcome is not None:
@@ -168,7 +176,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
             return self._is_shut or self._outcome is not None
 
     def set_closed(self) -> None:
-        """End the job for all nodes, once this one has begun to take part in it."""
+        """End the job for all nodes. If this node has not joined the rendezvous yet, only close this
+        handler.
+        """
         with self._news:
             if self._driver is None:
                 self._is_shut = True
@@ -176,19 +186,20 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._close_job(self._driver)
 
     def leave(self) -> None:
-        """Take part in no further round, and let the others go on: the round ends for all, as planned.
-        :meth:`next_rendezvous` then raises :class:`RendezvousClosedError`. Not in torch.
+        """Leave the job, and let the other nodes continue without this node. The current round ends for all
+        nodes, as a planned change that is not counted as a failure. After that, :meth:`next_rendezvous`
+        raises :class:`RendezvousClosedError`. Torch does not have this method.
         """
         with self._news:
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.Leave(f"node {node_name()} leaves"))
 
     def ask_for_round(self, reason: str) -> None:
-        """End the round that runs for all nodes, as planned: nobody has failed, and nobody leaves. Without
-        effect where none runs, or it has ended already. Not in torch.
+        """End the current round for all nodes as a planned change, without a failure and without a node that
+        leaves. Has no effect if no round is running. Torch does not have this method.
 
         Args:
-            reason: a few words for the users of all nodes.
+            reason: short reason that is shown to the users of all nodes.
         """
         with self._news:
             if self._driver is not None and self._outcome is None:
@@ -200,8 +211,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         This method does not exist in torch.
 
         Raises:
-            DistNetworkError: no connection.
-            RendezvousStateError: this member has not joined a round yet, or has been shut down.
+            DistNetworkError: the store cannot be reached.
+            RendezvousStateError: this node has not joined the rendezvous yet, or the handler was shut down.
         """
         with self._news:
             driver = self._driver
@@ -210,19 +221,20 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return driver.meeting_point.open_job_store()
 
     def set_succeeded(self) -> None:
-        """The workers here have finished, and nothing of them is left; :meth:`shutdown` then does not end the
-        job for the others. Not in torch.
+        """Record that the workers of this node have finished and all their processes have exited.
+        :meth:`shutdown` then does not end the job for the other nodes. Torch does not have this method.
         """
         with self._news:
             self._has_succeeded = self._runs and not self._is_to_stop
 
     def shutdown(self) -> bool:
-        """Leave, and end the job unless it has succeeded here; the caller has no workers any more.
+        """Leave the job. End it for all nodes unless it has succeeded on this node. The caller must have no
+        workers at that time.
 
-        Waits until the others know, for about ``close_timeout`` at most.
+        Waits until the other nodes can see the end, for at most about ``close_timeout`` seconds.
 
         Returns:
-            True if they do.
+            True if the other nodes can see the end.
         """
         with self._news:
             self._is_shut = True
@@ -240,7 +252,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return knows
 
     def _leave_home(self) -> bool:
-        """Give the other nodes time to read how the last run ended."""
+        """Keep a store that is hosted here open until the other nodes have read how the last run ended.
+        Return true if they have.
+        """
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
         self.home.leave()
         while (is_needed := self.home.is_needed()) and time.monotonic() < deadline:
@@ -273,7 +287,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _tell(self, driver: Driver, *events: messages.Event) -> None:
         self._take(driver.tell(*events))
-        # There may be a new timer, or another connection.
+        # Wake the thread, because there may be a new timer, or another connection to watch.
         os.eventfd_write(self._wake, 1)
 
     def _without_workers(self) -> None:
@@ -366,8 +380,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _work(self) -> None:
         with self._news:
-            # An exception of a signal may have met the start of this thread, before or after it began. So it
-            # says itself that it works, and one is started whenever none does; a second one just ends.
+            # The thread registers itself, and callers start a thread whenever none is registered, because an
+            # exception from a signal handler may have interrupted the code that starts the thread. A second
+            # thread exits here.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()
@@ -383,7 +398,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 poll = select.poll()
                 for fd in fds:
                     poll.register(fd, select.POLLIN)
-                # Rounded up: a timer that is due in less than a millisecond is no reason to turn around.
+                # Round up, so that a timer that is due in less than a millisecond does not cause a busy loop.
                 poll.poll(int(seconds * 1000) + 1)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
@@ -403,7 +418,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
 
 def error_of(outcome: messages.Outcome) -> RendezvousError:
-    """Return torch's error for the end of a job."""
+    """Return the rendezvous error that corresponds to the outcome of a job."""
     kind = _ERRORS.get(outcome.kind, RendezvousClosedError)
     error = kind(outcome.message or f"the rendezvous is closed: {outcome.kind}")
     if isinstance(error, RendezvousClosedError):

@@ -1,24 +1,29 @@
-"""Which agent hosts the coordination store, where it listens, and which address a node gives to the others.
+"""Decide which agent hosts the coordination store, where the store listens, and which address a node
+publishes.
 
-Decisions are pure functions over a :class:`Resolver`; :class:`SystemResolver` asks the machine.
+The decisions are pure functions of the settings and a :class:`Resolver`. :class:`SystemResolver` queries the
+machine.
 
-- **HOST-1** ``is_host`` is obeyed. Without it an agent may host when the endpoint is a loopback name, when it
-  is this host's name, or when one of its addresses is this machine's. Several agents of a machine may all
-  host: the first takes the port, the others become clients.
-- **HOST-2** A loopback name is served on loopback only, everything else on all interfaces unless
-  ``bind_addr`` says otherwise: a host's own name may mean 127.0.1.1 to itself and something else to others.
-- **HOST-3** A name that cannot be resolved is no mistake yet: in a cluster names appear after the containers
-  do, and lead to a former container for a while. Such an agent is a client, which tries again, and decides
-  again each time that nobody answers at an address of the name. :attr:`Hosting.trouble` is what it says in
-  the end.
-- **ADDR-1** A node gives to the others the address that the user names (with ``static`` the endpoint's host
-  for rank 0, as in torch), else its own end of the connection to the store: that needs no name service, and
-  is of the interface that leads to the other nodes. Torch gives out the host's full name, which the others
-  may not know.
-- **ADDR-2** On the machine of the store that connection may be a loopback one. Agents on other machines have
-  come through the endpoint, so it is an address of this machine that works for them.
-- **ADDR-3** Two agents share their loopback interface when they are in one network namespace of one boot of a
-  machine. Names cannot tell: containers and cloned machines may all have the same one.
+- **HOST-1** The setting ``is_host`` decides. Without it, an agent may host the store if the host of the
+  endpoint is a loopback name, is this machine's name, or has an address of this machine. If several agents of
+  a machine may host, the first takes the port, and the others become clients.
+- **HOST-2** A store at a loopback name listens on loopback only. Otherwise it listens on all interfaces
+  unless ``bind_addr`` is set, because a host's own name may resolve to 127.0.1.1 on that host and to another
+  address elsewhere.
+- **HOST-3** A name that cannot be resolved is not an error at first, because in a cluster names may appear
+  later than the containers, and may refer to a former container for a while. Such an agent is a client and
+  retries. Whenever no store answers at an address of the name, the agent decides again whether to host.
+  :attr:`Hosting.trouble` contains the reason that is reported in the end.
+- **ADDR-1** A node publishes the address that the user has given (with ``static`` and rank 0, the endpoint's
+  host, as in torch), or else the local address of its connection to the store. That address needs no name
+  service, and belongs to the interface that leads to the other nodes. Torch publishes the full host name,
+  which other nodes may be unable to resolve.
+- **ADDR-2** On the machine of the store, the local address of that connection may be a loopback address.
+  Agents on other machines have connected through the endpoint, so the endpoint's host is an address of this
+  machine that works for them.
+- **ADDR-3** Two agents share their loopback interface if they are in the same network namespace of the same
+  boot of a machine. Host names cannot show that, because containers and cloned machines may all have the same
+  name.
 """
 
 from __future__ import annotations
@@ -47,20 +52,20 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 
     class Resolver(Protocol):
-        """What decisions ask about names and addresses."""
+        """Interface for questions about host names and addresses."""
 
         def host_names(self) -> Sequence[str]:
-            """The names that this machine calls itself: short, full."""
+            """Return this machine's own names: the short name, then the full name."""
 
         def resolve(self, name: str) -> Sequence[str]:
-            """The numeric addresses of a name or an address, in the order in which a client tries them.
+            """Return the numeric addresses of a name or address, in the order in which a client tries them.
 
             Raises:
-                OSError: there are none.
+                OSError: the name cannot be resolved.
             """
 
         def is_local(self, address: str) -> bool:
-            """True if a numeric address is one of this machine's, so that a server can listen on it."""
+            """Return true if a numeric address belongs to this machine, so that a server can listen on it."""
 
 
 ANY_ADDRESS = ("::", "0.0.0.0")
@@ -68,16 +73,16 @@ _LOOPBACK = ("127.0.0.1", "::1")
 
 
 class Hosting(Value):
-    """What an agent does about the coordination store.
+    """Decision whether this agent hosts the coordination store.
 
     Args:
-        listen: where to listen, numeric addresses and the port; empty for a client. ``"::"`` stands for all
-            interfaces, IPv4 included.
-        reason: why, for the log.
-        is_explicit: the user decided: then a port that is taken is an error, and no reason to become
-            a client.
-        trouble: why the endpoint's name could not be resolved; ``None`` when it could.
-        doubt: what is odd about hosting here, for the user; ``None``: nothing.
+        listen: numeric addresses and ports on which the store listens; empty for a client. The address
+            ``"::"`` means all interfaces, including IPv4.
+        reason: reason for the decision, for the log.
+        is_explicit: true if the user has decided. If the port is taken, the agent then reports an error and
+            does not become a client.
+        trouble: reason why the endpoint's name could not be resolved; ``None`` if it could.
+        doubt: warning to the user about hosting the store here; ``None`` if there is none.
     """
 
     listen: tuple[tuple[str, int], ...]
@@ -94,20 +99,21 @@ class Hosting(Value):
 
 
 class Found(Value):
-    """What an agent knows before it begins: see :func:`decide` and :func:`fallback_address`."""
+    """Results of the name lookups before an agent starts; see :func:`decide` and :func:`fallback_address`."""
 
     hosting: Hosting
     fallback: str | None
 
 
 def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
-    """Ask for all that has to be known before an agent begins; as slow as the name servers.
+    """Make all name lookups that are needed before an agent starts. Blocks until the name servers answer.
 
     Raises:
         UsageError: see :func:`decide`.
     """
     if rendezvous.etcd is not None:
-        # One of its members may be on this machine, and others still come to this node.
+        # Find an address for other machines. If an etcd member is on this machine, this node's connection to
+        # etcd may have a loopback address, which other machines cannot use.
         here = Hosting((), "the nodes meet in etcd", is_explicit=True)
         return Found(here, _address_of_own_name(resolver))
     hosting = decide(rendezvous, resolver)
@@ -115,10 +121,12 @@ def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
 
 
 def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
-    """Decide if this agent hosts the store; with ``static`` node rank 0 does unless ``is_host`` is set.
+    """Decide whether this agent hosts the store. With ``static``, node rank 0 hosts it unless ``is_host`` is
+    set.
 
     Raises:
-        UsageError: an endpoint that no other node could use: port 0 of another host, or no host at all.
+        UsageError: no other node could use the endpoint, because it has port 0 on another host, or an
+            unspecified host.
     """
     settings = rendezvous.settings
     wanted = settings.is_host
@@ -143,8 +151,8 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
 
 
 def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
-    """Decide once more if this agent hosts the store: what the endpoint's name stands for may have changed.
-    The resolver is asked about the endpoint alone, as a host keeps its names.
+    """Decide again whether this agent hosts the store, because the endpoint's name may now have other
+    addresses. Only the endpoint is resolved again, because this host's own names do not change.
     """
     if hosting.is_explicit or hosting.may_host:
         return hosting
@@ -170,11 +178,12 @@ def _is_own_name(host: str, resolver: Resolver) -> bool:
 
 
 def listening_address(host: str, resolver: Resolver) -> str | None:
-    """Return where a server listens that others reach at this host: an address of this machine, all of them
-    where only a loopback one is known for a name that means more; ``None``: it is another machine.
+    """Return the address on which a server must listen to be reachable under this host name or address;
+    ``None`` if the host is another machine. If a name that is not a loopback name has only loopback addresses
+    here, return the address of all interfaces.
 
     Raises:
-        OSError: the name is not known.
+        OSError: the name cannot be resolved.
     """
     if is_loopback(host):
         return host
@@ -194,7 +203,9 @@ def listening_address(host: str, resolver: Resolver) -> str | None:
 
 
 def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
-    """Tell the user that the endpoint's name never became known, and what the last attempt said."""
+    """Return the error message for an endpoint whose name could never be resolved. ``trouble`` is the error
+    of the last attempt.
+    """
     option = "--master-addr" if rendezvous.backend == "static" else "--rdzv-endpoint"
     value = rendezvous.host if rendezvous.backend == "static" else rendezvous.endpoint
     return (
@@ -204,15 +215,17 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
 
 
 def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: Resolver) -> str | None:
-    """Return where other machines reach this node when its end of the connection is a loopback address: a
-    name or an address without brackets; ``None`` when there can be no such node, or nothing is known.
+    """Return the name or address (without brackets) under which other machines reach this node, for the case
+    that the local address of its connection to the store is a loopback address. ``None`` if other machines
+    cannot take part, or no such address is known.
     """
     if is_loopback_name(rendezvous.host) or not (hosting.may_host or hosting.is_explicit):
         return None
     is_usable = hosting.may_host and not is_unspecified(rendezvous.host)
     if is_usable and not hosting.is_explicit:
         return rendezvous.host
-    # Told to host, it may be behind an address that leads to the store's port alone.
+    # Prefer an address of this machine's own name if the agent was told to host the store, because the
+    # endpoint may then be an address that forwards only the store's port.
     return _address_of_own_name(resolver) or (rendezvous.host if is_usable else None)
 
 
@@ -236,9 +249,9 @@ def _listen(rendezvous: Rendezvous, resolver: Resolver) -> tuple[tuple[str, int]
         return ((ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1], port),)
     if is_loopback(rendezvous.host):
         return ((rendezvous.host, port),)
-    # A client may try either family first.
+    # Listen on both loopback addresses, because a client may try IPv4 or IPv6 first.
     served = [address for address in _LOOPBACK if resolver.is_local(address)] or [_LOOPBACK[0]]
-    # Two listeners would get two different free ports.
+    # With port 0, listen on one address only, because two listeners would get two different free ports.
     return tuple((address, port) for address in (served if port else served[:1]))
 
 
@@ -266,9 +279,10 @@ def _why(error: OSError) -> str:
 
 
 def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
-    """What speaks against this machine's being the one that the others are told to come to.
+    """Return a warning if this machine does not seem to be the host to which the other nodes connect;
+    otherwise ``None``.
 
-    No mistake: the address may be that of a service which leads here.
+    This is not an error, because the address may belong to a service that forwards to this machine.
     """
     host, here = rendezvous.host, "node rank 0 is here, but"
     if is_loopback_name(host) or is_unspecified(host):
@@ -289,18 +303,20 @@ def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
 def host_identity(
     boot_id: str = "/proc/sys/kernel/random/boot_id", network: str = "/proc/self/ns/net"
 ) -> str:
-    """Return what tells hosts apart: the same for two agents if they share their loopback interface."""
+    """Return an identifier of this host. It is the same for two agents that share their loopback
+    interface.
+    """
     try:
         with open(boot_id, encoding="ascii") as file:
             boot = file.read().strip()
         return f"{boot} {os.readlink(network)}"
     except (OSError, UnicodeError):
-        # Without /proc the name has to do.
+        # Without /proc, use the host name.
         return _socket.gethostname()
 
 
 class SystemResolver:
-    """Asks the C library and the kernel. Blocks while name servers do not answer."""
+    """Resolver that uses the C library and the kernel. Calls block while name servers do not answer."""
 
     __slots__ = ()
 
@@ -311,7 +327,7 @@ class SystemResolver:
                 _plain_text(name), None, 0, _socket.SOCK_STREAM, 0, _socket.AI_CANONNAME
             )
         except OSError:
-            # A host that does not know its own name still has it.
+            # The machine cannot resolve its own name. Return only that name.
             return [name]
         full = [entry[3] for entry in found if entry[3]]
         return list(dict.fromkeys((name, *full)))
@@ -320,13 +336,16 @@ class SystemResolver:
         try:
             found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)
         except UnicodeError:
-            # Of the codec for international names: a label that is empty or too long.
+            # The codec for international names has found a label that is empty or too long.
             raise OSError("not a host name") from None
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def is_local(self, address: str) -> bool:
-        """See :class:`Resolver`. Binding tells, but for machines that allow to bind what is not theirs
-        (``ip_nonlocal_bind``): to an address of its own a machine talks *from* that address.
+        """Return true if a numeric address belongs to this machine; see :class:`Resolver`.
+
+        A successful bind is not enough, because some machines allow binding to foreign addresses
+        (``ip_nonlocal_bind``). So also check the source address that the kernel selects for a connection to
+        the address: for an address of this machine, it is that address itself.
         """
         family = _socket.AF_INET6 if ":" in address else _socket.AF_INET
         try:
@@ -336,13 +355,14 @@ class SystemResolver:
         host, port, *rest = found[0][4]
         if not _can_bind(family, (host, 0, *rest)):
             return False
-        # From one loopback address a machine talks to all of them.
+        # Skip the second check for loopback addresses, because the kernel may select the same source address
+        # for all of them.
         is_special = is_unspecified(address) or is_loopback(address)
         return is_special or _talks_from(family, (host, port, *rest), address)
 
 
 def _plain_text(name: str) -> str | bytes:
-    # For text the codec of international names is loaded, which takes longer than all the rest.
+    # Pass bytes, because for text Python loads the codec for international names, which is slow.
     return name.encode() if name.isascii() else name
 
 
@@ -358,13 +378,16 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
 
 
 def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
-    """True if this machine would talk to an address of its own from there; nothing is sent."""
+    """Return true if the kernel would select the address itself as source address for a connection to it.
+    Nothing is sent.
+    """
     sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
     try:
         sock.connect(sockaddr)
         return packed(sock.getsockname()[0]) == packed(address)
     except OSError as error:
-        # Nobody comes to an address without a route. Other errors are of a sandbox: then the bind counts.
+        # Without a route, the address is not usable. Other errors may come from a sandbox. In that case, rely
+        # on the successful bind.
         return error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH)
     finally:
         sock.close()

@@ -1,9 +1,9 @@
-"""From a connection to a registration.
+"""Join a job over a new connection: find or create the job's record, and register this agent.
 
-- **JOIN-1** an agent registers only when it has no workers; each registration has a new incarnation.
-- **JOIN-2** what is left of its earlier registrations is deleted with the new one, by name: a late request
-  of an earlier connection can never delete a later registration.
-- **JOIN-3** settings that decide what a leader does are the same on all nodes of a job.
+- **JOIN-1** An agent registers only when it has no workers. Each registration has a new incarnation number.
+- **JOIN-2** The transaction that registers an agent also deletes its earlier registrations by name.
+  Therefore, a delayed request from an earlier connection can never delete a later registration.
+- **JOIN-3** Settings on which a leader bases its decisions are the same on all nodes of a job.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Compare, Entry, Operation, Reply
 
 FORGET_EARLIER = 60
-"""How many of its earlier registrations an agent deletes; a late request comes within seconds."""
+"""Number of its latest earlier registrations that an agent deletes when it registers. That is enough, because
+a delayed request arrives within seconds."""
 
 OTHER_JOB = "another job was started with this id"
 
@@ -48,7 +49,7 @@ _NOBODY_LEFT = "; no agent of that job is there: if it is over, use a different 
 
 
 def check_job(member: Member) -> None:
-    """Read the job's record, or write it."""
+    """Read the job's record, or write it if there is none."""
     keys = member.keys
     if member.joining.has_seen_round:
         known = [Get(keys.job), Get(keys.head)]
@@ -65,7 +66,7 @@ def _put_job(member: Member) -> Put:
 
 
 def job_record(member: Member) -> dict[str, Any]:
-    """Return what is the same for all nodes of a job."""
+    """Return the job's record, whose content is the same for all nodes of the job."""
     agent = member.agent
     return {
         "uuid": f"{agent.agent}.{member.joining.incarnation}",
@@ -77,7 +78,7 @@ def job_record(member: Member) -> dict[str, Any]:
 
 
 def agreed(member: Member) -> dict[str, Any]:
-    """Return the settings that must be equal on all nodes."""
+    """Return the settings that must be the same on all nodes of a job."""
     rendezvous, settings = member.rendezvous, member.settings
     return {
         "protocol": PROTOCOL,
@@ -93,8 +94,8 @@ def agreed(member: Member) -> dict[str, Any]:
 
 
 def mismatch(member: Member, job: dict[str, Any]) -> str | None:
-    """Say what differs from the job that another node started, by its record; ``None`` if nothing important
-    does.
+    """Return an error message if this node's settings differ from the record of a job that another node has
+    started; otherwise ``None``.
     """
     ours = agreed(member)
     if member.settings.homogeneous and job.get("homogeneous"):
@@ -109,7 +110,7 @@ def mismatch(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def job_found_again(member: Member, link: Link, reply: Reply) -> None:
-    """Go on in the job that this agent took part in, if the store still knows it."""
+    """Rejoin the job in which this agent took part before, if the store still has the job's record."""
     job, head = (reply.entry(0), reply.entry(1)) if reply.ok else (None, None)
     if job is None or head is None:
         text = "the store was restarted and no longer knows this job; start the job again"
@@ -123,7 +124,9 @@ def job_found_again(member: Member, link: Link, reply: Reply) -> None:
 
 
 def job_found(member: Member, link: Link, reply: Reply) -> None:
-    """Take part in the job that is there, if it is ours and goes on."""
+    """Handle the job's record after it was read or written. Register if the record matches this node's
+    settings and the job is not closed.
+    """
     if reply.ok:
         link.job_revision = member.joining.job_revision = reply.revision
         register(member, link)
@@ -148,13 +151,14 @@ def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> st
         found = mismatch(member, job_of(value))
     except DamagedError as error:
         return f"{damage(key, error)}; use a different id for another job"
-    # A job may be over that was not closed: all its agents were stopped, or have died.
+    # Add a hint if no agent is registered, because the job may be over without having been closed: all its
+    # agents may have been killed.
     return f"{found}{_NOBODY_LEFT}" if found is not None and is_alone else found
 
 
 def _forget_job(member: Member, job: Entry, head_revision: int) -> None:
-    """Forget an earlier job of this name, then look again: somebody else may begin it first. Who registered
-    meanwhile sees that, and comes again.
+    """Delete an earlier job of this name, then check the job's record again, because another agent may create
+    the new job first. An agent that has registered in the meantime sees the deletion and joins again.
     """
     keys = member.keys
     compares = [CreatedAt(keys.job, job.create_revision), ModifiedAt(keys.head, head_revision)]
@@ -179,7 +183,9 @@ def _is_closed(member: Member, entry: Entry | None) -> bool:
 
 
 def register(member: Member, link: Link) -> None:
-    """T1: this registration in place of all earlier ones of this agent, and the watches of a member."""
+    """Send the registration of this agent, which replaces all its earlier ones (transaction T1), and watch
+    the keys that concern this member.
+    """
     if member.listener.port is None:
         return
     keys, joining = member.keys, member.joining
@@ -195,7 +201,8 @@ def register(member: Member, link: Link) -> None:
     if node_rank is not None:
         is_mine, claim = static_ranks.claim(member, registration, node_rank)
         compares.append(is_mine)
-        # The last results are the registration and its predecessor.
+        # Insert the claim at the front, because the last two results have to be the registration and its
+        # predecessor.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     member.txn(Purpose.REGISTER, compares, ops, otherwise)
@@ -205,8 +212,8 @@ def register(member: Member, link: Link) -> None:
 
 
 def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
-    """Return deletions of what a lost connection may have left, or a process that this one replaces; its
-    lease would end later.
+    """Return operations that delete registrations of earlier connections, and those of a process that this
+    one replaces. Without that, they would exist until their leases expire.
     """
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.agent.agent}/{each}" for each in earlier]
@@ -217,7 +224,9 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """The registration is confirmed: T1 may have been carried out more than once, with the last put here."""
+    """Handle the confirmed registration. Take its create revision from the stored key and not from the reply,
+    because the transaction T1 may have been executed more than once.
+    """
     assert own is not None
     static_ranks.registered(member)
     registration.create_revision = own.create_revision
@@ -229,8 +238,10 @@ def registered(member: Member, registration: Registration, own: Entry | None) ->
 
 
 def refused(member: Member, link: Link, registration: Registration, reply: Reply) -> bool:
-    """T1 was refused: the job is another one, or somebody has the node rank. Return true if that is this very
-    registration: T1 was carried out before, and the answer lost with a connection.
+    """Handle a rejected registration (transaction T1): the job is another one, or the node rank is taken.
+
+    Return true if this very registration has the node rank, because T1 was executed earlier and the reply was
+    lost with a connection.
     """
     job = reply.entry(0) if reply.results else None
     if job is None or job.create_revision != link.job_revision:
@@ -246,12 +257,16 @@ def refused(member: Member, link: Link, registration: Registration, reply: Reply
 
 
 def own_registration(reply: Reply) -> Entry | None:
-    """Return the registration that a refused T1 has made before, if it has."""
+    """Return the registration that an earlier execution of the rejected transaction T1 has created; ``None``
+    if there is none.
+    """
     return reply.entry(2)
 
 
 def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
-    """The job's record: is it still the one that was checked?"""
+    """Fence this agent if the job's record was removed, or is no longer the one that this agent has
+    checked.
+    """
     if entry is None or entry.value is None:
         fence(member, "the record of this job was removed")
     elif entry.create_revision != link.job_revision:

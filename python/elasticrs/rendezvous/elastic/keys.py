@@ -1,6 +1,7 @@
-"""Names of the keys that one job has in the store.
+"""Names of a job's keys in the store.
 
-A **member** is ``<agent>/<incarnation>``: one registration of one agent process; neither part is used again.
+A **member** is ``<agent>/<incarnation>``, which stands for one registration of one agent process. Neither
+part is ever reused.
 """
 
 from __future__ import annotations
@@ -16,27 +17,28 @@ _WORKERS = "#workers"
 
 
 def workers_scope(run_id: str) -> str:
-    """Return the prefix of all keys that the workers of a job use when they meet each other."""
+    """Return the prefix of all keys that the workers of a job use for their own rendezvous."""
     return Keys(f"{run_id}{_WORKERS}").prefix[:-1]
 
 
 def workers_job(run_id: str, job: str, number: int) -> str:
-    """Return the name of the job in which the workers of a job meet.
+    """Return the name in the store of the workers' own rendezvous job.
 
     Args:
         run_id: run id of the agents' job.
-        job: name of the agents' job in the store, which begins with the run id.
+        job: name of the agents' job in the store, which starts with the run id.
         number: number that distinguishes consecutive jobs of the same name.
     """
     return f"{run_id}{_WORKERS}{job.removeprefix(run_id)}.{number}"
 
 
 class Keys:
-    """The names for one run.
+    """Names of the keys of one job.
 
     Args:
-        run_id: the user's; what would end it early in a key is escaped, so that no job sees another's keys.
-        root: prefix of all keys, including those outside of the job.
+        run_id: run id that the user has given. ``%`` and ``/`` are escaped, so that the keys of different
+            jobs never overlap.
+        root: prefix that is put before all keys.
     """
 
     __slots__ = ("dones", "farewells", "head", "job", "nodes", "prefix", "ranks", "slots", "tables")
@@ -54,38 +56,46 @@ class Keys:
         self.ranks = self.prefix + "rank/"
 
     def node(self, member: str) -> str:
-        """Where a member registers, on its lease."""
+        """Return the key of a member's registration, which is on the member's lease."""
         return self.nodes + member
 
     def slot(self, member: str) -> str:
-        """What the leader tells one member."""
+        """Return the key of a member's slot, in which the leader assigns ranks to the member."""
         return self.slots + member
 
     def forget_members(self, prefix: str) -> list[Operation]:
-        """Return deletions of the registrations of all members whose names begin with ``prefix``."""
+        """Return operations that delete the registrations and slots of all members whose names start with
+        ``prefix``.
+        """
         return [DeletePrefix(self.node(prefix)), DeletePrefix(self.slot(prefix))]
 
     def table(self, form: str) -> str:
-        """Prefix of the list of members of one proposed round."""
+        """Return the prefix of the keys with the list of members of a proposed round."""
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
-        """What a member writes when it leaves on purpose; without a lease: the next leader needs it too."""
+        """Return the key that a member writes when it leaves on purpose. It is not on a lease, because a
+        later leader needs it as well.
+        """
         return self.farewells + member
 
     def rank(self, node_rank: int) -> str:
-        """Holder of a node rank that was given by hand, on its lease."""
+        """Return the key of a node rank that the user has assigned. Its value is the agent that has the rank;
+        it is on that agent's lease.
+        """
         return f"{self.ranks}{node_rank}"
 
     def forget_rounds(self) -> list[Operation]:
-        """Return deletions of what nobody needs of a job that is closed; its store may outlive it."""
+        """Return operations that delete the keys that are no longer needed once a job is closed, because the
+        store may outlive the job.
+        """
         return [DeletePrefix(each) for each in (self.slots, self.tables, self.dones, self.farewells)]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the prefix of the keys that users store for the nodes of one round.
+        """Return the prefix of the keys in the store that the nodes of a round share for the user's purposes.
 
-        These keys are not below :attr:`prefix`, because leaders watch all keys there. They cannot belong to
-        another job, because a ``%`` in a run id is escaped.
+        These keys are not below :attr:`prefix`, because leaders watch all keys there. They cannot be mistaken
+        for keys of another job, because a ``%`` in a run id is escaped.
         """
         return f"{self.prefix[:-1]}%stores/{round}/"
 
@@ -93,32 +103,35 @@ class Keys:
     def job_store(self) -> str:
         """Prefix of the keys that all processes of a job share, independent of rounds.
 
-        It begins with :func:`workers_scope`, because the workers' token only allows access to such keys.
+        For the workers' rendezvous, it starts with :func:`workers_scope`, because the workers' token allows
+        access only to such keys.
         """
         return f"{self.prefix[:-1]}%job/"
 
     def done(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
-        """What a member writes when its workers have finished."""
+        """Return the key that a member writes when its workers have finished."""
         return f"{self.dones}{round}/{group_rank}"
 
 
 def agent_of(member: str) -> str:
-    """The agent process of a member."""
+    """Return the name of the agent process of a member."""
     return member.rpartition("/")[0]
 
 
 def incarnation_of(member: str) -> int:
-    """Which registration of its agent a member is."""
+    """Return the incarnation number of a member, which counts the registrations of its agent."""
     return int(member.rpartition("/")[2])
 
 
 def is_member(name: str) -> bool:
-    """True if a part of a key names a member; other programs may write anything."""
+    """Return true if part of a key is a valid member name. Check this, because other programs may write any
+    keys.
+    """
     agent, _, incarnation = name.rpartition("/")
     return bool(agent) and number_of(incarnation) is not None
 
 
 def number_of(text: str) -> int | None:
-    """The number that a part of a key stands for; ``None``: it is not one, as it is written here."""
+    """Parse a part of a key as a number. Return ``None`` if it is not a number in the format used here."""
     is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
     return int(text) if is_number and (text[0] != "0" or text == "0") else None

@@ -1,7 +1,9 @@
-"""What a leader knows, and the few things it does: set timers, write under guards.
+"""Basic operations of a leader: set timers, and write under guard conditions.
 
-- **LEADER-1** one decision at a time: none while one of its writes is unanswered, or not yet in its own view.
-- **LEADER-2** every write says that the leader is still registered and that the head is the one it saw.
+- **LEADER-1** A leader makes one decision at a time. It makes none while one of its writes is unanswered, or
+  is not in its own view of the store yet.
+- **LEADER-2** Every write of a leader is conditional: the leader must still be registered, and the head must
+  be the one that the leader has seen.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def forget_timers(member: Member, leader: Leader) -> None:
-    """Forget the timers of the head before."""
+    """Cancel all timers that belong to the previous head."""
     for name, fired in leader.timers.items():
         if not fired:
             member.disarm(name)
@@ -35,7 +37,9 @@ def forget_timers(member: Member, leader: Leader) -> None:
 
 
 def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
-    """True if so many seconds have passed since this was first asked, by this name, for the present head."""
+    """Return true if this number of seconds has passed since the first call with this name for the current
+    head. The first call sets a timer.
+    """
     timer = _timer(leader, name)
     if timer not in leader.timers:
         leader.timers[timer] = False
@@ -44,7 +48,7 @@ def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> boo
 
 
 def forget(member: Member, leader: Leader, name: str) -> None:
-    """Forget a timer whose reason is gone."""
+    """Cancel a timer because the reason for it no longer applies."""
     timer = _timer(leader, name)
     if timer in leader.timers and not leader.timers.pop(timer):
         member.disarm(timer)
@@ -58,7 +62,7 @@ def _timer(leader: Leader, name: str) -> str:
 
 
 def guards(member: Member, view: View) -> list[Compare]:
-    """Return the conditions of every write of the leader."""
+    """Return the conditions under which every write of the leader is made."""
     registration, keys = member.registered, member.keys
     assert registration is not None
     return [
@@ -70,25 +74,27 @@ def guards(member: Member, view: View) -> list[Compare]:
 def write(
     member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
 ) -> None:
-    """Send a write that the next decision waits for; ``compares`` have to hold besides the guards."""
+    """Send a write; the next decision waits for its reply. ``compares`` are conditions in addition to the
+    guards.
+    """
     leader.sent_at = view.revision
     leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)
 
 
 def close(member: Member, leader: Leader, view: View, closed: Head, alive: Sequence[str] = ()) -> None:
-    """End the job.
+    """Close the job.
 
     Args:
-        member: the leader.
-        leader: what it knows.
-        view: the store.
-        closed: the head to write, with outcome and reason.
-        alive: members that have to be here for the reason to hold.
+        member: state of the agent that leads.
+        leader: state of that agent as the leader.
+        view: the leader's view of the store.
+        closed: head to write, with outcome and reason.
+        alive: members that must still be registered for the reason to be valid.
     """
     closed = closed.replaced(state="CLOSED", time_ns=member.now)
     write(member, leader, view, [member.put_head(closed), *member.keys.forget_rounds()], here(member, alive))
 
 
 def here(member: Member, alive: Sequence[str]) -> list[Compare]:
-    """Return the conditions that members are registered."""
+    """Return the conditions that these members are registered."""
     return [Exists(member.keys.node(each)) for each in alive]

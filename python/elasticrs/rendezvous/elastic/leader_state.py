@@ -1,4 +1,4 @@
-"""What a leader knows of the job."""
+"""State of an agent that leads the job."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ if TYPE_CHECKING:
 
 
 class Leader(Record):
-    """What a leader knows.
+    """State of an agent while it leads the job.
 
     Args:
-        view: the store; ``None`` until its snapshot is there.
-        early: changes that came before the snapshot.
-        pending: tag of the write that the next decision waits for.
+        view: the leader's view of the store; ``None`` until the snapshot of the store has arrived.
+        early: changes that arrived before the snapshot.
+        pending: tag of the write whose reply the next decision waits for; ``None`` if there is none.
         sent_at: revision of the view when that write was sent.
-        wait_for: revision that the view has to reach before the next decision.
-        stalled: the last write was refused, and the view has not changed since it was decided.
-        timers: those that were set, and whether they have fired; of the present head.
-        of_head: the head's revision that the timers belong to.
-        count: proposals made.
-        judged: the last verdict on an ended round, after what it rests on.
-        told: how many nodes the user was last told of.
-        told_more: round before the one for which the user was told that the leader waits for more nodes.
-        told_damaged: how many damaged records the user was told of.
+        wait_for: revision that the view must reach before the next decision.
+        stalled: true if the last write was rejected, and the view has not changed since it was sent.
+        timers: timers that were set for the current head, by name; true if the timer has fired.
+        of_head: revision of the head to which the timers belong.
+        count: number of rounds that this leader has proposed.
+        judged: last verdict on an ended round, preceded by the inputs on which it is based.
+        told: number of waiting nodes that was last reported to the user.
+        told_more: number of the last round after which the user was told that the leader waits for more
+            nodes.
+        told_damaged: number of damaged records that were reported to the user.
     """
 
     view: View | None = None
@@ -49,19 +50,20 @@ class Leader(Record):
     told_damaged: int = 0
 
     def is_free(self) -> bool:
-        """True if nothing it has written is unanswered, or not yet in its own view."""
+        """Return true if the leader may make a decision: all its writes are answered and are in its view."""
         is_settled = self.view is not None and self.view.revision >= self.wait_for
         return is_settled and self.pending is None and not self.stalled
 
     def answered(self, reply: Reply) -> bool:
-        """Take over the answer to a write; return true if it was the one that is waited for."""
+        """Handle the reply to a write. Return true if it is the reply that the next decision waits for."""
         if self.pending != reply.tag:
             return False
         self.pending = None
         if reply.ok:
             self.wait_for = reply.revision
         else:
-            # Some change was on its way. It is in the prefix that we watch, so it will be told; the revision
-            # of the reply may be that of another job's key, and would never be.
+            # The write was rejected because of a change that the view does not contain yet. Wait for any
+            # change of the watched prefix. Do not wait for the revision of the reply, because it may belong
+            # to a key of another job, which this leader does not watch.
             self.stalled = self.view is None or self.view.revision <= self.sent_at
         return True

@@ -1,10 +1,10 @@
-"""What the leader sees of the store, kept so that a change costs the same however many agents there are.
+"""The leader's view of the store. The cost of updating it does not depend on the number of agents.
 
-- **VIEW-1** it holds every key of the job as of :attr:`View.revision`.
-- **VIEW-2** the derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) equal their definitions; only
-  a new round recomputes them from everything.
-- **VIEW-3** a damaged record changes nothing that was known, and never makes a member with workers look idle,
-  finished or gone.
+- **VIEW-1** The view contains every key of the job as of :attr:`View.revision`.
+- **VIEW-2** The derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) always match their definitions.
+  They are recomputed from scratch only for a new round.
+- **VIEW-3** A damaged record does not change the information that the view already has. It never makes a
+  member with workers look idle, finished or lost.
 """
 
 from __future__ import annotations
@@ -22,32 +22,36 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Entry
 
 MAX_DAMAGED = 8
-"""Damaged keys that the user is told of."""
+"""Maximum number of damaged keys that are reported to the user."""
 
 UNREADABLE = Node("?", "", "", "", 0, 0)
-"""In place of a registration that was damaged before it was read: of a node that may have workers."""
+"""Placeholder for a registration that could never be read. Its node may have workers."""
 
 
 class View:
-    """The store, as the leader sees it.
+    """The leader's view of the store.
+
+    A *member* is one registration of an agent. The current round is the last one that the head names.
 
     Attributes:
-        revision: up to which everything is known.
-        head, head_revision: the state of the job (``None``, 0: none yet).
-        nodes: the registrations, by member.
-        joined: create revisions of the registrations.
-        slots: the round that each member was last given a slot for; ``None``: it cannot be read.
-        seats: the members of the head's round, by group rank.
-        rank_of: their group ranks, by member.
+        revision: store revision of the view.
+        head, head_revision: state of the job and its revision; ``None`` and 0 if there is none yet.
+        nodes: registrations, by member.
+        joined: create revisions of the registrations, by member.
+        slots: number of the round for which each member last received a slot; ``None`` if the slot is
+            damaged.
+        seats: members of the current round, by group rank.
+        rank_of: group ranks in the current round, by member.
         done: group ranks whose workers have finished.
-        absent: group ranks whose registration is gone.
-        missing: those of them that had not finished.
-        slow: members that are here and may still have workers.
-        candidates: members that are here, the latest of their agent, staying, and without workers.
-        waiting: candidates that are no members.
-        causes: members that tell of a failure of their own.
-        farewells: members that said that they leave.
-        damaged: keys whose record could not be read, and what to tell the user of it.
+        absent: group ranks whose registration no longer exists.
+        missing: group ranks whose registration no longer exists and whose workers had not finished.
+        slow: registered members of the current round that may still have workers.
+        candidates: members that can take part in the next round. They are registered, are the latest
+            registration of their agent, are not leaving, and have no workers.
+        waiting: candidates that are not members of the current round.
+        causes: members whose registration reports a failure on their own node.
+        farewells: members that have announced that they leave.
+        damaged: messages to the user about records that could not be read, by key.
     """
 
     def __init__(self, keys: Keys, revision: int, entries: Iterable[Entry]) -> None:
@@ -78,16 +82,16 @@ class View:
 
     @property
     def round(self) -> int:
-        """Number of the last round, 0 before the first."""
+        """Number of the last round; 0 before the first round."""
         return self.head.round if self.head else 0
 
     @property
     def forms(self) -> list[str]:
-        """The proposals whose tables are in the store."""
+        """Proposals whose tables of members are in the store."""
         return list(self._tables)
 
     def apply(self, revision: int, changes: Iterable[Entry]) -> None:
-        """Apply one revision of the store."""
+        """Apply the changes of one store revision."""
         before = self.round, self.head.form if self.head else ""
         touched = [member for change in changes for member in self._take(change)]
         self.revision = revision
@@ -98,21 +102,21 @@ class View:
             self._refresh(member)
 
     def holds(self, member: str) -> bool:
-        """True if a member may still have workers: its last slot counted, and it has not said that it is
-        idle.
+        """Return true if a member may still have workers: its last slot was for a round that has started, and
+        it has not reported since then that it is idle.
 
-        Its own slot decides, not the last table: a member that was left out of a round as too slow still has
-        the workers of the round before.
+        The member's own slot decides and not the last table of members, because a member that was too slow to
+        be included in a round may still have workers of the round before.
         """
         given = self.slots.get(member, 0)
         if given is None:
             given = self.round
         return 0 < given <= self.round and self.nodes[member].idle < given
 
-    # --- taking over keys ---
+    # --- reading keys ---
 
     def _take(self, entry: Entry) -> Iterable[str]:
-        """Take over one key; returns the members whose standing may have changed."""
+        """Read one key or its deletion. Return the members whose derived state may have changed."""
         kind, _, name = entry.key[len(self._keys.prefix) :].partition("/")
         if kind == "nodes" and is_member(name):
             return self._take_node(name, entry)
@@ -184,7 +188,7 @@ class View:
             if not chunks:
                 del self._tables[form]
         elif index not in chunks:
-            # It is written once: what comes later is not the leader's.
+            # Ignore later writes, because a leader writes each part of a table only once.
             try:
                 chunks[index] = table_of(entry.value)
             except DamagedError as error:
@@ -211,7 +215,7 @@ class View:
             self.done.discard(key[1])
             self.missing |= self.absent & {key[1]}
 
-    # --- what follows ---
+    # --- derived sets ---
 
     def _new_round(self) -> None:
         number, form = self.round, self.head.form if self.head else ""

@@ -1,8 +1,10 @@
-"""An agent that goes: drained by a signal, with stuck workers, to end the job, or because that is closed.
+"""Leave the job: because a signal drains the node, workers are stuck, this agent ends the job, or it is
+closed.
 
-- **LEAVE-1** the others hear of it at once, before the workers here have stopped.
-- **LEAVE-2** who has said farewell is no candidate any more, and is not counted as lost.
-- **LEAVE-3** it takes no longer than the stop of the workers and ``close_timeout``.
+- **LEAVE-1** The other nodes are notified immediately, before the workers of this node have stopped.
+- **LEAVE-2** A member that has written its farewell cannot take part in further rounds, and does not count as
+  lost.
+- **LEAVE-3** Leaving takes no longer than stopping the workers plus ``close_timeout``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MAX_REASON = 256
 
 
 def leave(member: Member, event: Leave) -> None:
-    """Somebody asked this agent to stop."""
+    """Handle a request to this agent to leave the job or to close it."""
     if member.phase is Phase.EXIT:
         return
     reason = cut(event.reason, MAX_REASON)
@@ -33,7 +35,7 @@ def leave(member: Member, event: Leave) -> None:
 
 
 def leave_with(member: Member, outcome: Outcome) -> None:
-    """Leave with this outcome: end this node's round, stop the workers, write the farewell."""
+    """Leave the job with this outcome: end the current round, write the farewell, and stop the workers."""
     member.leave_with(outcome)
     registration = member.registered
     if registration is None:
@@ -43,7 +45,7 @@ def leave_with(member: Member, outcome: Outcome) -> None:
     member.arm("leave", member.settings.close_timeout)
     reason = outcome.message or outcome.kind
     if member.workers is not None and member.runs(member.workers.round):
-        # Now, not when the workers here have stopped.
+        # End the round now and not after the workers have stopped, so that the other nodes can react.
         farewell = _farewell(member, registration, reason)
         member.end_round(Purpose.END_ROUND, {"kind": "left", "message": reason}, None, farewell)
     else:
@@ -52,14 +54,16 @@ def leave_with(member: Member, outcome: Outcome) -> None:
 
 
 def round_ended(member: Member, reply: Reply) -> None:
-    """Take the answer to the end of this node's round."""
+    """Handle the reply to the request that ends the current round. If another node has already ended the
+    round, write only the farewell.
+    """
     if reply.ok:
         farewell_known(member)
         return
     registration = member.registration
     outcome = None if member.leaving is None else member.leaving.outcome
     if registration is not None and outcome is not None:
-        # Somebody else has ended the round.
+        # Another node has already ended the round.
         _say_farewell(member, registration, outcome.message or "")
 
 
@@ -73,14 +77,14 @@ def _farewell(member: Member, registration: Registration, reason: str) -> Put:
 
 
 def farewell_known(member: Member) -> None:
-    """The store knows that this agent leaves, or no longer knows the agent."""
+    """Record that the farewell is in the store, or that the store no longer has this agent's registration."""
     if member.leaving is not None:
         member.leaving.is_known = True
     go_on(member)
 
 
 def go_on(member: Member) -> None:
-    """Exit once the workers are gone and the store knows, or does not answer."""
+    """Exit if no workers remain, and the farewell is in the store or the store has not answered in time."""
     leaving = member.leaving
     if member.workers is not None or leaving is None or member.phase is Phase.EXIT:
         return
@@ -91,7 +95,7 @@ def go_on(member: Member) -> None:
 
 
 def timeout(member: Member) -> None:
-    """The store has not answered in time."""
+    """Record that the store has not answered in time, and exit if no workers remain."""
     if member.leaving is not None:
         member.leaving.is_overdue = True
     go_on(member)
@@ -116,7 +120,7 @@ def _close_job(member: Member, reason: str) -> None:
 
 
 def abort(member: Member, link: Link) -> None:
-    """T10: the job ends, whatever its state, unless it has ended already."""
+    """Close the job in whatever state it is, unless it is already closed (transaction T10)."""
     _abort_from(member, link.head, link.head_revision)
 
 
@@ -132,8 +136,8 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
-    """Take the answer to T10, and try again if the head was another one. Return the head, once it
-    is closed.
+    """Handle the reply to the request that closes the job (transaction T10). Retry if the head had changed.
+    Return the key of the head once the job is closed.
     """
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)
@@ -147,7 +151,7 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 
 
 def outcome_of(member: Member, head: Head) -> Outcome:
-    """Return what a closed job means for this agent."""
+    """Return the outcome of a closed job for this agent."""
     own = None if member.leaving is None else member.leaving.outcome
     if own is not None and own.kind == "stuck":
         return own

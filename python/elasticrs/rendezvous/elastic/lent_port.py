@@ -1,4 +1,4 @@
-"""One port in turn for the store in which the nodes meet and, while a round runs, for its workers' store."""
+"""Share one port between the rendezvous store and the workers' store, which uses the port during a round."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.meeting_point import MeetingPoint
 
 PATIENCE = 10.0
-"""Seconds that a socket of ended workers may keep the port."""
+"""Seconds for which a socket of workers that have exited may keep the port in use."""
 
 _TICK, _SLOW_TICK = 0.05, 1.0
 
 
 class LentPort:
-    """The port of a store that is hosted here; nothing is lent where it is not. Connections go on all the
-    time.
+    """Port of a rendezvous store that this process hosts. It can be lent to the workers' store; connections
+    to the rendezvous store stay open meanwhile. If the store is not hosted here, nothing is lent.
     """
 
     __slots__ = ("_deadline", "_is_lent", "_meeting_point", "trouble")
@@ -28,7 +28,7 @@ class LentPort:
         self.trouble = ""
 
     def lend(self) -> bool:
-        """Give the port away; return true if that is done, else :attr:`trouble` says why not."""
+        """Lend the port. Return true on success; otherwise :attr:`trouble` contains the reason."""
         if not self.take_back():
             return False
         if self._meeting_point.hosts:
@@ -37,7 +37,7 @@ class LentPort:
         return True
 
     def take_back(self) -> bool:
-        """Take the port back; return true if it is here, else :attr:`trouble` says why not."""
+        """Take the port back. Return true on success; otherwise :attr:`trouble` contains the reason."""
         if self._is_lent:
             try:
                 self._meeting_point.listen_again()
@@ -51,10 +51,10 @@ class LentPort:
 
     @property
     def is_overdue(self) -> bool:
-        """True if another program must have taken the port."""
+        """True if the port has been in use for so long that another program must have taken it."""
         return self._deadline is not None and now() >= self._deadline
 
     @property
     def pause(self) -> float:
-        """Seconds until it is worth while to try again."""
+        """Seconds to wait before the next attempt to take the port back."""
         return _SLOW_TICK if self.is_overdue else _TICK

@@ -1,19 +1,21 @@
-"""The elastic rendezvous of one agent as a function: no I/O, no clock, no randomness.
+"""State machine of the elastic rendezvous for one agent: a function without I/O, clock or randomness.
 
-:func:`step` takes a state and an event and returns the state and the actions that the loop has to carry
-out, in order. What happens depends on nothing but the events, so a schedule can be played again.
+:func:`step` takes a state and an event, and returns the state and the actions that the caller has to execute
+in order. The result depends only on the events, so a sequence of events can be replayed.
 
-What the loop has to keep:
+Requirements on the caller:
 
-- after :class:`~elasticrs.rendezvous.elastic.messages.Disconnect` or a lost connection, nothing of the old
-  connection is delivered any more;
-- replies come in the order of their requests, changes of each watch in the order of revisions, each revision
-  whole; changes of several watches, and replies, may overtake each other;
-- timers may fire late, or early: that costs time or a needless round, never safety.
+- After :class:`~elasticrs.rendezvous.elastic.messages.Disconnect` or a lost connection, no more events of the
+  old connection are delivered.
+- Replies arrive in the order of their requests. The changes of a watch arrive in the order of revisions, and
+  all changes of a revision arrive together. The order between different watches, and between watches and
+  replies, is not specified.
+- Timers may fire late or early. That costs time or an unnecessary round, but never safety.
 
-Here events and answers meet the functions that take them. Those are in ``connecting`` (the way to the store),
-``joining`` (the job's record, registration), ``rounds`` (a member's part), ``leaving``, ``succession`` (who
-leads), and ``oversight`` with ``formation`` and ``verdict`` (what ends, forms and closes rounds).
+This module dispatches events and replies to the functions that handle them. These are in ``connecting`` (the
+connection to the store), ``joining`` (the job's record and the registration), ``rounds`` (a member's part in
+rounds), ``leaving``, ``succession`` (election of the leader), and ``round_control``, ``formation`` and
+``round_outcome`` (the leader's tasks: end, form and evaluate rounds).
 """
 
 from __future__ import annotations
@@ -44,12 +46,13 @@ __all__ = ["Member", "Phase", "step"]
 
 
 def step(member: Member, event: Event, now: int = 0) -> tuple[Member, list[Action]]:
-    """Return where this agent stands after an event, and what to do, in order.
+    """Handle one event. Return the new state of this agent, and the actions to execute in order.
 
     Args:
-        member: where it stands; it is changed and given back, do not use it otherwise.
-        event: what happened.
-        now: the store's wall clock, in ns; it is only written into records for the user, never compared.
+        member: state of this agent. It is modified and returned, so the caller must not use it otherwise.
+        event: event to handle.
+        now: the store's wall clock, in nanoseconds. It is only written into records for the user, and never
+            compared.
     """
     member.now = now
     if not member.has_exited:
@@ -83,7 +86,7 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
             text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
             leaving.leave_with(member, Outcome("failed", text))
         case messages.StoreHosted():
-            # It is here after all, before anybody was connected to it.
+            # This agent became the host of the store before it had a connection.
             member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
         case messages.Leave():
             leaving.leave(member, event)
@@ -123,7 +126,9 @@ def _changes(member: Member, event: Changes) -> None:
 
 
 def _snapshot(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Take the first look at the whole job, in which there may be news for this member, too."""
+    """Handle the snapshot of all keys of the job, with which a leader starts. It may also contain changes
+    that concern this member.
+    """
     entries = {entry.key: entry for entry in reply.entries()}
     joining.job_seen(member, link, entries.get(member.keys.job))
     _take_in(member, link, registration, entries.values())
@@ -137,7 +142,7 @@ def _take_in(member: Member, link: Link, registration: Registration, entries: It
     for change in entries:
         key = change.key
         if member.registration is not registration:
-            # An earlier change has ended this connection.
+            # Stop, because an earlier change has led to the end of this connection.
             return
         if key == keys.head:
             rounds.take_head(member, link, change)
@@ -151,7 +156,7 @@ def _take_in(member: Member, link: Link, registration: Registration, entries: It
 
 
 def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of cases
-    """Pass an answer on; requests of an earlier connection are forgotten."""
+    """Dispatch a reply by the purpose of its request. Ignore replies to requests of an earlier connection."""
     link = member.link
     if link is None:
         return
@@ -222,7 +227,7 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
 
 
 def _store_port(member: Member, port: int) -> None:
-    """A listener is bound: it can be announced."""
+    """Record the port of a new listener for the workers' store, and announce it to the other nodes."""
     listener, link = member.listener, member.link
     if member.rendezvous.master_port is not None:
         return
