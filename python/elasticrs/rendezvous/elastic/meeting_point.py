@@ -1,6 +1,6 @@
-"""The store where nodes meet: the session with it, and the store itself where it is ours and hosted here.
+"""Session of this agent with the rendezvous store, and the store itself if this agent hosts it.
 
-Effects only.
+This module performs I/O and leaves the decisions to other modules.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _REMEDIES = {
     "version": "install the same release of elasticrs on all nodes",
     "other": "start the job again",
 }
-"""What the user can do, by the kind of loss."""
+"""Advice to the user, by the kind of connection loss."""
 _REMEDIES_OF_ETCD = {
     "refused": "nothing is listening there (yet): does etcd run, and is --rdzv-endpoint right?",
     "unreachable": "is the address right, and is there a route to it?",
@@ -54,53 +54,61 @@ _REMEDIES_OF_ETCD = {
     "keys that begin with {prefix!r} (etcd_prefix)",
     "limit": "etcd has to have space (alarm NOSPACE: compact, defragment, disarm)",
 }
-"""The same with etcd."""
+"""Advice to the user if the store is etcd, by the kind of connection loss."""
 _REMEDIES_OF_HOSTED = {
     "refused": "the agents of most endpoints have to be up: {most} of {seats}",
     "denied": _REMEDIES["token"],
 }
-"""What differs where the agents host it."""
+"""Advice to the user that differs if the agents host etcd."""
 _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
 )
-"""The options that say the same with ranks by hand."""
+"""Options in the advice, with the options that replace them for the static rendezvous."""
 
 _PATIENCE = 1.0
-"""Seconds for a question about a name that was known a moment ago; the next attempt asks again."""
+"""Seconds to wait for the lookup of a name that could be resolved a moment ago. The next attempt to connect
+looks it up again."""
 
 _DOUBT = 2.0
-"""Seconds for which another job's etcd has to answer at an endpoint before this is a configuration error."""
+"""Seconds for which another job's etcd must respond at an endpoint before that is reported as a configuration
+error."""
 
 _BEFORE_MEETING = ("refused", "unreachable")
-"""Kinds that speak against the endpoint as long as nobody has been met there."""
+"""Kinds of connection loss that suggest a wrong endpoint, as long as this agent has never been connected."""
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
-    """The agent was told to host the store, and cannot; the text says why and what to do."""
+    """Raised if this agent was told to host the store but cannot. The message contains the reason and
+    advice.
+    """
 
 
 class Home(Record):
-    """What outlasts one run of an agent: the store, where it is hosted here, has the jobs of all runs."""
+    """State that is kept between the runs of an agent: the store, if it is hosted here. It contains the jobs
+    of all runs.
+    """
 
     runs: int = 0
     server: Server | None = None
     etcd: EtcdHost | None = None
 
     def is_needed(self) -> bool:
-        """True if the store that is hosted here may have others who use it; call :meth:`leave` first."""
+        """Return true if other agents may still use the store that is hosted here. Call :meth:`leave`
+        first.
+        """
         if self.etcd is not None:
             self.etcd.take()
             return self.etcd.fd is not None
         return self.server is not None and self.server.sessions() > 0
 
     def leave(self) -> None:
-        """Say that no run follows."""
+        """Announce that this agent will not run again."""
         if self.etcd is not None:
             self.etcd.leave("succeeded")
 
     def close(self) -> None:
-        """End the store. Idempotent."""
+        """Close the store. Idempotent."""
         for store in (self.server, self.etcd):
             if store is not None:
                 store.close()
@@ -108,16 +116,16 @@ class Home(Record):
 
 
 class MeetingPoint:
-    """The store where the nodes meet; one session with it at a time.
+    """The rendezvous store. There is at most one session with it at a time.
 
     Args:
-        rendezvous: where the store is.
-        supervisor: whose runtime thread serves; an own thread when ``None``.
-        home: of an agent that may run several times, each time a job of its own.
-        found: what :func:`.hosting.look_up` says; asked for here when ``None``.
+        rendezvous: description of the rendezvous, including the address of the store.
+        supervisor: supervisor whose runtime thread serves the store; a separate thread if ``None``.
+        home: state of an agent that may run several times, each time with a separate job.
+        found: result of :func:`.hosting.look_up`, which is called here if this is ``None``.
 
     Raises:
-        UsageError: an endpoint that makes no sense on this machine.
+        UsageError: the endpoint cannot be used on this machine.
     """
 
     def __init__(
@@ -134,9 +142,9 @@ class MeetingPoint:
         self._hosting = found.hosting
         self._home = home
         self.job = rendezvous.job or rendezvous.run_id
-        """The name of the job in the store."""
-        # Name of the job whose lease holds long-lived keys in etcd. Workers use their own job's name,
-        # because they may not attach keys to the agents' lease.
+        """Name of the job in the store."""
+        # Name of the job whose lease holds long-lived keys in etcd. Workers use the name of their own job,
+        # because they have no permission to attach keys to the agents' lease.
         self._lasting = self.job
         if home is not None:
             home.runs += 1
@@ -153,12 +161,15 @@ class MeetingPoint:
         self._foreign_since: float | None = None
         self._clock = Clock(0, None)
         self._shared: Store | None = None
-        # Once a round runs, its workers have the port: there is no connecting any more.
+        # With ``static``, open the shared store before the round starts, because during a round the port is
+        # lent to the workers and does not accept new connections to the rendezvous store.
         self._shares_early = rendezvous.is_static and (home is not None or supervisor is None)
 
     @staticmethod
     def _ask(question: Callable[[], Any], seconds: float | None) -> Any:
-        """The answer; ``None`` when it takes longer."""
+        """Call a function that may block. Return its result, or ``None`` if it takes longer than this number
+        of seconds.
+        """
         asked = Asked(question)
         try:
             return asked.take() if asked.wait(seconds) else None
@@ -172,21 +183,25 @@ class MeetingPoint:
 
     @property
     def doubt(self) -> str | None:
-        """What is odd about hosting the store here, for the user."""
+        """Warning to the user about hosting the store on this machine; ``None`` if there is none."""
         return self._hosting.doubt
 
     @property
     def fd(self) -> int | None:
-        """Readable when :meth:`take` has something."""
+        """File descriptor that is readable when :meth:`take` has events to return; ``None`` without a
+        session.
+        """
         return self._session.fd if self._session is not None else None
 
     @property
     def etcd_fd(self) -> int | None:
-        """Readable when :meth:`take_from_etcd` has something; ``None`` where no member of etcd is hosted."""
+        """File descriptor that is readable when :meth:`take_from_etcd` should be called; ``None`` if no etcd
+        member is hosted here.
+        """
         return self._etcd.fd if self._etcd is not None else None
 
     def take_from_etcd(self) -> list[tuple[str, str]]:
-        """Return the messages of the program that hosts etcd, and restart that program if it was killed.
+        """Return new messages from the program that runs etcd, and restart that program if it has failed.
 
         See :meth:`.etcd_host.EtcdHost.take`.
         """
@@ -206,17 +221,17 @@ class MeetingPoint:
 
     @property
     def clock(self) -> Clock:
-        """The store's wall clock, as well as it is known."""
+        """Best available estimate of the store's wall clock."""
         estimate = self._session.clock() if self._session is not None else None
         if estimate is not None:
             self._clock = Clock(*estimate)
         return self._clock
 
     def host_if_possible(self) -> None:
-        """Serve the store when this agent may and the port is free.
+        """Serve the store if this agent may host it and the port is free.
 
         Raises:
-            CannotHost: it was told to, and cannot.
+            CannotHost: the agent was told to host the store but cannot.
         """
         if self._rendezvous.etcd is not None and self._rendezvous.etcd.seats:
             self._host_etcd()
@@ -228,17 +243,18 @@ class MeetingPoint:
         settings, listen = self._rendezvous.settings, self._hosting.listen
         try:
             self._server = Server(
-                # The server's word for all interfaces of both families.
+                # An empty host tells the server to listen on all interfaces, IPv4 and IPv6.
                 [("" if address == hosting.ANY_ADDRESS[0] else address, port) for address, port in listen],
                 run_id=self._rendezvous.run_id,
                 token=settings.token,
                 max_connections=self._rendezvous.max_connections,
-                # It may have to outlast the supervisor.
+                # If there is a home, do not use the supervisor, because the server may have to outlive it.
                 supervisor=self._supervisor if self._home is None else None,
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
-                # Another agent of this machine was faster, or another program has the port: its answer tells.
+                # Become a client, because another agent of this machine probably hosts the store. If another
+                # program has the port, the attempt to connect will show that.
                 return
             option, other = "--rdzv-endpoint HOST:PORT", ""
             if self._rendezvous.is_static:
@@ -258,17 +274,20 @@ class MeetingPoint:
         self._watch_etcd()
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
-        """Begin to connect; :class:`Connected` or :class:`ConnectionLost` comes out of :meth:`take`.
+        """Start to connect. The result, :class:`Connected` or :class:`ConnectionLost`, is later returned by
+        :meth:`take`.
 
-        Until there has been a connection, who hosts the store is decided again before each attempt but the
-        first.
+        Until there has been a connection, each attempt except the first decides again which agent hosts the
+        store. Returns a :class:`ConnectionLost` if the attempt fails immediately.
 
         Args:
-            same: the store has to be the one that was met before, or one that goes on with its state.
+            same: true if the store must be the one that this agent used before, or must continue with the
+                state of that store.
         """
         self.disconnect()
         if self._supervisor is not None:
-            # Nothing of a session that was lost runs here any more: now its connection may end.
+            # Let the nursery release the connection of a lost session, because no workers of that session
+            # are running anymore.
             self._supervisor.release_connection()
         if self._may_decide_again and self._server is None and self._rendezvous.etcd is None:
             question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
@@ -284,7 +303,8 @@ class MeetingPoint:
                 self.close_shared_store()
                 self._shared = self._open_store("")
             except DistNetworkError:
-                # The connection of the agent itself, which comes next, tells why, if it fails as well.
+                # Ignore the error. The agent's own connection, which is opened next, reports the reason if it
+                # fails as well.
                 self._shared = None
         if (obstacle := self._obstacle()) is not None:
             return obstacle
@@ -297,10 +317,10 @@ class MeetingPoint:
         return None
 
     def _obstacle(self) -> ConnectionLost | None:
-        """Return why a session with hosted etcd may not start now; ``None`` if it may.
+        """Return why a session with etcd, hosted by the agents, must not start now; ``None`` if it may start.
 
-        A session may not start if an endpoint is used by another job's etcd, or if the members do not require
-        the job's password yet, because such a session would end as soon as they do.
+        A session must not start if an endpoint is used by another job's etcd. It must also not start before
+        the members require the job's password, because the session would end as soon as they do.
         """
         etcd = self._rendezvous.etcd
         if etcd is None or not etcd.seats or self._has_met:
@@ -316,12 +336,12 @@ class MeetingPoint:
             try:
                 gateway = Gateway(etcd.files, etcd.password)
             except OSError:
-                # Allow the session to start. It will report which certificate or key file is invalid.
+                # Allow the session to start, because it will report which certificate or key file is invalid.
                 return True
             seat = gateway.find_foreign(etcd.seats, label, seconds)
             if seat is not None:
-                # Treat another job's etcd as a final error only if it stays, because it may belong to an
-                # earlier job and be about to exit.
+                # Report another job's etcd as a final error only if it keeps responding, because it may
+                # belong to an earlier job and be about to exit.
                 since = self._foreign_since = self._foreign_since or time.monotonic()
                 kind = "not_ours" if time.monotonic() - since > _DOUBT else "refused"
                 return ConnectionLost(kind, foreign(shown_endpoint(seat.host, seat.port)))
@@ -359,7 +379,8 @@ class MeetingPoint:
             interval=settings.keep_alive_interval,
             attempts=settings.keep_alive_max_attempt,
             connect_timeout=settings.connect_timeout,
-            # An agent that polls has no say between its calls: it may well be busy with its workers.
+            # Set no stall timeout for an agent that polls, because it may be busy with its workers for long
+            # between its calls.
             stall_timeout=settings.stall_timeout if supervisor is not None else None,
             supervisor=supervisor,
             resume=True,
@@ -369,7 +390,7 @@ class MeetingPoint:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of a store of ours, for clients on this machine."""
+        """Host and port of elasticrs's own store, for clients on this machine."""
         if self._server is None:
             return self._rendezvous.host, self._rendezvous.port
         address = self._hosting.listen[0][0]
@@ -378,7 +399,7 @@ class MeetingPoint:
         return address, self._server.port
 
     def disconnect(self) -> None:
-        """Close the connection; what it still had to say is dropped."""
+        """Close the connection. Events that have not been taken are dropped."""
         if self._session is not None:
             if self._supervisor is not None:
                 self._supervisor.unwatch_fd(self._session.fd)
@@ -387,18 +408,19 @@ class MeetingPoint:
             self._session = None
 
     def take(self) -> list[StoreEvent]:
-        """What has come from the store since the last call; never blocks."""
+        """Return the events that have arrived from the store since the last call. Never blocks."""
         if self._session is None:
             return []
         events: list[StoreEvent] = []
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
-                # Asking for a name may take long: it is known when the client, which asks on a thread of its
-                # own, has got further than that.
+                # Decide again about hosting only if the client, which resolves the name on its own thread,
+                # has succeeded in that. Otherwise a name lookup here might block for long.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
-                # The port came back between the two.
+                # The shared store could not be opened before, but the port is available now. Start over,
+                # because both connections are needed.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"no second connection to {self._rendezvous.endpoint}")]
             else:
@@ -407,11 +429,13 @@ class MeetingPoint:
         return events
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until :meth:`take` has something, without a loop that watches :attr:`fd`."""
+        """Block until :meth:`take` has events to return, for callers that have no loop that watches
+        :attr:`fd`. Return false if the timeout elapses first, or if there is no session.
+        """
         return self._session is not None and self._session.wait(timeout)
 
     def this_agent(self, *, role: str, nproc: int, max_restarts: int) -> ThisAgent:
-        """Return what the machine has to know of this agent, and of this node's workers, when it begins."""
+        """Return the description of this agent and its workers for the state machine."""
         member = self._rendezvous.member
         return ThisAgent(
             self.job,
@@ -426,10 +450,12 @@ class MeetingPoint:
         )
 
     def fallback_address(self) -> str | None:
-        """Where other machines reach this node when its end of the connection is a loopback one."""
+        """Return the address at which other machines reach this node, for the case that the local address of
+        the connection to the store is a loopback address. ``None`` if there is none.
+        """
         if self._hosting is self._found.hosting:
             return self._found.fallback
-        # Not told to host, it has a name that others know: nobody is asked.
+        # This call does not block on a name lookup, because the user has not decided about hosting.
         return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
     def _explained(self, lost: ConnectionLost) -> str:
@@ -447,7 +473,7 @@ class MeetingPoint:
         return lost.message if todo is None else f"{lost.message}; {todo}"
 
     def _hint(self, kind: str) -> str:
-        """What the user of etcd can do about a loss; may be empty."""
+        """Return advice to the user about the loss of a connection to etcd; may be empty."""
         etcd = self._rendezvous.etcd
         assert etcd is not None
         todo = _REMEDIES_OF_ETCD.get(kind, "")
@@ -457,19 +483,23 @@ class MeetingPoint:
         return todo.format(prefix=etcd.prefix, most=most, seats=seats)
 
     def send(self, request: Request) -> None:
-        """Send a request; dropped without a session, whose loss is told of anyway."""
+        """Send a request. Without a session the request is dropped, because the loss of the session is
+        reported anyway.
+        """
         if self._session is not None:
             self._session.send(request)
 
     def leave(self, outcome: str) -> None:
-        """End the session, so that a member of etcd that is hosted here may go when it is the last one."""
+        """If an etcd member is hosted here, close the session, and notify the member that this agent exits.
+        The member waits until all sessions are closed.
+        """
         if self._etcd is not None:
             self.close_shared_store()
             self.disconnect()
             self._etcd.leave(outcome)
 
     def is_needed(self) -> bool:
-        """True if others use the store that is hosted here; call :meth:`leave` first."""
+        """Return true if other agents still use the store that is hosted here. Call :meth:`leave` first."""
         if self._etcd is not None:
             return self._etcd.fd is not None
         if self._server is None:
@@ -478,14 +508,14 @@ class MeetingPoint:
         return self._server.sessions() > own
 
     def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
-        """Open a store for users, shared by the nodes of a round, on a connection of its own; an earlier
-        round's is closed.
+        """Open a store for the user that the nodes of a round share. It has its own connection. The shared
+        store of an earlier round is closed.
 
-        With ``static`` the connection is the one that was made before the round: nothing is closed. What was
-        put in another round is not seen.
+        With ``static``, the connection was already opened before the round and is used for all rounds, so
+        nothing is closed. Keys that were set in other rounds are not visible.
 
         Raises:
-            DistNetworkError: no connection.
+            DistNetworkError: the store cannot be reached.
         """
         prefix = Keys(self.job).store(round)
         if self._shares_early and self._shared is not None:
@@ -498,7 +528,7 @@ class MeetingPoint:
         """Open a store that all processes of the job share, independent of rounds. The caller closes it.
 
         Raises:
-            DistNetworkError: no connection.
+            DistNetworkError: the store cannot be reached.
         """
         return self._open_store(Keys(self.job).job_store)
 
@@ -521,33 +551,35 @@ class MeetingPoint:
         )
 
     def close_shared_store(self) -> None:
-        """Close what :meth:`open_shared_store` has opened. Idempotent."""
+        """Close the store that :meth:`open_shared_store` has opened. Idempotent."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
 
     def stop_listening(self) -> None:
-        """Lend the port: connections go on, new ones are refused."""
+        """Stop accepting connections, so that the port can be lent. Existing connections stay open."""
         if self._server is not None:
             self._server.stop_listening()
 
     def listen_again(self) -> None:
-        """Take the port back.
+        """Accept connections on the port again.
 
         Raises:
-            OSError: another program has it.
+            OSError: another program uses the port.
         """
         if self._server is not None:
             self._server.listen_again()
 
     @property
     def may_stay(self) -> bool:
-        """True if the store may go on without this session: there is a home for it."""
+        """True if the store can be kept open after the end of this session, because there is a home for
+        it.
+        """
         return self._home is not None
 
     def close(self, *, stays: bool = False) -> None:
-        """End the connections and the store, unless that stays for the next run (:attr:`may_stay`).
-        Idempotent.
+        """Close the connections, and close the store unless it stays open for the next run
+        (:attr:`may_stay`). Idempotent.
         """
         self.close_shared_store()
         self.disconnect()
@@ -563,5 +595,5 @@ class MeetingPoint:
 
 
 def node_name() -> str:
-    """The name under which this node appears in messages, and by which ranks are ordered."""
+    """Return the name of this node, which is used in messages and for the order of ranks."""
     return os.uname().nodename

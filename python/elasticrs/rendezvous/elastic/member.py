@@ -1,12 +1,13 @@
-"""What one agent knows of the job, and the elementary things it does.
+"""State of one agent in the rendezvous, and its basic operations.
 
-What exists only for a while is an object of its own, and ``None`` at other times: a :class:`Link` as long as
-there is a connection, in it a :class:`Registration`; :class:`Workers` while some may be here; :class:`Done`
-while a node that has finished waits for the others; :class:`Leaving` once it takes part in nothing new.
-:attr:`Member.phase` follows from which of them are there.
+Parts of the state that exist only temporarily are separate objects, and ``None`` otherwise: a :class:`Link`
+while there is a connection, and in it a :class:`Registration`; :class:`Workers` while this node may have
+workers; :class:`Done` while a node that has finished waits for the others; :class:`Leaving` once the agent
+leaves the job. :attr:`Member.phase` is derived from these objects.
 
-The state is changed in place: with thousands of agents the leader's view is too large to copy for every
-event. Whoever hands a state to :func:`elasticrs.rendezvous.elastic.machine.step` gives it away.
+The state is modified in place, because with thousands of agents the leader's view is too large to copy for
+every event. After passing a state to :func:`elasticrs.rendezvous.elastic.machine.step`, the caller must use
+only the returned state.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """The phase of an agent."""
+    """Phase of an agent in the rendezvous."""
 
     NEW = "new"
     CONNECTING = "connecting"
@@ -46,7 +47,9 @@ class Phase(Enum):
 
 
 class Purpose(Enum):
-    """What a request is for; :mod:`~.machine` passes its answer to the function for this purpose."""
+    """Purpose of a request to the store. :mod:`~.machine` passes the reply to the function for the
+    purpose.
+    """
 
     NOTHING = "its effect is seen elsewhere"
     FIND_JOB = "find the job, or begin it"
@@ -70,17 +73,18 @@ class Purpose(Enum):
 
 
 class Registration(Record):
-    """A registration of this agent, and what the leader tells it.
+    """Registration of this agent, and the slot that the leader has assigned to it.
 
     Args:
-        member: its name.
-        create_revision: of its key; 0 until the store has confirmed it.
-        idle: the last round after which it said that it has no workers.
-        slot, slot_revision: the last one that the leader gave to it.
-        slot_asked: the head's revision for which it was last asked whether there is a newer slot.
-        slot_known: the store's revision up to which that was answered.
-        predecessor: the key whose end makes this agent ask whether it leads.
-        leader: what it knows as a leader; ``None`` while another one leads.
+        member: name of the registration.
+        create_revision: create revision of the registration's key; 0 until the store has confirmed it.
+        idle: last round after which this agent reported that it has no workers.
+        slot, slot_revision: last slot from the leader, and the store revision at which it was written.
+        slot_asked: revision of the head for which this agent last read its slot.
+        slot_known: store revision of the reply to that read.
+        predecessor: key of the registration before this one. When it is deleted, this agent checks whether it
+            is now the leader.
+        leader: state of this agent as the leader; ``None`` while another agent leads.
     """
 
     member: str
@@ -95,13 +99,13 @@ class Registration(Record):
 
 
 class Link(Record):
-    """A connection to the store, and what was heard on it.
+    """Connection to the store, and the data that have been received over it.
 
     Args:
-        purposes: of the requests that are not answered yet, by tag.
-        job_revision: create revision of the job's record; 0 until it was checked.
-        head, head_revision: the job's state.
-        registration: the one that was asked for on it.
+        purposes: purposes of the requests that are not answered yet, by tag.
+        job_revision: create revision of the job's record; 0 until the record was checked.
+        head, head_revision: state of the job, and the revision at which it was written.
+        registration: registration that was requested over this connection; ``None`` before that.
     """
 
     purposes: dict[int, Purpose] = fresh(factory=dict)
@@ -112,23 +116,27 @@ class Link(Record):
 
 
 class Joining(Record):
-    """How this agent gets to the store.
+    """State that an agent needs to connect to the store and to join the job, kept across connections.
 
     Args:
-        begun: ``now`` when it began.
+        begun: time at which the agent started to join, on the store's wall clock in nanoseconds; ``None``
+            before that.
         delay: seconds until the next attempt to connect.
-        trouble: why there is no connection.
-        address: this end of the last connection.
-        ttl: of the lease, in seconds, if the store grants a longer one than was asked for.
-        incarnation: of the next registration.
-        revision: the highest of the store that was told.
+        trouble: reason why there is no connection; ``None`` if there is none.
+        address: local address of the last connection.
+        ttl: time to live of the lease that the store has granted, in seconds. It may exceed the requested
+            time.
+        incarnation: incarnation number of the next registration.
+        revision: highest store revision that the agent has seen.
         job: value of the job's record that was checked.
         job_revision: store revision at which that record was created, as read on the last connection.
-        was_registered: there was a registration once.
-        has_seen_round: a head of this job was seen: another job of the same name is not ours.
-        claim: an earlier registration of this agent that still has its node rank, as the store has it.
-        rank_holder: the node that was found with the node rank of this one.
-        told_of_port: the user knows that something else answers at the port of the store.
+        was_registered: true if the agent has been registered before.
+        has_seen_round: true if the agent has seen a round of this job. It then does not join another job of
+            the same name.
+        claim: value of the node rank's key if an earlier registration of this agent still has the rank;
+            otherwise ``None``.
+        rank_holder: another node that has this node's rank; ``None`` if there is none.
+        told_of_port: true if the user was told that another program responds at the port of the store.
     """
 
     begun: int | None = None
@@ -147,17 +155,18 @@ class Joining(Record):
     told_of_port: bool = False
 
     def seen(self, revision: int) -> None:
-        """The store was at this revision."""
+        """Record that the store has reached this revision."""
         self.revision = max(self.revision, revision)
 
 
 class Listener(Record):
-    """The listener for the next round's worker store.
+    """Listener for the workers' store of the next round.
 
     Args:
-        port: its port; ``None`` until it is bound.
-        has_served: it has served a round.
-        idle_after: the round to be idle of once there is a fresh listener.
+        port: port of the listener; ``None`` until it is bound.
+        has_served: true if the listener has served a round.
+        idle_after: round after which this node is idle. It is reported as soon as there is a new listener;
+            ``None`` if there is nothing to report.
     """
 
     port: int | None
@@ -166,15 +175,20 @@ class Listener(Record):
 
 
 class Workers(Record):
-    """Workers of a round that may be here; ``is_stopping``: they have been told to stop."""
+    """Workers of a round that may be running on this node. ``is_stopping`` is true once they were told to
+    stop.
+    """
 
     round: int
     is_stopping: bool = False
 
 
 class Done(Record):
-    """The workers here have finished, the round has not. The store has the record of that if it ``is_known``;
-    when it ``is_over``, this node does not wait for the others any longer.
+    """State of a node whose workers have finished while the round is still running.
+
+    Args:
+        is_known: true once the store has recorded that the workers have finished.
+        is_over: true once this node no longer waits for the other nodes.
     """
 
     is_known: bool = False
@@ -182,12 +196,13 @@ class Done(Record):
 
 
 class RoundAge(Record):
-    """How long rounds take.
+    """Record of whether rounds were short.
 
     Args:
-        seen: the last round whose start was seen.
-        aged: the last of them that has run for a while.
-        was_short: the last round ended soon after its start; ``None`` when its start was not seen.
+        seen: last round whose start this agent has seen.
+        aged: last of these rounds that has run for at least ``short_round`` seconds.
+        was_short: true if the last round ended before that time; ``None`` if this agent did not see its
+            start.
     """
 
     seen: int = 0
@@ -196,20 +211,21 @@ class RoundAge(Record):
 
 
 class OwnFailure(Value):
-    """The last failure on this node: in which round, and what is known of it."""
+    """Last failure on this node: the number of its round, and its cause if it is known."""
 
     round: int
     cause: Cause | None
 
 
 class Leaving(Record):
-    """Set for an agent that takes part in no further round.
+    """State of an agent that is leaving the job.
 
     Args:
-        outcome: what to exit with, once workers are gone and the store knows.
-        closing: why this agent ends the whole job.
-        is_known: the store knows that this agent leaves.
-        is_overdue: this agent does not wait for the store's answer any longer.
+        outcome: outcome with which the agent exits, once its workers have exited and the farewell is in the
+            store; ``None`` if it is not known yet.
+        closing: reason why this agent ends the whole job; ``None`` if only this node leaves.
+        is_known: true once the store has recorded that this agent leaves.
+        is_overdue: true once this agent no longer waits for the store's reply.
     """
 
     outcome: Outcome | None = None
@@ -219,24 +235,24 @@ class Leaving(Record):
 
 
 class Member:
-    """One agent.
+    """State of one agent in the rendezvous.
 
     Args:
-        rendezvous: with whom it meets, where and how.
-        agent: what it is.
+        rendezvous: description of the rendezvous.
+        agent: description of the agent and its workers.
 
     Attributes:
-        joining, listener, age: what it keeps all the time.
-        link: the connection.
-        workers: those that may be here.
-        done: set while this node has finished and waits for the others.
-        started_round: the last round whose workers were started here.
-        finished_round: the last round that finished here.
-        own_failure: the last one.
-        told_end: the last round whose end the user was told of here, and in which words.
-        leaving: set once it takes part in nothing new.
-        has_exited: nothing follows.
-        now: the store's wall clock at the present event, in ns; only told, never compared.
+        joining, listener, age: parts of the state that always exist.
+        link: connection to the store; ``None`` without a connection.
+        workers: workers that may be running on this node; ``None`` if there are none.
+        done: set while this node has finished and waits for the other nodes.
+        started_round: last round whose workers were started on this node.
+        finished_round: last round whose workers finished on this node.
+        own_failure: last failure on this node; ``None`` if there was none.
+        told_end: last round whose end was reported to the user on this node, and the text of the report.
+        leaving: set once the agent is leaving the job.
+        has_exited: true once the agent has left the rendezvous.
+        now: the store's wall clock at the current event, in nanoseconds. It is only reported, never compared.
     """
 
     def __init__(self, rendezvous: Rendezvous, agent: ThisAgent) -> None:
@@ -261,7 +277,7 @@ class Member:
 
     @property
     def phase(self) -> Phase:
-        """Where it stands."""
+        """Current phase of the agent."""
         if self.has_exited:
             return Phase.EXIT
         if self.workers is not None:
@@ -276,39 +292,39 @@ class Member:
 
     @property
     def registration(self) -> Registration | None:
-        """The registration that was asked for on this connection."""
+        """Registration that was requested over the current connection; ``None`` if there is none."""
         return None if self.link is None else self.link.registration
 
     @property
     def registered(self) -> Registration | None:
-        """The registration, as far as this agent knows; ``None`` until the store has confirmed it."""
+        """Registration that the store has confirmed over the current connection; ``None`` before that."""
         registration = self.registration
         return registration if registration is not None and registration.create_revision else None
 
     @property
     def leader(self) -> Leader | None:
-        """What this agent knows as a leader; ``None`` while it does not lead."""
+        """State of this agent as the leader; ``None`` while it does not lead."""
         registration = self.registration
         return None if registration is None else registration.leader
 
     @property
     def head(self) -> Head | None:
-        """The job's state, as far as it was heard on this connection."""
+        """State of the job, as last received over the current connection; ``None`` before that."""
         return None if self.link is None else self.link.head
 
     @property
     def more_lease(self) -> float:
-        """Seconds by which the lease is longer than the settings say."""
+        """Seconds by which the lease that the store has granted exceeds the lease time in the settings."""
         return max(0.0, self.joining.ttl - self.settings.ttl)
 
     # --- actions ---
 
     def do(self, action: Action) -> None:
-        """Ask the loop for something."""
+        """Add an action to the actions that the caller of the state machine has to execute."""
         self._actions.append(action)
 
     def take_actions(self) -> list[Action]:
-        """What was asked for since the last call."""
+        """Return the actions that were added since the last call."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -317,7 +333,7 @@ class Member:
         self.do(Arm(name, seconds))
 
     def disarm(self, name: str) -> None:
-        """Forget a timer."""
+        """Cancel a timer."""
         self.do(Disarm(name))
 
     # --- requests ---
@@ -329,13 +345,15 @@ class Member:
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> int:
-        """Send a transaction; return its tag."""
+        """Send a transaction. Return its tag."""
         tag = self._ask(purpose)
         self.do(Txn(tag, compares, then, otherwise))
         return tag
 
     def watch(self, purpose: Purpose, prefix: str, *, exact: bool = True) -> None:
-        """Watch a key, or all that begin like this; the answer has what is there."""
+        """Watch a key, or all keys with a prefix if ``exact`` is false. The reply contains the existing
+        keys.
+        """
         self.do(Watch(self._ask(purpose), prefix, exact, True))
 
     def _ask(self, purpose: Purpose) -> int:
@@ -344,16 +362,16 @@ class Member:
             self.link.purposes[self._tag] = purpose
         return self._tag
 
-    # --- what many do ---
+    # --- common operations ---
 
     def runs(self, number: int) -> bool:
-        """True if the head says that this round runs."""
+        """Return true if the round with this number is running, according to the head."""
         head = self.head
         return head is not None and head.state == "RUNNING" and head.round == number
 
     def node(self, cause: Cause | None = None) -> Node:
-        """Return the registration of this agent; ``cause``: of its own failure in the round that it is idle
-        of.
+        """Return the record of this agent's registration. ``cause`` is the cause of a failure on this node in
+        the last round of which it reports that it is idle.
         """
         agent, registration = self.agent, self.registration
         return Node(
@@ -373,7 +391,9 @@ class Member:
     def end_round(
         self, purpose: Purpose, end: dict[str, Any], cause: Cause | None = None, *more: Operation
     ) -> None:
-        """T2: end the round that runs, in which this agent takes part, if nobody has ended it before."""
+        """End the running round, in which this agent takes part, unless another agent has already ended it
+        (transaction T2).
+        """
         link, registration = self.link, self.registration
         assert link is not None
         assert link.head is not None
@@ -386,17 +406,19 @@ class Member:
         self.txn(purpose, compares, [self.put_head(ended), *more])
 
     def put_head(self, head: Head) -> Put:
-        """Return the write of a new state of the job."""
+        """Return the operation that writes a new state of the job."""
         return Put(self.keys.head, head.encode(), False)
 
     def exists(self, registration: Registration) -> Exists:
-        """Return the condition of what a member writes: its own registration."""
+        """Return the condition that this registration still exists, under which a member makes its writes."""
         return Exists(self.keys.node(registration.member))
 
     def stop(
         self, why: str, *, fenced: bool = False, hung: Cause | None = None, planned: bool = False
     ) -> None:
-        """Stop the workers, if there are any; SIGKILL follows a gentler stop."""
+        """Stop the workers if there are any. If they are already being stopped, do nothing unless ``fenced``
+        is true, which requests SIGKILL.
+        """
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):
             return
@@ -404,7 +426,7 @@ class Member:
         self.do(Stop(workers.round, why, fenced, hung, planned))
 
     def forget_connection(self) -> None:
-        """Forget everything of the old connection: requests, registration, leadership."""
+        """Discard the state of the old connection: requests, registration and leadership."""
         leader = self.leader
         if leader is not None:
             for name in leader.timers:
@@ -412,12 +434,12 @@ class Member:
         self.link = self.done = None
 
     def leave_with(self, outcome: Outcome) -> None:
-        """Set what to exit with: this agent takes part in nothing new."""
+        """Make this agent leave the job, and set the outcome with which it exits."""
         self.leaving = self.leaving or Leaving()
         self.leaving.outcome = outcome
 
     def exit(self, outcome: Outcome) -> None:
-        """The end."""
+        """Disconnect and exit with this outcome. No further action follows."""
         if self.link is not None:
             self.do(Disconnect())
         self.forget_connection()

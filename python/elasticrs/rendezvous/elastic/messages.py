@@ -1,6 +1,7 @@
-"""What goes into the rendezvous machine and what comes out of it, besides what goes to and from the store.
+"""Events and actions of the rendezvous state machine, except those of the store.
 
-That is in :mod:`elasticrs.store.coordination`: its requests are actions, and what it tells are events.
+The store's requests, which are also actions, and the store's events are in
+:mod:`elasticrs.store.coordination`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 
 
 class Begin(Value):
-    """The loop is ready."""
+    """Event: the agent is ready to join the rendezvous."""
 
 
 class StartFailed(Value):
-    """The workers of this node could not be started, and why; nothing of them is left. ``transient``: the
-    same start may succeed a moment later.
+    """Event: the workers of this node could not be started, and all their processes have exited.
+
+    Args:
+        message: reason of the failure.
+        transient: true if the same start may succeed a moment later.
     """
 
     message: str
@@ -39,25 +43,25 @@ class StartFailed(Value):
 
 
 class WorkerFailed(Value):
-    """A worker of this node has failed; others may still run. In the cause, ``time_ns`` is on the store's
-    wall clock.
+    """Event: a worker of this node has failed. Other workers may still be running. In the cause, ``time_ns``
+    is on the store's wall clock.
     """
 
     cause: Cause
 
 
 class WorkersDone(Value):
-    """All workers of this node have exited with 0, and nothing of them is left."""
+    """Event: all workers of this node have exited with code 0, and none of their processes remain."""
 
 
 class GroupEnded(Value):
-    """Nothing of this node's workers is left, apart from what is stuck.
+    """Event: no processes of this node's workers remain, except stuck ones.
 
-    Without an earlier :class:`Stop` or :class:`WorkerFailed` it counts as a failure.
+    Without an earlier :class:`Stop` or :class:`WorkerFailed`, this event counts as a failure.
 
     Args:
-        cause: the first failure on this node, better known than in :class:`WorkerFailed`.
-        stuck: what SIGKILL did not end, for the user.
+        cause: cause of the first failure on this node, with more details than in :class:`WorkerFailed`.
+        stuck: description of the processes that SIGKILL did not end; ``None`` if there are none.
     """
 
     cause: Cause | None = None
@@ -65,42 +69,44 @@ class GroupEnded(Value):
 
 
 class TimerFired(Value):
-    """The time of :class:`Arm` has passed."""
+    """Event: a timer that was set with :class:`Arm` has fired."""
 
     name: str
 
 
 class Leave(Value):
-    """Somebody asked this agent to stop; with ``close`` the whole job ends, else only this node leaves it."""
+    """Event: this agent was asked to leave the job. With ``close``, the job ends for all nodes."""
 
     reason: str
     close: bool = False
 
 
 class AskForRound(Value):
-    """The workers of this node want another round though all are well: the present one ends, as planned, and
-    nobody is charged for it.
+    """Event: the workers of this node request a new round without a failure. The current round ends as a
+    planned change, which does not use a restart.
     """
 
     reason: str
 
 
 class StoreHosted(Value):
-    """The process has begun to serve the coordination store, which it did not at first. ``fallback_addr`` as
-    in :class:`~.settings.ThisAgent`, now that it is known.
+    """Event: this process has started to serve the coordination store, although it did not at first.
+    ``fallback_addr`` is the new value of that field in :class:`~.rendezvous.ThisAgent`.
     """
 
     fallback_addr: str | None = None
 
 
 class StorePort(Value):
-    """A fresh listener for a round's worker store is bound."""
+    """Event: a new listener for the workers' store is bound to this port."""
 
     port: int
 
 
 class StorePortFailed(Value):
-    """No listener for the worker store could be bound, and why, for the user: this node is of no use."""
+    """Event: no listener for the workers' store could be bound, so this node cannot take part in rounds. The
+    message contains the reason for the user.
+    """
 
     message: str
 
@@ -109,31 +115,32 @@ class StorePortFailed(Value):
 
 
 class Connect(Value):
-    """Begin a new session for this incarnation of the agent, from 1; answered by ``Connected`` or
-    ``ConnectionLost``.
+    """Action: open a new session for this incarnation of the agent, counted from 1. The event ``Connected``
+    or ``ConnectionLost`` follows.
     """
 
     incarnation: int
 
 
 class Disconnect(Value):
-    """Close the connection and drop what it still has to say."""
+    """Action: close the connection, and drop all its events that were not delivered yet."""
 
 
 class Start(Value):
-    """Start the workers of a round.
+    """Action: start the workers of a round.
 
     Args:
-        round: its number, from 1 (``ELASTICRS_ROUND``).
-        restarts: charged restarts of the job (``TORCHELASTIC_RESTART_COUNT``).
-        group_rank: of this node.
-        ranks: what its workers count from.
-        master_addr: of group rank 0.
-        master_port: of the round's worker store.
-        serves_store: this node serves it: on the listener of the latest :class:`StorePort`, or, with a fixed
-            port, on one that its workers bind (:class:`StartFailed` when it cannot be lent to them).
+        round: number of the round, counted from 1 (``ELASTICRS_ROUND``).
+        restarts: number of restarts that the job has used (``TORCHELASTIC_RESTART_COUNT``).
+        group_rank: group rank of this node.
+        ranks: first ranks of this node's workers.
+        master_addr: address of the node with group rank 0.
+        master_port: port of the round's workers' store.
+        serves_store: true if this node serves the workers' store. It does so on the listener of the latest
+            :class:`StorePort`. With a fixed port, a worker of this node binds the port instead; if the port
+            cannot be lent, :class:`StartFailed` follows.
         earlier: reason for the end of the previous round. Empty for the first round.
-        after_loss: the previous round ended because a node was lost.
+        after_loss: true if the previous round ended because a node was lost.
     """
 
     round: int
@@ -148,14 +155,16 @@ class Start(Value):
 
 
 class Stop(Value):
-    """Stop the workers; answered by :class:`GroupEnded` (or by :class:`WorkersDone` when that came first).
+    """Action: stop the workers. The event :class:`GroupEnded` follows, or :class:`WorkersDone` if the workers
+    finished first.
 
     Args:
-        round: whose workers.
-        why: for the log.
-        fenced: SIGKILL at once; else the usual signal and grace.
-        hung: the reason is this worker of another node, which hangs: what it waits for may be here.
-        planned: nobody has failed: a node comes or goes.
+        round: number of the workers' round.
+        why: reason, for the log.
+        fenced: true to send SIGKILL immediately; otherwise the usual signal and grace period apply.
+        hung: cause of the failure if a worker of another node hangs. That worker may be waiting for a worker
+            of this node. Otherwise ``None``.
+        planned: true if there is no failure, for example because a node joins or leaves.
     """
 
     round: int
@@ -166,46 +175,47 @@ class Stop(Value):
 
 
 class BindStore(Value):
-    """Bind a fresh listener for the worker store; answered by :class:`StorePort` or
-    :class:`StorePortFailed`.
+    """Action: bind a new listener for the workers' store. The event :class:`StorePort` or
+    :class:`StorePortFailed` follows.
     """
 
 
 class CloseStore(Value):
-    """Close this node's worker store or listener, if there is one."""
+    """Action: close the workers' store or its listener on this node, if there is one."""
 
 
 class Arm(Value):
-    """Set a timer, or set it anew; :class:`TimerFired` follows once."""
+    """Action: set a timer, or reset it if it is already set. One event :class:`TimerFired` follows."""
 
     name: str
     seconds: float
 
 
 class Disarm(Value):
-    """Forget a timer; one that is not set is no error."""
+    """Action: cancel a timer. Has no effect if the timer is not set."""
 
     name: str
 
 
 class Announce(Value):
-    """Tell the user one line."""
+    """Action: show the user a message of one line."""
 
     text: str
 
 
 class Outcome(Value):
-    """How the job ended for this agent.
+    """Outcome of the job for this agent.
 
     Args:
-        kind: ``succeeded``; ``failed`` (budget, losses, set-up: ``cause`` and ``message`` say why);
-            ``closed`` (joined too late); ``aborted`` (somebody closed the job); ``timeout`` (not enough
-            nodes, or no store); ``left`` (asked to leave); ``lost`` (the store is gone); ``stuck`` (workers
-            that SIGKILL does not end); ``refused`` (settings, token, version or run differ); ``spare`` (the
-            job succeeded without this node).
-        message: one line for the user.
-        cause: the job's first failure.
-        has_failed: for ``closed``: the job had not succeeded, and nobody had closed it.
+        kind: ``succeeded``; ``failed`` (too many restarts or lost nodes, or workers could not be started;
+            ``cause`` and ``message`` contain the reason); ``closed`` (this agent joined after the end of the
+            job); ``aborted`` (an agent has closed the job); ``timeout`` (not enough nodes, or the store could
+            not be reached); ``left`` (this agent was asked to leave); ``lost`` (the store was lost);
+            ``stuck`` (SIGKILL did not end all workers); ``refused`` (settings, token, version or run id
+            differ); ``spare`` (the job succeeded without this node).
+        message: message of one line for the user.
+        cause: cause of the job's first failure.
+        has_failed: for ``closed``, true if the job had neither succeeded nor been closed by an agent.
     """
 
     kind: OutcomeKind
@@ -215,7 +225,7 @@ class Outcome(Value):
 
 
 class Exit(Value):
-    """The end; nothing follows."""
+    """Action: exit with this outcome. It is the last action."""
 
     outcome: Outcome
 
@@ -225,5 +235,5 @@ if TYPE_CHECKING:
     ListenerEvent: TypeAlias = StoreHosted | StorePort | StorePortFailed
     Event: TypeAlias = StoreEvent | Begin | WorkersEvent | ListenerEvent | TimerFired | Leave | AskForRound
     LoopAction: TypeAlias = Start | Stop | Announce | Exit
-    """What concerns workers and the user."""
+    """Actions that concern the workers or the user."""
     Action: TypeAlias = Request | Connect | Disconnect | BindStore | CloseStore | Arm | Disarm | LoopAction

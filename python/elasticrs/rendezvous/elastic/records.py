@@ -1,8 +1,9 @@
-"""Values of the keys: JSON, compact, bounded.
+"""Records that are stored as values of the keys, in compact JSON of limited size.
 
-- **RECORD-1** a head takes at most :data:`MAX_HEAD` bytes, whatever was reported: it is pushed to everybody.
-- **RECORD-2** whatever bytes a key holds, reading them gives a record whose fields have the right types and
-  ranges, or raises :class:`~.checked.DamagedError`.
+- **RECORD-1** A head has at most :data:`MAX_HEAD` bytes, whatever was reported, because it is sent to all
+  agents.
+- **RECORD-2** Whatever bytes a key contains, reading them returns a record whose fields have the right types
+  and ranges, or raises :class:`~.validation.DamagedError`.
 """
 
 from __future__ import annotations
@@ -25,29 +26,33 @@ if TYPE_CHECKING:
     State: TypeAlias = Literal["RUNNING", "ENDED", "CLOSED"]
 
 PROTOCOL = 1
-"""Major version of keys, records and rules; agents of different ones do not share a job."""
+"""Major version of keys, records and rules. Agents with different versions cannot take part in the same
+job.
+"""
 
 MAX_HEAD = 4096
 MAX_CAUSE = 2304
 MAX_TEXT = 384
 CAUSE_FIELDS = [name for name in validation.CAUSE if name not in ("frame", "lines")]
-"""What is kept of a cause that is too large in any case."""
+"""Fields of a cause that are kept even if the cause is too large."""
 
 MAX_NAME = 128
 
 
 def encode(record: object) -> bytes:
-    """The bytes of a record: ASCII, as texts may hold what UTF-8 cannot say (odd file names)."""
+    """Encode a record as JSON. It is pure ASCII, because text such as unusual file names may contain
+    characters that UTF-8 cannot encode.
+    """
     return json.dumps(record, separators=(",", ":")).encode("ascii")
 
 
 def damage(key: str, error: DamagedError) -> str:
-    """What is wrong with a record, for the user."""
+    """Return the message to the user about a damaged record."""
     return f"the record {key} in the rendezvous store is damaged: {error}"
 
 
 def cut(text: str, limit: int) -> str:
-    """A text of at most that many bytes when encoded, and where it was cut."""
+    """Shorten text so that it has at most this many bytes when encoded. Shortened text ends with ``...``."""
     if len(encode(text)) <= limit + 2:
         return text
     kept = text[:limit]
@@ -57,8 +62,9 @@ def cut(text: str, limit: int) -> str:
 
 
 def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict[str, Any] | None:
-    """Make a cause fit: its lines go first, from the oldest, then long texts, then all that is not
-    a number.
+    """Limit the size of a failure cause. If it is too large, first remove its lines, starting with the
+    oldest, then shorten long text, and finally keep only the fields in :data:`CAUSE_FIELDS`, with their text
+    shortened further.
     """
     if cause is None:
         return None
@@ -82,26 +88,26 @@ def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict
 
 
 def time_of(cause: Mapping[str, Any] | None) -> int | None:
-    """When a cause happened, on the store's wall clock."""
+    """Return the time of a failure on the store's wall clock, in nanoseconds; ``None`` if it is unknown."""
     time = cause.get("time_ns") if cause else None
     return time if isinstance(time, int) else None
 
 
 def step_of(cause: Mapping[str, Any] | None) -> int | None:
-    """The step in which a worker hung; ``None`` when the cause is something else."""
+    """Return the step in which a worker hung; ``None`` if it is unknown, or the worker did not hang."""
     step = cause.get("step") if cause else None
     return step if isinstance(step, int) else None
 
 
 GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
-"""What speaks against a rank that is said to keep the others waiting; what says more comes first."""
+"""Kinds of evidence that a rank keeps the other ranks waiting, the strongest first."""
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """The order of workers that hung on several nodes, the one that the others wait for first.
+    """Return a sort key for hung workers of several nodes. The worker that the others wait for sorts first.
 
-    A signal has stopped it; else the earliest step; then the ground; then the time. ``None`` when the cause
-    is something else.
+    A worker that was stopped by a signal sorts first. After that, workers are sorted by step, by the strength
+    of the evidence (:data:`GROUNDS`), and by time. Return ``None`` if the cause is not a hung worker.
     """
     ground = cause.get("ground") if cause else None
     if cause is None or ground not in GROUNDS:
@@ -116,7 +122,9 @@ def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
 
 
 def silence_of(cause: Mapping[str, Any] | None) -> float | None:
-    """For how many seconds a worker that hung had given no sign of life; ``None`` as for :func:`blame_of`."""
+    """Return the number of seconds for which a hung worker had sent no heartbeat; ``None`` if it is unknown,
+    or the cause is not a hung worker.
+    """
     silence = cause.get("silence") if cause else None
     if blame_of(cause) is None or not isinstance(silence, (int, float)):
         return None
@@ -124,7 +132,9 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """True if the leader has to know of a cause, beside the recorded one."""
+    """Return true if this node's failure may have come before the recorded one, so that it must be reported
+    to the leader.
+    """
     blame, other_blame = blame_of(own), blame_of(recorded)
     if blame is not None and other_blame is not None:
         return blame <= other_blame
@@ -133,19 +143,19 @@ def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> 
 
 
 class Node(Value):
-    """One registration.
+    """Record of one registration.
 
     Args:
-        name: of the node, for the user.
-        host: what tells hosts apart.
-        address: its end of the connection to the store.
-        local_addr: what the user wants peers to use.
-        fallback_addr: what other hosts can reach.
-        role, nproc: of its workers.
-        hint: its place in the order of ranks, before the name.
-        port: of its listener for the next round's worker store.
-        idle: the last round whose workers are known to be gone here.
-        cause: its own failure in round ``idle``, when that was earlier than the recorded one.
+        name: name of the node, for the user.
+        host: identifier of the host.
+        address: local address of the node's connection to the store.
+        local_addr: address that the user has given for this node; ``None`` if there is none.
+        fallback_addr: address at which other hosts reach the node, if ``address`` is a loopback address.
+        role, nproc: role and number of the node's workers.
+        hint: number that determines the order of ranks, with precedence over the name.
+        port: port of the node's listener for the workers' store of the next round.
+        idle: last round whose workers are known to have exited on this node.
+        cause: cause of a failure on this node in round ``idle``, if it may have come before the recorded one.
     """
 
     name: str
@@ -161,46 +171,48 @@ class Node(Value):
     cause: dict[str, Any] | None = None
 
     def encode(self) -> bytes:
-        """Its bytes: what is not said is left out."""
+        """Encode the registration. Fields that are ``None`` are left out."""
         return encode({name: each for name, each in self.fields().items() if each is not None})
 
     @staticmethod
     def decode(value: bytes) -> Node:
-        """The node of some bytes.
+        """Decode a registration.
 
         Raises:
-            DamagedError: they are no registration.
+            DamagedError: the bytes are not a valid registration.
         """
         fields = validation.fields(decode(value), _NODE, _NODE_REQUIRED)
         return Node(**{**fields, "cause": validation.cause(fields.get("cause"))})
 
     @property
     def shown(self) -> str:
-        """Name and address, for the user."""
+        """Name and address of the node, for the user."""
         seen = self.fallback_addr if is_loopback_name(self.address) and self.fallback_addr else self.address
         return f"{self.name} ({self.local_addr or seen})"
 
 
 class Head(Value):
-    """The state of the job; changed only by compare on its own revision.
+    """State of the job, called the head. It is only changed by transactions that compare its revision.
 
     Args:
         state: ``RUNNING``, ``ENDED`` or ``CLOSED``.
-        round: its number; 0 when the job was closed before its first one.
-        form: which proposal became this round.
-        used: charged restarts.
-        size: nodes of the round.
-        world_size: workers of the round.
-        master: address and port of its worker store.
-        end: how the round (of ``RUNNING``: the one before) ended: ``kind`` (``failure``, ``lost``, ``left``,
-            ``scale``, ``setup``), ``node``, ``group_rank``, ``message``, ``fatal``, ``charged``.
-        cause: the first failure of that round, over all nodes.
-        losses: nodes lost so far.
-        short_losses: short lost rounds in a row.
-        setups: rounds in a row that could not be started.
-        outcome: of a closed job: ``succeeded``, ``failed``, ``timeout`` or ``aborted``.
-        reason: of a closed job, for the user.
-        time_ns: when it was closed, on the store's wall clock; only told, never compared.
+        round: number of the round; 0 if the job was closed before its first round.
+        form: name of the proposal that became this round.
+        used: number of restarts that the job has used.
+        size: number of nodes in the round.
+        world_size: number of workers in the round.
+        master: address and port of the round's workers' store.
+        end: description of how the round ended, or in state ``RUNNING`` the previous round: ``kind``
+            (``failure``, ``lost``, ``left``, ``scale``, ``setup``, ``asked``), ``node``, ``group_rank``,
+            ``message``, ``fatal``, ``charged``.
+        cause: cause of the first failure in that round, over all nodes.
+        losses: number of nodes lost so far.
+        short_losses: number of consecutive short rounds that ended with the loss of a node.
+        setups: number of consecutive rounds whose workers could not be started.
+        outcome: outcome of a closed job: ``succeeded``, ``failed``, ``timeout`` or ``aborted``.
+        reason: reason why the job was closed, for the user.
+        time_ns: time at which the job was closed, on the store's wall clock. It is only reported, never
+            compared.
     """
 
     state: State
@@ -220,7 +232,7 @@ class Head(Value):
     time_ns: int = 0
 
     def encode(self) -> bytes:
-        """Its bytes, at most :data:`MAX_HEAD`."""
+        """Encode the head, with at most :data:`MAX_HEAD` bytes."""
         end = self.end and {
             key: cut(each, MAX_NAME if key == "node" else MAX_TEXT) if isinstance(each, str) else each
             for key, each in self.end.items()
@@ -232,10 +244,10 @@ class Head(Value):
 
     @staticmethod
     def decode(value: bytes) -> Head:
-        """The head of some bytes.
+        """Decode a head.
 
         Raises:
-            DamagedError: they are no head.
+            DamagedError: the bytes are not a valid head.
         """
         if len(value) > MAX_HEAD:
             raise DamagedError(f"it has {len(value)} bytes")
@@ -247,7 +259,9 @@ class Head(Value):
 
     @staticmethod
     def read(entry: Entry) -> Head:
-        """The head of a key; a damaged one is the end of the job, and says which key it is."""
+        """Decode the head from its key. If it is damaged, return the head of a closed job that has failed,
+        with a reason that names the key.
+        """
         try:
             return Head.decode(entry.value or b"")
         except DamagedError as error:
@@ -255,11 +269,11 @@ class Head(Value):
 
 
 class Seat(Value):
-    """One line of a round's table.
+    """Entry for one member in the table of a round.
 
     Args:
-        member: who.
-        name, address: of the node, for reports when its registration is gone.
+        member: name of the member.
+        name, address: name and address of the node, for reports after its registration was deleted.
     """
 
     member: str
@@ -268,11 +282,12 @@ class Seat(Value):
 
 
 class Slot(Value):
-    """What the leader tells one member for a round.
+    """Ranks that the leader assigns to one member for a round.
 
     Args:
-        round, form: which proposal; it counts once the head names both.
-        group_rank, first_rank, first_role_rank, role_world_size: its ranks; other sizes are in the head.
+        round, form: round and proposal of the slot. The slot is valid once the head names both.
+        group_rank, first_rank, first_role_rank, role_world_size: ranks of the member. The other sizes are in
+            the head.
     """
 
     round: int
@@ -283,20 +298,20 @@ class Slot(Value):
     role_world_size: int
 
     def encode(self) -> bytes:
-        """Its bytes: a list, as there is one for each member."""
+        """Encode the slot as a list, which is short, because there is one slot for each member."""
         return encode(self.values())
 
     @staticmethod
     def decode(value: bytes) -> Slot:
-        """The slot of some bytes.
+        """Decode a slot.
 
         Raises:
-            DamagedError: they are no slot.
+            DamagedError: the bytes are not a valid slot.
         """
         return Slot(*validation.row(decode(value), _SLOT))
 
     def fits(self, head: Head, nproc: int) -> bool:
-        """True if that many workers at these ranks are part of the head's round."""
+        """Return true if the ranks of this slot, for ``nproc`` workers, are within the round of the head."""
         return (
             all(head.master)
             and self.group_rank < head.size <= head.world_size
@@ -306,10 +321,10 @@ class Slot(Value):
 
 
 def table_of(value: bytes) -> list[Seat]:
-    """The seats of a part of a round's table.
+    """Decode one part of a round's table of members.
 
     Raises:
-        DamagedError: they are none.
+        DamagedError: the bytes are not a valid part of a table.
     """
     rows = decode(value)
     if not isinstance(rows, list):
@@ -321,20 +336,21 @@ def table_of(value: bytes) -> list[Seat]:
 
 
 def holder_of(value: bytes) -> tuple[str, str]:
-    """Who has a node rank: the agent, and its node for the user.
+    """Decode the holder of a node rank. Return the name of the agent, and a description of its node for the
+    user.
 
     Raises:
-        DamagedError: the bytes do not tell.
+        DamagedError: the bytes are not a valid record.
     """
     agent, _, shown = validation.row(decode(value), (validation.TEXT,) * 3)
     return agent, shown
 
 
 def job_of(value: bytes) -> dict[str, Any]:
-    """The job's record. Which settings it has depends on the release that wrote it.
+    """Decode the job's record. Its settings depend on the release that has written it.
 
     Raises:
-        DamagedError: the bytes are none.
+        DamagedError: the bytes are not a valid record.
     """
     job = decode(value)
     plain = (str, int, bool, type(None))
@@ -344,7 +360,11 @@ def job_of(value: bytes) -> dict[str, Any]:
 
 
 def check_done(value: bytes) -> None:
-    """Raise :class:`DamagedError` unless a member has written this when its workers had finished."""
+    """Check the record that a member writes when its workers have finished.
+
+    Raises:
+        DamagedError: the bytes are not a valid record.
+    """
     if not isinstance(decode(value), dict):
         raise DamagedError("not the summary of a node")
 
@@ -383,10 +403,12 @@ _SEAT = (_NAME, _NAME, _ADDRESS)
 
 
 def master_addr(nodes: Sequence[Node]) -> str:
-    """Return the address of group rank 0 that all members can use; they are by group rank.
+    """Return the address of the node with group rank 0 that all members can use. ``nodes`` are sorted by
+    group rank.
 
-    The user's choice for that node, else its own end of the connection to the store, which the store's host
-    has seen to work. A loopback address only serves a round on one host.
+    This is the address that the user has given for that node. Without one, it is the local address of the
+    node's connection to the store, which is known to work between that node and the store's host. A loopback
+    address is used only if all nodes are on one host, or there is no other address.
     """
     first = nodes[0]
     if first.local_addr:

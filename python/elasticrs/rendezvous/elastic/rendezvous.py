@@ -1,4 +1,4 @@
-"""How the agent of this node takes part in a rendezvous: which nodes it meets, and where."""
+"""Description of a rendezvous and of this node's agent."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
 
 
 class Rendezvous(Value):
-    """Which nodes the agent of this node meets, and where.
+    """Description of a rendezvous: its store, its nodes, and its settings on this node.
 
     Args:
-        backend: ``c10d`` (also for ``elasticrs``, its honest name), ``static`` or ``etcd``.
-        host: of the endpoint, the first one of etcd: a name or an address, without brackets.
-        port: of the endpoint; 0 for a free one, where this agent hosts the store.
-        run_id: the name of the job.
-        min_nodes: fewest nodes.
-        max_nodes: most nodes.
-        node_rank: rank of this node with ``static``; else ``None``.
-        local_addr: address of this node, if the user has named one.
-        settings: how they meet.
-        etcd: where the nodes meet, and no agent hosts anything; ``None``: in a store of ours.
-        config: the settings as the user has given them.
-        member: how the names of this process's registrations begin; ``None``: any name.
-        replaces: how those of another process began, of which nothing is left, as is known.
-        clients: of the store, on each node.
-        job: the name of the job in the store; ``None``: the run id.
-        scope: prefix of the only keys that the token allows. ``None`` if it allows all keys.
+        backend: ``c10d`` (also for its alias ``elasticrs``), ``static`` or ``etcd``.
+        host: host of the endpoint, or of the first endpoint of etcd. A name or an address without brackets.
+        port: port of the endpoint; 0 for any free port if this agent hosts the store.
+        run_id: name of the job, as given by the user.
+        min_nodes: minimum number of nodes.
+        max_nodes: maximum number of nodes.
+        node_rank: rank of this node with ``static``; otherwise ``None``.
+        local_addr: address of this node; ``None`` if the user has not set it.
+        settings: settings of the rendezvous.
+        etcd: addresses and settings of etcd, if it is the store; ``None`` for elasticrs's own store.
+        config: settings as the user has given them.
+        member: prefix of the names of this process's registrations; a random name if ``None``.
+        replaces: prefix of the registrations of a process that this process replaces and that is known to be
+            dead; ``None`` if there is none.
+        clients: number of clients of the store on each node.
+        job: name of the job in the store; the run id if ``None``.
+        scope: prefix of the keys that the token gives access to; ``None`` if it gives access to all keys.
     """
 
     backend: str
@@ -56,35 +57,40 @@ class Rendezvous(Value):
 
     @property
     def endpoint(self) -> str:
-        """``HOST:PORT``, an IPv6 address in brackets; of etcd all of them, separated by commas."""
+        """Endpoint as ``HOST:PORT``, with an IPv6 address in brackets. For etcd, all endpoints, separated by
+        commas.
+        """
         return shown_endpoint(self.host, self.port) if self.etcd is None else self.etcd.shown
 
     @property
     def store(self) -> str:
-        """What the nodes meet in, for the user."""
+        """Description of the store, for the user."""
         return f"the rendezvous store {self.endpoint}" if self.etcd is None else f"etcd at {self.endpoint}"
 
     @property
     def max_connections(self) -> int:
-        """How many connections the store accepts: agents may leave old ones behind, and tools have some."""
+        """Maximum number of connections to the store. It is larger than the number of clients, because agents
+        may leave old connections behind, and tools may connect as well.
+        """
         return 2 * self.max_nodes * self.clients + 64
 
     @property
     def is_static(self) -> bool:
-        """True if ranks, and the port of the workers' store, are given by hand."""
+        """True if the user assigns the node ranks and the port of the workers' store."""
         return self.backend == "static"
 
     @property
     def master_port(self) -> int | None:
-        """The port of the workers' store in every round: with ``static`` that of the endpoint, which is lent
-        to the workers of rank 0; ``None``: a fresh one for each round.
+        """Fixed port of the workers' store; ``None`` if each round has a new port. With ``static`` it is the
+        port of the endpoint, which is lent to the workers of rank 0.
         """
         return self.port if self.is_static else None
 
     @property
     def given_addr(self) -> str | None:
-        """The name or address that was given for this node, without brackets; with ``static`` the endpoint's
-        host for rank 0. ``None``: peers use this node's end of the connection to the store.
+        """Name or address, without brackets, that the user has given for this node. With ``static``, the
+        endpoint's host for rank 0. ``None`` if there is none: other nodes then use the local address of this
+        node's connection to the store.
         """
         if self.is_static and self.node_rank == 0:
             return self.host
@@ -92,27 +98,29 @@ class Rendezvous(Value):
 
     @property
     def store_lost_timeout(self) -> float:
-        """Seconds to try to reach a lost store again."""
+        """Seconds for which this agent tries to reconnect to a lost store."""
         given = self.settings
-        # With ``static`` the workers of rank 0 have its port until they have stopped.
+        # With ``static``, the workers of rank 0 use the store's port until they have stopped.
         return max(given.store_lost_timeout, given.settle) if self.is_static else given.store_lost_timeout
 
 
 class ThisAgent(Value):
-    """The agent of this node and its workers, as the rendezvous has to know them.
+    """Description of this node's agent and its workers, for the rendezvous.
 
     Args:
-        job: the name of the job in the store.
-        agent: random name of this process, the same in all its registrations: ``[0-9a-f]+``.
+        job: name of the job in the store.
+        agent: name of this process, the same in all its registrations. Random, unless the rendezvous gives a
+            prefix for it.
         node: name of this node, for the user and for the order of ranks.
-        host: what tells hosts apart; agents with the same share their loopback interface.
-        role: of this node's workers.
-        nproc: how many they are.
-        max_restarts: of the job.
-        hosts_store: this process serves the store, and so stays until the job is over.
-        fallback_addr: an address or name that other hosts can reach, used when the connection to the store is
-            a loopback one and the round spans hosts.
-        keeps_workers: they stay when a round ends, and whoever asks for this tells the user of rounds.
+        host: identifier of the host. Agents with the same identifier share their loopback interface.
+        role: role of this node's workers.
+        nproc: number of this node's workers.
+        max_restarts: maximum number of restarts of the job.
+        hosts_store: true if this process serves the store, so that it must stay until the job is over.
+        fallback_addr: address or name under which other hosts reach this node. It is used if the connection
+            to the store has a loopback address and the round has several hosts. ``None`` if there is none.
+        keeps_workers: true if the workers keep running when a round ends. The caller of the state machine
+            then reports rounds to the user.
     """
 
     job: str

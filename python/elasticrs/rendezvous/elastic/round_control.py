@@ -1,6 +1,6 @@
-"""The leader's part: it ends, forms and closes rounds. It need not be a member of one.
+"""Tasks of the leader: it ends and forms rounds, and closes the job. The leader need not be part of a round.
 
-:func:`decide` runs after everything that can change its mind.
+:func:`decide` runs after every event that can change the decision.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
-    """Take the first look at the store."""
+    """Handle the snapshot of the store with which a leader starts."""
     view = leader.view = View(member.keys, reply.revision, reply.entries())
     early, leader.early = leader.early, []
     for event in early:
@@ -35,7 +35,7 @@ def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
 
 
 def changed(member: Member, leader: Leader, event: Changes) -> None:
-    """Handle one revision of the store."""
+    """Handle the changes of one store revision."""
     view = leader.view
     if view is None:
         leader.early.append(event)
@@ -58,14 +58,14 @@ def _seen(member: Member, leader: Leader, view: View) -> None:
 
 
 def timer_fired(member: Member, leader: Leader, name: str) -> None:
-    """A timer has fired, maybe one of the leader's."""
+    """Handle a timer that has fired, if it belongs to the leader."""
     if name in leader.timers:
         leader.timers[name] = True
         decide(member, leader)
 
 
 def written(member: Member, leader: Leader, reply: Reply) -> None:
-    """A write of the leader was answered."""
+    """Handle the reply to a write of the leader."""
     if leader.answered(reply):
         decide(member, leader)
 
@@ -74,9 +74,12 @@ def written(member: Member, leader: Leader, reply: Reply) -> None:
 
 
 def decide(member: Member, leader: Leader) -> None:
-    """Do what the view calls for: at most one write."""
+    """Decide and execute the next action of the leader. It makes at most one decision until its writes are
+    answered.
+    """
     view, link = leader.view, member.link
-    # A snapshot may be ahead of this agent's own watch.
+    # Wait until the view and this agent have seen the same head, because a snapshot may be newer than the
+    # last change that the agent has received from its own watch.
     if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
         return
     if view.head_revision != leader.of_head:
@@ -84,7 +87,8 @@ def decide(member: Member, leader: Leader) -> None:
         leader.of_head = view.head_revision
     head = view.head
     if head is not None and head.state != "CLOSED" and len(view.seats) != head.size:
-        # Nobody can tell any more who is gone, or has finished.
+        # Close the job, because without the table of members no agent can determine which nodes are lost or
+        # have finished.
         table = f"the table {member.keys.table(head.form)} of round {head.round} is damaged"
         close(member, leader, view, head.replaced(outcome="failed", reason=table))
     elif head is None or head.state == "ENDED":
@@ -93,24 +97,24 @@ def decide(member: Member, leader: Leader) -> None:
         _running(member, leader, view, head)
 
 
-# --- a round that runs ---
+# --- while a round is running ---
 
 
 def missing_ranks(view: View) -> set[int]:
-    """Return the members that are gone and had not finished."""
+    """Return the group ranks whose registration no longer exists and whose workers had not finished."""
     return view.missing
 
 
 def may_grow(member: Member, view: View, head: Head) -> bool:
-    """True if a waiting node is a reason to end the round."""
+    """Return true if the round should end in order to include a waiting node."""
     is_wanted = head.size < member.rendezvous.max_nodes and bool(view.waiting)
     return member.settings.scale_up and is_wanted and not view.done
 
 
 def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
-    """Remove the registrations of lost agents' workers. These workers are dead: an agent's session ends when
-    its nursery reports that no process is left, or when its lease expires, and the nursery kills the workers
-    before that.
+    """Delete the registrations of the workers of lost agents. These workers are dead: the session of a lost
+    agent ends only when its nursery reports that no process remains, or when its lease expires, and the
+    nursery kills the workers before that.
     """
     keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
     for seat in (view.seats[rank] for rank in gone):

@@ -1,9 +1,10 @@
-"""What the end of a round costs, and whether it ends the job. Pure functions of the leader's view.
+"""Evaluate the end of a round: whether it uses a restart, and whether it ends the job. Pure functions of the
+leader's view.
 
-- **VERDICT-1** only a failure of workers is charged, and only when no member was lost: workers often die
-  *because* a node died, and their report comes first.
-- **VERDICT-2** the first cause is the earliest of all that members report for the round; when it is a worker
-  that hung, it is the one that the others waited for, by :func:`~.records.blame_of`.
+- **VERDICT-1** A restart is charged only if workers have failed and no member was lost. Workers often fail
+  *because* a node died, and their report may arrive before the loss is known.
+- **VERDICT-2** The first cause is the earliest of all causes that members report for the round. If workers
+  hung, it is the worker that the others waited for, according to :func:`~.records.blame_of`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.settings import Settings
 
 MAX_SETUPS = 3
-"""Rounds in a row that may fail to start."""
+"""Maximum number of consecutive rounds whose workers fail to start."""
 
 
 class Verdict(Value):
-    """What the end of a round leads to.
+    """Result of evaluating the end of a round.
 
     Args:
-        alive: members whose being here the charge of a restart rests on.
-        head: the ended head with all counts brought up to date.
-        reason: why the job ends here; ``None``: it goes on.
+        alive: members that must still be registered for the charge of a restart to be valid.
+        head: head of the ended round, with updated counts.
+        reason: reason why the job ends; ``None`` if it continues.
     """
 
     alive: list[str]
@@ -40,32 +41,37 @@ class Verdict(Value):
 
 
 def is_explained(view: View) -> bool:
-    """True if the loss of a member can explain the failure of others.
+    """Return true if the loss or departure of a member can explain the failure of other members.
 
-    One that had finished explains nothing, unless the round's worker store went with it.
+    The loss of a member that had finished explains nothing, unless that member hosted the round's workers'
+    store (group rank 0).
     """
     is_leaving = any(member in view.rank_of for member in view.farewells)
     return bool(view.missing) or 0 in view.absent or is_leaving
 
 
 def is_charged(view: View, head: Head) -> bool:
-    """True if the end of the round uses a restart."""
+    """Return true if the end of the round uses a restart."""
     return kind_of(head) == "failure" and not is_explained(view)
 
 
 def witnesses(view: View) -> list[str]:
-    """Members that may have workers here, and whose loss would explain: see :func:`is_explained`."""
+    """Return the members that may still have workers and whose loss would explain the failure; see
+    :func:`is_explained`.
+    """
     return sorted(member for member in view.slow if view.rank_of[member] not in view.done - {0})
 
 
 def kind_of(head: Head) -> str:
-    """Return how the round ended."""
+    """Return the kind of the round's end, such as ``failure`` or ``lost``."""
     kind: str = (head.end or {}).get("kind", "")
     return kind
 
 
 def first_cause(view: View, head: Head) -> dict[str, Any] | None:
-    """See VERDICT-2; of equals, what the node itself told later, as it knew more then."""
+    """Return the first cause of the round's failure (VERDICT-2); ``None`` if no cause is known. Of equal
+    causes, return the one that the node has reported later, because it contains more information.
+    """
     members = [member for member in sorted(view.causes) if member in view.rank_of]
     told = [view.nodes[member] for member in members]
     causes = [head.cause, *(node.cause for node in told if node.idle == head.round)]
@@ -80,8 +86,14 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
 
 
 def judge(view: View, head: Head, settings: Settings, max_restarts: int, was_short: bool | None) -> Verdict:
-    """Judge what follows from an ended round, once every member has stopped or is gone, or ``settle`` has
-    passed. ``was_short``: it ended soon after its start; ``None``: this agent was not there to see.
+    """Evaluate an ended round, once every member has stopped or is lost, or the time ``settle`` has passed.
+
+    Args:
+        view: the leader's view of the store.
+        head: head of the ended round.
+        settings: settings of the rendezvous.
+        max_restarts: maximum number of restarts of the job.
+        was_short: true if the round ended soon after its start; ``None`` if this agent did not see its start.
     """
     kind, charged = kind_of(head), is_charged(view, head)
     used = used_after(head.used, max_restarts) if charged else head.used
@@ -111,7 +123,9 @@ def judge(view: View, head: Head, settings: Settings, max_restarts: int, was_sho
 
 
 def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:
-    """Say what ends the job here besides the budget; ``None``: nothing."""
+    """Return the reason why the job ends, other than a lack of restarts; ``None`` if there is no such
+    reason.
+    """
     end = counted.end or {}
     if kind_of(counted) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
         return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"

@@ -1,10 +1,12 @@
-"""The member's part in the rounds: start, stop, report, say that it is idle.
+"""Tasks of a member in rounds: start and stop workers, report failures, and report that it is idle.
 
-- **ROUND-1** workers start only with none left, and only when the head and the own slot name the same
-  proposal.
-- **ROUND-2** a failure is reported before the workers are stopped, and only for the round that runs.
-- **ROUND-3** an agent says that it is idle of a round only when nothing of that round's workers is left.
-- **ROUND-4** it exits only without workers, apart from those that SIGKILL does not end.
+An agent that is *idle* after a round has no workers of that round or of earlier rounds.
+
+- **ROUND-1** Workers start only when no earlier workers remain, and only when the head and the member's own
+  slot name the same proposal.
+- **ROUND-2** A failure is reported before the workers are stopped, and only for the running round.
+- **ROUND-3** An agent reports that it is idle only when no processes of that round's workers remain.
+- **ROUND-4** An agent exits only without workers, except for those that SIGKILL does not end.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ GONE = "the store no longer has this node's registration"
 REMOVED = "the state of this job was removed"
 
 
-# --- what the store tells ---
+# --- changes in the store ---
 
 
 def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
-    """Take in what the leader wrote for this member."""
+    """Handle a new slot that the leader has written for this member."""
     if entry.value is None or entry.mod_revision <= registration.slot_revision:
         return
     registration.slot_revision = entry.mod_revision
@@ -62,7 +64,9 @@ def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
 
 
 def _slot_damaged(member: Member, registration: Registration, error: DamagedError) -> None:
-    """Without its ranks for the next round an agent registers again; one in a round has them already."""
+    """Handle a damaged slot. An agent without workers registers again, because it needs ranks for the next
+    round. An agent in a round already has its ranks and only reports the damage.
+    """
     text = damage(member.keys.slot(registration.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
         fence(member, text)
@@ -71,12 +75,12 @@ def _slot_damaged(member: Member, registration: Registration, error: DamagedErro
 
 
 def take_head(member: Member, link: Link, entry: Entry) -> None:
-    """Take in a new state of the job."""
+    """Handle a new state of the job."""
     if entry.mod_revision <= link.head_revision:
         return
     if entry.value is None:
         if link.head is not None:
-            # Nobody could end a round any more.
+            # Without a head, no agent could end a round.
             fence(member, REMOVED)
         return
     head = Head.read(entry)
@@ -97,7 +101,7 @@ def _closed(member: Member, head: Head) -> None:
         member.exit(leaving.outcome_of(member, head))
         return
     if member.leaving is None or member.leaving.outcome is None:
-        # Final, whatever becomes of the connection until the workers have stopped.
+        # Fix the outcome now, because the connection may be lost before the workers have stopped.
         member.leave_with(leaving.outcome_of(member, head))
     member.stop("the job ends")
 
@@ -133,21 +137,23 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
 
 
 def stop_earlier(member: Member, head: Head) -> None:
-    """Stop the workers of an earlier round, if its end was not told: a store that was away for long may only
-    tell what has become of a key.
+    """Stop the workers of an earlier round if this agent missed the end of that round. That can happen
+    because a store that was unreachable for long may report only the latest value of a key.
     """
     if member.workers is not None and member.workers.round < head.round:
         _stop(member, end_of(head))
 
 
 def _is_spare(member: Member, head: Head) -> bool:
-    """True if the running round seems to have no place for this member."""
+    """Return true if the running round seems to have no place for this member."""
     is_idle = member.phase is Phase.IDLE and head.state == "RUNNING"
     return is_idle and head.size >= member.rendezvous.max_nodes and not is_mine(member.registration, head)
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Ask for the own slot as of the present head, once: the slot that the head counts may come later."""
+    """Read this member's own slot, once for each head, because the slot that belongs to the head may arrive
+    later than the head.
+    """
     registration = link.registration
     assert registration is not None
     if registration.slot_asked < link.head_revision:
@@ -156,7 +162,9 @@ def _find_slot(member: Member, link: Link) -> None:
 
 
 def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """The own slot was read."""
+    """Handle the reply with this member's own slot. If the running round has no place for this member, tell
+    the user that it waits.
+    """
     registration.slot_known = reply.revision
     entry, head = reply.entry(0), link.head
     if entry is not None and entry.mod_revision > registration.slot_revision:
@@ -172,22 +180,26 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
 
 
 def is_slot_known(link: Link, registration: Registration) -> bool:
-    """True if no slot of the present head's round can be on the way."""
+    """Return true if this member has read its slot after the current head was written, so that no slot for
+    that round can still arrive.
+    """
     return registration.slot_known >= link.head_revision
 
 
 def age_reached(member: Member) -> None:
-    """The round has run for a while."""
+    """Record that the current round has run for at least ``short_round`` seconds."""
     member.age.aged = member.age.seen
 
 
 def _is_planned(head: Head) -> bool:
-    """True if a round ended though all of its members are well."""
+    """Return true if a round ended as a planned change, without a failure."""
     return (head.end or {}).get("kind") in ("scale", "left", "asked")
 
 
 def _stop(member: Member, why: str, hung: Cause | None = None, *, planned: bool = False) -> None:
-    """Stop the workers, if they are not stopping already, and remember what the user was told."""
+    """Stop the workers unless they are already being stopped, and record the reason that the user is
+    given.
+    """
     workers = member.workers
     if workers is not None and not workers.is_stopping:
         member.told_end = workers.round, why
@@ -195,7 +207,7 @@ def _stop(member: Member, why: str, hung: Cause | None = None, *, planned: bool 
 
 
 def is_mine(registration: Registration | None, head: Head) -> bool:
-    """True if this member is part of the running round."""
+    """Return true if this member is part of the running round."""
     slot = None if registration is None else registration.slot
     if slot is None or head.state != "RUNNING":
         return False
@@ -203,7 +215,9 @@ def is_mine(registration: Registration | None, head: Head) -> bool:
 
 
 def look(member: Member) -> None:
-    """Start what is to be started; else say that nothing of the last slot's round is here."""
+    """Check the head and the own slot. Start the workers if this member is part of the running round. Report
+    that it is idle if the slot's round is over or was formed without it.
+    """
     link, registration, phase = member.link, member.registered, member.phase
     if link is None or registration is None or registration.slot is None or member.leaving is not None:
         return
@@ -221,7 +235,8 @@ def look(member: Member) -> None:
         else:
             _slot_damaged(member, registration, DamagedError("its ranks are beyond those of the round"))
     elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link, registration):
-        # This one is of a proposal that came to nothing; the one that counts may be on the way.
+        # Read the slot again, because this slot belongs to a discarded proposal, and the valid slot may not
+        # have arrived yet.
         _find_slot(member, link)
     elif head.state != "CLOSED":
         member.done = None
@@ -242,11 +257,11 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
     member.do(Start(head.round, head.used, slot.group_rank, ranks, *head.master, serves, earlier, after_loss))
 
 
-# --- what the workers do ---
+# --- events of the workers ---
 
 
 def worker_failed(member: Member, event: WorkerFailed) -> None:
-    """A worker has failed: tell everybody, then stop the others."""
+    """Handle the failure of a worker: report it to all nodes, then stop the other workers of this node."""
     if member.phase is not Phase.RUN:
         return
     _report_failure(member, event.cause)
@@ -254,7 +269,9 @@ def worker_failed(member: Member, event: WorkerFailed) -> None:
 
 
 def ask_for_round(member: Member, event: AskForRound) -> None:
-    """The workers here are well, and want another round: T2, unless somebody has ended this one already."""
+    """Handle a request of this node's workers for a new round without a failure: end the running round,
+    unless it has already ended (transaction T2).
+    """
     workers = member.workers
     if member.phase is Phase.RUN and workers is not None and member.runs(workers.round):
         end = {"kind": "asked", "message": cut(event.reason, leaving.MAX_REASON)}
@@ -266,7 +283,7 @@ def _report_failure(member: Member, cause: Cause | None) -> None:
 
 
 def start_failed(member: Member, event: StartFailed) -> None:
-    """The workers could not be started; nothing of them is left."""
+    """Handle workers that could not be started and whose processes have all exited."""
     if member.phase is Phase.RUN:
         _report(member, {"kind": "setup", "message": event.message, "fatal": not event.transient}, None)
     workers_gone(member)
@@ -281,7 +298,9 @@ def _report(member: Member, end: dict[str, Any], cause: Cause | None) -> None:
 
 
 def workers_done(member: Member) -> None:
-    """All workers here have finished: T5, and wait for the others."""
+    """Handle the success of all workers of this node: record it in the store (transaction T5), and wait for
+    the other nodes.
+    """
     workers, link, registration = member.workers, member.link, member.registration
     if workers is None:
         return
@@ -294,33 +313,36 @@ def workers_done(member: Member) -> None:
     put = Put(member.keys.done(workers.round, slot.group_rank), encode({}), False)
     member.txn(Purpose.TELL_DONE, [ModifiedAt(member.keys.head, link.head_revision)], [put])
     if slot.group_rank != 0 and not member.agent.hosts_store:
-        # Those two serve others: they stay.
+        # Limit the wait only on nodes that do not serve others. The node with group rank 0 and the host of
+        # the rendezvous store stay until the end.
         member.arm("barrier", member.settings.exit_barrier_timeout)
 
 
 def done_known(member: Member) -> None:
-    """The store knows that the workers here have finished."""
+    """Handle the confirmation that the store has recorded the success of this node's workers."""
     if member.done is not None:
         member.done.is_known = True
     leave_barrier(member)
 
 
 def barrier(member: Member) -> None:
-    """A finished node has waited long enough for the others."""
+    """Stop waiting for the other nodes, because the exit barrier of this finished node has timed out."""
     if member.done is not None:
         member.done.is_over = True
     leave_barrier(member)
 
 
 def leave_barrier(member: Member) -> None:
-    """Exit with success, if the store knows that this node has finished and the round goes on without it."""
+    """Exit with success if this finished node no longer waits, the store has recorded its success, and the
+    round is still running.
+    """
     done = member.done
     if done is not None and done.is_over and done.is_known and member.runs(member.finished_round):
         member.exit(Outcome("succeeded", "this node has finished; other nodes are still running"))
 
 
 def group_ended(member: Member, event: GroupEnded) -> None:
-    """Nothing of the workers is left, apart from what is stuck."""
+    """Handle the end of all worker processes of this node, except stuck ones."""
     if member.workers is None:
         return
     if member.phase is Phase.RUN:
@@ -328,7 +350,8 @@ def group_ended(member: Member, event: GroupEnded) -> None:
     elif event.cause is not None:
         member.own_failure = OwnFailure(member.workers.round, event.cause)
     if event.stuck is not None:
-        # This node cannot take part in another round, and the others go on without it.
+        # Leave the job, because this node cannot take part in another round. The other nodes continue without
+        # it.
         member.workers = None
         text = f"{event.stuck}; this node cannot take part in another round"
         leaving.leave_with(member, Outcome("stuck", text, event.cause))
@@ -337,7 +360,7 @@ def group_ended(member: Member, event: GroupEnded) -> None:
 
 
 def workers_gone(member: Member) -> None:
-    """Decide what follows once the workers that were being stopped are gone."""
+    """Decide how this agent continues after its workers have exited."""
     workers, member.workers = member.workers, None
     if workers is None:
         return
@@ -356,7 +379,9 @@ def workers_gone(member: Member) -> None:
 
 
 def idle(member: Member, registration: Registration, number: int) -> None:
-    """T4, as soon as there is a listener that has not served yet."""
+    """Report that this agent is idle after a round (transaction T4), as soon as it has an unused listener for
+    the workers' store.
+    """
     if fresh_listener(member):
         say_idle(member, registration, number)
     else:
@@ -364,7 +389,9 @@ def idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def say_idle(member: Member, registration: Registration, number: int) -> None:
-    """T4: nothing of that round's workers is here, and this is the port for the next one."""
+    """Report that no workers of this round remain on this node, and publish the port for the next round
+    (transaction T4).
+    """
     if member.leaving is not None:
         return
     registration.idle = number
@@ -374,17 +401,20 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return this node's failure in that round, unless the recorded one came first."""
+    """Return the cause of this node's failure in a round; ``None`` if there was none, or the recorded failure
+    came first.
+    """
     own, head = member.own_failure, member.head
     if own is None or own.round != number or own.cause is None or head is None:
         return None
-    # The head of a round that runs tells of the round before.
+    # Use the head's cause only after the round has ended, because the head of a running round describes the
+    # previous round.
     recorded = head.cause if head.round == number and head.state == "ENDED" else None
     return own.cause if may_be_first(own.cause, recorded) else None
 
 
 def give_up(member: Member) -> None:
-    """Give up: no round was formed within the time-out, and no leader has said so."""
+    """Give up, because no round was formed in time and no leader has given a reason."""
     head = member.head
     if member.phase is Phase.IDLE and not (head is not None and head.state == "RUNNING"):
         seconds = member.settings.patience

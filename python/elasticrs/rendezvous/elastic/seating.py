@@ -1,8 +1,9 @@
-"""Assigns group ranks, which stay the same for nodes that stay.
+"""Assign group ranks. Nodes that stay in the job keep their ranks if possible.
 
-The first round is sorted by order hint, then by the natural order of names, then by agent. Later, whoever was
-there keeps its place, newcomers in that same order fill the holes, holes that stay open are closed, and the
-rest is appended: so a replacement changes nobody else's rank.
+In the first round, nodes are sorted by order hint, then by name in natural order, then by agent. In later
+rounds, a node that was in the previous round keeps its place. New nodes fill the gaps in the same sort order.
+Gaps that remain are closed, and the remaining new nodes are appended. So a replacement node does not change
+the ranks of other nodes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Candidate(Value):
-    """An agent that can take part.
+    """Agent that can take part in the next round.
 
     Args:
-        agent: which.
-        joined: create revision of its registration.
-        hint: its place before the name; ``None`` sorts last.
-        name: of the node.
+        agent: name of the agent.
+        joined: create revision of the agent's registration.
+        hint: number that determines the order, with precedence over the name; ``None`` sorts last.
+        name: name of the node.
     """
 
     agent: str
@@ -33,7 +34,9 @@ class Candidate(Value):
 
 
 def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """A key that sorts runs of digits as numbers: ``node2`` before ``node10``."""
+    """Return a sort key that compares digits in names as numbers, so that ``node2`` sorts before
+    ``node10``.
+    """
     return tuple(
         (False, int(run), run) if is_number else (True, 0, run)
         for is_number, run in ((flag, "".join(each)) for flag, each in groupby(name, str.isdecimal))
@@ -44,9 +47,10 @@ def seat(previous: Sequence[str], candidates: Iterable[Candidate], size: int) ->
     """Return the agents of the next round, by group rank.
 
     Args:
-        previous: the agents of the last round, by group rank.
-        candidates: one for each agent that could take part.
-        size: how many may; who stays goes before newcomers, and those are taken in the order they came.
+        previous: agents of the last round, by group rank.
+        candidates: agents that can take part, each once.
+        size: maximum number of agents. Agents of the last round take precedence over new ones, and new agents
+            are selected in the order in which they joined.
     """
     offered = {each.agent: each for each in candidates}
     stay = [agent for agent in previous if agent in offered][:size]

@@ -1,12 +1,12 @@
-"""The settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``: one table of keys.
+"""Settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``, defined in one table of keys.
 
-Torch's names (of the dynamic handler and of ``c10d``) stand beside ours. What torch needs and we do not is
-accepted and checked, but has no effect. Nothing is opened here but the file of the token.
+The settings of torch's dynamic handler and of ``c10d`` have torch's names. Settings that only torch needs are
+accepted and checked, but have no effect. The only file that this module opens is that of a token or password.
 
-- **SET-1** Every key is in :data:`KEYS`; another one is a mistake, not ignored as by torch: a setting with a
-  typo would silently not hold.
-- **SET-2** Spans may have fractions of a second; torch cuts them off.
-- **SET-3** The token is in no text that this module makes.
+- **SET-1** A key that is not in :data:`KEYS` is an error. Torch ignores such keys, so that a setting with a
+  typo silently has no effect.
+- **SET-2** Durations may have fractions of a second. Torch truncates them.
+- **SET-3** No text that this module creates contains the token.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ _MAX_TOKEN_BYTES = 4096
 
 
 class Key(Value):
-    """One setting.
+    """Definition of one setting.
 
     Args:
-        name: as it is typed.
-        default: its value when nobody sets it.
-        read: text (or what a Python program passes) to value; raises ``ValueError`` with what is expected.
-        help: what it means, with the unit.
-        is_stored: it is an attribute of :class:`Settings`; otherwise it stands for another one, or has no
-            effect.
+        name: name of the setting, as the user types it.
+        default: value if the user does not set it.
+        read: function that converts text, or a value from a Python program, to the setting's value. It raises
+            ``ValueError`` with a description of the expected format.
+        help: meaning of the setting, with its unit.
+        is_stored: true if the setting is an attribute of :class:`Settings`. Otherwise it changes another
+            setting, or has no effect.
     """
 
     name: str
@@ -71,7 +72,9 @@ def _number(value: object, expected: str) -> float:
 
 
 def seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
-    """A span from ``low`` to ``high``; more than ``low`` if it must be ``above``."""
+    """Return a converter for durations from ``low`` to ``high`` seconds. With ``above``, ``low`` itself is
+    not allowed.
+    """
     if high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
     else:
@@ -81,7 +84,7 @@ def seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callab
         number = _number(value, expected)
         if number > LONGEST:
             raise ValueError(f"seconds, {LONGEST:.0f} at most")
-        # Not the other way round: that lets NaN through.
+        # Negate the valid range, because comparisons with NaN are always false.
         if not low <= number <= high or (above and number == low):
             raise ValueError(expected)
         return number
@@ -233,22 +236,23 @@ KEYS: tuple[Key, ...] = (
     Key("cas_backoff_max_seconds", 0.0, seconds(0), "no effect", is_stored=False),
     Key("timeout", 900.0, seconds(0, above=True), "join_timeout of static", is_stored=False),
 )  # fmt: skip
-"""Every setting. Spans are seconds."""
+"""All settings. Durations are in seconds."""
 
 _BY_NAME = {key.name: key for key in KEYS}
 
 
 class Settings(Value):
-    """How the agents of a job meet; an attribute for each stored key of :data:`KEYS`, and these.
+    """Settings of a rendezvous. There is an attribute for each stored key of :data:`KEYS`.
 
     Args:
-        values: by key; the default for what is not there.
+        values: values by key. Keys that are missing have their default.
         grace: seconds that workers may take to stop on this node.
 
     Attributes:
-        settle: where it is not set, the grace, two leases and 5 s together: a store that was away, for less
-            than a lease, counts leases anew.
-        is_settle_given: it is set.
+        settle: seconds to wait for the nodes of a lost round to stop. The default is the sum of ``grace``,
+            two lease times and 5 s. Two leases are needed because a store that was unreachable for less than
+            one lease time restarts all leases.
+        is_settle_given: true if the user has set ``settle``.
     """
 
     join_timeout: float
@@ -292,8 +296,11 @@ class Settings(Value):
             object.__setattr__(self, "settle", grace + 2 * self.ttl + _SETTLE_MARGIN)
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
-        """Return a copy for an agent whose times were not known when these were read; ``grace``: seconds that
-        workers may take to stop on this node.
+        """Return a copy with values that were not known yet when the settings were read.
+
+        Args:
+            grace: seconds that workers may take to stop on this node.
+            exit_barrier_timeout: new value of that setting; unchanged if ``None``.
         """
         values = self.fields()
         if not self.is_settle_given:
@@ -304,22 +311,22 @@ class Settings(Value):
 
     @property
     def ttl(self) -> float:
-        """Seconds without a sign of life after which a node counts as lost."""
+        """Seconds without a keep-alive message after which a node counts as lost."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
 
     @property
     def patience(self) -> float:
-        """After how many seconds without a round an agent gives up alone.
+        """Seconds without a round after which an agent gives up by itself.
 
-        A leader may begin to wait as late as ``join_timeout`` after this agent, and then waits for both: for
-        enough nodes, and after that for more of them.
+        A leader may start to wait up to ``join_timeout`` later than this agent. It then waits first for
+        enough nodes, and after that for further nodes.
         """
         return 2 * self.join_timeout + max(self.last_call_timeout, self.restart_call_timeout)
 
     @property
     def rank_timeout(self) -> float:
-        """How many seconds another node may have this node's rank before that is a mistake: it may have died,
-        and its lease not ended yet.
+        """Seconds after which another node that has the same node rank is reported as an error. Before that,
+        the other node may have died without its lease having expired.
         """
         return self.ttl + 1.0
 
@@ -340,18 +347,19 @@ def read_settings(
     exit_barrier_timeout: float | None = None,
     others: tuple[str, ...] = (),
 ) -> tuple[Settings, list[str]]:
-    """Check and convert settings; return them, and lines for the user.
+    """Check and convert settings. Return them, and messages to the user.
 
     Args:
-        given: by key, as text or as what a Python program passes.
-        environ: for the token, and the exit barrier's time.
-        source: what the user knows them by, for errors.
+        given: settings by key, as text or as values from a Python program.
+        environ: environment variables, which may contain the token and the exit barrier's timeout.
+        source: name of the settings as the user knows it, for error messages.
         grace: seconds that workers may take to stop on this node.
-        exit_barrier_timeout: of an option, before all else that says so.
-        others: keys that there are besides and that are read elsewhere, for errors.
+        exit_barrier_timeout: value of the command-line option, which overrides all other sources.
+        others: further valid keys that other modules read, for error messages.
 
     Raises:
-        UsageError: one line: an unknown key, a bad value, or settings that contradict each other.
+        UsageError: a key is unknown, a value is invalid, or settings contradict each other. The message is a
+            single line.
     """
     for name in given:
         if name not in _BY_NAME:
@@ -386,11 +394,11 @@ def read_settings(
 
 
 def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
-    """Return how long a node that has finished waits for the others, by the settings or the environment,
-    where no option says so.
+    """Return how many seconds a node that has finished waits for the other nodes, according to the settings
+    or the environment. Call this if there is no command-line option.
 
     Raises:
-        UsageError: one line: a bad value.
+        UsageError: the value is invalid. The message is a single line.
     """
     name = "exit_barrier_timeout"
     if given.get(name) is None:
@@ -402,7 +410,7 @@ def read_value(key: Key, value: object, source: str) -> object:
     """Convert the value of one setting.
 
     Raises:
-        UsageError: one line: a bad value.
+        UsageError: the value is invalid. The message is a single line.
     """
     try:
         return key.read(value)
@@ -438,16 +446,17 @@ def _find_token(
 
 
 def read_secret(what: str, path: str, source: str, notices: list[str]) -> bytes:
-    """Return what a file holds, without the newline at its end.
+    """Read a secret from a file. Newlines at the end of the file are removed.
 
     Args:
-        what: the secret; the key of the setting is that and ``_file``.
-        path: of the file.
-        source: what the user knows the settings by, for errors.
-        notices: gets a line if others can read the file.
+        what: kind of secret, such as ``token``. The key of the setting is this name with the suffix
+            ``_file``.
+        path: path of the file.
+        source: name of the settings as the user knows it, for error messages.
+        notices: list to which a warning is added if other users can read the file.
 
     Raises:
-        UsageError: one line: it cannot be read, is empty, or too long.
+        UsageError: the file cannot be read, is empty, or is too long. The message is a single line.
     """
     try:
         with open(path, "rb") as file:
@@ -457,7 +466,7 @@ def read_secret(what: str, path: str, source: str, notices: list[str]) -> bytes:
         raise UsageError(f"{source}: {what}_file: {path!r} cannot be read: {error.strerror}") from None
     if mode & 0o007:
         notices.append(f"the {what} in {path} can be read by every user of this machine: chmod o-rwx {path}")
-    # Editors end a file with a newline.
+    # Remove the newline that editors add at the end of a file.
     data = data.rstrip(b"\r\n")
     try:
         return _token(data)

@@ -1,11 +1,12 @@
-"""Node ranks and the port of the workers' store given by hand: the static rendezvous.
+"""Static rendezvous, in which the user assigns the node ranks and the port of the workers' store.
 
-- **HAND-1** at any time at most one registration has a node rank: T1 takes the key of the rank, on the same
-  lease, only if nobody has it, or an earlier registration of the same agent.
-- **HAND-2** a rank that somebody has may be one that died just now, so it is asked for again until a lease
-  would have ended.
-- **HAND-3** the port of the store is lent to the workers of rank 0 while a round runs. Who comes then is
-  refused, or meets a program that is not ours; that says nothing about the job, so it comes again.
+- **HAND-1** At any time, at most one registration has a given node rank. The transaction that registers an
+  agent (T1) also creates the key of the rank, on the same lease, only if no other agent has the rank.
+- **HAND-2** A node that has the rank may have died just now. So the agent retries until the lease of a dead
+  node would have expired.
+- **HAND-3** During a round, the port of the store is lent to the workers of rank 0. An agent that connects
+  then is refused, or reaches a program that is not the rendezvous store. That does not mean that the job is
+  misconfigured, so the agent retries.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ if TYPE_CHECKING:
 
 
 def claim(member: Member, registration: Registration, node_rank: int) -> tuple[Compare, Put]:
-    """The part of T1 that takes the node rank of a registration: under which condition, and with what."""
+    """Return the condition and the write with which the registration of an agent (transaction T1) takes its
+    node rank.
+    """
     key, earlier = member.keys.rank(node_rank), member.joining.claim
     value = encode([member.agent.agent, registration.member, member.node().shown])
     return Missing(key) if earlier is None else HasValue(key, earlier), Put(key, value, True)
 
 
 def refused(member: Member, entry: Entry | None) -> None:
-    """T1 was refused because another node has the node rank (``entry``; ``None``: nobody any more): try again
-    on a new connection.
+    """Handle a rejected registration (transaction T1) because the node rank is taken: close the connection,
+    so that the agent retries on a new one. ``entry`` is the key of the rank; ``None`` if the rank is free
+    again.
     """
     joining = member.joining
     joining.claim = None
@@ -49,16 +53,18 @@ def refused(member: Member, entry: Entry | None) -> None:
 
 
 def _holder(entry: Entry) -> tuple[str | None, str]:
-    """Who has a node rank: the agent, and what to tell the user."""
+    """Return the agent that has a node rank (``None`` if it is unknown), and a description of it for the
+    user.
+    """
     try:
         return holder_of(entry.value or b"")
     except DamagedError as error:
-        # Whoever has it may be alive.
+        # Treat the rank as taken, because its holder may be alive.
         return None, f"one that is not known ({damage(entry.key, error)})"
 
 
 def registered(member: Member) -> None:
-    """The registration holds, and with it the node rank."""
+    """Record that this agent is registered and has its node rank."""
     joining = member.joining
     joining.claim = None
     joining.told_of_port = False
@@ -68,7 +74,7 @@ def registered(member: Member) -> None:
 
 
 def timeout(member: Member) -> None:
-    """Another node has had the node rank for longer than a dead one could."""
+    """Exit with an error, because another node has had this node's rank for longer than a dead node could."""
     holder = member.joining.rank_holder
     if holder is None or member.registered is not None or member.phase is Phase.EXIT:
         return
@@ -84,12 +90,16 @@ def timeout(member: Member) -> None:
 
 
 def may_be_lent(member: Member, kind: str) -> bool:
-    """True if what answers at the port of the store may be the workers of a round."""
+    """Return true if the program that answers at the port of the store may be a worker, to which the port is
+    lent during a round.
+    """
     return kind == "not_ours" and member.rendezvous.is_static
 
 
 def why_lost(member: Member, event: ConnectionLost) -> str:
-    """Say why there is no connection; the user is told once that something else answers."""
+    """Return the reason why there is no connection. If another program answers at the port, also tell the
+    user once.
+    """
     message = event.message
     if not may_be_lent(member, event.kind):
         return message
@@ -99,11 +109,11 @@ def why_lost(member: Member, event: ConnectionLost) -> str:
     return f"{message}; an earlier round of this job may still be using it"
 
 
-# --- who is there ---
+# --- ranks that are taken or missing ---
 
 
 def shown(view: View) -> list[str]:
-    """The candidates with their node ranks, in that order."""
+    """Return descriptions of the candidates with their node ranks, sorted by rank."""
     nodes = sorted(
         (view.nodes[each] for each in view.candidates), key=lambda node: (node.hint or 0, node.name)
     )
@@ -111,7 +121,7 @@ def shown(view: View) -> list[str]:
 
 
 def missing(view: View, size: int) -> str:
-    """Return the node ranks that no node has."""
+    """Return the node ranks that no candidate has, as text."""
     here = {view.nodes[each].hint for each in view.candidates}
     ranks = [str(rank) for rank in range(size) if rank not in here]
     return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,4 +1,6 @@
-"""Who leads: the agent with the oldest registration. Each watches the registration before its own."""
+"""Election of the leader. The agent with the oldest registration leads, and each other agent watches the
+registration before its own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def follow(member: Member, registration: Registration, predecessor: Entry | None) -> None:
-    """Wait for the end of the registration before this one, or lead."""
+    """Watch the registration before this one, or lead if there is none."""
     if predecessor is None:
         registration.predecessor = None
         registration.leader = Leader()
@@ -26,14 +28,15 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
         registration.predecessor = predecessor.key
         member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
     else:
-        # Another program's: nobody would ever end it.
+        # Skip this key, because another program has written it, so it may never be deleted.
         before = CreatedAt(predecessor.key, predecessor.create_revision)
         _ask(member, registration, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
 
 
 def end_own_watches(member: Member, registration: Registration) -> None:
-    """Leave it to the watch of the whole job to tell of this member, too: a store may tell of each watch
-    apart, and only one that covers all keys tells all of a revision.
+    """Stop the watches of this member, because the leader's watch of the whole job also covers their keys. A
+    store may deliver each watch separately, so only a single watch of all keys delivers each revision
+    completely.
     """
     keys = member.keys
     for key in (keys.slot(registration.member), keys.head, keys.job):
@@ -41,7 +44,9 @@ def end_own_watches(member: Member, registration: Registration) -> None:
 
 
 def predecessor_gone(member: Member, registration: Registration) -> None:
-    """The registration before this one is gone; ask which one precedes it now."""
+    """Handle the deletion of the registration before this one: request the registration that precedes it
+    now.
+    """
     if registration.predecessor is None:
         return
     member.do(Unwatch(registration.predecessor, True))
@@ -50,7 +55,7 @@ def predecessor_gone(member: Member, registration: Registration) -> None:
 
 
 def find_predecessor(member: Member, registration: Registration) -> None:
-    """Ask who is before this registration."""
+    """Request the registration before this one."""
     _ask(member, registration, Purpose.FIND_PREDECESSOR, member.keys.node(registration.member))
 
 
@@ -60,7 +65,16 @@ def _ask(member: Member, registration: Registration, purpose: Purpose, key: str,
 
 
 def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
-    """Follow it, unless the own registration, or the stranger that it ``is_before``, is gone."""
+    """Handle the reply with the registration before this one, and follow it. If the own registration no
+    longer exists, fence this agent.
+
+    Args:
+        member: state of this agent.
+        registration: registration of this agent.
+        reply: reply of the store.
+        is_before: true if the request was for the registration before a key that is not a registration. If
+            that key was deleted, the request is repeated for the own registration.
+    """
     if reply.ok:
         follow(member, registration, reply.entry(0))
     elif is_before:

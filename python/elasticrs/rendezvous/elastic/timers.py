@@ -1,4 +1,4 @@
-"""Named deadlines, on the clock that also counts while the machine is suspended."""
+"""Timers with names, on the boot clock, which keeps running while the machine is suspended."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 
 
 def now() -> float:
-    """Seconds on the boot clock."""
+    """Return the time on the boot clock, in seconds."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Timers:
-    """A few deadlines by name."""
+    """Timers by name."""
 
     __slots__ = ("_deadlines",)
 
@@ -19,15 +19,15 @@ class Timers:
         self._deadlines: dict[str, float] = {}
 
     def arm(self, name: str, seconds: float) -> None:
-        """Set a deadline in so many seconds, or set it anew."""
+        """Set a timer to this number of seconds from now. Resets the timer if it is already set."""
         self._deadlines[name] = now() + seconds
 
     def disarm(self, name: str) -> None:
-        """Forget a deadline; one that is not set is no error."""
+        """Cancel a timer. Has no effect if the timer is not set."""
         self._deadlines.pop(name, None)
 
     def take_due(self) -> list[str]:
-        """Remove and return the names whose time has passed, the earliest first."""
+        """Remove the timers that are due, and return their names, the earliest first."""
         moment = now()
         due = sorted((at, name) for name, at in self._deadlines.items() if at <= moment)
         for _, name in due:
@@ -35,7 +35,7 @@ class Timers:
         return [name for _, name in due]
 
     def seconds_left(self, limit: float) -> float:
-        """Seconds until the next one, at most ``limit``."""
+        """Return the seconds until the next timer is due, at most ``limit``."""
         if not self._deadlines:
             return limit
         return max(0.0, min(limit, min(self._deadlines.values()) - now()))

@@ -1,6 +1,6 @@
-"""JSON that another process wrote: read, and checked field by field, before anything is decided from it.
+"""Decode JSON that another process has written, and check it field by field before it is used.
 
-Pure. A check takes a value and returns true if it may stand there.
+All functions are pure. A check is a function that takes a value and returns true if the value is valid.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ if TYPE_CHECKING:
     Check: TypeAlias = Callable[[Any], bool]
 
 MOST = 2**53 - 1
-"""The largest rank, round or count: no JSON loses a digit of it."""
+"""Largest rank, round number or count. All JSON implementations represent it exactly."""
 
 LATEST = 2**63 - 1
-"""The last time, in ns."""
+"""Latest time, in nanoseconds."""
 
 MAX_NAME = 1024
-"""Characters of a name or an address, so that a table of 99 nodes fits into one write."""
+"""Maximum number of characters in a name or an address. It ensures that a table of 99 nodes fits into one
+write."""
 
 _SHOWN = 40
-"""Characters of a wrong value in a message."""
+"""Number of characters of an invalid value that are shown in an error message."""
 
 
 class DamagedError(ValueError):
-    """A record that none of ours has written; the text says what is wrong with it."""
+    """A record is damaged, or was not written by elasticrs. The message describes the problem."""
 
 
 def decode(value: bytes) -> Any:
-    """The JSON of some bytes.
+    """Decode JSON.
 
     Raises:
-        DamagedError: they are none, or hold a number that JSON does not have.
+        DamagedError: the bytes are not JSON, or contain a number such as NaN that JSON does not have.
     """
     try:
         return json.loads(value, parse_constant=_refuse)
@@ -55,12 +56,12 @@ def _is_whole(low: int | None, high: int | None) -> Check:
 
 
 def one_of(*values: str) -> Check:
-    """A check for one of a few words."""
+    """Return a check for text that equals one of these values."""
     return lambda value: isinstance(value, str) and value in values
 
 
 def row_of(*checks: Check) -> Check:
-    """A check for a list with one value for each of these."""
+    """Return a check for a list that contains one value for each of these checks."""
     return lambda value: (
         isinstance(value, list)
         and len(value) == len(checks)
@@ -77,7 +78,8 @@ def _is_name(value: Any) -> bool:
 
 
 def _is_address(value: Any) -> bool:
-    # It is put into the environment of processes, which takes neither NUL nor half of a surrogate pair.
+    # Require printable text, because addresses are put into the environment of processes, which can contain
+    # neither NUL nor unpaired surrogates.
     return _is_name(value) and value.isprintable()
 
 
@@ -107,10 +109,12 @@ CAUSE: dict[str, Check] = {
 
 
 def fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of an object, without those that are null; ``checks`` names those that there may be.
+    """Check an object, and return its fields except those that are null. ``checks`` contains all fields that
+    the object may have.
 
     Raises:
-        DamagedError: it is no object, has other fields or lacks a required one, or a value is wrong.
+        DamagedError: the value is not an object, has an unknown field, lacks a required field, or has a field
+            with an invalid value.
     """
     if not isinstance(record, dict):
         raise DamagedError(f"{_shown(record)} is not an object")
@@ -125,10 +129,10 @@ def fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) ->
 
 
 def row(record: Any, checks: Sequence[Check]) -> list[Any]:
-    """Return a list with one value for each check.
+    """Check a list that must contain one value for each check, and return it.
 
     Raises:
-        DamagedError: it is another one.
+        DamagedError: the value is not such a list.
     """
     if not row_of(*checks)(record):
         raise DamagedError(f"{_shown(record)} is not such a list")
@@ -137,10 +141,10 @@ def row(record: Any, checks: Sequence[Check]) -> list[Any]:
 
 
 def cause(record: Any) -> dict[str, Any] | None:
-    """Return what may be told of a failure.
+    """Return the valid fields of a failure's cause; ``None`` if it is not an object.
 
-    Nothing is decided from it but which is told first, so what is wrong with it is left out. Fields that are
-    not known here are left alone.
+    Invalid fields are dropped and not treated as an error, because a cause only decides which failure is
+    reported first. Unknown fields are kept.
     """
     if not isinstance(record, dict):
         return None
