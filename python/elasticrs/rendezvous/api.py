@@ -39,7 +39,7 @@ class RendezvousStateError(RendezvousError):
 
 
 class RendezvousGracefulExitError(RendezvousError):
-    """Tells a spare node to exit without reporting a failure."""
+    """Raised on a spare node that should exit without counting as a failure."""
 
 
 _TORCHS = "torch.distributed.elastic.rendezvous.api"
@@ -59,7 +59,7 @@ class RendezvousStoreInfo:
     """Address of the workers' store.
 
     Args:
-        master_addr: host of rank 0.
+        master_addr: host of the node with rank 0.
         master_port: port of the store on that host.
     """
 

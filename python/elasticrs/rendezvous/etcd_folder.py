@@ -129,7 +129,7 @@ class Folder:
         with suppress(FileNotFoundError):
             os.unlink(self._marker)
 
-    # --- the end ---
+    # --- removing folders ---
 
     def release(self, *, keep: bool) -> None:
         """Release the lock. Remove the folder first unless ``keep`` is true."""
@@ -140,7 +140,7 @@ class Folder:
         os.close(self.lock)
 
     def remove_others(self) -> list[str]:
-        """Remove folders whose members no longer run (FOLDER-4), and return the paths of these folders."""
+        """Remove folders of other jobs whose members no longer run (FOLDER-4), and return their paths."""
         removed = []
         with os.scandir(os.path.dirname(self.path)) as entries:
             found = [each.path for each in entries if each.name.startswith(f"{_PREFIX}{os.geteuid()}_")]

@@ -145,7 +145,7 @@ class Member:
             self._folder.release(keep=self._folder.has_joined() and not self._is_confirmed)
             self._folder = None
 
-    # --- the thread that works ---
+    # --- the working thread ---
 
     def live(self) -> int:
         """Run the member until the agent exits. Return 1 if etcd exited by itself first, and 0 otherwise.
@@ -210,7 +210,7 @@ class Member:
                 code = self._etcd.reap()
             raise _EtcdExited(f"{self._etcd.last_words()} (exit code {code})")
 
-    # --- a seat ---
+    # --- claiming a seat ---
 
     def _take_seat(self) -> bool:
         """Claim the first free seat of this machine. Wait for one if necessary. Return false if the machine
@@ -272,7 +272,7 @@ class Member:
             return None
         return membership.misfit(self._seats, self._orders.label, self._mine, answer)
 
-    # --- into the cluster ---
+    # --- joining the cluster ---
 
     def _join(self, program: str) -> None:
         """Start etcd, and wait until the member belongs to a cluster that has a quorum.

@@ -159,7 +159,7 @@ class EtcdServer:
         atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
-        # Do nothing when a child process exits that this program has forked.
+        # Do nothing in a forked child process, because the server belongs to the parent.
         if os.getpid() == self._starter:
             self.stop()
 

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.dynamic.rendezvous_settings import RendezvousSettings
 
 ROLLBACK = 5.0
-"""Seconds after the join deadline during which a node can still leave cleanly, as in torch."""
+"""Seconds after the join deadline during which a node that is still joining can withdraw, as in torch."""
 
 
 class Action(Enum):
-    """Next action of a node. ``SYNC``, ``FINISH`` and ``KEEP_ALIVE`` leave the node's place unchanged.
-    ``ERROR_CLOSED``, ``ERROR_SPARE`` and ``ERROR_TIMEOUT`` end the operation with an error.
+    """Next action of a node. ``SYNC``, ``FINISH`` and ``KEEP_ALIVE`` do not change the node's role in the
+    round. ``ERROR_CLOSED``, ``ERROR_SPARE`` and ``ERROR_TIMEOUT`` end the operation with an error.
     """
 
     SYNC = auto()

@@ -25,7 +25,7 @@ _FORMAT = "elasticrs.rendezvous"
 
 
 class Node(NamedTuple):
-    """Identity of a node. Each handler is a node of its own; ``local_id`` numbers the handlers in a
+    """Identity of a node. Each handler counts as a separate node; ``local_id`` numbers the handlers in a
     process.
     """
 
@@ -104,7 +104,7 @@ class State:
         return None if standing is None else standing.place
 
     def with_node(self, node: Node, standing: Standing) -> State:
-        """Return a copy of the state in which a node is added or its standing is replaced."""
+        """Return a copy of the state in which a node is added, or its data are replaced."""
         return replace(self, nodes={**self.nodes, node: standing})
 
 

@@ -58,7 +58,7 @@ def end_of(head: Head, *, names_pid: bool = True) -> str:
 def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pid: bool = True) -> str:
     """Return text that says which worker failed, on which node, and how.
 
-    ``node`` is used if the cause names no node.
+    ``node`` is used if the cause does not contain the node.
     """
     told = cause or {}
     where = f"on node {told.get('node') or node or '?'}"

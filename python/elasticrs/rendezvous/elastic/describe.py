@@ -176,8 +176,8 @@ def describe(
 
 
 class _Own(Record):
-    """Settings after those that are specific to the back end were read. ``given`` are the settings that all
-    back ends share; ``names`` are the keys that only this back end has.
+    """Result of reading the settings that are specific to a back end. ``given`` are the remaining settings,
+    which all back ends share; ``names`` are the keys that only this back end has.
     """
 
     given: dict[str, object]
@@ -208,7 +208,7 @@ def _own_settings(
             own.notices.append(
                 f"{words.settings}: store_type=file has no effect here: it is for {words.backend} {C10D}"
             )
-        # Torch calls the join timeout of ``static`` ``timeout``. The default is that of torchrun.
+        # Accept torch's name ``timeout`` for the join timeout, and use torchrun's default.
         own.given.setdefault("join_timeout", own.given.get("timeout", _STATIC_JOIN_TIMEOUT))
     elif node_rank is not None:
         own.given.setdefault("order_hint", node_rank)

@@ -257,7 +257,7 @@ class Driver:
         held, self._held_back = self._held_back, None
         return left if held is None else left + self.tell(held)
 
-    # --- the end ---
+    # --- exit ---
 
     def _begin_exit(self, action: messages.Exit) -> list[LoopAction]:
         self._exit = action
@@ -301,7 +301,7 @@ class Driver:
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.meeting_point.may_stay
 
-    # --- effects ---
+    # --- executing actions ---
 
     def _do(self, action: Action) -> Sequence[Event]:
         """Execute an action that concerns neither the workers nor the user. Return events that result from it

@@ -61,9 +61,9 @@ class Gateway:
         """Request the list of cluster members from one of the members. This works without a quorum.
 
         Args:
-            seat: seat of the member to which the request is sent.
+            seat: seat (host and ports) of the member to which the request is sent.
             seconds: timeout, as for :meth:`ask`.
-            address: address of that member; the seat's host if ``None``.
+            address: address to connect to; the seat's host if ``None``.
 
         Raises:
             GatewayError: the program at the address is not etcd.
@@ -82,11 +82,11 @@ class Gateway:
         """Send a request to the JSON gateway of a member, and return its response.
 
         Args:
-            seat: seat of the member.
+            seat: seat (host and ports) of the member.
             path: path of the request below ``/v3/``.
             body: content of the request.
             seconds: timeout for connecting, for sending, and for each part of the response.
-            address: address of the member; the seat's host if ``None``.
+            address: address to connect to; the seat's host if ``None``.
 
         Raises:
             GatewayError: etcd rejected the request, or the program at the address is not etcd.

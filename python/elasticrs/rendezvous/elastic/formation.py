@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Operation
 
 MEMBERS_PER_TXN = 99
-"""Number of members whose slots are written in one transaction. Together with their part of the table these
-are 100 operations; etcd's default limit is 128."""
+"""Number of members whose slots (ranks in the round) are written in one transaction. With their part of the
+table of members, these are 100 operations; etcd's default limit is 128."""
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
 """Seconds before the first message that nodes are missing, and between further messages. The first interval
@@ -109,8 +109,8 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
 
 
 def _is_time(member: Member, leader: Leader, view: View) -> bool:
-    """Return true if enough nodes are ready for the next round, and the time to wait for more nodes is
-    over.
+    """Return true if the next round can start: the maximum number of nodes has joined, or enough nodes have
+    joined and the time to wait for more nodes is over.
     """
     settings, count = member.settings, len(view.candidates)
     if count >= member.rendezvous.max_nodes:

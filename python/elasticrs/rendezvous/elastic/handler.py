@@ -208,7 +208,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def open_job_store(self) -> Store:
         """Open a store that all members of the job share, independent of rounds. The caller closes it.
 
-        This method does not exist in torch.
+        Torch does not have this method.
 
         Raises:
             DistNetworkError: the store cannot be reached.
@@ -262,7 +262,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self.home.close()
         return not is_needed
 
-    # --- under the lock ---
+    # --- methods that require the lock ---
 
     def _begin(self) -> None:
         driver = Driver(

@@ -297,7 +297,7 @@ def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
     return f"{here} {shown}, where the others look for it, is not an address of this machine"
 
 
-# --- the machine ---
+# --- queries to the machine ---
 
 
 def host_identity(

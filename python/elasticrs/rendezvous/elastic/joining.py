@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Compare, Entry, Operation, Reply
 
 FORGET_EARLIER = 60
-"""Number of its latest earlier registrations that an agent deletes when it registers. That is enough, because
-a delayed request arrives within seconds."""
+"""Number of earlier registrations that an agent deletes when it registers. Older ones need not be deleted,
+because a delayed request that could create one arrives within seconds."""
 
 OTHER_JOB = "another job was started with this id"
 

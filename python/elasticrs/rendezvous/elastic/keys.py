@@ -80,8 +80,8 @@ class Keys:
         return self.farewells + member
 
     def rank(self, node_rank: int) -> str:
-        """Return the key of a node rank that the user has assigned. Its value is the agent that has the rank;
-        it is on that agent's lease.
+        """Return the key of a node rank that the user has assigned. The key contains the agent that has the
+        rank, and is on that agent's lease.
         """
         return f"{self.ranks}{node_rank}"
 
@@ -92,7 +92,7 @@ class Keys:
         return [DeletePrefix(each) for each in (self.slots, self.tables, self.dones, self.farewells)]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the prefix of the keys in the store that the nodes of a round share for the user's purposes.
+        """Return the prefix of the keys in the user's store, which the nodes of one round share.
 
         These keys are not below :attr:`prefix`, because leaders watch all keys there. They cannot be mistaken
         for keys of another job, because a ``%`` in a run id is escaped.

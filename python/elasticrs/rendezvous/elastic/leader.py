@@ -2,8 +2,8 @@
 
 - **LEADER-1** A leader makes one decision at a time. It makes none while one of its writes is unanswered, or
   is not in its own view of the store yet.
-- **LEADER-2** Every write of a leader is conditional: the leader must still be registered, and the head must
-  be the one that the leader has seen.
+- **LEADER-2** Every write of a leader is conditional: the leader must still be registered, and the head (the
+  state of the job) must be unchanged since the leader has seen it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def forget_timers(member: Member, leader: Leader) -> None:
-    """Cancel all timers that belong to the previous head."""
+    """Cancel all timers that belong to the previous state of the job."""
     for name, fired in leader.timers.items():
         if not fired:
             member.disarm(name)
@@ -37,8 +37,8 @@ def forget_timers(member: Member, leader: Leader) -> None:
 
 
 def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
-    """Return true if this number of seconds has passed since the first call with this name for the current
-    head. The first call sets a timer.
+    """Return true if this number of seconds has passed since the first call with this name in the current
+    state of the job. The first call sets a timer.
     """
     timer = _timer(leader, name)
     if timer not in leader.timers:
@@ -88,7 +88,7 @@ def close(member: Member, leader: Leader, view: View, closed: Head, alive: Seque
         member: state of the agent that leads.
         leader: state of that agent as the leader.
         view: the leader's view of the store.
-        closed: head to write, with outcome and reason.
+        closed: state of the job to write, with outcome and reason.
         alive: members that must still be registered for the reason to be valid.
     """
     closed = closed.replaced(state="CLOSED", time_ns=member.now)

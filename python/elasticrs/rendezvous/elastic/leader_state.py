@@ -25,8 +25,8 @@ class Leader(Record):
         sent_at: revision of the view when that write was sent.
         wait_for: revision that the view must reach before the next decision.
         stalled: true if the last write was rejected, and the view has not changed since it was sent.
-        timers: timers that were set for the current head, by name; true if the timer has fired.
-        of_head: revision of the head to which the timers belong.
+        timers: timers that were set in the current state of the job, by name; true if the timer has fired.
+        of_head: revision of the state of the job to which the timers belong.
         count: number of rounds that this leader has proposed.
         judged: last verdict on an ended round, preceded by the inputs on which it is based.
         told: number of waiting nodes that was last reported to the user.

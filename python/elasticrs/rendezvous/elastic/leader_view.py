@@ -31,7 +31,8 @@ UNREADABLE = Node("?", "", "", "", 0, 0)
 class View:
     """The leader's view of the store.
 
-    A *member* is one registration of an agent. The current round is the last one that the head names.
+    A *member* is one registration of an agent. The *head* is the state of the job, and the current round is
+    the round that it names.
 
     Attributes:
         revision: store revision of the view.

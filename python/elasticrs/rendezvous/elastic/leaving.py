@@ -101,7 +101,7 @@ def timeout(member: Member) -> None:
     go_on(member)
 
 
-# --- T10 ---
+# --- closing the job (transaction T10) ---
 
 
 def _close_job(member: Member, reason: str) -> None:
@@ -136,8 +136,8 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
-    """Handle the reply to the request that closes the job (transaction T10). Retry if the head had changed.
-    Return the key of the head once the job is closed.
+    """Handle the reply to the request that closes the job (transaction T10). Retry if the state of the job
+    had changed in the meantime. Return the key with the state once the job is closed.
     """
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)

@@ -86,7 +86,7 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
             text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
             leaving.leave_with(member, Outcome("failed", text))
         case messages.StoreHosted():
-            # This agent became the host of the store before it had a connection.
+            # Update the agent's description, because it now hosts the store and has no connection yet.
             member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
         case messages.Leave():
             leaving.leave(member, event)
@@ -223,7 +223,7 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
             round_control.written(member, registration.leader, reply)
 
 
-# --- the rest ---
+# --- listener and timers ---
 
 
 def _store_port(member: Member, port: int) -> None:

@@ -59,12 +59,12 @@ _REMEDIES_OF_HOSTED = {
     "refused": "the agents of most endpoints have to be up: {most} of {seats}",
     "denied": _REMEDIES["token"],
 }
-"""Advice to the user that differs if the agents host etcd."""
+"""Advice to the user that replaces the advice about etcd if the agents host etcd."""
 _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
 )
-"""Options in the advice, with the options that replace them for the static rendezvous."""
+"""Pairs of options: one that the advice mentions, and one that replaces it for the static rendezvous."""
 
 _PATIENCE = 1.0
 """Seconds to wait for the lookup of a name that could be resolved a moment ago. The next attempt to connect
@@ -85,8 +85,8 @@ class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
 
 
 class Home(Record):
-    """State that is kept between the runs of an agent: the store, if it is hosted here. It contains the jobs
-    of all runs.
+    """State that is kept between the runs of an agent. If the agent hosts the store, the store stays open and
+    contains the jobs of all runs.
     """
 
     runs: int = 0
@@ -116,7 +116,7 @@ class Home(Record):
 
 
 class MeetingPoint:
-    """The rendezvous store. There is at most one session with it at a time.
+    """Access of an agent to the rendezvous store, with at most one session at a time.
 
     Args:
         rendezvous: description of the rendezvous, including the address of the store.
@@ -490,8 +490,8 @@ class MeetingPoint:
             self._session.send(request)
 
     def leave(self, outcome: str) -> None:
-        """If an etcd member is hosted here, close the session, and notify the member that this agent exits.
-        The member waits until all sessions are closed.
+        """If an etcd member is hosted here, close this agent's session, and notify the program that runs the
+        member that this agent exits. The program waits until all sessions are closed.
         """
         if self._etcd is not None:
             self.close_shared_store()
@@ -572,9 +572,7 @@ class MeetingPoint:
 
     @property
     def may_stay(self) -> bool:
-        """True if the store can be kept open after the end of this session, because there is a home for
-        it.
-        """
+        """True if the store can be kept open after the end of this session for another run of this agent."""
         return self._home is not None
 
     def close(self, *, stays: bool = False) -> None:

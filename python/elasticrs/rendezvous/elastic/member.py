@@ -365,7 +365,7 @@ class Member:
     # --- common operations ---
 
     def runs(self, number: int) -> bool:
-        """Return true if the round with this number is running, according to the head."""
+        """Return true if the round with this number is running, according to the state of the job."""
         head = self.head
         return head is not None and head.state == "RUNNING" and head.round == number
 

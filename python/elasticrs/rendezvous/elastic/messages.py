@@ -90,7 +90,7 @@ class AskForRound(Value):
 
 
 class StoreHosted(Value):
-    """Event: this process has started to serve the coordination store, although it did not at first.
+    """Event: this process has started to serve the coordination store after the rendezvous had started.
     ``fallback_addr`` is the new value of that field in :class:`~.rendezvous.ThisAgent`.
     """
 

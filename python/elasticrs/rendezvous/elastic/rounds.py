@@ -2,8 +2,8 @@
 
 An agent that is *idle* after a round has no workers of that round or of earlier rounds.
 
-- **ROUND-1** Workers start only when no earlier workers remain, and only when the head and the member's own
-  slot name the same proposal.
+- **ROUND-1** Workers start only when no earlier workers remain, and only when the head (the state of the job)
+  and the member's own slot (its ranks) name the same proposed round.
 - **ROUND-2** A failure is reported before the workers are stopped, and only for the running round.
 - **ROUND-3** An agent reports that it is idle only when no processes of that round's workers remain.
 - **ROUND-4** An agent exits only without workers, except for those that SIGKILL does not end.
@@ -80,7 +80,7 @@ def take_head(member: Member, link: Link, entry: Entry) -> None:
         return
     if entry.value is None:
         if link.head is not None:
-            # Without a head, no agent could end a round.
+            # Fence this agent, because without the state of the job no agent could end a round.
             fence(member, REMOVED)
         return
     head = Head.read(entry)
@@ -151,8 +151,8 @@ def _is_spare(member: Member, head: Head) -> bool:
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Read this member's own slot, once for each head, because the slot that belongs to the head may arrive
-    later than the head.
+    """Read this member's own slot, once for each state of the job, because the slot may arrive later than the
+    state to which it belongs.
     """
     registration = link.registration
     assert registration is not None
@@ -180,8 +180,8 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
 
 
 def is_slot_known(link: Link, registration: Registration) -> bool:
-    """Return true if this member has read its slot after the current head was written, so that no slot for
-    that round can still arrive.
+    """Return true if this member has read its slot after the current state of the job was written, so that no
+    slot for that round can still arrive.
     """
     return registration.slot_known >= link.head_revision
 
@@ -215,8 +215,8 @@ def is_mine(registration: Registration | None, head: Head) -> bool:
 
 
 def look(member: Member) -> None:
-    """Check the head and the own slot. Start the workers if this member is part of the running round. Report
-    that it is idle if the slot's round is over or was formed without it.
+    """Compare the state of the job with this member's slot. Start the workers if this member is part of the
+    running round. Report that it is idle if the slot's round is over or was formed without it.
     """
     link, registration, phase = member.link, member.registered, member.phase
     if link is None or registration is None or registration.slot is None or member.leaving is not None:
@@ -407,8 +407,8 @@ def _earlier_cause(member: Member, number: int) -> Cause | None:
     own, head = member.own_failure, member.head
     if own is None or own.round != number or own.cause is None or head is None:
         return None
-    # Use the head's cause only after the round has ended, because the head of a running round describes the
-    # previous round.
+    # Use the cause in the state of the job only after the round has ended, because during a round the state
+    # contains the cause of the previous round.
     recorded = head.cause if head.round == number and head.state == "ENDED" else None
     return own.cause if may_be_first(own.cause, recorded) else None
 

@@ -184,7 +184,7 @@ def path(value: object) -> str:
 
 
 KEYS: tuple[Key, ...] = (
-    # --- how long ---
+    # --- time limits ---
     Key("join_timeout", 600.0, seconds(0, above=True), "seconds to wait until MIN nodes have joined"),
     Key("last_call_timeout", 30.0, seconds(0),
         "seconds to wait for more nodes after MIN have joined, at the first start"),
@@ -208,14 +208,14 @@ KEYS: tuple[Key, ...] = (
         " keep_alive_max_attempt", is_stored=False),
     Key("stall_timeout", 60.0, _or_off(seconds(1)),
         "seconds that an agent may hang before it counts as lost; or off"),
-    # --- how often ---
+    # --- restarts and losses ---
     Key("scale_up", True, truth, "1: restart a running job to include new nodes; 0: they wait as spares"),
     Key("max_node_losses", None, _or_off(whole(0)),
         "how many lost nodes the job survives; default: any number"),
     Key("max_short_losses", 10, whole(1),
         "the job fails after this many short rounds in a row that lost a node"),
     Key("short_round", 60.0, seconds(0), "seconds; a round that loses a node sooner is a short one"),
-    # --- who ---
+    # --- nodes, addresses and access ---
     Key("is_host", None, truth,
         "1: this agent hosts the store; 0: it does not; default: decided by the endpoint"),
     Key("bind_addr", None, _address, "address on which the store listens; default: all interfaces"),
@@ -229,7 +229,7 @@ KEYS: tuple[Key, ...] = (
     Key("token", None, _token,
         "shared secret of all agents; visible to all users of the machine, so prefer token_file"),
     Key("token_file", None, path, "file that contains the token"),
-    # --- torch's, without effect ---
+    # --- settings of torch ---
     Key("store_type", "tcp", _store_type, "tcp", is_stored=False),
     Key("heartbeat_timeout", 5.0, seconds(0, above=True), "no effect", is_stored=False),
     Key("read_timeout", 60.0, seconds(0, above=True), "no effect", is_stored=False),

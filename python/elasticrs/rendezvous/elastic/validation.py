@@ -30,7 +30,7 @@ _SHOWN = 40
 
 
 class DamagedError(ValueError):
-    """A record is damaged, or was not written by elasticrs. The message describes the problem."""
+    """Raised if a record is damaged, or was not written by elasticrs. The message describes the problem."""
 
 
 def decode(value: bytes) -> Any:
