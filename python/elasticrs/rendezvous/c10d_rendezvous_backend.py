@@ -43,7 +43,8 @@ class C10dRendezvousBackend(RendezvousBackend):
     also its token.
 
     Args:
-        store: any store with ``get`` and ``compare_set``, such as torch's ``TCPStore`` or that of elasticrs.
+        store: any store with ``get`` and ``compare_set``, such as torch's ``TCPStore`` or a store of
+            elasticrs.
         run_id: name of the job.
 
     Raises:

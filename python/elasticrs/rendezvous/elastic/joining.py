@@ -66,7 +66,9 @@ def _put_job(member: Member) -> Put:
 
 
 def job_record(member: Member) -> dict[str, Any]:
-    """Return the job's record, whose content is the same for all nodes of the job."""
+    """Return the record that the first agent of a job writes. It contains the settings that must be the same
+    on all nodes.
+    """
     agent = member.agent
     return {
         "uuid": f"{agent.agent}.{member.joining.incarnation}",

@@ -317,7 +317,8 @@ class MeetingPoint:
         return None
 
     def _obstacle(self) -> ConnectionLost | None:
-        """Return why a session with etcd, hosted by the agents, must not start now; ``None`` if it may start.
+        """Return the reason why a session with etcd must not start now, if the agents host etcd; ``None`` if
+        it may start.
 
         A session must not start if an endpoint is used by another job's etcd. It must also not start before
         the members require the job's password, because the session would end as soon as they do.
