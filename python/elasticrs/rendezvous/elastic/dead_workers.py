@@ -1,10 +1,10 @@
 """Remove the registrations of dead workers, so that the other workers need not wait for a lease to expire.
 
-With ``--on-failure replace``, the workers have a separate rendezvous whose members are the workers. No
-process reports a worker's death in that rendezvous, and a broken or refused connection does not prove that a
-worker is dead. But an agent knows when all processes of its worker have exited. Agents also know that the
-workers of a lost agent are dead, because the agent's nursery (the process that starts workers) kills them
-before the agent's session ends.
+With ``--on-failure replace``, the workers have a separate rendezvous whose members are the workers. Workers
+cannot reliably detect there that another worker is dead, because a broken or refused connection does not
+prove it. But an agent knows when all processes of its worker have exited. Agents also know that the workers
+of a lost agent are dead, because the agent's nursery (the process that starts workers) kills them before the
+agent's session ends.
 
 All functions are pure.
 """

@@ -51,7 +51,7 @@ def _workers_access(rendezvous: Rendezvous) -> list[str] | None:
 
 class EtcdHost:
     """Controls the program that runs this machine's member of the job's etcd cluster. If none of the
-    endpoints is on this machine, the program exits immediately.
+    endpoints is on this machine, the program exits by itself.
 
     Args:
         rendezvous: rendezvous of a job whose agents host etcd.
