@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Time limit that a worker exceeded, so that the agent stopped the worker. Exactly one of ``timer``,
-    ``hung`` and ``raised`` is set.
+    """Records the time limit that a worker exceeded, which made the agent stop the worker. Exactly one of
+    ``timer``, ``hung`` and ``raised`` is set.
 
     Args:
-        seen_ns: time when the agent noticed, in monotonic nanoseconds.
-        timer: timer that the worker did not release in time.
-        hung: details of the missed heartbeat deadline.
-        raised: the uncaught exception after which the worker did not exit in time.
+        seen_ns: time when the agent noticed that the limit was exceeded, in monotonic nanoseconds.
+        timer: timer that the worker did not release in time; ``None`` for the other limits.
+        hung: details of the missed heartbeat deadline; ``None`` for the other limits.
+        raised: the uncaught exception after which the worker did not exit in time; ``None`` for the other
+            limits.
     """
 
     seen_ns: int
@@ -38,7 +39,7 @@ class Overdue(Value):
 
 
 class Attempt(Record):
-    """Record of one attempt.
+    """Record of one attempt to run the workers of this node.
 
     Attributes:
         round: number of the rendezvous round.
@@ -51,19 +52,19 @@ class Attempt(Record):
         pids: pids of the workers, by local rank. For a replaced worker, the pid of the latest replacement.
         exits: exits of the workers, by local rank, in the order in which the agent saw them. Replaced workers
             are not included.
-        met: last rendezvous of each worker that has exited, by local rank, if the worker took part in one and
-            recorded it; see :mod:`elasticrs.workers.node_page`.
+        met: last rendezvous of each worker that has exited, by local rank. Contains only workers that took
+            part in a rendezvous and recorded it; see :mod:`elasticrs.workers.node_page`.
         replaced_workers: workers that were replaced. Each is an attempt that contains only that worker.
         first_failure: local rank of the worker that failed first.
-        raised: notice of each worker that recorded an uncaught exception, by local rank.
-        expired: the time limit for which the agent stopped a worker, by local rank: a timer, a missed
-            heartbeat deadline, or a slow exit.
+        raised: uncaught exception that each worker reported, by local rank.
+        expired: the exceeded time limit because of which the agent stopped a worker, by local rank: a timer,
+            a missed heartbeat deadline, or a slow exit.
         heartbeats: last heartbeat of each worker that has exited and had sent heartbeats.
-        oom_kills: counters of the OOM killer at the start of the attempt.
+        oom_kills: counters of the kernel's OOM killer at the start of the attempt.
         oom_kills_after: the same counters after the attempt failed.
         signalled: number of other workers that were signalled because of the first failure.
-        cause: one line that says why the attempt ended, if it was not the job's last one; ``None`` until the
-            cause is known.
+        cause: one line that says why the attempt ended; ``None`` until the cause is known, and for the job's
+            last attempt.
         silent: workers that exited with 0 before their function returned, if no other worker failed.
         warm: true if the workers were forked from a process that had already imported the modules; ``None``
             without ``--warm``.
@@ -103,7 +104,7 @@ class Attempt(Record):
 
     @property
     def world_size(self) -> int:
-        """Number of workers on all nodes."""
+        """Number of workers in this attempt, on all nodes."""
         return self.plan.ranks[0].world_size
 
     def running(self) -> dict[int, int]:
@@ -113,7 +114,7 @@ class Attempt(Record):
         return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.exits}
 
     def replace(self, local_rank: int, pid: int, restarts: int) -> Attempt:
-        """Record the replacement of a worker. Return the record of the replaced worker.
+        """Record the replacement of a worker and return the record of the replaced worker.
 
         Args:
             local_rank: local rank of the worker.
@@ -146,7 +147,7 @@ class Attempt(Record):
         return failed
 
     def how_it_began(self) -> str:
-        """Describe the restart that started this attempt: its total time, the time of each phase, and whether
+        """Describe the restart that led to this attempt: its total time, the time of each phase, and whether
         its workers were warm.
         """
         span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
@@ -156,7 +157,9 @@ class Attempt(Record):
         return f"{span} after {since}{phrases.phases(self.phases)}{how}"
 
     def why_expired(self, local_rank: int) -> str | None:
-        """Return the time limit for which the agent killed this worker, as text; ``None`` if it did not."""
+        """Describe the time limit because of which the agent killed this worker. Return ``None`` if it did
+        not.
+        """
         event = self.expired.get(local_rank)
         if event is None:
             return None
@@ -179,16 +182,20 @@ class Attempt(Record):
         return event is not None and event.raised is not None and event.raised.exit == "slow"
 
     def failed_ns(self, worker: WorkerExited) -> int:
-        """Return when a worker failed, in monotonic nanoseconds. This can be before it exited."""
+        """Return the time when a worker failed, in monotonic nanoseconds. The worker may have exited
+        later.
+        """
         event = self.expired.get(worker.local_rank)
         return worker.seen_ns if event is None else event.seen_ns
 
     def how_it_ended(self, worker: WorkerExited) -> str:
-        """Return text about how a worker ended, to append to its name."""
+        """Return text that says how a worker ended, to append to the worker's name."""
         return phrases.SILENT if worker.local_rank in self.silent else phrases.how_it_ended(worker.exitcode)
 
     def last_met(self, local_rank: int) -> Met | None:
-        """Return the last rendezvous of a worker; ``None`` before its first one or if not recorded."""
+        """Return the last rendezvous of a worker; ``None`` if the worker has not been in one or did not
+        record it.
+        """
         page = self.plan.page
         if local_rank in self.met or local_rank in self.exits or page is None:
             return self.met.get(local_rank)
@@ -214,7 +221,9 @@ class Attempt(Record):
         return dict(sorted(found.items()))
 
     def shown_ranks(self) -> dict[int, int | None]:
-        """Return global ranks by local rank; ``None`` for a worker whose rank was taken over by another."""
+        """Return global ranks by local rank; ``None`` for a worker whose rank another worker has taken
+        over.
+        """
         return {place: rank if rank >= 0 else None for place, rank in self.global_ranks().items()}
 
     def who(self, local_rank: int, pid: int | None = None) -> str:
@@ -237,9 +246,9 @@ class Attempt(Record):
         )
 
     def failed_exits(self) -> list[WorkerExited]:
-        """Return the failed workers: those with an exit code other than 0, with an expired timer, or that
-        exited with 0 too early. The first failure comes first; the others follow in the order in which they
-        were seen.
+        """Return the failed workers: workers that exited with a code other than 0, exceeded a time limit, or
+        exited with 0 too early. The first failure comes first. The others follow in the order in which their
+        exits were seen.
         """
         failed = [
             worker
@@ -252,11 +261,11 @@ class Attempt(Record):
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     """Return the milliseconds of each phase of a restart, in order. The phases add up to the whole restart.
 
-    The first phase begins when the failure was seen, or with the stop if another node has seen the failure.
-    ``signalling`` lasts until the other workers have been signalled, ``stopping`` until no process is left,
-    ``rendezvous`` until ranks and addresses are known, ``importing`` until the warm nursery is ready (if the
-    start had to wait for it), and ``starting`` until all workers run. If the end of a phase is unknown, its
-    time counts as part of the next phase.
+    The first phase starts when the failure was seen, or when the workers were stopped if the failure was on
+    another node. ``signalling`` lasts until the other workers have been signalled, ``stopping`` until all
+    processes have exited, ``rendezvous`` until ranks and addresses are known, ``importing`` until the warm
+    nursery is ready (if the start had to wait for it), and ``starting`` until all workers run. If the end of
+    a phase is unknown, its time counts as part of the next phase.
 
     Args:
         failed: the attempt that has ended.

@@ -1,7 +1,7 @@
-"""Description of the first failure of a job, as nodes report it to each other. It is small enough for a
-record in the store.
+"""Description of a job's first failure, which nodes send to each other. It is small enough for a record in
+the store.
 
-The message is a JSON object with the known fields. Imported only after a failure.
+The message is a JSON object that contains only the known fields. Imported only after a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Cause(Value):
-    """Facts about the first failure of a round; ``None`` for each fact that is unknown.
+    """Facts about the first failure of a round. Each unknown fact is ``None``.
 
     Args:
         node: name of the failed worker's node in the rendezvous.
@@ -30,16 +30,18 @@ class Cause(Value):
         rank: global rank of the worker; ``None`` if the workers could not be started.
         local_rank: local rank of the worker.
         pid: pid of the worker.
-        exitcode: exit code as in ``ProcessFailure``; also ``None`` if the worker raised and was stopped while
-            it was exiting.
+        exitcode: exit code as in ``ProcessFailure``. It is ``None`` as well if the worker raised an exception
+            and was stopped while it was exiting.
         message: shortened traceback or other description of the failure.
         lines: last lines of the worker's stderr, shortened.
-        ground: for a hung worker, why it was blamed among all workers that were late (see ``WorkerHung``).
+        ground: for a hung worker, why it was blamed among all workers that missed their deadline (see
+            ``WorkerHung``).
         silence: seconds since the worker's last heartbeat.
-        step: training step in which the worker hung, if its heartbeats had steps; -1 if it never sent one.
+        step: training step in which the worker hung, if its heartbeats contained steps; -1 if it never sent a
+            step.
         frame: stack frame in which the worker hung, as in ``RankSeen``.
-        time_ns: time of the failure, on the wall clock of the store.
-        error_ns: maximum error of that time.
+        time_ns: time of the failure, in nanoseconds of the store's wall clock.
+        error_ns: maximum error of ``time_ns``.
     """
 
     node: str | None = None
@@ -60,7 +62,7 @@ class Cause(Value):
     error_ns: int | None = None
 
     def encoded(self) -> dict[str, Any]:
-        """For the wire."""
+        """Return the known facts as a dictionary that can be sent as JSON."""
         return {name: value for name, value in self.fields().items() if value is not None and value != ()}
 
     @staticmethod
@@ -76,8 +78,8 @@ class Cause(Value):
 
 
 def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
-    """Return the facts about a worker that hung on another node. They are used to find a local rank that this
-    worker waits for.
+    """Return the facts about a worker that hung on another node. They help to find a worker on this node that
+    the hung worker was waiting for.
     """
     step, frame = step_of(cause), cause.get("frame")
     return HungElsewhere(
@@ -88,8 +90,8 @@ def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
 
 
 def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
-    """Build the ``ProcessFailure`` of a worker on another node, for this node's failure report. The cause
-    must have a ``rank``.
+    """Build the ``ProcessFailure`` of a worker on another node, for this node's failure report.
+    ``cause.rank`` must be known.
     """
     return ProcessFailure(
         -1 if cause.local_rank is None else cause.local_rank,

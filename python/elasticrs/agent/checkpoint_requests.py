@@ -1,8 +1,7 @@
 """Checkpoint requests: the agent passes them on to its workers and reports the result to the user.
 
-Workers see a request at the end of a step, in the memory page that they share with the agent
-(:mod:`elasticrs.workers.node_page`). It is enough if one worker sees the request: all workers of the job then
-save.
+A worker sees a request at the end of a training step, in the memory page that the workers share with the
+agent (:mod:`elasticrs.workers.node_page`). If one worker sees the request, all workers of the job save.
 """
 
 from __future__ import annotations
@@ -23,22 +22,24 @@ TICK = 0.02
 """Seconds between two checks for the result of a request."""
 
 PATIENCE = 60.0
-"""Seconds after which the user is told that a request has no result yet."""
+"""Seconds without a result after which the agent warns the user that a checkpoint request is still
+pending.
+"""
 
 
 class CheckpointRequests:
-    """Checkpoint requests to the workers of one agent.
+    """Checkpoint requests from the user to the workers of one agent.
 
     Args:
         workers: number of workers.
         say: prints a line for the user.
 
     Attributes:
-        fd: descriptor that is readable after a request.
+        fd: file descriptor that becomes readable when a checkpoint is requested.
         page: memory page that is shared with the workers.
 
     Raises:
-        OSError: memory or file descriptors have run out.
+        OSError: the process has run out of memory or file descriptors.
     """
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
@@ -52,14 +53,14 @@ class CheckpointRequests:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variable through which workers find the page."""
+        """Environment variable through which workers find the shared page, with its value."""
         return {VARIABLE: self.page.variable}
 
     def ask(self) -> None:
         """Request a checkpoint. May be called from any thread.
 
         Raises:
-            RuntimeError: the agent has ended.
+            RuntimeError: the agent has stopped.
         """
         with self._lock:
             if self.fd < 0:
@@ -69,18 +70,18 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Record a new request."""
+        """Clear the readable state of ``fd``. The request itself is already recorded in the shared page."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 
     @property
     def are_open(self) -> bool:
-        """True if a request has no reported result yet."""
+        """True if the result of a checkpoint request has not been reported yet."""
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Report results of requests to the user, with one line for all requests that the same save served.
-        Return the seconds until the next call.
+        """Report results of checkpoint requests to the user, in one line for all requests that the same save
+        served. Return the number of seconds until this method should be called again.
         """
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)
@@ -95,7 +96,7 @@ class CheckpointRequests:
         return TICK if self.are_open else float("inf")
 
     def close(self) -> None:
-        """Release everything. Idempotent."""
+        """Close the shared page and the file descriptor. Idempotent."""
         with self._lock:
             self.page.close()
             if self.fd >= 0:

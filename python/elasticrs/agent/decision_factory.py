@@ -1,4 +1,4 @@
-"""Choose the class that decides for an agent. The classes are imported when they are needed."""
+"""Choose the class that makes the decisions of an agent. Each class is imported only if it is needed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def make_decisions(
     planned: Callable[[Plan, Callable[[], Store]], None] | None = None,
     home: Home | None = None,
 ) -> Decisions:
-    """Return the decisions of an agent.
+    """Create the object that makes the decisions of an agent.
 
     Args:
-        job: the job.
-        rendezvous: how the agent meets the agents of other nodes; ``None`` for a job on one node.
-        console: receives lines for the user.
+        job: configuration of the job.
+        rendezvous: rendezvous in which the agent meets the agents of other nodes; ``None`` for a job on one
+            node.
+        console: prints lines for the user.
         planner: assigns the ranks of a job on one node; a default planner if ``None``.
         planned: see :class:`~elasticrs.agent.several_nodes.SeveralNodes`.
         home: see :class:`~elasticrs.agent.several_nodes.SeveralNodes`.

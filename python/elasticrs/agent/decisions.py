@@ -1,5 +1,5 @@
-"""Interface through which the loop gets its decisions. One implementation is for single-node jobs, others are
-for jobs on several nodes.
+"""Interface through which the agent's loop gets its decisions. One implementation is for jobs on a single
+node, the others are for jobs on several nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elasticrs.workers.plan import Plan
 
     class Planner(Protocol):
-        """Source of plans."""
+        """Creates the plans (ranks and addresses) of attempts."""
 
         def next(self, supervisor: _core.Supervisor) -> Plan: ...
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class Decisions(ABC):
-    """Base class of the decision makers. The loop passes every event to this object and executes the returned
-    actions in order.
+    """Base class of objects that decide for the agent. The agent's loop passes every event to such an object
+    and executes the returned actions in order.
 
     Attributes:
         plan: plan of the attempt that :class:`~elasticrs.agent.state_machine.Start` requests.
-        first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
+        first_cause: first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
         clock: clock of the store in which the nodes met.
         has_taken_part: true if workers of this node ran in the last round.
-        has_peers: true if other nodes depend on the outcome of this one.
+        has_peers: true if other nodes depend on the outcome of this node.
     """
 
     plan: Plan | None = None
@@ -58,59 +58,59 @@ class Decisions(ABC):
 
     @abstractmethod
     def step(self, event: machine.Event) -> list[machine.Action]:
-        """Return the actions that follow from an event on this node."""
+        """Return the actions that the agent must take in response to an event on this node."""
 
     def open(self, supervisor: _core.Supervisor) -> None:  # noqa: B027 -- nothing to do for one node
-        """Receive the supervisor. Called once, before every event other than a signal."""
+        """Pass the supervisor to this object. Called once, before any event other than a signal."""
 
     def seconds_left(self) -> float:
-        """Return how many seconds the loop may sleep."""
+        """Return the maximum number of seconds that the loop may wait for events."""
         return SAFETY_TICK
 
     def look_around(self) -> list[machine.Action]:
-        """Return the actions that follow from elapsed time."""
+        """Return the actions that are due because time has passed."""
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- for others
-        """Handle a readable file descriptor and return the actions that follow. Return ``None`` if the
-        descriptor belongs to another owner.
+        """Handle a readable file descriptor and return the actions to take. Return ``None`` if the descriptor
+        does not belong to this object.
         """
         return None
 
     def fenced(self) -> list[machine.Action]:
-        """Return the actions that follow from the expiry of this node's lease. The nursery is already killing
+        """Return the actions to take because this node's lease has expired. The nursery is already killing
         the workers.
         """
         return []
 
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
-        """The attempt that the following events are about."""
+        """Set the attempt that the following events belong to."""
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- for others
-        """Agree on ranks and addresses and return the event that answers
+        """Agree on ranks and addresses, and return the event that reports the result of the action
         :class:`~elasticrs.agent.state_machine.Rendezvous`. If this agent hosts the workers' store, the
         supervisor serves it.
 
         Raises:
-            Exception: a user's rendezvous handler raised it.
+            Exception: raised by a user's rendezvous handler.
         """
         raise RuntimeError("plans come with the rounds")
 
     def release_plan(self) -> None:
-        """Release the port of the attempt that has ended. Idempotent."""
+        """Release the port that was reserved for the attempt that has ended. Idempotent."""
         plan, self.plan = self.plan, None
         if plan is not None:
             plan.close()
 
     def close_rendezvous(self) -> None:  # noqa: B027 -- not everybody has one
-        """Close the rendezvous, because no further attempt follows."""
+        """Close the rendezvous, because there will be no further attempt."""
 
     def close(self) -> None:  # noqa: B027 -- nothing to do for one node
-        """Release everything, after the loop and the supervisor have ended. Idempotent."""
+        """Release all resources, after the loop and the supervisor have stopped. Idempotent."""
 
 
 class OneNode(Decisions):
-    """Decisions of a single-node job, made by :func:`elasticrs.agent.state_machine.step`."""
+    """Makes the decisions for a job on a single node, with :func:`elasticrs.agent.state_machine.step`."""
 
     def __init__(self, job: JobConfig, planner: Planner) -> None:
         self._state = machine.AgentState(

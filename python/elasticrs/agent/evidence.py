@@ -1,12 +1,12 @@
-"""Evidence that the kernel's OOM killer ended a worker.
+"""Evidence that the kernel's OOM killer killed a worker.
 
-A kill by the OOM killer looks like any other SIGKILL in the wait status. But the kernel counts its victims,
-for each memory cgroup (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine
+In the wait status, a kill by the OOM killer looks like any other SIGKILL. But the kernel counts its OOM
+kills, for each memory cgroup (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine
 (``/proc/vmstat``). The agent reads these counters with :func:`oom_kills` when an attempt starts and again
 after a failure. If a counter has risen and the agent did not send the SIGKILL, the OOM killer almost
 certainly did.
 
-Apart from reading files, all functions are pure. A counter that cannot be read is ignored and is never an
+All functions are pure, except that they read files. A counter that cannot be read is ignored and is never an
 error, because access depends on how the container was set up.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 VMSTAT = "/proc/vmstat"
-"""Counter of all victims on the machine. It is used only if no memory cgroup can be read."""
+"""File that counts all OOM kills on the machine. It is used only if no memory cgroup can be read."""
 
 _SIGKILL = 9
 
@@ -25,7 +25,7 @@ _ADVICE = (
     "raise the memory limit of its control group, or use less: smaller batches, fewer data loader workers",
     "the machine had no memory left: use less, with smaller batches or fewer data loader workers",
 )
-"""Advice for the user, for an exceeded cgroup limit and for a machine without free memory."""
+"""Advice for the user: first for an exceeded cgroup limit, then for a machine that has run out of memory."""
 
 
 # --- memory cgroups ---
@@ -35,9 +35,8 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
     """Return the paths of the files that may count OOM kills in a process's memory cgroup. The files may not
     exist.
 
-    Args:
-        cgroups: contents of the process's ``/proc/PID/cgroup``.
-        mountinfo: contents of the reader's ``/proc/self/mountinfo``.
+    cgroups: contents of the process's ``/proc/PID/cgroup``.
+    mountinfo: contents of ``/proc/self/mountinfo`` of the process that will read the files.
     """
     counters = []
     for line in cgroups.splitlines():
@@ -58,8 +57,8 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
 
 
 def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
-    """Return the path at which the directory ``path`` of a cgroup hierarchy is visible, in the innermost
-    mount that contains it.
+    """Return the path at which the directory ``path`` of a cgroup hierarchy can be accessed, through the
+    innermost mount that contains it.
     """
     best = None
     best_root = ""
@@ -78,13 +77,16 @@ def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None
 
 
 def _unescape(field: str) -> str:
-    # The kernel writes blanks, tabs, newlines and backslashes of a path as three octal digits.
+    # In mountinfo, the kernel writes each blank, tab, newline and backslash of a path as a backslash and
+    # three octal digits.
     head, *rest = field.split("\\")
     return head + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
 
 
 def parse_oom_kill(text: str) -> int | None:
-    """The value of ``oom_kill`` in ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``."""
+    """Return the value of ``oom_kill`` in ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``.
+    Return ``None`` if the text does not contain the counter.
+    """
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == "oom_kill" and value.isdecimal():
@@ -96,8 +98,8 @@ def parse_oom_kill(text: str) -> int | None:
 
 
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
-    """Read the OOM kill counters of this process and of the workers, whose cgroups may differ. The keys are
-    file paths. Files that cannot be read are left out.
+    """Read the OOM kill counters of this process and of the workers, whose cgroups may differ. The keys of
+    the result are file paths. Files that cannot be read are left out.
     """
     mountinfo = _read("/proc/self/mountinfo")
     paths = {VMSTAT: None}
@@ -111,8 +113,8 @@ def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def read_counters(paths: Iterable[str]) -> dict[str, int]:
-    """Read the counters in these files. ``read_counters(before)`` reads the same counters again without a new
-    search.
+    """Read the OOM kill counters in these files. ``read_counters(before)`` reads the counters of an earlier
+    result again, without a new search for the files.
     """
     counts = {}
     for path in paths:
@@ -131,8 +133,8 @@ def _read(path: str) -> str:
 
 
 def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the path of the counter that rose most, and the size of the rise; ``None`` if no counter
-    rose.
+    """Return the path of the OOM kill counter that rose most, and the size of the rise. Return ``None`` if no
+    counter rose.
     """
     rises = {path: after[path] - count for path, count in before.items() if after.get(path, 0) > count}
     if any(path != VMSTAT for path in before):
@@ -143,13 +145,13 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """True if the kernel's OOM killer probably ended a worker.
+    """Return true if the kernel's OOM killer probably killed a worker.
 
     Args:
-        exitcode: exit code of the worker. 137 counts as well, because a shell returns it if its command was
-            killed.
-        sent_signal: last signal that we sent to the worker.
-        before: :func:`oom_kills` at the start of the attempt.
+        exitcode: exit code of the worker. 137 counts as well, because a shell exits with 137 if its command
+            was killed.
+        sent_signal: last signal that the agent sent to the worker.
+        before: result of :func:`oom_kills` at the start of the attempt.
         after: the same counters after the failure.
     """
     killed = exitcode in {-_SIGKILL, 128 + _SIGKILL}
@@ -159,7 +161,9 @@ def probably_oom(
 def oom_note(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> str | None:
-    """The line for the failure report, ``None`` when the OOM killer has not struck during the attempt."""
+    """Return a line about the OOM killer for the failure report. Return ``None`` if the counters have not
+    risen during the attempt.
+    """
     rise = oom_rise(before, after)
     if rise is None:
         return None

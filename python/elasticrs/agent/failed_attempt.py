@@ -1,6 +1,6 @@
 """Conversion of a failed attempt into torch's ``ProcessFailure`` objects and the failure report.
 
-Imported only when something went wrong.
+Imported only after a failure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 
 
 def first_of(attempt: Attempt) -> tuple[int, str]:
-    """Return the local rank that failed first in an attempt, and text to append to the worker's name."""
+    """Return the local rank of the worker that failed first in an attempt, and text to append to the worker's
+    name.
+    """
     failed = failures(attempt)
     failure = failed[root_cause(failed)]
     return failure.local_rank, _how(attempt, failure)
@@ -58,7 +60,7 @@ def _how(attempt: Attempt, failure: ProcessFailure) -> str:
 
 
 def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
-    """Return the root cause of a failed job in one line: ``rank 3 of 8: KeyError: 1 (train.py:4)``.
+    """Return the root cause of a failed job as one line, such as ``rank 3 of 8: KeyError: 1 (train.py:4)``.
 
     Args:
         result: result of the job.
@@ -81,9 +83,10 @@ def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
 
 
 def earlier_causes(attempts: Sequence[Attempt]) -> list[str]:
-    """Return why workers were replaced and why all attempts except the last one ended, in order.
+    """Return the reasons for which workers were replaced and for which all attempts except the last one
+    ended, in order.
 
-    Consecutive equal causes are merged into one line.
+    Consecutive equal reasons are merged into one line.
     """
     found: list[tuple[str, list[str]]] = []
     for attempt in attempts:
@@ -123,8 +126,8 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
     if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
-        # The job recovered from this node's failures, and ended in a round in which this node did not take
-        # part. Leave the failures out.
+        # The job recovered from the failures on this node, and ended in a round in which this node did not
+        # take part. Leave these failures out.
         failed = {}
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
         # No worker caused the failure: the job failed for the reason in `result.message`, and the agent then
@@ -167,7 +170,7 @@ def print_report(
 ) -> str | None:
     """Print why a job failed: a headline, followed by the report.
 
-    If the launcher has an error file of its own, copy the root cause's error file there.
+    If ``TORCHELASTIC_ERROR_FILE`` is set for the launcher, copy the root cause's error file there.
 
     Args:
         job: configuration of the job.
@@ -176,7 +179,7 @@ def print_report(
         write: prints text without a prefix.
 
     Returns:
-        The headline; ``None`` if no failure is known.
+        The headline; ``None`` if nothing is known about the failure.
     """
     failed = all_failures(result)
     if result.message is not None:
@@ -193,7 +196,9 @@ def print_report(
 
 
 def hand_on(error: ChildFailedError) -> None:
-    """Copy the error file of the root cause to where the launcher's own parent looks for it."""
+    """Copy the error file of the root cause to the place where the launcher's own parent process looks for
+    it.
+    """
     from elasticrs.multiprocessing.errors import get_error_handler
 
     _, first = error.get_first_failure()
@@ -212,23 +217,23 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     failure = failure_of(
         worker,
         *files,
-        # The worker failed when it raised or was found to hang. The signal that killed it later is a
-        # consequence.
+        # The worker failed when it raised an exception or was found to hang. The signal that killed it later
+        # is a consequence.
         seen_ns=attempt.failed_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=_cause(attempt, worker),
         note=note if worker.sent_signal is None else None,
     )
     if timer is not None and failure.error_file != NOT_AVAILABLE:
-        # The error message holds what the worker reported when the signal arrived. Add the expired time
-        # limit, because it is the reason for the signal.
+        # The error file contains the message that the worker wrote when it received the signal. Add the
+        # expired time limit, because it is the reason for the signal.
         failure.note = attempt.why_expired(rank)
     _add_hang(attempt, worker, failure)
     return failure
 
 
 def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFailure) -> None:
-    """Add the stack of a worker that hung, and the last heartbeats of all ranks, to its failure."""
+    """Add the stack of a hung worker and the last heartbeats of all ranks to the worker's failure."""
     rank = worker.local_rank
     if rank in attempt.expired and attempt.paths is not None and attempt.paths.error_files.get(rank):
         from elasticrs.agent import hangs

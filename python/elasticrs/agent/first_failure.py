@@ -1,9 +1,9 @@
-"""Determine the first failure of an attempt as soon as the failure is known, from the supervisor's events
+"""Find out which failure of an attempt was the first, as soon as that is known, from the supervisor's events
 alone.
 
 No file is read, because stopping the other workers and notifying the other nodes cannot wait for a file
-system. The final report applies the same rule (:mod:`elasticrs.multiprocessing.errors.root_cause`), and reads
-the error files as well.
+system. The final report applies the same rule (:mod:`elasticrs.multiprocessing.errors.root_cause`), but also
+reads the error files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIGTERM = 15
 
 
 class _Seen(Value):
-    """The part of a ``ProcessFailure`` that determines the root cause."""
+    """The fields of ``ProcessFailure`` that determine the root cause."""
 
     pid: int
     seen_ns: int
@@ -33,10 +33,10 @@ class _Seen(Value):
 
 
 def first_seen(attempt: Attempt) -> int:
-    """Return the local rank that failed first.
+    """Return the local rank of the worker that failed first.
 
-    This is not always the first worker that exited. A worker that raised may still be exiting when its peers
-    have already exited because their connections to it were closed.
+    This is not always the worker that exited first. A worker that raised an exception may still be exiting
+    when its peers have already exited because their connections to it were closed.
 
     Args:
         attempt: attempt in which a failure has been seen.
@@ -54,7 +54,7 @@ def first_seen(attempt: Attempt) -> int:
         seen[local_rank] = _Seen(
             raised.pid if raised is not None else exited.pid,
             exited.seen_ns,
-            # Treat the other workers as signalled, because the agent is stopping them by now.
+            # Treat the other workers as signalled, because the agent is already stopping them.
             None if local_rank == first else _SIGTERM,
             None if raised is None else raised.seen_ns,
             None if raised is None else raised.pid,
@@ -64,7 +64,9 @@ def first_seen(attempt: Attempt) -> int:
 
 
 def how_it_failed(attempt: Attempt, local_rank: int) -> str:
-    """Return text to append to a worker's name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
+    """Return text to append to a worker's name, such as ``: KeyError: 1 (train.py:4)`` or `` died by
+    SIGKILL``.
+    """
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)
     if overdue is not None and overdue.raised is None:

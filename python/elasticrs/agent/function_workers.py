@@ -1,8 +1,7 @@
 """Workers that run a function, or a script through a function, with any start method.
 
-The loop of the agent never blocks on a :mod:`keeper <elasticrs.multiprocessing.keeper>`: the keeper may
-import for long before it starts workers, and leftover processes may continue for a while. Descriptors
-announce both events, like all other events.
+The agent's loop never blocks on a :mod:`keeper <elasticrs.multiprocessing.keeper>`. It learns from events
+that the keeper has started the workers or has exited.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ def function_workers(
     *,
     is_script: bool = False,
 ) -> FunctionWorkers:
-    """Make workers that call a function.
+    """Create workers that call a function.
 
     Args:
         setup: data that all kinds of workers need.
         function: function to call. It must be importable by name, except with ``fork``.
-        arguments: arguments, the same for all workers, except that ``${local_rank}`` is replaced in text, as
-            in torch.
+        arguments: arguments, the same for all workers, except that ``${local_rank}`` is replaced in strings,
+            as in torch.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
         is_script: see :func:`script_workers`.
     """
@@ -58,8 +57,8 @@ def function_workers(
 
 
 def script_workers(setup: WorkerSetup, script: Sequence[str], start_method: str) -> FunctionWorkers:
-    """Create workers that run a script (its path and arguments) with :func:`run_script_path`. Only for a
-    process that belongs to the launcher.
+    """Create workers that run a script (its path and arguments) with :func:`run_script_path`. Use this only
+    in a process that belongs to the launcher alone.
     """
     return function_workers(setup, run_script_path, script, start_method, is_script=True)
 
@@ -86,9 +85,9 @@ class FunctionWorkers(Workers):
         self._start: FunctionStart | None = None
         # Starts of the replacement workers, by local rank.
         self._late: dict[int, FunctionStart] = {}
-        # By local rank.
+        # Pickled return values, by local rank.
         self._values: dict[int, bytes] = {}
-        # Heartbeat pages of workers that the core does not start, by local rank.
+        # File descriptors of the heartbeat pages of workers that the core does not start, by local rank.
         self._pages: dict[int, int] = {}
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
@@ -132,24 +131,24 @@ class FunctionWorkers(Workers):
         return process
 
     def replaced(self, supervisor: Supervisor, local_rank: int) -> None:
-        """Read what this one returns."""
+        """Start reading the return value of the replacement worker with this local rank."""
         self._late[local_rank].watch(supervisor)
 
     def _starts(self) -> list[FunctionStart]:
         return [each for each in (self._start, *self._late.values()) if each is not None]
 
     def started(self, supervisor: Supervisor, attempt: Attempt) -> None:  # noqa: ARG002
-        """Read what they return from now on."""
+        """Start reading the workers' return values."""
         if self._start is not None:
             self._start.watch(supervisor)
 
     def fd_ready(self, supervisor: Supervisor, fd: int) -> None:  # noqa: ARG002
-        """Read a piece of a return value."""
+        """Read a part of a worker's return value from a readable file descriptor."""
         for start in self._starts():
             start.fd_ready(fd)
 
     def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: ARG002
-        """Read the remaining return values and close everything."""
+        """Read the remaining return values and release the resources of the workers."""
         self._read_out()
         for start in self._starts():
             start.close()
@@ -163,17 +162,17 @@ class FunctionWorkers(Workers):
                 self._values.update((rank, bytes(data)) for rank, data in start.values.items())
 
     def _silent(self) -> list[int]:
-        """Return the local ranks of functions that exited with 0 but returned nothing, for example through
-        ``os._exit``. Scripts return nothing anyway, so none is listed for them.
+        """Return the local ranks of workers that exited with 0 before their function returned a value, for
+        example through ``os._exit``. The list is empty for scripts, because a script never returns a value.
         """
         return [] if self._is_script else [rank for rank, data in self._values.items() if not data]
 
     def close(self) -> None:
-        """Release everything; see the base class. For a script, also stop multiprocessing's resource tracker,
-        which would outlive the launcher.
+        """Release all resources; see the base class. If the workers ran a script, also stop multiprocessing's
+        resource tracker, because it would outlive the launcher.
         """
         for start in self._starts():
-            # The supervisor is closed.
+            # The supervisor is already closed, so nothing can be unregistered from it.
             start.watcher = None
             start.close()
         self._start = None
@@ -185,8 +184,8 @@ class FunctionWorkers(Workers):
         """Return the functions' return values by global rank; ``None`` for scripts.
 
         Raises:
-            pickle.UnpicklingError: a value cannot be unpickled. Its class may raise any other exception as
-                well.
+            pickle.UnpicklingError: a value cannot be unpickled. The class of the value may raise any other
+                exception as well.
         """
         ranks = attempt.global_ranks()
         if self._is_script:
@@ -195,24 +194,28 @@ class FunctionWorkers(Workers):
 
 
 class _Phase(IntEnum):
-    """Progress of the workers of one attempt."""
+    """State of the workers that a keeper starts for one attempt."""
 
     PREPARED = auto()
     """The keeper has been started and has not forked the workers yet."""
     STARTING = auto()
-    """The core's group has started, without members so far."""
+    """The core's process group has started and is still empty."""
     RUNNING = auto()
-    """The group has adopted the workers."""
+    """The process group has adopted the workers."""
     SUCCEEDED = auto()
-    """The workers have succeeded. Their leftover processes are ending, or may continue for a while."""
+    """The workers have succeeded. Their leftover processes are exiting, or may continue for a while."""
     ENDING = auto()
-    """The group has ended without success, and the keeper is killing the leftover processes."""
+    """The process group has stopped without success, and the keeper is killing the leftover processes."""
     ABANDONED = auto()
-    """The group has ended before it had members, and the keeper may continue to import for long."""
+    """The process group was stopped before it had members. The keeper may continue to import modules for a
+    long time.
+    """
 
 
 class KeptWorkers(FunctionWorkers):
-    """Workers whose parent is a keeper. The core's group adopts them before they begin to run."""
+    """Workers whose parent is a keeper process. The core's process group adopts the workers before they start
+    to run.
+    """
 
     _phase = _Phase.PREPARED
     _was_stopped = False
@@ -222,7 +225,7 @@ class KeptWorkers(FunctionWorkers):
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
         """Start the keeper, which forks the workers; see the base class. The workers wait until the core
-        watches them.
+        monitors them.
         """
         self._phase, self._was_stopped = _Phase.PREPARED, False
         self.are_started, self._why_not_started, self.leftovers = False, None, None
@@ -237,15 +240,15 @@ class KeptWorkers(FunctionWorkers):
         return self._start if isinstance(self._start, Kept) else None
 
     def started(self, supervisor: Supervisor, attempt: Attempt) -> None:
-        """Note that the keeper is starting its workers; see the base class."""
+        """Record that the keeper is starting the workers; see the base class."""
         self._supervisor, self._attempt = supervisor, attempt
         if self._kept is not None:
             self._phase = _Phase.STARTING
             supervisor.watch_fd(self._kept.control)
 
     def fd_ready(self, supervisor: Supervisor, fd: int) -> None:
-        """Handle news of the keeper; see the base class. The keeper has started the workers, or it has
-        ended.
+        """Handle a readable file descriptor of the keeper, because the keeper has started the workers or has
+        exited; see the base class.
         """
         kept = self._kept
         if kept is None:
@@ -259,10 +262,10 @@ class KeptWorkers(FunctionWorkers):
             kept.fd_ready(fd)
 
     def _take_in(self, supervisor: Supervisor, kept: Kept) -> None:
-        """Let the group adopt the workers, and let them begin."""
+        """Let the core's process group adopt the workers, and then let the workers run."""
         attempt = self._attempt
         if attempt is None or self._was_stopped:
-            # An event reports the end of the group next.
+            # The next event will report that the process group has ended.
             supervisor.unwatch_fd(kept.control)
             return
         try:
@@ -271,7 +274,7 @@ class KeptWorkers(FunctionWorkers):
                 return
             supervisor.unwatch_fd(kept.control)
             if not adopt(supervisor, pids, kept.statuses, self._pages):
-                return  # The group has already ended. An event reports that next.
+                return  # The group has already ended. The next event reports that.
         except (OSError, RuntimeError) as error:
             supervisor.unwatch_fd(kept.control)
             self._why_not_started = f"the workers could not be started: {error}"
@@ -282,9 +285,11 @@ class KeptWorkers(FunctionWorkers):
         self._phase, self.are_started = _Phase.RUNNING, True
 
     def stop(self) -> None:
-        """Abandon workers that are not started yet, and end lingering processes at once; see the base class.
+        """Abandon workers that have not been started yet, and kill lingering processes at once; see the base
+        class.
 
-        A second call does not wait for a keeper without workers, because its imports may hang in the kernel.
+        A second call does not wait for a keeper that has no workers, because its imports may hang in the
+        kernel.
         """
         kept, was_stopped, self._was_stopped = self._kept, self._was_stopped, True
         if kept is None or self._phase <= _Phase.RUNNING:
@@ -296,14 +301,14 @@ class KeptWorkers(FunctionWorkers):
             kept.begin_end(keeper.AT_ONCE)
 
     def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:
-        """Read the remaining return values, and tell the keeper to end the leftover processes."""
+        """Read the remaining return values, and make the keeper kill the leftover processes."""
         self._read_out()
         self._close_pages()
         kept = self._kept
         if kept is None:
             self.leftovers = Leftovers()
         elif self._phase is _Phase.PREPARED:
-            # The core never learned of these workers, so no further event will finish the keeper.
+            # The core never received these workers, so no later event would finish the keeper.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:
@@ -313,7 +318,7 @@ class KeptWorkers(FunctionWorkers):
                 self._phase = _Phase.ABANDONED
             elif has_succeeded:
                 self._phase = _Phase.SUCCEEDED
-                # The core may report the end of the group although a stop was already requested.
+                # The core may report success although a stop was already requested.
                 linger = keeper.AT_ONCE if self._was_stopped else self.setup.job.linger
             else:
                 self._phase = _Phase.ENDING
@@ -342,12 +347,12 @@ class KeptWorkers(FunctionWorkers):
 
 
 def stop_tracker() -> None:
-    """Stop multiprocessing's resource tracker, if there is one. Only for a process that belongs to the
-    launcher.
+    """Stop multiprocessing's resource tracker, if there is one. Use this only in a process that belongs to
+    the launcher alone.
 
-    The tracker ends when every copy of its pipe is closed. A descendant of a worker that was allowed to
-    continue may hold a copy. Then the tracker ends with that descendant, and this function does not wait for
-    it.
+    The tracker exits when every copy of its pipe is closed. If a worker's descendant was allowed to continue,
+    it may hold a copy of the pipe. The tracker then runs until that descendant exits, and this function does
+    not wait for it.
     """
     tracker: Any = resource_tracker._resource_tracker
     pid, fd = tracker._pid, tracker._fd

@@ -1,6 +1,7 @@
-"""Texts about a worker that missed its heartbeat deadline. Pure, except that it reads evidence files.
+"""Text about workers that missed their heartbeat deadline. The functions are pure, except that they read
+evidence files.
 
-Imported only when a worker hung, or to end a job in which heartbeats were given.
+Imported only after a worker hung, or at the end of a job whose workers sent heartbeats.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ if TYPE_CHECKING:
 MAX_FRAMES = 12
 MAX_FRAMES_OF_OTHERS = 4
 _MAX_READ = 1 << 20
-"""The ``py-spy`` output follows the kernel stacks of the threads."""
+"""Maximum number of bytes to read from a hang file. The limit is generous, because the ``py-spy`` output
+comes after the kernel stacks of all threads.
+"""
 _EARLIER = 0.01
-"""Seconds; less says nothing."""
+"""Minimum number of seconds by which a worker stopped before the others, for the report to mention it."""
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
 
 
 def hung(event: WorkerHung, ranks: Mapping[int, int], *, was_found_here: bool = True) -> str:
-    """Say which worker hung, since when, and what the others did meanwhile.
+    """Describe which worker hung, since when, and what the other workers did meanwhile.
 
     Args:
         event: event that reports the hang.
         ranks: global rank by local rank.
-        was_found_here: true if a limit was exceeded on this node, not only on another one.
+        was_found_here: true if a worker on this node exceeded a time limit; false if only a worker on another
+            node did.
     """
     own = next((seen for seen in event.ranks if seen.local_rank == event.local_rank), None)
     others = [seen for seen in event.ranks if seen.local_rank != event.local_rank]
@@ -54,7 +58,8 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     if not was_found_here:
         others = ", but a rank on another node is waiting"
     elif silent < event.limit:
-        # The worker has not reached its own limit, but other ranks are waiting for it, so it is to blame.
+        # The worker has not exceeded its own limit, but it is to blame, because other ranks are waiting for
+        # it.
         others = ", and that of another rank has passed"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
@@ -94,15 +99,17 @@ def _where(own: RankSeen | None, others: Sequence[RankSeen], ranks: Mapping[int,
 
 
 def place(frame: str) -> str:
-    """Write a frame of ``faulthandler`` for people: ``all_reduce (distributed_c10d.py:2501)``."""
+    """Convert a stack frame of ``faulthandler`` to a short form, such as ``all_reduce
+    (distributed_c10d.py:2501)``.
+    """
     file, _, rest = frame.removeprefix('File "').partition('", line ')
     line, _, function = rest.partition(" in ")
     return printable(f"{function} ({os.path.basename(file)}:{line})")
 
 
 def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int]) -> list[str]:
-    """Describe the last heartbeat of each rank. Group ranks that are at the same step; the slowest group
-    comes first.
+    """Describe the last heartbeat of each rank. Ranks that are at the same step share a line; the slowest
+    ranks come first.
 
     Args:
         beats: last heartbeats of the attempt.
@@ -129,17 +136,17 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
 
 
 def stack(path: str, *, others: int = 0) -> str | None:
-    """Return the first stack frames of the thread that handled the signal, or of the main thread in a
-    ``py-spy`` dump.
+    """Return the first frames of the stack in a hang file: the stack of the thread that handled the signal,
+    or of the main thread in a ``py-spy`` dump.
 
-    ``None`` if the file ``path`` has no frames. The innermost frames of ``others`` further threads are added,
-    because those threads may delay the exit.
+    Return ``None`` if the file ``path`` contains no frames. The innermost frames of ``others`` further
+    threads are added, because those threads may delay the exit.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             lines = file.read(_MAX_READ).splitlines()
     except OSError:
-        return None  # The file is missing. The user has already been told that it could not be written.
+        return None  # The file is missing. The user has already been notified.
     frames, *rest = _answered(lines) or [_spied(lines)]
     if not frames:
         return None
@@ -155,8 +162,8 @@ def _first(frames: Sequence[str], limit: int) -> list[str]:
 
 
 def _answered(lines: Sequence[str]) -> list[list[str]]:
-    """Return the stacks of all threads in a ``faulthandler`` dump. The thread that took the signal comes
-    first, or else the last one in the file.
+    """Return the stacks of all threads in a ``faulthandler`` dump. The thread that handled the signal comes
+    first; if it is not marked, the last thread in the file comes first.
     """
     starts = [number for number, line in enumerate(lines) if "(most recent call first):" in line]
     starts.sort(key=lambda number: (not lines[number].startswith("Current thread"), -number))
@@ -184,5 +191,5 @@ def _frame(line: str) -> str:
 
 
 def seconds(span: float) -> str:
-    """Format a duration for people."""
+    """Format a number of seconds for people."""
     return f"{span:.2f} s" if span < 10 else f"{span:.1f} s" if span < 100 else f"{span:,.0f} s"

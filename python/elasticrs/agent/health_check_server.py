@@ -1,8 +1,8 @@
 """The health check server, under torch's names. In torch itself, this server never opens a port.
 
-``GET /healthz`` reports whether the agent's loop is alive, ``/readyz`` whether the workers run, ``/metrics``
-is for Prometheus, and ``/status`` is for people; see ``docs/metrics.md``. A thread of the core serves the
-sockets. It notifies the agent's loop through a descriptor and delays nothing.
+``GET /healthz`` reports whether the agent's loop is alive, and ``/readyz`` whether the workers run.
+``/metrics`` is for Prometheus, and ``/status`` is for people; see ``docs/metrics.md``. A thread of the core
+handles the connections. It notifies the agent's loop through a file descriptor and does not delay the loop.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ HOST_VARIABLE = "ELASTICRS_HEALTH_CHECK_HOST"
 class HealthCheckServer:
     """HTTP server that reports whether this process makes progress.
 
-    Our own agent calls ``alive_callback`` in its loop for each request, so a hanging loop does not answer. In
-    a program without such an agent, :meth:`start` creates a thread that calls it.
+    The agent of this package calls ``alive_callback`` in its loop for each request, so a hanging loop does
+    not answer. In a program without such an agent, :meth:`start` creates a thread that calls it.
 
     Args:
         alive_callback: returns the time of the last progress, in seconds since 1970. The process counts as
-            dead if the last progress is more than ``timeout`` ago, or if the callback does not return for
-            that long.
+            dead if the last progress is more than ``timeout`` seconds ago, or if the callback does not return
+            for that long.
         port: port to listen on; 0 for any free port.
-        timeout: seconds.
+        timeout: seconds without progress after which the process counts as dead.
         host: address to listen on; ``ELASTICRS_HEALTH_CHECK_HOST`` or the loopback address if ``None``. Not
             in torch.
 
     Attributes:
-        find_overdue: called in addition to the callback, until :meth:`stop`. Returns for how many seconds a
-            report of progress is overdue, and of which activity. Not in torch.
-        supervisor: supervisor of the workers, whose thread also has to be alive, until :meth:`stop`. Not in
-            torch.
+        find_overdue: callback that is called in addition to ``alive_callback``, until :meth:`stop`. Returns
+            by how many seconds a report of progress is overdue, and the activity that should have reported
+            it. Not in torch.
+        supervisor: supervisor of the workers. Its thread must be alive as well for the process to count as
+            alive, until :meth:`stop`. Not in torch.
     """
 
     def __init__(
@@ -67,16 +68,16 @@ class HealthCheckServer:
 
     @property
     def port(self) -> int:
-        """The actual port of an open server, or else the configured one."""
+        """Port on which the server listens if it is open, or else the configured port."""
         return self._port if self._server is None else self._server.port
 
     @property
     def address(self) -> str:
-        """``HOST:PORT``."""
+        """Address of the server, as ``HOST:PORT``."""
         return f"[{self._host}]:{self.port}" if ":" in self._host else f"{self._host}:{self.port}"
 
     def open(self) -> _core.HealthServer:
-        """Listen, but leave answering requests to the caller. Not in torch. Idempotent.
+        """Open the port, but let the caller answer the requests. Not in torch. Idempotent.
 
         Raises:
             OSError: the address cannot be used.
@@ -86,7 +87,7 @@ class HealthCheckServer:
         return self._server
 
     def start(self) -> None:
-        """Listen and answer requests until :meth:`stop`. Idempotent.
+        """Open the port and answer requests until :meth:`stop` is called. Idempotent.
 
         Raises:
             OSError: the address cannot be used.
@@ -106,7 +107,7 @@ class HealthCheckServer:
         thread, self._thread = self._thread, None
         if thread is not None:
             os.eventfd_write(self._stop_fd, 1)
-            # Stop waiting after a second. A thread that hangs in the callback ends with the process.
+            # Wait for at most one second. A thread that hangs in the callback runs until the process exits.
             thread.join(1.0)
             if not thread.is_alive():
                 os.close(self._stop_fd)
@@ -118,7 +119,7 @@ class HealthCheckServer:
     def answer(self, supervisor: _core.Supervisor | None = None) -> None:
         """Answer a pending request with the result of the callback. Not in torch.
 
-        The answer is positive only if the thread of ``supervisor`` is alive as well.
+        The server reports success only if the thread of ``supervisor`` is alive as well.
         """
         server, find_overdue = self._server, self.find_overdue
         if server is None:
@@ -141,7 +142,7 @@ class HealthCheckServer:
         while stop_fd not in {fd for fd, _ in poll.poll()}:
             try:
                 self.answer()
-            except Exception:  # noqa: PERF203 -- each is asked for
+            except Exception:  # noqa: PERF203 -- a failed answer must not stop the thread
                 import logging
 
                 logging.getLogger("elasticrs.agent").exception("the alive_callback failed")
@@ -161,7 +162,7 @@ class _AliveCallbackProxy:
         return time.time() if self._delegate is None else self._delegate()
 
     def set_delegate(self, delegate: Callable[[], float]) -> None:
-        """Set the callback to call from now on."""
+        """Set the callback that this object calls from now on."""
         self._delegate = delegate
 
 
@@ -169,24 +170,26 @@ def _take(fd: int) -> None:
     try:
         os.eventfd_read(fd)
     except BlockingIOError:
-        # Somebody else has answered meanwhile.
+        # Another thread has already handled the request.
         return
 
 
 def create_healthcheck_server(
     alive_callback: Callable[[], float], port: int, timeout: float
 ) -> HealthCheckServer:
-    """A server that is not started yet; see :class:`HealthCheckServer`."""
+    """Create a health check server without starting it; see :class:`HealthCheckServer`."""
     return HealthCheckServer(alive_callback, port, timeout)
 
 
 def server_of_environment(
     environ: Mapping[str, str], alive_callback: Callable[[], float] = time.time
 ) -> HealthCheckServer | None:
-    """Make the server that ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for.
+    """Create the health check server that ``TORCHELASTIC_HEALTH_CHECK_PORT`` configures. Return ``None`` if
+    the variable is not set.
 
     Raises:
-        ValueError: the variable does not contain a port. Torch logs that and continues without a server.
+        ValueError: the variable does not contain a port number. In this case, torch logs a message and
+            continues without a server.
     """
     text = environ.get(PORT_VARIABLE)
     if text is None:

@@ -1,6 +1,6 @@
-"""The events of a job, as torch records them: names, order and JSON; see ``docs/events.md``.
+"""Events of a job with the names, the order and the JSON format that torch uses; see ``docs/events.md``.
 
-Imported only where events go somewhere.
+Imported only if a handler for events is configured.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 class EventRecorder(Observer):
-    """Observer that records the events which torch's agent and launcher record. With ``tells_end`` it also
-    records the end of the agent.
+    """Observer that records the same events as torch's agent and launcher. With ``tells_end`` it also records
+    the end of the agent.
     """
 
     def __init__(self, job: JobConfig, settings: ObserveSettings, *, tells_end: bool = True) -> None:
@@ -54,19 +54,19 @@ class EventRecorder(Observer):
         self._handler = get_logging_handler(settings.event_log_handler)
         if isinstance(self._handler, LineFileHandler):
             self._handler.write_behind()
-        # A failed attempt and later events are kept here until the next workers have started, because reading
-        # the failure's cause takes time.
+        # After a failure, the failed attempt and later events are kept here until the next workers have
+        # started, because reading the failure's cause takes time.
         self._failed: tuple[Attempt, int] | None = None
         self._later: list[Event] = []
         self._hung: _core.WorkerHung | None = None
 
     def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
-        """The first rendezvous begins."""
+        """Record the time at which the first rendezvous starts."""
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Record the end of the rendezvous and the start or stop of the watchdog. Torch has a new watchdog in
-        each round.
+        """Record the end of the rendezvous, and the start or stop of the timer watchdog. Torch creates a new
+        watchdog for each round.
         """
         if isinstance(action, Rendezvous):
             self._record_watching(False)
@@ -75,12 +75,12 @@ class EventRecorder(Observer):
             self._plan, self._restarts = plan, action.restarts
             span = (time.monotonic() - self._meeting_since) * 1000
             self._record("RENDEZVOUS", EventSource.AGENT, duration_ms=span)
-            # Ranks come with the plan, so assigning them takes no extra time.
+            # The plan contains the ranks, so assigning them takes no extra time.
             self._record("ASSIGN_WORKER_RANKS", EventSource.AGENT, duration_ms=0.0)
             self._record_watching(True)
 
     def running(self, result: JobResult) -> None:
-        """Record the start of each worker, and the restart as a whole if there was one."""
+        """Record the start of each worker. After a restart, also record the restart as a whole."""
         attempt = result.attempts[-1]
         for ranks in attempt.plan.ranks:
             self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
@@ -104,13 +104,13 @@ class EventRecorder(Observer):
         self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Keep a failed attempt. It is recorded later, when recording it delays nothing."""
+        """Keep a failed attempt, to record it later, when that no longer delays the restart."""
         self._meeting_since = time.monotonic()
         if outcome in ("failed", "lost"):
             self._failed = attempt, self._restarts
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """Record an expired timer, and the kill of its worker if there was one."""
+        """Record an expired timer, and that its worker was killed if it was."""
         claim: dict[str, object] = {
             "worker_pid": str(timer.pid),
             "scope_id": timer.scope,
@@ -122,27 +122,29 @@ class EventRecorder(Observer):
             self._record_watchdog("kill worker process", claim)
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """Keep the hang. The next event shows whether this node or another node found it."""
+        """Keep the event of a hung worker. The next event shows whether this node or another node detected
+        the hang.
+        """
         self._hung = event
 
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
-        """Record each worker that is sent SIGKILL after its grace period."""
+        """Record each worker that receives SIGKILL because its grace period is over."""
         for local_rank, pid in zip(event.local_ranks, event.pids, strict=True):
             message = phrases.killed(attempt.who(local_rank), event)
             self._record_watchdog("kill worker process", {"worker_pid": str(pid), "message": message})
 
     def failed(self, attempt: Attempt) -> None:
-        """Record a watchdog event if the worker hung."""
+        """Record a watchdog event if the first failure of the attempt is a hung worker."""
         if attempt.first_failure is not None:
             self._record_hung(attempt.first_failure, attempt)
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Record a watchdog event if the worker hung."""
+        """Record a watchdog event if the exited worker had hung."""
         self._record_hung(worker.local_rank, attempt)
 
     def started(self) -> None:
-        """Record the ends of the workers whose failure caused this restart. Reading the causes no longer
-        delays anything.
+        """Record how the workers ended whose failure caused this restart. Reading the causes no longer delays
+        the restart.
         """
         if self._failed is None:
             return
@@ -167,18 +169,18 @@ class EventRecorder(Observer):
             self._later.append(event)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Record the end of all workers, then of the agent. The agent counts as successful if it ran to its
-        end, even if workers failed.
+        """Record the end of all workers, then the end of the agent. The agent counts as successful if it ran
+        to completion, even if workers failed.
         """
         self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
-            # As in torch, the watchdog stops before the ends of stopped workers are recorded, but after the
+            # As in torch, record that the watchdog stops before the ends of stopped workers, but after the
             # ends of workers that finished.
             self._record_watching(False)
         reason = _reason(result, error)
         if reason is None and result.attempts:
             self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
-            # Report only failures for which torch's agent would have raised an exception.
+            # Include the reason only for a failure for which torch's agent would have raised an exception.
             is_workers = result.exit_code == 0 or result.attempts[-1].pids
             reason = None if is_workers else result.message
         self._record_watching(False)
@@ -250,7 +252,7 @@ class EventRecorder(Observer):
         self._record_watchdog("kill worker process", claim)
 
     def _record_watching(self, watches: bool) -> None:
-        """Record that the timer watchdog starts or stops, if that changes its state."""
+        """Record that the timer watchdog starts or stops, unless it is already in that state."""
         if watches != self._watches and os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
             self._watches = watches
             self._record_watchdog("watchdog started" if watches else "watchdog stopped", {})
@@ -279,13 +281,13 @@ class WatchdogRecorder(EventRecorder):
     """Observer that records only watchdog events, for an agent whose hooks record the others."""
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Remember the plan of the attempt for the following events."""
+        """Keep the plan of the attempt for later events, and record that the watchdog starts."""
         if isinstance(action, Start):
             self._plan, self._restarts = plan, action.restarts
             self._record_watching(True)
 
     def running(self, result: JobResult) -> None:
-        """The hooks record it."""
+        """Do nothing, because the agent's hooks record the start of the workers."""
 
     def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's
         """Record that the watchdog stops until the next attempt."""
@@ -302,7 +304,7 @@ def _milliseconds(at_ns: int | None = None) -> int:
 
 
 def _reason(result: JobResult, error: BaseException | None) -> str | None:
-    """Return why the agent itself did not run to its end; ``None`` if it did."""
+    """Return why the agent did not run to completion; ``None`` if it did."""
     if error is not None:
         return "".join(traceback.format_exception(error))
     if result.signum is not None:
@@ -313,8 +315,8 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
 
 
 def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
-    """Yield how each worker ended. As in torch, workers that died from our signal count as failed, and the
-    other stopped workers as terminated.
+    """Yield how each worker ended. As in torch, workers that died from the agent's signal count as failed,
+    and the other stopped workers as terminated.
     """
     if succeeded:
         yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)

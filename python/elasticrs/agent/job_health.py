@@ -1,7 +1,7 @@
-"""Job health as shown by the health check server: the observer in the agent's loop that publishes it.
+"""Publish the health of the job, as the health check server shows it, with an observer in the agent's loop.
 
 Important changes are published when they happen, so that the server can show them even if the loop hangs.
-Frequent changes (the exits of workers) are published only when a client requests the status.
+Frequent changes, such as exits of workers, are published only when a client requests the status.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MAX_EARLIER_FAILURES = 16
 
 
 class HealthObserver(Observer):
-    """Observer that publishes the state of the job to an open server, and closes the server at the end. With
-    ``is_asked`` the loop answers requests for the agent. Otherwise the server has its own thread.
+    """Observer that publishes the state of the job to an open health check server, and closes the server at
+    the end. With ``is_asked``, the agent's loop answers the requests. Otherwise a thread of the server does.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HealthObserver(Observer):
         self._publish()
 
     def opened(self, supervisor: _core.Supervisor) -> None:
-        """Start to answer health requests in the loop."""
+        """Start to answer health requests in the agent's loop, unless the server has its own thread."""
         self._supervisor = supervisor
         self._native.show(supervisor, is_asked=self._is_asked)
         if self._is_asked:
@@ -78,7 +78,7 @@ class HealthObserver(Observer):
             self._native.enter("waiting_for_nodes")
 
     def fd_ready(self, fd: int) -> bool:
-        """Answer a health request, because a client has connected."""
+        """Answer a health request. Return false if the descriptor is not the server's."""
         if not self._is_asked or fd != self._native.fd:
             return False
         attempt = self._attempt
@@ -86,8 +86,8 @@ class HealthObserver(Observer):
             self._ranks,
             self._restarts,
         ):
-            # Publish the ranks and the restart count again if they have changed: each round may assign other
-            # ranks, and restarts on other nodes are counted as well.
+            # Publish the ranks and the restart count again if they have changed, because each round may
+            # assign different ranks, and restarts on other nodes count as well.
             self._publish(self._workers_now(attempt))
         self._server.answer(self._supervisor)
         if self._is_stale:
@@ -97,8 +97,8 @@ class HealthObserver(Observer):
         return True
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Publish the end of a rendezvous or a hang on another node, and note whether a restart is
-        charged.
+        """Publish the end of a rendezvous or a hang on another node, and record whether a restart is charged
+        to the restart budget.
         """
         if isinstance(action, Start):
             self._native.enter("starting" if self._attempt is None else "restarting")
@@ -108,22 +108,22 @@ class HealthObserver(Observer):
             self._is_uncharged = not action.charged
 
     def prepared(self, attempt: Attempt) -> None:
-        """Let the server measure the log files that the agent does not read."""
+        """Let the server track the size of the log files that the agent does not read."""
         if attempt.paths is not None:
             self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
     def not_started(self) -> None:
-        """Publish that the workers are stopped."""
+        """Publish that the workers are stopped, because their start failed."""
         self._native.files_ended()
         self._enter_state("STOPPED")
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """Count a worker that was killed because of an expired timer as hung since the timer expired."""
+        """If a worker was killed because of an expired timer, count it as hung since the timer expired."""
         if timer.signal is not None:
             self._was_hung((time.monotonic_ns() - timer.seen_ns) / 1e9)
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """Count a hang since the last heartbeat."""
+        """Count a worker as hung since its last heartbeat."""
         self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
 
     def paused(self, local_rank: int, is_paused: bool) -> None:
@@ -147,7 +147,7 @@ class HealthObserver(Observer):
             self._native.was_hung(max(0.0, seconds))
 
     def running(self, result: JobResult) -> None:
-        """Publish the reason and the duration of a restart, and the new workers."""
+        """Publish the new workers, and the reason and duration of the restart if there was one."""
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
@@ -159,8 +159,8 @@ class HealthObserver(Observer):
             self._failed_ns = None
         self._native.enter("productive")
         if not self._job.replaces_workers:
-            # Skip this with `--on-failure replace`, because workers then get their ranks from a rendezvous of
-            # their own, not from the plan.
+            # Skip this with `--on-failure replace`, because workers then get their ranks from their own
+            # rendezvous and not from the plan.
             first = self._attempt.plan.ranks[0]
             placed = first.group_rank, first.world_size
             self._native.identify(self._job.run_id, os.uname().nodename, placed)
@@ -168,19 +168,19 @@ class HealthObserver(Observer):
         self._publish(self._workers_now(self._attempt))
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
-        """Publish the reason of the replacement, and the new workers."""
+        """Publish why a worker was replaced, and the new workers."""
         self._native.restarted(_cause(failed))
         self._publish(self._workers_now(attempt))
 
     def failed(self, attempt: Attempt) -> None:
-        """Publish that the workers are unhealthy, and note when lost time began."""
+        """Publish that the workers are unhealthy, and record the time of the failure."""
         self._failed_ns = attempt.stamps["failure_seen"]
         if self._attempt is not None and not self._attempt.expired:
             self._native.enter("restarting")
         self._enter_state("UNHEALTHY")
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Mark the status as outdated. It is published when a client requests it."""
+        """Mark the published status as outdated. It is published again when a client requests it."""
         self._is_stale = True
         if attempt is self._attempt and attempt.first_failure == worker.local_rank:
             self._note_failure(attempt)
@@ -188,7 +188,7 @@ class HealthObserver(Observer):
             self._publish()
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Record how an attempt ended, and what the node does next."""
+        """Publish how an attempt ended, and what the node does next."""
         self._native.files_ended()
         if attempt.silent and attempt.first_failure is not None:
             self._failed_ns = attempt.stamps["failure_seen"]
@@ -215,7 +215,7 @@ class HealthObserver(Observer):
         }
 
     def training(self, standings: Sequence[Standing]) -> None:
-        """Publish the workers' rates, and the slowest worker."""
+        """Publish each worker's training rate, and the slowest worker."""
         self._standings = {each.local_rank: each for each in standings}
         for each in standings:
             if each.rate is not None:
@@ -255,7 +255,9 @@ class HealthObserver(Observer):
         }
 
     def _workers_now(self, attempt: Attempt) -> list[tuple[int, int, int]]:
-        """Return global rank, local rank and pid of each worker whose rank was not taken over by another."""
+        """Return the global rank, local rank and pid of each worker, except workers whose rank another worker
+        has taken over.
+        """
         self._ranks = attempt.shown_ranks()
         return [
             (rank, local_rank, attempt.pids[local_rank])
@@ -304,7 +306,7 @@ def _group(attempt: Attempt) -> dict[str, Any]:
 
 
 def _cause(attempt: Attempt) -> _core.RestartCause:
-    """Return the cause of the restart after this attempt, as the metrics call it."""
+    """Return the cause of the restart after this attempt, by its name in the metrics."""
     if "started" not in attempt.stamps:
         return "start_failed"
     if attempt.expired and attempt.first_failure is not None:

@@ -1,7 +1,7 @@
-"""The metrics of a job, with torch's names: see ``docs/metrics.md``.
+"""Metrics of a job, with torch's names; see ``docs/metrics.md``.
 
-Torch measures its methods and polls the workers. This agent has neither these methods nor polling. It uses
-the same names for the same parts of the work, and publishes states when they change.
+Torch measures its own methods and polls the workers. This agent has no such methods and does not poll. It
+uses the same names for the same parts of the work, and publishes states when they change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MetricRecorder(Observer):
-    """Puts what torch's agent puts."""
+    """Observer that publishes the same metrics as torch's agent."""
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
@@ -31,11 +31,11 @@ class MetricRecorder(Observer):
         self._restarts = 0
 
     def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
-        """The first rendezvous begins."""
+        """Record the time at which the first rendezvous starts."""
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Measure the rendezvous when it is over."""
+        """Measure how long the rendezvous took, when the workers are about to be started."""
         if isinstance(action, Rendezvous):
             self._meeting_since = time.monotonic()
         elif isinstance(action, Start):
@@ -46,7 +46,7 @@ class MetricRecorder(Observer):
             _measured("SimpleElasticAgent._assign_worker_ranks", 0.0)
 
     def running(self, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
-        """Measure the start, and the restart if there was one."""
+        """Measure how long the start took, and how long the restart took if there was one."""
         now = time.monotonic()
         _measured("LocalElasticAgent._start_workers", now - self._starting_since)
         _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since)
@@ -56,22 +56,22 @@ class MetricRecorder(Observer):
         self._state("healthy")
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
-        """Publish the number of restarts left."""
+        """Publish the number of remaining restarts."""
         self._restarts = attempt.restarts
         self._state("healthy")
 
     def not_started(self) -> None:
-        """Of the start."""
+        """Measure how long the failed start of the workers took."""
         took = time.monotonic() - self._starting_since
         _measured("LocalElasticAgent._start_workers", took, succeeded=False)
 
     def failed(self, attempt: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
-        """The state of the workers."""
+        """Publish that the workers have failed."""
         self._failed_at = time.monotonic()
         self._state("failed")
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Measure the stop of a failed attempt, or publish the final state of the workers."""
+        """Measure how long it took to stop a failed attempt, or publish the final state of the workers."""
         self._meeting_since = now = time.monotonic()
         if attempt.silent:
             self.failed(attempt)
@@ -81,15 +81,16 @@ class MetricRecorder(Observer):
             _measured("LocalElasticAgent._stop_workers", now - self._failed_at)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Publish the metrics of the whole run. If a signal or an exception ended the run, publish only its
-        duration.
+        """Publish the metrics of the whole run. If a signal or an exception ended the run, publish only how
+        long it took.
         """
         has_run = error is None and result.signum is None
         _measured("SimpleElasticAgent.run", time.monotonic() - self._began, succeeded=has_run)
         if not has_run:
             return
         if result.attempts:
-            # Include restarts caused by other nodes. The last attempt counts them if workers are replaced.
+            # Include restarts caused by other nodes. If workers are replaced, only the last attempt counts
+            # them.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
         left, most = self._job.max_restarts - self._restarts, self._job.max_restarts

@@ -1,9 +1,9 @@
-"""The event loop of the agent: it reads events of the core, gets decisions from a
-:class:`~elasticrs.agent.decisions.Decisions`, and executes the actions.
+"""The event loop of the agent: it receives events from the core, gets decisions from a
+:class:`~elasticrs.agent.decisions.Decisions` object, and executes the actions.
 
 The loop also reads signals from their pipe. It makes no decisions itself. Its
-:class:`~elasticrs.agent.tracker.AttemptTracker` records what happens to the workers; the tracker's ``wait``
-is the only call in which the loop blocks.
+:class:`~elasticrs.agent.tracker.AttemptTracker` records what happens to the workers. The loop blocks only in
+the tracker's ``wait``.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class Agent:
     Args:
         job: configuration of the job.
         workers: starts the processes.
-        decisions: makes the decisions.
+        decisions: object that decides what the agent does.
         signals: the caught signals; ``None`` outside of the main thread.
         owns_process: true if the process belongs to the launcher alone (the command line).
-        console: console for lines to the user.
-        observers: observers that are notified of everything.
+        console: prints lines for the user.
+        observers: observers that are notified of each event.
 
     Attributes:
-        checkpoints: checkpoint requests to the workers, if failed workers are replaced one by one.
+        checkpoints: checkpoint requests to the workers; ``None`` unless failed workers are replaced
+            individually.
     """
 
     def __init__(
@@ -90,10 +91,11 @@ class Agent:
             The result of the job. Failures of workers are part of the result and raise no exceptions.
 
         Raises:
-            _core.SupervisorError: the supervisor itself failed; nothing is left running.
-            OSError: the supervisor failed because file descriptors have run out or the kernel is too old.
-            Exception: code of the user raised it: a function or value that cannot be pickled, or a rendezvous
-                handler.
+            _core.SupervisorError: the supervisor itself failed. All workers have been stopped.
+            OSError: the supervisor failed because the process has run out of file descriptors or the kernel
+                is too old.
+            Exception: raised by the user's code, for example a function or value that cannot be pickled, or a
+                rendezvous handler.
         """
         try:
             result = self._run()
@@ -126,13 +128,14 @@ class Agent:
             raise self._error
         attempts = self._result.attempts
         if self._result.exit_code == 0 and self._decisions.has_taken_part and attempts:
-            # Do this last, because unpickling the return values of the user's functions may raise.
+            # Do this last, because unpickling the return values of the user's functions may raise an
+            # exception.
             self._result.return_values = self._workers.return_values(attempts[-1])
         return self._result
 
     def _events_end_it(self) -> bool:
-        """Return true if a signal arrived before anything was started. Then not even a supervisor is
-        needed.
+        """Return true if a signal stopped the agent before anything was started. In this case not even a
+        supervisor is needed.
         """
         first = self._events[0]
         if not isinstance(first, machine.SignalReceived):
@@ -182,7 +185,8 @@ class Agent:
     def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
         """Request a checkpoint through the memory page that the workers share with this agent.
 
-        Do not send a signal, because it would kill workers that have not started training or have finished.
+        The request does not use a signal, because a signal would kill workers that have not started training
+        or have finished it.
         """
         if not checkpoints.are_open:
             self._console.say(phrases.checkpoint_requested(signal.SIGUSR1))
@@ -200,7 +204,7 @@ class Agent:
             checkpoints.close()
 
     def _look_for_sleepers(self, sleepers: Sleepers) -> None:
-        """A worker that hangs in the kernel ends the job; see :mod:`elasticrs.agent.sleepers`."""
+        """Stop the job if a worker hangs in the kernel; see :mod:`elasticrs.agent.sleepers`."""
         tracker, attempt = self._tracker, self._tracker.attempt
         if attempt is None or tracker.why_unfit is not None or "ended" in attempt.stamps:
             return
@@ -245,8 +249,8 @@ class Agent:
         except Exception as error:
             if not self._decisions.has_peers:
                 raise
-            # Keep the exception and report the failure to the other nodes first. The exception is raised
-            # afterwards.
+            # Keep the exception and report the failure to the other nodes first. The exception is raised when
+            # the loop has ended.
             self._error = error
             self._tracker.not_started(f"{type(error).__name__}: {error}")
 

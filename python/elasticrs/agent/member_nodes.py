@@ -1,9 +1,9 @@
-"""Decisions of the agent of one of several nodes whose workers keep running when others fail (``--on-failure
+"""Decisions of an agent in a job on several nodes whose workers keep running when others fail (``--on-failure
 replace``).
 
 The workers and the agents are members of two different rendezvous in the same store. The agents' rendezvous
-counts restarts on all nodes and determines how the job ends. :mod:`elasticrs.agent.shared_budget` decides
-what its rounds mean for the workers of this node. :mod:`elasticrs.agent.several_nodes` contains the rest.
+counts restarts on all nodes and determines how the job ends. :mod:`elasticrs.agent.shared_budget` decides how
+its rounds affect the workers of this node. :mod:`elasticrs.agent.several_nodes` contains the rest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PHASES = {"running": machine.Phase.RUNNING, "stopping": machine.Phase.STOPPING}
 
 
 class MemberNodes(SeveralNodes):
-    """Decides for such a node.
+    """Makes the decisions of an agent in a job on several nodes with ``--on-failure replace``.
 
     Args:
         job, rendezvous, console, planned, home: as for the base class.
@@ -56,8 +56,8 @@ class MemberNodes(SeveralNodes):
         home: Home | None = None,
     ) -> None:
         super().__init__(job, rendezvous, console, planned, home)
-        # Do not delay rounds of agents for a late node, because the arrival of a node does not affect running
-        # workers.
+        # Do not delay the agents' rounds to wait for a late node, because running workers are not affected
+        # when a node joins.
         waits = {"last_call_timeout": 0.0, "restart_call_timeout": 0.0}
         settings = Settings({**self._rendezvous.settings.fields(), **waits})
         # Allow two store clients per worker: one for its session and one for its round.
@@ -91,11 +91,11 @@ class MemberNodes(SeveralNodes):
 
     def fenced(self) -> list[machine.Action]:
         found = super().fenced()
-        # Stop the workers here as well, because between two rounds the rendezvous may not know that workers
+        # Stop the workers here as well, because the rendezvous may not know between two rounds that workers
         # are running.
         return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
 
-    # --- what the rendezvous says ---
+    # --- actions from the rendezvous ---
 
     def _translate(self, actions: Iterable[messages.LoopAction]) -> list[machine.Action]:
         return self._carry(*self._events(actions))
@@ -135,10 +135,11 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """Note if the lost node took part in the last meeting of the workers, and the training has ended.
+        """Record that training results may be incomplete, if the lost node took part in the last rendezvous
+        of the workers and training has ended.
 
-        The ranks of its workers are not given to other workers any more, so what they did after the training,
-        such as saving, is not repeated.
+        The ranks of the lost workers are not assigned to other workers any more, so their work after the
+        training, such as saving, is not repeated.
         """
         before, world_size = self._begun, self._known_final_world_size()
         if not begun.after_loss or before is None or world_size is None:
@@ -151,8 +152,8 @@ class MemberNodes(SeveralNodes):
             )
 
     def _tell_round(self, begun: messages.Start) -> None:
-        """Tell the user why a new round has begun, if a worker on another node failed. If a worker on this
-        node failed, the line about its replacement says so.
+        """Print why a new round has started, if a worker on another node failed. If a worker on this node
+        failed, the line about its replacement contains the reason.
         """
         why, self._why, self._first_word = self._why, "", None
         is_own, self._is_own = self._is_own, False
@@ -173,10 +174,12 @@ class MemberNodes(SeveralNodes):
             why = f"{self._why}: " if self._why else ""
             self._console.say(f"{why}the job ends; stopping the workers of this node")
 
-    # --- what follows ---
+    # --- decisions ---
 
     def _carry(self, *events: machine.Event) -> list[machine.Action]:
-        """Decide on events, and on the events with which the rendezvous reacts to those decisions."""
+        """Decide on events, and on the events with which the rendezvous reacts to these decisions. Return the
+        actions.
+        """
         pending, found = deque(events), list[machine.Action]()
         while pending:
             self._node, effects = shared.step(self._node, pending.popleft())

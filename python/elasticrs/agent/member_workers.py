@@ -1,7 +1,7 @@
-"""A node by itself whose workers are members of a rendezvous.
+"""Decisions of the agent of a single-node job whose workers are members of a rendezvous.
 
-Only with ``--on-failure replace``; see :mod:`elasticrs.train`. The agent replaces failed workers one by one,
-and hosts the store in which its workers meet. The agent of one of several nodes is in
+Used only with ``--on-failure replace``; see :mod:`elasticrs.train`. The agent replaces failed workers
+individually, and hosts the store in which its workers meet. The agent of a job on several nodes is in
 :mod:`elasticrs.agent.member_nodes`.
 """
 
@@ -36,24 +36,26 @@ if TYPE_CHECKING:
 
 _FOR_WORKERS = frozenset(
     {
-        # Connection to the store: timeouts, and how long the store may be down.
+        # Connection to the store: timeouts, and the time for which the store may be down.
         *("connect_timeout", "store_lost_timeout", "store_grace"),
         *("keep_alive_interval", "keep_alive_max_attempt"),
-        # How the worker connects to etcd. The path of the password file is passed on, never the password.
+        # Connection of the worker to etcd. The path of the password file is passed on, never the password.
         *("protocol", "ca_cert", "cacert", "ssl_cert", "cert", "ssl_cert_key", "key"),
         *("user", "password_file", "etcd_prefix", "lease_ttl", "read_timeout"),
         # Time limits for the rendezvous of workers, ports of their store, and the order of their ranks.
         *("join_timeout", "last_call_timeout", "restart_call_timeout", "worker_port_range", "order_hint"),
     }
 )
-"""Settings of ``--rdzv-conf`` that also apply to the rendezvous of workers. All others concern only nodes."""
+"""Settings in ``--rdzv-conf`` that also apply to the rendezvous of the workers. All other settings apply only
+to the rendezvous of the nodes.
+"""
 
 
 class MemberWorkers(OneNode):
-    """Decides for such a node.
+    """Makes the decisions of the agent of a single-node job whose workers are members of a rendezvous.
 
     Args:
-        job: the job.
+        job: configuration of the job.
         planner: assigns the ranks of this node; a default planner if ``None``.
     """
 
@@ -69,7 +71,7 @@ class MemberWorkers(OneNode):
         self._trouble: str | None = None
 
     def open(self, supervisor: _core.Supervisor) -> None:
-        """See the base class. Look up names on another thread, because name servers may be slow to answer."""
+        """Resolve the host names on another thread, because name servers may be slow. See the base class."""
         self._supervisor = supervisor
         self._names = Asked(partial(look_up, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
@@ -113,7 +115,7 @@ class MemberWorkers(OneNode):
 
 
 def _alone(job: JobConfig) -> Rendezvous:
-    """Return a rendezvous for workers of a single node, on a free port and with a random token."""
+    """Return a rendezvous for the workers of a single node, with a free port and a random token."""
     two, _ = describe("c10d", f"{LOOPBACK}:0", job.run_id, (2, 2), {"token": os.urandom(16).hex()}, {})
     if two is None:
         raise RuntimeError("two nodes have a rendezvous")
@@ -121,8 +123,8 @@ def _alone(job: JobConfig) -> Rendezvous:
 
 
 def among_workers(nodes: Rendezvous, job: JobConfig) -> Rendezvous:
-    """Return the rendezvous of the workers of some nodes. It is a copy of the nodes' rendezvous whose members
-    are workers instead of nodes.
+    """Return the rendezvous of the workers that run on the given nodes. It is a copy of the nodes' rendezvous
+    whose members are workers instead of nodes.
     """
     return nodes.replaced(min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc)
 
@@ -150,7 +152,7 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, nu
     variables = {
         "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**settings, **limits})}",
         "ELASTICRS_TRAIN_JOB": workers_job(rendezvous.run_id, meeting_point.job, number),
-        # Switch off NCCL's own watchdog by default. It would kill a worker that has left an aborted
+        # Disable NCCL's own watchdog by default, because it would kill a worker that has left an aborted
         # collective.
         NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),
     }
@@ -160,18 +162,20 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, nu
 
 
 def for_workers(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings of ``--rdzv-conf`` that also apply to the rendezvous of workers, as strings.
+    """Return the settings in ``--rdzv-conf`` that also apply to the rendezvous of the workers, as strings.
 
-    They include the user name and the path of the password file for an etcd that the site runs.
+    They include the user name and the path of the password file for an etcd cluster that the site operates.
     """
     return {key: str(value) for key, value in config.items() if key in _FOR_WORKERS and value is not None}
 
 
 def _workers_token(rendezvous: Rendezvous) -> str | None:
-    """Return a credential that gives access only to the workers' keys. Workers never get the job's own token.
+    """Return a credential that gives access only to the workers' keys, because workers never get the job's
+    own token.
 
-    ``None`` if the job has no token, or if it uses an etcd that the site runs. In such an etcd, workers log
-    in with the agents' ``user`` and ``password_file``, which :func:`for_workers` passes on.
+    Return ``None`` if the job has no token, or if it uses an etcd cluster that the site operates. In such a
+    cluster, workers log in with the agents' ``user`` and ``password_file``, which :func:`for_workers` passes
+    on.
     """
     token, etcd = rendezvous.settings.token, rendezvous.etcd
     if token is None:

@@ -1,8 +1,8 @@
-"""Observers of the agent's loop: events, metrics and the health check server. They are notified of everything
+"""Observers of the agent's loop: events, metrics and the health check server. They are notified of each event
 and decide nothing.
 
-If an observer fails (because of a user's handler or a full disk), the job continues and the user is told
-once.
+If an observer fails, for example because of a user's handler or a full disk, the job continues. The user is
+notified once.
 """
 
 from __future__ import annotations
@@ -25,33 +25,35 @@ class Observer:
         """Handle the start of the loop. The supervisor is the same for the whole job."""
 
     def fd_ready(self, fd: int) -> bool:  # noqa: ARG002 -- for others
-        """Handle a readable descriptor. Return true if it belongs to this observer."""
+        """Handle a readable file descriptor. Return true if the descriptor belongs to this observer."""
         return False
 
     def acting(self, action: Action, plan: Plan | None) -> None:
         """Handle an action that is about to be executed. ``plan`` is the plan of the attempt that the action
-        is about, if any.
+        belongs to, if there is one.
         """
 
     def prepared(self, attempt: Attempt) -> None:
-        """Handle an attempt whose log files are ready and whose workers are started next."""
+        """Handle an attempt whose log files are ready and whose workers will be started next."""
 
     def started(self) -> None:
-        """Handle the moment at which workers are being started or their start has failed. From here on, slow
-        work no longer delays the start.
+        """Handle the moment after the core was asked to start the workers, or after their start failed. From
+        now on, slow work does not delay the start.
         """
 
     def running(self, result: JobResult) -> None:
-        """Handle the start of all workers of an attempt, which is the last one in ``result``."""
+        """Handle the successful start of all workers of the last attempt in ``result``."""
 
     def not_started(self) -> None:
         """Handle a failed start of the last attempt's workers."""
 
     def failed(self, attempt: Attempt) -> None:
-        """Handle the first failure of an attempt. The siblings of the failed worker have been signalled."""
+        """Handle the first failure of an attempt. The other workers of this node have already been
+        signalled.
+        """
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Handle the end of a worker."""
+        """Handle the exit of a worker."""
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
         """Handle the replacement of a failed worker by another process; see ``Attempt.replaced_workers``."""
@@ -66,7 +68,7 @@ class Observer:
         """Handle workers of an attempt that are being sent SIGKILL because they did not exit in time."""
 
     def paused(self, local_rank: int, is_paused: bool) -> None:
-        """Handle a worker that was stopped by a signal such as SIGSTOP, or that continues."""
+        """Handle a worker that was paused by a signal such as SIGSTOP, or that was continued."""
 
     def training(self, standings: Sequence[Standing]) -> None:
         """Handle the training data that workers report through ``elasticrs.train``. Called every few
@@ -74,12 +76,12 @@ class Observer:
         """
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Handle the end of an attempt, of which no process is left.
+        """Handle the end of an attempt, after all its processes have exited.
 
         Args:
             attempt: attempt that has ended.
             outcome: ``succeeded``, ``failed``, ``stopped`` or ``lost``. It is ``failed`` if a worker exited
-                with 0 in the middle of its work.
+                with 0 before its work was done.
         """
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
@@ -87,7 +89,9 @@ class Observer:
 
 
 class Observers(Observer):
-    """The observers of one agent. Each is notified of everything in order, even if another observer fails."""
+    """The observers of one agent. Each event is passed to all observers in order, even if one of them
+    fails.
+    """
 
     def __init__(self, observers: Sequence[Observer], say: Callable[[str], None]) -> None:
         self._observers = tuple(observers)

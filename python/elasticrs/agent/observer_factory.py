@@ -1,4 +1,4 @@
-"""Creation of the observers of a job from its settings. Imported only if any observer is configured."""
+"""Create the observers of a job from its settings. Imported only if at least one observer is configured."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ def make_observers(
     *,
     tells_end: bool = True,
 ) -> Sequence[Observer]:
-    """Return the observers of a job that was started by the command line or by the launcher's API.
+    """Return the observers of a job that the command line or the launcher's API has started.
 
     Args:
-        job: the job.
+        job: configuration of the job.
         settings: settings for events, metrics and health checks.
         say: prints a line for the user.
-        server: open server of the caller. If it is ``None``, a server is created if the settings request one.
-        tells_end: true if the observers record the end of the agent; otherwise the caller does.
+        server: open health check server of the caller. If it is ``None``, a server is created if the settings
+            request one.
+        tells_end: true if the observers record the end of the agent; false if the caller records it.
 
     Raises:
-        UsageError: the destination of events does not exist or cannot be opened.
+        UsageError: the handler for events does not exist or cannot be opened.
     """
     observers: list[Observer] = []
     if settings.event_log_handler != "null":
@@ -46,7 +47,7 @@ def make_observers(
         from elasticrs.agent.job_metrics import MetricRecorder
 
         observers.append(MetricRecorder(job))
-    # The health observer comes after the metrics observer, because it shows the metrics, including the last
+    # The health observer comes after the metrics observer, so that it shows all metrics, including the last
     # ones.
     return [*observers, *_health(job, server, say, is_asked=True)]
 
@@ -54,11 +55,10 @@ def make_observers(
 def make_observers_of_hooks(
     job: JobConfig, settings: ObserveSettings, say: Callable[[str], None], server: HealthCheckServer | None
 ) -> Sequence[Observer]:
-    """Return the observers of an agent whose hooks make the decisions and record torch's events and metrics
-    themselves.
+    """Return the observers of an agent whose hooks make the decisions, and record torch's events and metrics.
 
-    ``server`` has already been started. Its own thread answers for the agent, because hooks may block for
-    long.
+    ``server`` has already been started. A thread of the server answers for the agent, because hooks may block
+    for a long time.
     """
     observers: list[Observer] = []
     if settings.event_log_handler != "null":
@@ -79,8 +79,8 @@ def _health(
 
 
 def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> HealthCheckServer | None:
-    """Return the configured health check server, already listening. Return ``None`` and tell the user if it
-    cannot listen.
+    """Create the configured health check server and open its port. If that fails, print why and return
+    ``None``.
     """
     import time
 
@@ -100,10 +100,10 @@ def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> Health
 
 
 def check_destination(name: str) -> None:
-    """Check that events can go there.
+    """Check that events can be written to the handler with this name.
 
     Raises:
-        UsageError: there is no such destination, or it cannot be opened.
+        UsageError: the handler does not exist or cannot be opened.
     """
     from elasticrs.events.handlers import get_logging_handler
 

@@ -1,6 +1,6 @@
 """Description of this node's first failure, as a :class:`~elasticrs.agent.cause.Cause` for the other nodes.
 
-Imported only when something went wrong.
+Imported only after a failure.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from elasticrs.multiprocessing.errors import ProcessFailure
 
 MAX_MESSAGE = 1400
-"""Maximum length of the message in characters. The end is kept, because it is the most informative part of a
-traceback."""
+"""Maximum length of the message in characters. A longer message is cut at the start, because the end of a
+traceback is the most informative part.
+"""
 
 BEFORE_ALL_STEPS = -1
-"""Step of a rank that missed the deadline of its first heartbeat."""
+"""Step that is reported for a rank that missed the deadline of its first heartbeat."""
 
 MAX_LINES = 8
 MAX_LINE = 120
@@ -42,12 +43,12 @@ class Place(Value):
 
 
 def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) -> Cause:
-    """Describe the first failure from what is known immediately, without reading any file.
+    """Describe the first failure with the facts that are known immediately, without reading any file.
 
     Args:
         attempt: attempt that failed.
         local_rank: local rank of the worker that failed first.
-        place: place of this node.
+        place: name and rank of this node.
         clock: clock of the store.
     """
     worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
@@ -70,16 +71,18 @@ def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) ->
 
 
 def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None = None) -> Cause | None:
-    """Describe the first failure on this node in full. ``None`` if its workers only exited because of a stop.
+    """Describe the first failure on this node in full. Return ``None`` if its workers only exited because
+    they were stopped.
 
     Workers that were killed because their nursery exited count as failed.
 
     Args:
         attempt: attempt that has ended.
-        place: place of this node.
+        place: name and rank of this node.
         clock: clock of the store.
         told: description of the same failure that was already sent, from :func:`first_word`. The result's
-            time is never later than its time, although the clock's estimate may have changed since.
+            time is never later than the time in ``told``, although the clock's estimate may have changed
+            since then.
     """
     failed = failures(attempt)
     is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
@@ -90,8 +93,8 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
         return None
     rank = root_cause(failed)
     first = failed[rank]
-    # If the nursery was lost, the workers that were killed with it have failed. They are not victims of a
-    # stop, although this agent sent the signal.
+    # If the nursery was lost, the workers that were killed with it have failed. They do not count as stopped,
+    # although this agent sent the signal.
     if rank in victims(failed) and not is_nursery_lost:
         return None
     at = failed_ns(first)
@@ -104,7 +107,8 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
         rank=rank,
         local_rank=first.local_rank,
         pid=first.pid,
-        # If the agent killed the worker while it was exiting, the exit code only shows that kill, so omit it.
+        # If the agent killed the worker while it was exiting, omit the exit code, because it only shows that
+        # kill.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=_end(_message(attempt, first), MAX_MESSAGE),
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
@@ -115,7 +119,7 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
-    """Return the facts about a hang by which the other nodes find the culprit when several nodes wait for
+    """Return the facts about a hang that help the other nodes to find the culprit when several nodes wait for
     each other.
     """
     overdue = attempt.expired.get(local_rank)
@@ -144,7 +148,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
 
 
 def not_started(message: str, place: Place, clock: Clock) -> Cause:
-    """Return the cause when the workers of this node could not be started."""
+    """Return the cause to report if the workers of this node could not be started."""
     return Cause(
         **place.fields(),
         message=message[:MAX_MESSAGE],

@@ -1,12 +1,12 @@
-"""Detection of the slowest worker of ``elasticrs.train`` on a node. Pure, except for :class:`Pace`.
+"""Find the slowest worker of ``elasticrs.train`` on a node. The functions are pure; :class:`Pace` is not.
 
 All workers of a data-parallel job make the same number of steps per second, because they wait for the slowest
-one. So the number of steps does not identify the slowest worker. The rates of ``WorkerStats`` do, if they
+worker. So the number of steps does not identify the slowest worker. The rates of ``WorkerStats`` do, if they
 count only a worker's own work.
 
-- **PACE-1** a worker is reported only after it was slow at every look for :data:`SPAN` seconds. It is
-  reported once, until it has been as fast as the others again.
-- **PACE-2** without at least two rates there is no slowest worker.
+- **PACE-1** A worker is reported only after it was slow at every check for :data:`SPAN` seconds. It is not
+  reported again until it has been as fast as the others in between.
+- **PACE-2** If fewer than two workers report a rate, there is no slowest worker.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
     from elasticrs.workers.node_page import AgentPage, Standing
 
 THRESHOLD = 0.8
-"""A worker is slow if its rate is less than this fraction of the median of its node, as in
-``CoordinatorP2P.is_worker_straggler``. The median is used, so that one fast worker does not make all others
-slow.
+"""A worker is slow if its rate is less than this fraction of the median rate on its node, as in
+``CoordinatorP2P.is_worker_straggler``. Because of the median, a single fast worker does not make all other
+workers count as slow.
 """
 
 SPAN = 60.0
-"""Seconds for which a worker has to be slow before it is reported, because the rates of single steps
-fluctuate."""
+"""Seconds for which a worker must be slow before it is reported, because the rates of single steps
+fluctuate.
+"""
 
 INTERVAL = 5.0
-"""Seconds between two looks."""
+"""Seconds between two checks for slow workers."""
 
 
 class Watch(Value):
-    """State between two looks: the workers that were slow at the last look.
+    """State that is kept between two checks: the workers that were slow at the last check.
 
     Args:
         since: time in seconds at which each worker was first seen slow, by pid.
@@ -53,8 +54,8 @@ FIRST = Watch({}, frozenset())
 
 
 def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
-    """Return the worker with the lowest rate, and the median of all rates; ``None`` if fewer than two workers
-    report a rate (PACE-2).
+    """Return the worker with the lowest rate, and the median of all rates. Return ``None`` if fewer than two
+    workers report a rate (PACE-2).
     """
     rated = [each for each in standings if each.rate is not None]
     if len(rated) < 2:
@@ -64,12 +65,12 @@ def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
 
 
 def step(watch: Watch, standings: Sequence[Standing], now: float) -> tuple[Watch, list[Standing]]:
-    """Return the new state after a look, and the workers to report to the user now.
+    """Return the state after a check, and the slow workers to report to the user now.
 
     Args:
-        watch: state after the previous look.
+        watch: state after the previous check.
         standings: reports of this node's workers.
-        now: seconds.
+        now: current time, in seconds.
     """
     found = slowest(standings)
     limit = 0.0 if found is None else THRESHOLD * found[1]
@@ -81,12 +82,12 @@ def step(watch: Watch, standings: Sequence[Standing], now: float) -> tuple[Watch
 
 
 class Pace:
-    """Reads the memory page of a node periodically and reports slow workers.
+    """Checks the memory page of a node periodically and reports slow workers.
 
     Args:
-        page: page into which the workers write.
+        page: memory page into which the workers write their rates.
         say: prints a line for the user.
-        tell: receives the workers' reports at each look.
+        tell: called with the workers' reports at each check.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Pace:
         self._next = 0.0
 
     def look(self) -> None:
-        """Look, if it is time."""
+        """Check for slow workers, if the time for the next check has come."""
         now = time.monotonic()
         if now < self._next:
             return

@@ -1,15 +1,15 @@
 """Signals that the agent passes on to its workers.
 
 The default action of SIGUSR1 and SIGUSR2 kills a process. The agent therefore sends such a signal only to
-workers that handle, ignore or block it. If a worker does none of these, because it is still importing or
-already exiting, the agent holds the signal until the worker can take it.
+workers that handle, ignore or block it. If a worker does none of these, because it is still importing modules
+or already exiting, the agent holds the signal until the worker can receive it.
 
 - **PASS-1** A worker that does not handle, ignore or block a signal is never sent that signal.
-- **PASS-2** A signal that was received several times while held for a process is delivered to it once, as the
-  kernel does with pending signals.
-- **PASS-3** A held signal is either delivered or reported to the user as dropped.
-- **PASS-4** Without a ``/proc`` of its own, the agent cannot see what a worker handles. It then passes no
-  signal on, and says so.
+- **PASS-2** If a signal arrives several times while it is held for a process, it is delivered to the process
+  once, as the kernel does with pending signals.
+- **PASS-3** Each held signal is either delivered or reported to the user as dropped.
+- **PASS-4** Without a ``/proc`` of its own pid namespace, the agent cannot see what a worker handles. It then
+  passes no signal on, and reports that to the user.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 TICK = 0.05
-"""Seconds between two checks of whether a worker can take a held signal."""
+"""Seconds between two checks of whether a worker can receive a held signal."""
 
 PATIENCE = 60.0
 """Seconds after which a held signal is dropped."""
@@ -35,7 +35,9 @@ _EXITED = "before it exited"
 
 
 def can_take(pid: int, signum: int) -> bool | None:
-    """Return true if a process handles, ignores or blocks a signal; ``None`` if the process has exited."""
+    """Return true if a process handles, ignores or blocks a signal. Return ``None`` if the process has
+    exited.
+    """
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
             fields = dict(line.split(":", 1) for line in status if ":" in line)
@@ -45,7 +47,8 @@ def can_take(pid: int, signum: int) -> bool | None:
     except (OSError, LookupError, ValueError):
         return None
     if _has(blocked, signal.SIGSEGV):
-        # The C library briefly blocks all signals, even SIGSEGV, while it starts a process. Ignore that mask.
+        # The C library briefly blocks all signals, even SIGSEGV, while it starts a process. Ignore such a
+        # mask.
         blocked = 0
     return _has(blocked | ignored | caught, signum) or _waits_for(pid, signum)
 
@@ -53,8 +56,8 @@ def can_take(pid: int, signum: int) -> bool | None:
 def _waits_for(pid: int, signum: int) -> bool:
     """Return true if the main thread of a process is in ``sigwait`` for a signal.
 
-    During ``sigwait``, the kernel does not list the awaited signals as blocked, so read them from the
-    arguments of the system call.
+    During ``sigwait``, the kernel does not list the awaited signals as blocked, so this function reads them
+    from the arguments of the system call.
     """
     try:
         with open(f"/proc/{pid}/wchan", encoding="ascii") as wchan, open(f"/proc/{pid}/syscall") as syscall:
@@ -73,8 +76,7 @@ def _has(mask: int, signum: int) -> bool:
 
 
 class PassedSignals:
-    """Delivers signals to the workers of one agent. Holds a signal for as long as the worker would be killed
-    by it.
+    """Delivers signals to the workers of one agent. A signal is held for as long as it would kill the worker.
 
     Args:
         send: sends a signal to the workers with the given local ranks.
@@ -94,12 +96,12 @@ class PassedSignals:
     ) -> None:
         self._send, self._say = send, say
         self._can_take, self._now, self._has_own_proc = can_take, now, has_own_proc
-        # Time since which each signal is held, by signal, local rank and pid.
+        # Time at which each signal was held first, by signal, local rank and pid.
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
-        """Deliver a signal to running workers. For workers that the signal would kill, hold it until they can
-        receive it.
+        """Deliver a signal to running workers. If the signal would kill a worker, hold it until the worker
+        can receive it.
 
         Args:
             signum: number of the signal.
@@ -116,9 +118,8 @@ class PassedSignals:
         self._drop(gone, _EXITED)
 
     def look(self, workers: Mapping[int, int]) -> float | None:
-        """Deliver or drop held signals; return the seconds until the next call is due.
-
-        Returns ``None`` if no signal is held.
+        """Deliver or drop held signals. Return the seconds until the next call is due, or ``None`` if no
+        signal is held.
         """
         if not self._held:
             return None

@@ -1,4 +1,4 @@
-"""Finds out if an attempt failed because another process had its port."""
+"""Find out if an attempt failed because another process was using its port."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def is_port_conflict(attempt: Attempt) -> bool:
     """Return true if the attempt failed because the workers' store could not bind the port that was reserved
     for it.
 
-    The evidence is in the error files or stderr logs of the failed workers: the port, and the kernel's
-    message for a port in use. Ports that the user has chosen are not considered.
+    The evidence is in the error files or stderr logs of the failed workers: the port number, and the kernel's
+    message for a port that is in use. Ports that the user has chosen are not considered.
     """
     held = attempt.plan.port
     if held is None or held.store is not None or attempt.paths is None:

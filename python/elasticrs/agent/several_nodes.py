@@ -1,7 +1,7 @@
-"""Decisions of an agent in a job of several nodes.
+"""Decisions of an agent in a job on several nodes.
 
-The state machine of :mod:`elasticrs.rendezvous.elastic.machine` decides when workers start and stop. This
-module decides the rest: the reaction to signals, the text of a failure's cause, and the exit code.
+The state machine in :mod:`elasticrs.rendezvous.elastic.machine` decides when workers start and stop. This
+module decides the rest: how to react to signals, how to describe a failure, and which exit code to use.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ _PHASES = {
 
 
 class SeveralNodes(Decisions):
-    """Decision maker for the agent of one of several nodes.
+    """Makes the decisions of the agent of one node in a job on several nodes.
 
     Args:
-        job: the job, with its rendezvous.
-        console: console for lines to the user.
+        job: configuration of the job.
+        rendezvous: rendezvous of the nodes.
+        console: prints lines for the user.
         planned: called with the plan of each round before its workers start, and with a function that opens
             the store which the nodes of the round share. It may change the plan.
-        home: state of an agent that may run several times.
+        home: state that is kept if the agent runs several times.
 
     Attributes:
-        outcome: how the job ended for this node; ``None`` while it runs.
+        outcome: how the job ended for this node; ``None`` while the job runs.
     """
 
     has_peers = True
@@ -89,10 +90,10 @@ class SeveralNodes(Decisions):
         self._first_word: Cause | None = None
         self._group_exists = False
 
-    # --- what the loop asks ---
+    # --- called by the loop ---
 
     def open(self, supervisor: _core.Supervisor) -> None:
-        """See the base class: name servers are asked, which may take long."""
+        """Look up the host names on another thread, because name servers may be slow. See the base class."""
         self._supervisor = supervisor
         self._names = Asked(partial(look_up, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
@@ -144,12 +145,14 @@ class SeveralNodes(Decisions):
         # Poll the client first, because it may have seen the lost connection too and may know the reason.
         found = self._translate(self._driver.poll())
         if not self._group_exists:
-            # There are no workers to stop. This deadline belongs to a connection that was already lost.
+            # There are no workers to stop. The expired lease belonged to a connection that was already lost.
             return found
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 
     def release_plan(self) -> None:
-        """See the base class. The driver owns the listening socket and closes it at the end of the round."""
+        """Forget the plan, but keep its port open. The driver owns the listening socket and closes it at the
+        end of the round.
+        """
         self.plan = None
 
     def close(self) -> None:
@@ -189,7 +192,7 @@ class SeveralNodes(Decisions):
 
     def _on_signal(self, signum: int) -> list[machine.Action]:
         if self._driver is None:
-            # Nothing has begun.
+            # Nothing has been started yet.
             self.phase, self.signum = machine.Phase.STOPPED, signum
             return [machine.Exit(1)]
         if self.signum is not None:
@@ -232,7 +235,7 @@ class SeveralNodes(Decisions):
         from elasticrs.agent.own_cause import own_cause
 
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
-        # Workers that were stopped because one hung in the kernel have not failed.
+        # Workers have not failed if they were stopped because a worker hung in the kernel.
         is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
         if is_failure or self._first_failure is not None or attempt.expired:
             cause = own_cause(attempt, self._place(), self._clock(), self._first_word)

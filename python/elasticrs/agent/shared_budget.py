@@ -1,17 +1,19 @@
 """State machine, as a pure function, of an agent whose workers keep running when workers on other nodes fail.
 
-The agents are members of a rendezvous of their own (:mod:`elasticrs.rendezvous.elastic.machine`), separate
-from that of their workers. Its rounds serve as accounts of the restart budget: a failure ends a round, and
-the leader charges the budget and begins the next round. No worker is stopped for that. Invariants, each
+The agents are members of their own rendezvous (:mod:`elasticrs.rendezvous.elastic.machine`), which is
+separate from the workers' rendezvous. Its rounds keep account of the restart budget: a failure ends a round,
+and the leader charges the budget and starts the next round. No worker is stopped for this. Invariants, each
 tested by a property test:
 
-- **SHARE-1** a replacement is started only when no process of the failed worker is left, and the restart has
-  been charged, either by the round that began since, or together with an earlier failure.
-- **SHARE-2** a failure ends the round in which it is seen. Failures before the next round begins belong to
-  the same charge, and so do failures of workers that have not met again since. Each place counts once.
-- **SHARE-3** a group is started only when no process of an earlier group is left, and never after a group has
-  succeeded.
-- **SHARE-4** the agent ends once, and only when no process of its workers is left.
+- **SHARE-1** A replacement is started only after all processes of the failed worker have exited and the
+  restart has been charged, either by a round that started after the failure, or together with an earlier
+  failure.
+- **SHARE-2** A failure ends the round in which it is seen. Failures before the start of the next round share
+  its charge, and so do failures of workers that have not met again in a rendezvous since then. Each local
+  rank counts once.
+- **SHARE-3** A group of workers is started only after all processes of an earlier group have exited, and
+  never after a group has succeeded.
+- **SHARE-4** The agent exits once, and only after all processes of its workers have exited.
 """
 
 from __future__ import annotations
@@ -47,22 +49,22 @@ if TYPE_CHECKING:
 
 
 class NodeState(Value):
-    """State of this node.
+    """State of this node's workers and of its part in the agents' rendezvous.
 
     Args:
         grace: seconds between the first signal and SIGKILL.
         group: state of this node's workers: none, running (or being started), or being stopped.
         has_succeeded: true if all workers have exited with 0.
-        in_round: true if the node takes part in a round of the rendezvous.
+        in_round: true if the node takes part in a round of the agents' rendezvous.
         restarts: number of restarts charged so far on all nodes.
         failed: local ranks of failed workers that have no running replacement yet.
-        swept: those of the failed workers of which no process is left.
-        paid: those of the failed workers whose restart was charged, so that they may be replaced.
-        met: last meetings of the workers when a failure ended the last round, except for workers that were
-            replaced since.
+        swept: local ranks in ``failed`` for which all processes of the worker have exited.
+        paid: local ranks in ``failed`` whose restart was charged, so that the workers may be replaced.
+        met: last rendezvous of each worker at the time when a failure ended the last round, except for
+            workers that have been replaced since then.
         unfit: reason why this node cannot take part in another round; ``None`` if it can.
         has_ended: true if the job has ended for this node.
-        has_finished: true if the agent has ended.
+        has_finished: true if the agent has finished.
     """
 
     grace: float
@@ -79,11 +81,11 @@ class NodeState(Value):
     has_finished: bool = False
 
 
-# --- events, besides those of the workers in :mod:`elasticrs.agent.state_machine` ---
+# --- events, in addition to the worker events in :mod:`elasticrs.agent.state_machine` ---
 
 
 class WorkerFailed(Event):
-    """A worker ended and its exit code is not 0. ``met`` holds the last meetings of all workers of the
+    """A worker exited with a code other than 0. ``met`` contains the last rendezvous of each worker on the
     node.
     """
 
@@ -92,14 +94,14 @@ class WorkerFailed(Event):
 
 
 class RoundBegan(Event):
-    """The leader has begun a round with this node."""
+    """The leader has started a round in which this node takes part."""
 
     round: int
     restarts: int
 
 
 class RoundEnded(Event):
-    """The round has ended. ``met`` holds the last meetings of the workers, and is empty if no worker has
+    """The round has ended. ``met`` contains the last rendezvous of each worker; it is empty if no worker has
     failed.
     """
 
@@ -107,8 +109,8 @@ class RoundEnded(Event):
 
 
 class MustStop(Event):
-    """The workers must be stopped with this signal, or be killed at once if the lease of this node has
-    expired.
+    """The workers must be stopped with the signal ``signum``, or be killed at once if the lease of this node
+    has expired (``is_fence``).
     """
 
     signum: int
@@ -116,51 +118,51 @@ class MustStop(Event):
 
 
 class JobEnded(Event):
-    """The job has ended for this node. ``signum`` is sent to workers that are still running."""
+    """The job has ended for this node. Workers that are still running are sent ``signum``."""
 
     signum: int = SIGTERM
 
 
-# --- effects, besides the actions in :mod:`elasticrs.agent.state_machine` ---
+# --- effects, in addition to the actions in :mod:`elasticrs.agent.state_machine` ---
 
 
 class Report(Value):
-    """Report to the rendezvous that this worker has failed."""
+    """Report to the agents' rendezvous that this worker has failed."""
 
     local_rank: int
 
 
 class SayIdle(Value):
-    """Report to the rendezvous that its next round need not wait for this node."""
+    """Report to the agents' rendezvous that its next round does not have to wait for this node."""
 
 
 class SayDone(Value):
-    """Report to the rendezvous that the workers of this node have succeeded."""
+    """Report to the agents' rendezvous that the workers of this node have succeeded."""
 
 
 class SayEnded(Value):
-    """Report to the rendezvous that no process of the workers is left. ``unfit`` is the reason why this node
-    cannot take part in another round; ``None`` if it can.
+    """Report to the agents' rendezvous that all processes of the workers have exited. ``unfit`` is the reason
+    why this node cannot take part in another round; ``None`` if it can.
     """
 
     unfit: str | None = None
 
 
 class SayNotStarted(Value):
-    """Report to the rendezvous that the workers could not be started."""
+    """Report to the agents' rendezvous that the workers could not be started."""
 
     message: str
     transient: bool
 
 
 class Finish(Value):
-    """The end of the agent."""
+    """Finish the agent."""
 
 
 def step(state: NodeState, event: Event) -> tuple[NodeState, list[Effect]]:
     """Return the new state of this node after an event, and the actions to execute, in order.
 
-    Events that have no meaning in the current state change nothing.
+    An event that has no meaning in the current state changes nothing.
     """
     if state.has_finished:
         return state, []
@@ -200,8 +202,8 @@ def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]
         return state, []
     if state.met:
         return _pay(state, state.failed)
-    # The last round ended for another reason, so no restart was charged for these failures. Report one of
-    # them now.
+    # The last round ended for another reason, so no restart was charged for these failures. Report one of the
+    # failures now.
     return state, [Report(min(state.failed))]
 
 
@@ -216,7 +218,7 @@ def _fail(state: NodeState, event: WorkerFailed) -> tuple[NodeState, list[Effect
         return state, []
     state = state.replaced(failed=state.failed | {place})
     if not state.in_round:
-        # Wait for the next round, which decides about this failure.
+        # Wait for the next round, in which this failure is charged.
         return state, []
     if has_not_met_since(state.met, event.met, place):
         return _pay(state, frozenset({place}))
@@ -227,7 +229,7 @@ def _swept(state: NodeState, event: WorkerSwept) -> tuple[NodeState, list[Effect
     place = event.local_rank
     effects: list[Effect] = []
     if place not in state.failed:
-        # The worker's timer expired but the worker exited with 0. It counts as failed.
+        # The worker exceeded a timer but then exited with 0. It counts as failed.
         state, effects = _fail(state, WorkerFailed(place))
     if event.is_stuck:
         return _stop(state, SIGTERM, effects)
@@ -275,8 +277,8 @@ def _group_ended(state: NodeState, event: GroupEnded) -> tuple[NodeState, list[E
 
 
 def _gone(state: NodeState, say: SayDone | SayEnded | SayNotStarted) -> tuple[NodeState, list[Effect]]:
-    """Handle the end of the group, of which no process is left. If the workers have succeeded, this node
-    remains part of the running round.
+    """Handle the end of the workers, after all their processes have exited. If the workers have succeeded,
+    this node remains part of the running round.
     """
     state = state.replaced(group="none", failed=frozenset(), swept=frozenset(), paid=frozenset(), met=())
     if state.has_ended:

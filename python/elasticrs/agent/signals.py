@@ -1,18 +1,18 @@
-"""Signals of the agent, as events of its loop.
+"""Signals that the agent receives, as events of its loop.
 
 The Python signal handlers do nothing. The interpreter writes the number of each signal to a socket
-(:func:`signal.set_wakeup_fd`), whose other end the loop watches like any other descriptor. So a signal never
-interrupts a decision, and no signal is lost from the beginning on. :meth:`SignalPipe.close` restores the
-previous handlers.
+(:func:`signal.set_wakeup_fd`), and the loop watches the other end of the socket like any other file
+descriptor. So a signal never interrupts a decision, and no signal is lost. :meth:`SignalPipe.close` restores
+the previous handlers.
 
-- **SIG-1** a signal that was ignored when the agent was started (``nohup``) stays ignored, here and in the
-  workers;
-- **SIG-2** handlers are installed in the main thread only, because Python allows it nowhere else;
-- **SIG-3** the wake-up descriptor of a host application still receives its bytes;
+- **SIG-1** A signal that was ignored when the agent was started (``nohup``) stays ignored, in the agent and
+  in the workers.
+- **SIG-2** Handlers are installed only in the main thread, because Python does not allow it anywhere else.
+- **SIG-3** If the host application has set a wake-up file descriptor, it still receives the signal numbers.
 - **SIG-4** SIGTSTP has the same effect as in a program that does not catch it: a SIGCONT cancels it, however
-  soon it comes, and several SIGTSTPs count as one;
-- **SIG-5** a child that the host application forks has the previous handlers: signals to the child never
-  arrive here (:mod:`elasticrs.host.fork_handlers`).
+  soon it arrives, and several SIGTSTPs count as one.
+- **SIG-5** A child that the host application forks has the previous handlers, so signals to the child never
+  arrive in the agent (:mod:`elasticrs.host.fork_handlers`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
-"""Signals that the interpreter itself ignores. It is unknown whether they were ignored before, so workers get
-the default actions."""
+"""Signals that the Python interpreter itself ignores. It is unknown whether they were ignored before, so
+workers use the default actions.
+"""
 
 
 def ignored_signals() -> tuple[int, ...]:
-    """Signals that this process was started with as ignored, as far as Python can tell."""
+    """Return the signals that were already ignored when this process was started, as far as Python can
+    tell.
+    """
     return tuple(
         int(signum)
         for signum in signal.valid_signals()
@@ -53,7 +56,7 @@ def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
     handlers there.
 
     Raises:
-        OSError: file descriptors have run out.
+        OSError: the process has run out of file descriptors.
     """
     try:
         return SignalPipe(signums)
@@ -62,8 +65,8 @@ def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
 
 
 def without_what_was_taken_back(received: bytes) -> bytes:
-    """Return the signals with at most one SIGTSTP, the last one, and that only if no SIGCONT
-    follows (SIG-4).
+    """Return the received signals with at most one SIGTSTP: the last one, if no SIGCONT follows it
+    (SIG-4).
     """
     last = received.rfind(signal.SIGTSTP)
     is_wanted = last > received.rfind(signal.SIGCONT)
@@ -73,8 +76,8 @@ def without_what_was_taken_back(received: bytes) -> bytes:
 
 
 def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
-    """Stop the workers and this process after Control-Z, which was taken from ``signals``. The terminal does
-    not stop the workers, because they are not in its process group.
+    """Stop the workers and this process after Control-Z, and resume the workers when this process continues.
+    The terminal does not stop the workers, because they are not in its foreground process group.
     """
     if supervisor is not None:
         supervisor.suspend()
@@ -86,14 +89,14 @@ def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
 
 
 class SignalPipe:
-    """Catches signals and hands them out in order.
+    """Catches signals and returns them in the order of their arrival.
 
     Args:
         signums: signals to catch. Ignored signals stay ignored.
 
     Raises:
-        ValueError: this is not the main thread.
-        OSError: file descriptors have run out.
+        ValueError: the caller is not in the main thread.
+        OSError: the process has run out of file descriptors.
     """
 
     def __init__(self, signums: Iterable[int]) -> None:
@@ -114,16 +117,16 @@ class SignalPipe:
 
     @property
     def fd(self) -> int:
-        """Readable while :meth:`take` has something."""
+        """File descriptor that is readable while a signal is pending; see :meth:`take`."""
         return self._reader.fileno()
 
     @property
     def caught(self) -> frozenset[int]:
-        """The signals that are caught."""
+        """Signals that are currently caught."""
         return frozenset(self._caught)
 
     def catch(self, signums: Iterable[int], *, pauses: bool = False) -> None:
-        """Catch exactly these signals from now on. With ``pauses``, SIGTSTP is also caught, as a request for
+        """Catch exactly these signals from now on. With ``pauses``, also catch SIGTSTP as a request for
         :meth:`stop_this_process`, unless it is already in ``signums``.
         """
         wanted = set(signums)
@@ -143,13 +146,15 @@ class SignalPipe:
             self.order_pauses()
 
     def order_pauses(self) -> None:
-        """Restore the order of stop signals. Call this after installing another handler for SIGTSTP."""
+        """Make sure that SIGTSTP and SIGCONT are handled in the order of their arrival. Call this again after
+        installing another handler for SIGTSTP.
+        """
         from elasticrs import _core
 
         _core.order_stop_signals()
 
     def take(self) -> list[int]:
-        """The signals that came since the last call, in order; never blocks."""
+        """Return the signals that have arrived since the last call, in order. Never blocks."""
         received = bytearray()
         while True:
             try:
@@ -167,17 +172,18 @@ class SignalPipe:
     def stop_this_process(self) -> None:
         """Stop this process, and return when it is continued.
 
-        Return at once if a SIGCONT has come since the last SIGTSTP was taken (SIG-4).
+        Return at once if a SIGCONT has arrived since the last SIGTSTP was taken (SIG-4).
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # A SIGCONT from here on makes the kernel discard this SIGTSTP. Earlier SIGCONTs are in the pipe.
+            # If a SIGCONT arrives from now on, the kernel discards this SIGTSTP. Earlier SIGCONTs are in the
+            # pipe.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()
             held = signal.sigtimedwait((signal.SIGTSTP,), 0)
             if held is not None and held.si_pid != os.getpid():
-                # This SIGTSTP came after the SIGCONT.
+                # Another process sent this SIGTSTP after the SIGCONT, so send it again.
                 signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -191,8 +197,8 @@ class SignalPipe:
     def close(self, *, ignore: bool = False) -> None:
         """Restore the previous signal handlers and the wake-up descriptor. Idempotent.
 
-        With ``ignore`` the caught signals are ignored from now on instead: for a process that is about to
-        exit.
+        With ``ignore``, ignore the caught signals from now on instead of restoring their handlers. This is
+        for a process that is about to exit.
         """
         if self._reader.fileno() == -1:
             return
@@ -207,14 +213,14 @@ class SignalPipe:
 
     def _restore(self, signum: int) -> None:
         previous = self._caught.pop(signum)
-        # None: the handler was installed by C code, and Python cannot put it back.
+        # `None` means that C code installed the handler, so Python cannot restore it.
         signal.signal(signum, signal.SIG_DFL if previous is None else previous)
 
     def _forward(self, received: bytes) -> None:
         try:
             os.write(self._host_fd, received)
         except (BlockingIOError, BrokenPipeError):
-            # The pipe is full or closed. The interpreter drops the byte in this case too.
+            # The pipe is full or closed. The interpreter itself drops the signal number in this case, too.
             return
 
 
@@ -224,10 +230,10 @@ def _stop_unless_continued() -> None:
     try:
         _core.stop_unless_continued()
     except OSError:
-        # No process can be created, but the workers are already stopped. Send the signal to this thread,
-        # because a signal to the process may take effect only after this call has returned.
+        # No process can be created for this, but the workers are already stopped. Send the signal to this
+        # thread, because a signal to the process may take effect only after this call has returned.
         signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
 
 
 def _wake_only(_signum: int, _frame: FrameType | None) -> None:
-    """Do nothing, because the byte in the wake-up descriptor already reports the signal."""
+    """Do nothing, because the interpreter has already written the signal number to the wake-up socket."""

@@ -1,11 +1,12 @@
-"""Workers in uninterruptible sleep: state ``D`` in ``/proc``, in which a process cannot be signalled.
+"""Detect workers in uninterruptible sleep: state ``D`` in ``/proc``, in which a process cannot be killed.
 
-A worker stays in this state while it waits for a device or a file system that does not answer. It holds
+A worker stays in this state while it waits for a device or a file system that does not respond. It holds
 resources that any replacement on this node would need, so the job fails and is not restarted. Torch treats
-this case as a success. Short stays are normal, so only an uninterrupted stay counts, as far as periodic
+this case as a success. Short waits are normal, so only an uninterrupted wait counts, as far as periodic
 checks can tell.
 
-:func:`since` and :func:`overdue` decide; :class:`Sleepers` reads the clock and ``/proc``.
+The functions :func:`since` and :func:`overdue` decide. The class :class:`Sleepers` reads the clock and
+``/proc``.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LOOKS = 4
-"""Minimum number of checks in the time for which a worker may sleep."""
+"""Minimum number of checks within the time for which a worker may sleep."""
 
 _LONGEST = 1.0
 """Maximum number of seconds between two checks."""
 
 
 def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -> dict[int, float]:
-    """Return when each process that is sleeping now was first seen sleeping.
+    """Return the time at which each currently sleeping process was first seen sleeping.
 
     Args:
         earlier: result of the previous check.
@@ -38,8 +39,8 @@ def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -
 
 
 def overdue(first_seen: Mapping[int, float], now: float, limit: float) -> dict[int, float]:
-    """Return the processes that have slept for at least ``limit`` seconds, and their sleeping time. Return
-    nothing if ``limit`` is not positive.
+    """Return the processes that have slept for at least ``limit`` seconds, with the number of seconds. Return
+    an empty result if ``limit`` is not positive.
     """
     if limit <= 0:
         return {}
@@ -47,11 +48,11 @@ def overdue(first_seen: Mapping[int, float], now: float, limit: float) -> dict[i
 
 
 class Sleepers:
-    """Looks for workers that sleep too long.
+    """Finds workers that have been in uninterruptible sleep for too long.
 
     Args:
-        limit: maximum number of seconds asleep; not checked if 0 or negative, or without a ``/proc`` of this
-            pid namespace.
+        limit: maximum number of seconds in uninterruptible sleep; no check is made if it is 0 or negative, or
+            without a ``/proc`` of this pid namespace.
         proc: mount point of ``/proc``.
     """
 
@@ -62,11 +63,11 @@ class Sleepers:
         self._next = 0.0
         self._first_seen: dict[int, float] = {}
         self.interval = min(_LONGEST, limit / _LOOKS) if limit > 0 else float("inf")
-        """Seconds between two looks."""
+        """Seconds between two checks."""
 
     def look(self, pids: Mapping[int, int]) -> dict[int, float]:
-        """Return the local ranks of the workers that have slept too long, and their sleeping time in seconds.
-        Check only if the interval since the last check has passed.
+        """Return the local ranks of the workers that have slept for too long, with the number of seconds.
+        Check only if ``interval`` seconds have passed since the last check.
         """
         now = time.monotonic()
         if self._limit <= 0 or now < self._next:

@@ -1,25 +1,26 @@
-"""What the agent of one node decides, as a pure function: no I/O, no clock, no randomness.
+"""Decisions of the agent of one node, as a pure function: no I/O, no clock, no randomness.
 
-:func:`step` takes a state and an event. It returns the next state, and the actions that the loop has to
+:func:`step` takes a state and an event. It returns the next state, and the actions that the loop must
 execute, in order. The order of phases::
 
     INIT → RENDEZVOUS → STARTING → RUNNING → STOPPING → RENDEZVOUS …  (a restart)
                                                       → SUCCEEDED | FAILED | STOPPED
 
-Invariants, each held by a property test:
+Invariants, each tested by a property test:
 
-- **AGENT-1** :class:`Start` is requested only when no process of an earlier group is left.
-- **AGENT-2** at most ``max_restarts`` restarts are charged. Only a port conflict is retried without a charge,
+- **AGENT-1** :class:`Start` is requested only after all processes of an earlier group have exited.
+- **AGENT-2** At most ``max_restarts`` restarts are charged. Only a port conflict is retried without a charge,
   at most :data:`MAX_PORT_RETRIES` times.
-- **AGENT-3** the terminal phases are final, and each is entered with exactly one :class:`Exit`, which comes
-  last.
-- **AGENT-4** the exit code is 0 only if every worker of the last group exited with 0 and no stop was
+- **AGENT-3** The terminal phases are final. Each is entered with exactly one :class:`Exit`, which is the last
+  action.
+- **AGENT-4** The exit code is 0 only if every worker of the last group exited with 0 and no stop was
   requested.
-- **AGENT-5** after the first signal no process is started, and the agent exits when the group has ended.
-- **AGENT-6** a node is not used again if SIGKILL did not end some workers or if workers hung in the kernel.
-- **AGENT-7** with ``replaces``, a failed worker is replaced once no process of it is left, and the other
-  workers keep running, as long as the budget lasts. Workers that fail before the replacement of an earlier
-  one has started share its charge, and so do workers that have not met the others again since then.
+- **AGENT-5** After the first signal no process is started, and the agent exits when the group has ended.
+- **AGENT-6** A node is not used again if some workers survived SIGKILL or hung in the kernel.
+- **AGENT-7** With ``replaces``, a failed worker is replaced after all its processes have exited, and the
+  other workers keep running, as long as the restart budget lasts. Workers that fail before the replacement of
+  an earlier worker has started share its charge, and so do workers that have not met the others in a
+  rendezvous since then.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SIGKILL = 9
 
 
 class Phase(Enum):
-    """Phase of the agent."""
+    """Phase of the agent of one node."""
 
     INIT = "init"
     RENDEZVOUS = "rendezvous"
@@ -58,29 +59,29 @@ class Phase(Enum):
 
     @property
     def is_terminal(self) -> bool:
-        """True if nothing can follow."""
+        """True if no other phase can follow this one."""
         return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED)
 
 
 class AgentState(Value):
-    """State on which all decisions depend.
+    """State of the agent, on which all its decisions depend.
 
     Args:
         max_restarts: maximum number of charged restarts.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         phase: phase of the agent.
         round: number of the attempt, from 1. Every attempt counts.
-        restarts: charged restarts; what workers see as ``TORCHELASTIC_RESTART_COUNT``.
+        restarts: number of charged restarts. Workers see it as ``TORCHELASTIC_RESTART_COUNT``.
         port_retries: number of attempts that were repeated because another process took the port of the
             workers' store.
-        signum: the first signal that asked the agent to stop.
+        signum: the first signal that asked the agent to stop; ``None`` if there was none.
         worker_failed: true if a worker of the current group has failed.
-        group_exists: true if processes of a group may exist: from :class:`Start` until the start fails or
-            :class:`GroupEnded`.
+        group_exists: true if processes of a group may exist, which is the time from :class:`Start` until the
+            start fails or until :class:`GroupEnded`.
         replaces: true if a failed worker is replaced while the others continue.
         replacing: local ranks of failed workers that have no running replacement yet.
-        met: last meetings of the workers when a failure was charged, except for workers that were replaced
-            since.
+        met: last rendezvous of each worker at the time when a failure was charged, except for workers that
+            have been replaced since then.
     """
 
     max_restarts: int
@@ -98,7 +99,7 @@ class AgentState(Value):
 
     @property
     def restarts_left(self) -> int:
-        """Restarts that may still be charged."""
+        """Number of restarts that may still be charged."""
         return self.max_restarts - self.restarts
 
     def _next(self, phase: Phase, **changes: Any) -> AgentState:
@@ -110,11 +111,11 @@ class AgentState(Value):
 
 
 class Event(Value):
-    """Something that happened."""
+    """Base class of the events that the agent reacts to."""
 
 
 class Begin(Event):
-    """The loop is ready."""
+    """The agent's loop is ready."""
 
 
 class RendezvousCompleted(Event):
@@ -122,18 +123,18 @@ class RendezvousCompleted(Event):
 
 
 class RendezvousFailed(Event):
-    """No further attempt is possible. ``message`` tells the user why."""
+    """The rendezvous failed, so no further attempt is possible. ``message`` is the reason, for the user."""
 
     message: str
 
 
 class Started(Event):
-    """All workers of the attempt run."""
+    """All workers of the attempt are running."""
 
 
 class StartFailed(Event):
-    """The attempt could not be started, for the reason ``message``, and none of its processes is left.
-    ``transient`` means that another try may succeed soon (no memory, no process slots, a killed nursery).
+    """The workers could not be started, for the reason ``message``, and all their processes have exited.
+    ``transient`` is true if another try may succeed soon (no memory, no process slots, a killed nursery).
     """
 
     message: str
@@ -141,14 +142,14 @@ class StartFailed(Event):
 
 
 class FailureSeen(Event):
-    """A worker has failed first; its siblings have been signalled."""
+    """The first failure of a worker in this attempt. The other workers have already been signalled."""
 
     local_rank: int
 
 
 class WorkerExited(Event):
-    """A worker has ended. The exit code is negative for a signal, and ``None`` if it is unknown. ``met``
-    holds the last meetings of all workers of the node.
+    """A worker has exited. The exit code is negative if a signal killed the worker, and ``None`` if it is
+    unknown. ``met`` contains the last rendezvous of each worker on the node.
     """
 
     local_rank: int
@@ -157,8 +158,8 @@ class WorkerExited(Event):
 
 
 class WorkerSwept(Event):
-    """No process of a failed worker is left, except processes that cannot be killed. A replacement may be
-    started.
+    """A failed worker's processes have exited, so a replacement may be started. ``is_stuck`` is true if some of
+    them have not exited because they cannot be killed.
     """
 
     local_rank: int
@@ -178,13 +179,14 @@ class ReplaceFailed(Event):
 
 
 class GroupEnded(Event):
-    """No process of the group is left, except processes that cannot be killed.
+    """All processes of the group have exited, except processes that cannot be killed.
 
     Args:
         outcome: outcome of the group.
-        stuck_ranks: workers that SIGKILL did not end.
-        port_conflict: true if the workers' store could not bind the port that we had chosen.
-        unfit: reason other than ``stuck_ranks`` why this node cannot be used again.
+        stuck_ranks: local ranks of the workers that survived SIGKILL.
+        port_conflict: true if the workers' store could not bind the port that the agent had chosen.
+        unfit: reason other than ``stuck_ranks`` why this node cannot be used again; ``None`` if there is
+            none.
     """
 
     outcome: Outcome
@@ -199,7 +201,7 @@ class GroupEnded(Event):
 
 
 class SignalReceived(Event):
-    """The agent received this signal as a request to stop."""
+    """The agent received the signal ``signum`` as a request to stop."""
 
     signum: int
 
@@ -208,29 +210,33 @@ class SignalReceived(Event):
 
 
 class Action(Value):
-    """Something that the loop has to do."""
+    """Base class of the actions that the agent's loop executes."""
 
 
 class Rendezvous(Action):
-    """Agree on ranks and addresses for an attempt. The loop answers with one of the two rendezvous events."""
+    """Agree on ranks and addresses for an attempt. The loop responds with :class:`RendezvousCompleted` or
+    :class:`RendezvousFailed`.
+    """
 
     round: int
 
 
 class Start(Action):
-    """Start the workers; answered by :class:`Started`, :class:`StartFailed` or :class:`GroupEnded`."""
+    """Start the workers. The loop responds with :class:`Started`, :class:`StartFailed` or
+    :class:`GroupEnded`.
+    """
 
     round: int
     restarts: int
 
 
 class HungElsewhere(Value):
-    """A worker that hangs on another node, as that node names it.
+    """A worker that hangs on another node, with the facts that the other node has reported.
 
     Args:
         silence: seconds since the worker's last heartbeat.
-        step: training step of the worker, if its heartbeats had steps.
-        frame: stack frame of the worker's main thread, as in ``RankSeen``, if known.
+        step: training step of the worker; ``None`` if its heartbeats had no steps.
+        frame: stack frame of the worker's main thread, as in ``RankSeen``; ``None`` if unknown.
     """
 
     silence: float
@@ -239,14 +245,14 @@ class HungElsewhere(Value):
 
 
 class Stop(Action):
-    """Stop the group. The loop answers with :class:`GroupEnded`.
+    """Stop the workers. The loop responds with :class:`GroupEnded`.
 
     Args:
         signum: signal to send first.
-        grace: seconds until SIGKILL.
-        is_announced: true if the user already knows the reason.
-        hung: a hung worker of another node that is the reason for the stop. Evidence of what that worker may
-            be waiting for is collected first.
+        grace: seconds from the first signal until SIGKILL.
+        is_announced: true if the user has already been told the reason.
+        hung: hung worker on another node that is the reason for the stop; ``None`` otherwise. Before the
+            stop, this node collects evidence of the ranks that the hung worker may be waiting for.
     """
 
     signum: int
@@ -256,12 +262,12 @@ class Stop(Action):
 
 
 class CollectEvidence(Action):
-    """Save the evidence of the failure, before the next attempt begins."""
+    """Save the evidence of the failure, before the next attempt starts."""
 
 
 class AnnounceRestart(Action):
     """Report in one line what failed and that the workers are restarted. ``charged`` is true if the restart
-    was taken from the budget.
+    was charged to the budget.
     """
 
     restarts_left: int
@@ -269,7 +275,7 @@ class AnnounceRestart(Action):
 
 
 class Replace(Action):
-    """Start a replacement for a worker. The loop answers with :class:`WorkerReplaced` or
+    """Start a replacement for a failed worker. The loop responds with :class:`WorkerReplaced` or
     :class:`ReplaceFailed`.
     """
 
@@ -278,28 +284,30 @@ class Replace(Action):
 
 
 class ReportFailure(Action):
-    """Report why the job failed. ``message`` is the reason if no worker's failure is."""
+    """Report why the job failed. ``message`` is the reason; ``None`` if the failure of a worker is the
+    reason.
+    """
 
     message: str | None = None
 
 
 class CloseRendezvous(Action):
-    """No further attempt of this job will follow, on any node."""
+    """Close the rendezvous, because no further attempt of this job will follow on any node."""
 
 
 class Exit(Action):
-    """Exit with this exit code of the launcher."""
+    """Exit the launcher with the exit code ``code``."""
 
     code: int
 
 
-# --- the function ---
+# --- the transition function ---
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
     """Return the new state of the agent after an event, and the actions to execute, in order.
 
-    Events that have no meaning in a phase (an exit reported after the end, a late answer) change nothing.
+    An event that has no meaning in the current phase changes nothing, for example a late response.
     """
     if state.phase.is_terminal:
         return state, []
@@ -391,7 +399,7 @@ def _on_replacement(
             return _stop_all(state)
         if not isinstance(event, WorkerSwept):
             return state, []
-        # The worker's timer expired but the worker exited with 0. It counts as failed.
+        # The worker exceeded a timer but then exited with 0. It counts as failed.
         state, stop = _on_worker_to_replace(state, event.local_rank)
         if stop:
             return state, stop
@@ -406,8 +414,8 @@ def _on_replacement(
 
 
 def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
-    """Stop all workers, because a worker failed and cannot be replaced. What follows is the same as without
-    ``replaces``.
+    """Stop all workers, because a worker failed and cannot be replaced. From here on, the agent acts as
+    without ``replaces``.
     """
     return state._next(Phase.STOPPING, worker_failed=True), [Stop(SIGTERM, state.shutdown_timeout, True)]
 
@@ -415,7 +423,7 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 def _restart(
     state: AgentState, message: str | None = None, *, evidence: bool = False
 ) -> tuple[AgentState, list[Action]]:
-    """Restart if the budget allows it. Otherwise fail the job for this reason."""
+    """Restart all workers if the budget allows it. Otherwise fail the job, with ``message`` as the reason."""
     restarts = used_after(state.restarts, state.max_restarts)
     if restarts is None:
         return _fail(state, message, evidence=evidence)
