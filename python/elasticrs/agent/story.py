@@ -1,4 +1,5 @@
-"""Progress of a job, in one line for each event: location of the logs, failures, restarts, the end.
+"""Print the progress of a job, one line for each event: the location of the logs, failures, restarts, the
+end.
 
 This observer decides nothing. Slow work, such as reading a traceback, is done after the next workers have
 been started.
@@ -28,8 +29,8 @@ _QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 
 def is_talkative(level: str) -> bool:
-    """Return true if the user wants lines about a job without problems. ``level`` is a log level as a name or
-    a number, as in :mod:`logging`. Without ``LOGLEVEL`` these lines are shown.
+    """Return true if the user wants to see lines about a job without problems. ``level`` is a log level as a
+    name or a number, as in :mod:`logging`. If ``LOGLEVEL`` is not set, these lines are shown.
     """
     if level.isdecimal():
         return int(level) <= 20
@@ -37,14 +38,14 @@ def is_talkative(level: str) -> bool:
 
 
 class Story(Observer):
-    """Tells the user how the job goes.
+    """Observer that prints the progress of a job.
 
     Args:
-        job: the job.
-        result: result of the job, which the loop fills in.
+        job: configuration of the job.
+        result: result of the job, which the agent's loop fills in.
         say: prints a line for the user.
-        owns_process: true if the process is the launcher and not a program that uses it. Only the launcher
-            reports success.
+        owns_process: true if the process is the launcher, and false if it is a program that uses the
+            launcher's API. Only the launcher reports success.
     """
 
     def __init__(
@@ -60,18 +61,20 @@ class Story(Observer):
         self._is_restart = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the attempt has it
-        """Keep an announced restart. It is printed when its workers have been started."""
+        """Keep an announced restart, to print it after its workers have been started."""
         if isinstance(action, AnnounceRestart):
             self._failed = self._result.attempts[-1], action
 
     def prepared(self, attempt: Attempt) -> None:
-        """Print the folder of the logs, once."""
+        """Print the folder of the logs, before the first attempt."""
         folder = attempt.paths.run_folder if attempt.paths is not None else ""
         if attempt is self._result.attempts[0] and self._tells_all and folder and any(_outputs(attempt)):
             self._say(f"logs in {folder}")
 
     def started(self) -> None:
-        """Print the line about the restart. Called once the workers have started, so as not to delay them."""
+        """Print the line about the restart. This is called after the workers have been started, so that it
+        does not delay them.
+        """
         if self._failed is None:
             return
         (attempt, action), self._failed = self._failed, None
@@ -102,7 +105,7 @@ class Story(Observer):
             self._tell_first(attempt)
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
-        """A worker failed, and only it was started again."""
+        """Print a line about the failed worker and its replacement."""
         (local_rank,) = failed.exits
         most = self._job.max_restarts
         self._say(
@@ -117,9 +120,9 @@ class Story(Observer):
         )
 
     def running(self, result: JobResult) -> None:
-        """The workers run again."""
+        """Print that the workers are running again after a restart."""
         attempt = result.attempts[-1]
-        # On several nodes, only the node with group rank 0 prints this line.
+        # In a job on several nodes, only the node with group rank 0 prints this line.
         is_mine = self._is_restart or (self._job.is_multi_node and attempt.plan.ranks[0].group_rank == 0)
         if is_mine and attempt.phases:
             self._is_restart = False
@@ -148,14 +151,16 @@ class Story(Observer):
         charged = f"{used} of {self._job.max_restarts} restarts charged{self._node_changes()}"
         ending = f"{how} after {took}", f"; {charged}{logs}"
         if self._owns_process:
-            # Leave this line to the launcher, which adds the root cause and prints the line below the failure
-            # report.
+            # Let the launcher print this line, because it adds the root cause and prints the line below the
+            # failure report.
             result.ending = ending
         else:
             self._say("".join(ending))
 
     def _node_changes(self) -> str:
-        """Return text with the number of new rounds that were not charged as restarts."""
+        """Return text with the number of rounds that were started because nodes joined or left, without a
+        charged restart.
+        """
         if not self._job.is_multi_node or self._job.replaces_workers:
             return ""
         last = self._result.attempts[-1]
@@ -163,7 +168,7 @@ class Story(Observer):
         return f", {count} change{'s' if count != 1 else ''} of nodes" if count > 0 else ""
 
     def _tell_first(self, attempt: Attempt) -> None:
-        # With several nodes, the rendezvous prints the first failure on every node.
+        # In a job on several nodes, the rendezvous prints the first failure on every node.
         if self._job.is_multi_node or not attempt.signalled:
             return
         first = first_seen(attempt)
@@ -172,7 +177,7 @@ class Story(Observer):
         self._say(f"{who}; stopping {others}: errors that follow here are a consequence")
 
     def _cause(self, attempt: Attempt) -> str:
-        """Return why an attempt ended, and store the cause for the report."""
+        """Return the reason why an attempt ended, and store it for the report."""
         failed = attempt.failed_exits()
         if attempt.first_failure is None or not failed:
             if "started" in attempt.stamps:
@@ -184,8 +189,8 @@ class Story(Observer):
         try:
             from elasticrs.agent.failed_attempt import first_of
         except OSError:
-            # The import fails if this process has no free file descriptor. Name the first failed worker by
-            # its exit, which is already known.
+            # The import fails if this process has no free file descriptor. In this case, describe the first
+            # failed worker by its exit, which is already known.
             local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
         else:
             local_rank, how = first_of(attempt)
@@ -196,7 +201,8 @@ class Story(Observer):
 def productive_ns(attempts: Iterable[Attempt]) -> int:
     """Return the productive time in nanoseconds: the time during which no worker had failed or hung.
 
-    The imports before a warm start count as productive, because cold workers import after their start.
+    The imports before a warm start count as productive time, because cold workers also import after they
+    start.
     """
     total = 0
     for attempt in attempts:
@@ -211,7 +217,7 @@ def productive_ns(attempts: Iterable[Attempt]) -> int:
 
 
 def folder_with_files(attempts: Sequence[Attempt]) -> str | None:
-    """Return the folder of a run's logs, if any file is there."""
+    """Return the folder of a run's logs. Return ``None`` if it contains no files."""
     paths = attempts[-1].paths
     run = paths.run_folder if paths is not None else ""
     return run if run and any(files for _, _, files in os.walk(run)) else None

@@ -1,19 +1,19 @@
-"""Timeline of a job for programs: events with their times, as JSON lines in the file that
+"""Write a timeline of a job for other programs: events with their times, as JSON lines in the file that
 ``ELASTICRS_TIMELINE`` names.
 
 ``ns`` is a time of :func:`time.monotonic_ns`, ``attempt`` is the number of the attempt, and ``restart_count``
-is the value that its workers see as ``TORCHELASTIC_RESTART_COUNT``. The events:
+is the value that its workers see as ``TORCHELASTIC_RESTART_COUNT``. The events are:
 
 - ``planned``: the rendezvous is over, and the workers will be started next.
 - ``imported``: the start has waited for a warm nursery, which is now ready or has failed.
-- ``started``: all workers of the attempt run. ``pids`` lists the pids by local rank. ``warm`` is true if the
-  workers were forked from a warm nursery (``null`` without ``--warm``), and ``why_cold`` is the reason if
-  not. ``phases_ms`` gives the phases of the restart that led to this attempt, see
+- ``started``: all workers of the attempt are running. ``pids`` lists the pids by local rank. ``warm`` is true
+  if the workers were forked from a warm nursery and ``null`` without ``--warm``. ``why_cold`` is the reason
+  if they were not. ``phases_ms`` contains the phases of the restart that led to this attempt, see
   :func:`elasticrs.agent.attempt.phases`.
-- ``failure_seen``: the first worker failed; with ``local_rank``, ``pid`` and ``exitcode`` (``None`` if
-  unknown).
-- ``siblings_signalled``: the last of the other workers has been signalled; ``siblings`` is their number.
-- ``group_ended``: no process of the attempt is left.
+- ``failure_seen``: the first failure of a worker, with its ``local_rank``, ``pid`` and ``exitcode`` (``None``
+  if unknown).
+- ``siblings_signalled``: all other workers have been signalled. ``siblings`` is their number.
+- ``group_ended``: all processes of the attempt have exited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def records(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
-    """Return the events of these attempts, ordered by time. Events that did not happen are left out."""
+    """Return the events of these attempts in order of time. Events that did not happen are left out."""
     found: list[dict[str, Any]] = []
     for attempt in attempts:
         first = attempt.exits.get(attempt.first_failure) if attempt.first_failure is not None else None

@@ -1,8 +1,7 @@
-"""Starts the workers of a job's attempts, one attempt at a time, and records the events that the core
-reports.
+"""Starts the workers of a job, one attempt at a time, and records the events that the core reports.
 
-The tracker makes no decisions. Its owner does: the loop of :mod:`elasticrs.agent.loop`, or an agent whose
-hooks decide.
+The tracker makes no decisions. Its owner does: either the loop in :mod:`elasticrs.agent.loop`, or an agent
+whose hooks decide.
 """
 
 from __future__ import annotations
@@ -37,10 +36,12 @@ if TYPE_CHECKING:
     from elasticrs.workers.plan import Plan
 
     class Owner(Protocol):
-        """The decision maker, which also handles events that do not belong to an attempt."""
+        """Object that makes the decisions and handles the events that do not belong to an attempt."""
 
         def on_fd(self, fd: int, *, is_over: bool) -> bool:
-            """Read a readable descriptor. Return false if it does not belong to this owner."""
+            """Handle a readable file descriptor. Return false if the descriptor does not belong to this
+            object.
+            """
 
         def on_fence(self) -> None:
             """Handle the expiry of this node's lease."""
@@ -49,26 +50,26 @@ if TYPE_CHECKING:
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 
 DRAIN_TIMEOUT = 10.0
-"""Seconds for which the end waits for a slow console. The log files are complete in any case."""
+"""Seconds for which the job waits at its end for a slow console. The log files are complete in any case."""
 
 
 class AttemptTracker:
-    """Starts attempts and keeps the record of them.
+    """Starts the attempts of a job and records what happens in them.
 
     Args:
-        owner: decision maker.
+        owner: object that makes the decisions.
         job: configuration of the job.
         workers: starts the processes.
-        console: console for lines to the user.
-        observers: observers that are notified of everything.
+        console: prints lines for the user.
+        observers: observers that are notified of each event.
         owns_process: true if the process belongs to the launcher alone (the command line).
 
     Attributes:
         result: result of the job so far.
         events: pending events, oldest first. The owner removes them.
         observers: all observers of the job.
-        why_unfit: reason why no further attempt may run on this node. It is reported with the end of the
-            group.
+        why_unfit: reason why this node cannot run another attempt; ``None`` if it can. It is reported when
+            the workers of the attempt have ended.
     """
 
     def __init__(
@@ -105,12 +106,12 @@ class AttemptTracker:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The last attempt."""
+        """The last attempt, or ``None`` before the first one."""
         return self.result.attempts[-1] if self.result.attempts else None
 
     @property
     def is_open(self) -> bool:
-        """True if there is a supervisor."""
+        """True if the supervisor exists."""
         return self._supervisor is not None
 
     @property
@@ -121,11 +122,11 @@ class AttemptTracker:
         return self._supervisor
 
     def open(self, fd: int | None) -> None:
-        """Make the supervisor, which also watches ``fd``.
+        """Create the supervisor, which also watches the file descriptor ``fd``.
 
         Raises:
             _core.SupervisorError: no supervisor can be created.
-            OSError: file descriptors have run out.
+            OSError: the process has run out of file descriptors.
             UsageError: see :func:`elasticrs.agent.workers.watch_timers`.
         """
         warm = None
@@ -141,7 +142,7 @@ class AttemptTracker:
         self.observers.opened(supervisor)
 
     def close(self) -> None:
-        """Kill the remaining processes and release the supervisor. Idempotent."""
+        """Kill the remaining processes and close the supervisor. Idempotent."""
         try:
             if self._supervisor is not None:
                 may_go_on = self._job.linger is None and self.result.exit_code == 0
@@ -153,7 +154,7 @@ class AttemptTracker:
             if self._warming is not None:
                 self._warming.close()
 
-    # --- what is done ---
+    # --- actions ---
 
     def begin(self, action: machine.Start, plan: Plan) -> Attempt:
         """Add the record of a new attempt to the result."""
@@ -169,10 +170,10 @@ class AttemptTracker:
         return attempt
 
     def start(self, attempt: Attempt) -> None:
-        """Start all workers of an attempt, or none. A later event reports the result.
+        """Start all workers of an attempt, or none of them. A later event reports the result.
 
         Raises:
-            Exception: a function of the user cannot be pickled. No event follows.
+            Exception: a function of the user cannot be pickled. In this case, no event follows.
         """
         supervisor = self.supervisor
         if self._warming is not None:
@@ -191,12 +192,12 @@ class AttemptTracker:
             self.observers.started()
 
     def not_started(self, why: str, is_transient: bool = False) -> None:
-        """Record why the workers could not be started, and whether the cause may be transient."""
+        """Record the reason why the workers could not be started, and whether it may be only temporary."""
         self.result.message = f"{phrases.NOT_STARTED}: {why}"
         self.events.append(machine.StartFailed(self.result.message, is_transient))
 
     def replace(self, action: machine.Replace) -> None:
-        """Start the replacement for a worker. A later event reports whether the replacement runs."""
+        """Start the replacement for a worker. A later event reports whether the replacement is running."""
         attempt, rank, self._restarts = self.result.attempts[-1], action.local_rank, action.restarts
         try:
             process = prepare_replacement(self._workers, self.supervisor, attempt, rank, action.restarts)
@@ -209,7 +210,7 @@ class AttemptTracker:
         self.events.append(machine.ReplaceFailed(local_rank))
 
     def stop(self, action: machine.Stop) -> None:
-        """Stop the workers."""
+        """Send the workers of the running attempt the stop signal."""
         if self.attempt is not None:
             self.attempt.stamps.setdefault("stopped", time.monotonic_ns())
         policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
@@ -221,7 +222,9 @@ class AttemptTracker:
         self._follow_workers()
 
     def forward(self, signum: int, *, are_running: bool) -> None:
-        """Pass a signal on to running workers. Drop it if none run, because there is nothing to save yet."""
+        """Pass a signal on to the running workers. If there are none, drop the signal, because there is
+        nothing to save yet.
+        """
         if not are_running or self.attempt is None:
             name = phrases.signal_name(signum)
             self._console.say(f"{name} received: no workers run, so nobody gets it")
@@ -232,13 +235,13 @@ class AttemptTracker:
         self.supervisor.forward(signum, local_ranks)
 
     def count_oom_kills(self) -> None:
-        """Read the counters of the OOM killer once more, after the end of the last attempt."""
+        """Read the OOM kill counters again, after the end of the last attempt."""
         attempt = self.result.attempts[-1]
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
 
     def drain(self) -> None:
-        """Wait for a limited time until the console has taken all output, and handle the last events of the
-        supervisor.
+        """Wait for a limited time until the console has accepted all output, and handle the supervisor's last
+        events.
         """
         left = self.supervisor.drain(DRAIN_TIMEOUT)
         if left:
@@ -246,8 +249,8 @@ class AttemptTracker:
             self._console.say(
                 f"the console did not accept all output within {DRAIN_TIMEOUT:g} s; see {files}"
             )
-        # Read events again, because problems with log files are often found when they are read for the last
-        # time.
+        # Check for events again, because problems with log files are often found when the files are read for
+        # the last time.
         self._hear_out()
 
     def _hear_out(self) -> None:
@@ -255,11 +258,11 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # The descriptor stays readable and no longer has a reader.
+                # Nothing reads this descriptor any more, so it would stay readable.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
-        """Remove empty fault files of the attempts. Write the timeline if ``ELASTICRS_TIMELINE`` is set."""
+        """Remove the attempts' empty fault files. Write the timeline if ``ELASTICRS_TIMELINE`` is set."""
         for attempt in self.result.attempts:
             for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
                 discard_empty_fault_file(path)
@@ -274,7 +277,7 @@ class AttemptTracker:
     # --- events of the core ---
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for an event of the supervisor and record it. Return false if there was none."""
+        """Wait for an event from the supervisor and handle it. Return false if there was none."""
         running = {} if self.attempt is None else self.attempt.running()
         left = self._passed.look(running)
         pause = None if self._warming is None else self._warming.look_again(self.supervisor)
@@ -303,8 +306,8 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Report that all workers run or that none is left. If a keeper is the parent of the workers, this
-        happens later than the event of the core.
+        """Report that all workers are running, or that all their processes have exited. If a keeper is the
+        parent of the workers, this happens later than the core's event.
         """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
@@ -315,24 +318,24 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # A group that starts empty adopts its workers later.
+        # A group that was started without workers adopts them later.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         if "imported" in attempt.stamps:
-            # The nursery's report may arrive after the core has started the workers, so limit the time of the
-            # import.
+            # The nursery's report may arrive after the core has started the workers, so do not let the
+            # imports end later than the start.
             attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()
         earlier = [each for each in self.result.attempts[:-1] if "ended" in each.stamps]
         if earlier:
-            # The restart includes all failed starts since the last attempt that ran.
+            # The restart includes all failed starts since the last attempt whose workers ran.
             failed = next((each for each in reversed(earlier) if "started" in each.stamps), earlier[0])
             attempt.phases = phases(failed, attempt)
         self.events.append(machine.Started())
         self.observers.running(self.result)
 
     def _warmth(self) -> tuple[bool | None, str | None]:
-        """Return whether workers that start now are warm, and if not, why."""
+        """Return whether workers that start now are warm, and the reason if they are cold."""
         if self._warming is not None:
             return self._warming.is_warm, self._warming.why_cold
         preload = self._job.preload
@@ -395,8 +398,8 @@ class AttemptTracker:
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
         if is_early and not is_stopped:
-            # The other workers would wait for this worker. It cannot be replaced, because the core counts it
-            # as succeeded.
+            # Stop all workers, because the other workers would wait for this worker. It cannot be replaced,
+            # because the core counts it as succeeded.
             attempt.silent |= {event.local_rank}
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all")
@@ -464,7 +467,7 @@ class AttemptTracker:
             self.events.append(machine.GroupEnded(outcome, stuck, conflict, self.why_unfit))
 
     def _has_silent(self, attempt: Attempt, event: _core.GroupEnded, leftovers: Leftovers) -> bool:
-        """Treat workers as failed that exited with 0 in the middle of their work. Return true if there are
+        """Mark workers as failed that exited with 0 before their work was done. Return true if there are
         any.
         """
         attempt.silent = frozenset(leftovers.silent)
@@ -512,8 +515,8 @@ class AttemptTracker:
 
 
 def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
-    """Call the hook under torch's name, as torch's server does, because programs replace it with a function
-    of their own.
+    """Call torch's hook ``log_debug_info_for_expired_timers``, as torch's timer server does, because programs
+    replace it with their own function.
     """
     from elasticrs.timer import file_based_local_timer as timers
 

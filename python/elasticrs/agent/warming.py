@@ -1,11 +1,12 @@
-"""State of the nurseries that import modules before they fork workers.
+"""Tracks the nurseries that import modules before they fork workers.
 
 The workers of an attempt are forked only if no file of an imported module has changed. When files change
-during an attempt, a second nursery imports them again in the background, and takes over at the next restart.
+during an attempt, a second nursery imports them in the background, and replaces the first nursery at the next
+restart.
 
 - **AGAIN-1** Workers are never forked from a nursery that imported a file before its last change, as far as
-  :mod:`elasticrs.workers.warm.sources` can see the change. They start cold instead.
-- **AGAIN-2** No start waits for an import that a change has made necessary.
+  :mod:`elasticrs.workers.warm.sources` can detect the change. They start cold instead.
+- **AGAIN-2** No start of workers waits for imports that are repeated because of a change.
 - **AGAIN-3** A failed import is not repeated. Workers start cold for the rest of the job.
 """
 
@@ -30,19 +31,25 @@ if TYPE_CHECKING:
     _T = TypeVar("_T")
 
 _PATIENCE = 0.5
-"""Time limit in seconds for a check of the files at a start, because a network file system may not answer."""
+"""Time limit in seconds for checking the files before workers start, because a network file system may not
+respond.
+"""
 
 _INTERVAL = 5.0
-"""Seconds between two checks of the files while an attempt runs."""
+"""Seconds between two checks of the imported files while an attempt runs."""
 
 _SHARE = 50
-"""After a check, the agent waits for at least this many times the duration of the check."""
+"""After a check of the imported files, the agent waits for at least this many times the duration of the
+check.
+"""
 
 _SLOWER = 10
-"""Factor for the time limit of an import in the background, which gets little CPU time."""
+"""Factor by which the time limit for imports is extended in the background, where they get little CPU
+time.
+"""
 
 _MOST_TOUCHED = 3
-"""Number of imports in a row during which a file may change."""
+"""Number of consecutive imports during which a file may change. After that, workers start cold."""
 
 
 class Warming:
@@ -53,10 +60,10 @@ class Warming:
         limit: time limit for the imports of the first nursery, in seconds.
 
     Attributes:
-        report: descriptor of the file into which the nurseries write their reports, one after another.
-        is_warm: true if workers that start now are forked from the nursery.
+        report: descriptor of the file into which all nurseries write their reports, in order.
+        is_warm: true if workers that start now are forked from a nursery.
         why_cold: reason why workers start cold; ``None`` if they start warm.
-        found: report of the last nursery.
+        found: report of the nursery that reported last.
     """
 
     def __init__(self, say: Callable[[str], None], limit: float) -> None:
@@ -77,7 +84,7 @@ class Warming:
         self._checking: Asked | None = None
 
     def ended(self, event: Warmed) -> None:
-        """Handle the event that a nursery has finished its imports, or has exited.
+        """Handle the event that a nursery has finished its imports or has exited.
 
         Args:
             event: result of the imports.
@@ -124,16 +131,16 @@ class Warming:
         self._say(f"warm: workers start cold from now on: {why}")
 
     def may_fork(self, supervisor: Supervisor) -> bool:
-        """Return true if the workers of a new attempt may be forked. Let the second nursery take over if only
-        that one has imported the present files.
+        """Return true if the workers of a new attempt may be forked. If only the second nursery has imported
+        the current files, let it replace the first nursery.
 
         Args:
-            supervisor: supervisor of the nurseries, without a group.
+            supervisor: supervisor of the nurseries. It must not have a group of workers.
         """
         if self._is_over:
             return False
         if self._sources is None:
-            return True  # The first import has not finished, or has failed, or the files cannot be compared.
+            return True  # The first imports are not done or failed, or the files cannot be compared.
         changed = self._look(self._sources.changes)
         beside = self._beside
         if changed and beside is not None and self._look(beside.changes) == {} and supervisor.take_over():
@@ -149,13 +156,14 @@ class Warming:
         return self.is_warm
 
     def look_again(self, supervisor: Supervisor) -> float | None:
-        """Check at intervals whether files have changed, and start another import when they have settled.
+        """Check periodically whether imported files have changed. When they have stopped changing, import
+        them again in the background.
 
         Args:
             supervisor: supervisor of the nurseries.
 
         Returns:
-            Seconds until this must be called again. ``None`` if nothing is left to check.
+            Seconds until this method must be called again; ``None`` if there is nothing to check.
         """
         newest = self._sources if self._beside is None else self._beside
         if newest is None or self._is_importing or self._is_over:
@@ -205,7 +213,9 @@ class Warming:
         return found
 
     def _has_ended(self, asked: Asked | None) -> bool:
-        """Wait until a file check has ended. Return false, and print a message once, if it takes too long."""
+        """Wait until a file check has finished. Return false if it takes too long, and print a message the
+        first time.
+        """
         if asked is None:
             return True
         was_stuck, self._is_stuck = self._is_stuck, not asked.wait(0 if self._is_stuck else _PATIENCE)
@@ -221,7 +231,7 @@ class Warming:
             self._say(f"  {line}")
 
     def close(self) -> None:
-        """Close the report file. Idempotent."""
+        """Close the report file, and stop waiting for file checks. Idempotent."""
         for asked in (self._looking, self._checking):
             if asked is not None:
                 asked.close()
@@ -241,6 +251,8 @@ def _why_cold(found: Report, event: Warmed, limit: float) -> str:
 
 
 def _check(known: Sources) -> tuple[Sources, Mapping[str, Stamp], float]:
-    """Return the changed files, and the duration of the check in seconds."""
+    """Check the imported files. Return ``known``, the changed files, and the duration of the check in
+    seconds.
+    """
     begun = time.monotonic()
     return known, known.changes(), time.monotonic() - begun

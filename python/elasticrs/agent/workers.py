@@ -1,4 +1,4 @@
-"""Workers of an attempt, as given to the core: their processes, and where their output goes."""
+"""Describe the workers of an attempt for the core: their processes, and the destinations of their output."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def _bad_timer_file(path: str, error: OSError) -> str:
 
 
 def _enough(limit: float | None) -> float | None:
-    """Use at least a millisecond, because the agent does not check more often."""
+    """Return a limit of at least one millisecond, because the agent does not check limits more often."""
     return None if limit is None else max(0.001, limit)
 
 
 class WorkerSetup(Value):
-    """Data that all kinds of workers need.
+    """Data that all kinds of workers need to start.
 
     Args:
-        job: the job.
-        logs: creates the files of an attempt from its name and its workers' variables by local rank. It adds
-            the path of the error file to the variables.
+        job: configuration of the job.
+        logs: creates the files of an attempt, from its name and from its workers' environment variables by
+            local rank. It adds the path of the error file to the variables.
         prefix_template: template of the prefix of console lines.
         environ: environment that all workers inherit.
         keep_ignored: signals that stay ignored in the workers.
-        filters: texts for standard output and for standard error. Tee'd lines that contain any of them are
-            copied.
-        consoles: descriptors (1, 2) on which the core shows tee'd lines.
+        filters: texts for standard output and for standard error. Lines that contain any of these texts are
+            also copied to a separate file.
+        consoles: descriptors (1, 2) on which the core prints the workers' output.
     """
 
     job: JobConfig
@@ -78,7 +78,7 @@ class WorkerSetup(Value):
 
     @property
     def preload(self) -> Preload | None:
-        """The modules to import before workers are forked; ``None`` if there are none."""
+        """Modules to import before workers are forked; ``None`` if there are none."""
         preload = self.job.preload
         return preload if preload is not None and preload.modules else None
 
@@ -87,13 +87,14 @@ class Leftovers(Value):
     """Facts about the end of workers that the core cannot report.
 
     Args:
-        ended: pid and name of the first few leftover processes that had to be ended and that the core did not
-            start.
+        ended: pid and name of the first few leftover processes that had to be killed and that the core had
+            not started.
         more_ended: number of further such processes.
-        was_stopped: true if these processes were allowed to continue for a while, but the group was stopped
-            in that time.
+        was_stopped: true if leftover processes were allowed to continue for a while, but the workers were
+            stopped during that time.
         silent: local ranks of workers that should have returned a value but did not.
-        why_not_started: reason why workers that the core does not start could not be started.
+        why_not_started: reason for which workers could not be started that the core does not start itself;
+            ``None`` if they were started.
     """
 
     ended: Sequence[tuple[int, str]] = ()
@@ -105,18 +106,20 @@ class Leftovers(Value):
 
 
 class Workers(ABC):
-    """Base class of the workers of a job. The same object is used for all attempts.
+    """Base class of the workers of a job. One object is used for all attempts.
 
     Args:
         setup: data that all kinds of workers need.
 
     Attributes:
-        are_started: true if all workers of the attempt run, including those that the core does not start.
-        leftovers: further facts about the end of an attempt; ``None`` while any of its processes is left.
+        are_started: true if all workers of the attempt are running, including those that the core does not
+            start.
+        leftovers: further facts about the end of an attempt; ``None`` until all processes of the attempt have
+            exited.
         warm_command: common part of the workers' command lines; ``None`` if no worker is forked from a warm
             nursery.
-        may_fork: false if the workers of the next attempt are executed although there is a warm nursery,
-            because it has imported files that have changed since.
+        may_fork: false if the workers of the next attempt may not be forked from the warm nursery, because
+            files have changed since the nursery imported them.
     """
 
     are_started: bool = True
@@ -134,50 +137,53 @@ class Workers(ABC):
 
     @abstractmethod
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
-        """Return the processes of an attempt by local rank. They use these files, and these complete
+        """Return the processes of an attempt by local rank, with these files and these complete
         environments.
         """
 
     def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> _core.ProcessSpec:
-        """Return the replacement process for a worker, with its complete environment."""
+        """Return the process that replaces a worker, with its complete environment."""
         (process,) = self.specs(paths, {local_rank: environ})
         return process
 
     @abstractmethod
     def return_values(self, attempt: Attempt) -> dict[int, object]:
-        """Return what the workers of the last attempt returned, by global rank."""
+        """Return the values that the workers of the last attempt returned, by global rank."""
 
-    # The following methods are for subclasses with more than the core's processes, such as a keeper or return
-    # values.
+    # The following methods are for subclasses that have more than the core's processes, such as a keeper or
+    # return values.
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- see above
         """Handle the start of all workers that the core starts."""
 
     def replaced(self, supervisor: _core.Supervisor, local_rank: int) -> None:  # noqa: B027 -- see above
-        """Handle the start of the process that :meth:`replacement` has described."""
+        """Handle the start of the process that :meth:`replacement` described."""
 
     def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- see above
-        """Handle a readable descriptor that belongs to this object."""
+        """Handle a readable file descriptor that belongs to this object."""
 
     def stop(self) -> None:  # noqa: B027 -- see above
-        """Handle a stop of the group. The core already knows about the stop."""
+        """Handle a stop of the workers. The core already knows about the stop."""
 
     def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- see above
-        """Handle the end of the attempt, when no process that the core started is left or the start has
-        failed.
+        """Handle the end of the attempt, after all processes that the core started have exited or their start
+        has failed.
         """
 
     def close(self) -> None:  # noqa: B027 -- see above
-        """Kill what is left and release it, because no further attempt follows. Idempotent."""
+        """Kill the remaining processes and release all resources, because no further attempt follows.
+        Idempotent.
+        """
 
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None:
-    """Watch expiration timers of all attempts if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and heartbeats
-    if ``--hang-timeout`` is given. Return the path of the timers' FIFO.
+    """Watch the expiration timers of all attempts if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and
+    heartbeats if ``--hang-timeout`` is given. Return the path of the timers' FIFO, or ``None`` without
+    timers.
 
     Raises:
-        UsageError: another file exists at ``TORCHELASTIC_TIMER_FILE``, or no FIFO can be created there.
-        OSError: no FIFO can be created at all.
+        UsageError: a file already exists at ``TORCHELASTIC_TIMER_FILE``, or no FIFO can be created there.
+        OSError: no FIFO can be created anywhere.
     """
     timer_file = None
     environ = setup.environ
@@ -204,12 +210,12 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None
 def prepare_group(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, timer_file: str | None
 ) -> _core.GroupSpec:
-    """Create the log files of an attempt, store their paths in it, and return the processes to start. If one
-    of them cannot be started, the core starts none.
+    """Create the log files of an attempt, store their paths in ``attempt``, and return the group of processes
+    to start. If a process cannot be started, the core starts none of them.
 
     Raises:
         _core.SupervisorError: the supervisor has failed.
-        OSError: a log directory could not be created, or file descriptors have run out.
+        OSError: a log directory could not be created, or the process has run out of file descriptors.
     """
     setup = workers.setup
     job, environ = setup.job, setup.environ
@@ -246,12 +252,12 @@ def prepare_group(
 def prepare_replacement(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, local_rank: int, restarts: int
 ) -> _core.ProcessSpec:
-    """Return the replacement for a worker whose processes are all gone. The replacement appends to the old
-    worker's log files, and the old error file is renamed.
+    """Return the replacement for a worker whose processes have all exited. The replacement appends to the old
+    worker's log files. The old error file is renamed.
 
     Raises:
         _core.SupervisorError: the supervisor has failed.
-        OSError: the error file cannot be renamed, or file descriptors have run out.
+        OSError: the error file cannot be renamed, or the process has run out of file descriptors.
     """
     setup, paths = workers.setup, attempt.paths
     if paths is None:
@@ -269,8 +275,9 @@ def prepare_replacement(
 
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:
-    """Return the variable with a worker's new member name in the rendezvous, and the name of the worker that
-    it replaces, if any. The old worker is gone, so the others need not wait for the end of its lease.
+    """Return the environment variable with a worker's new member name in the rendezvous, and with the name of
+    the worker that it replaces, if any. With the old name, the other workers know that they need not wait
+    until the old worker's lease expires.
     """
     if plan.members is None:
         return {}
@@ -311,9 +318,15 @@ def variables_of(
     inherited: Mapping[str, str],
     timer_file: str | None = None,
 ) -> dict[int, dict[str, str]]:
-    """Return the variables that are added to the environment of each worker, by local rank. ``inherited`` is
-    the environment that all workers share, ``round`` is the number of the attempt, and ``restarts`` is the
-    number of charged restarts.
+    """Return the variables that are added to the environment of each worker, by local rank.
+
+    Args:
+        job: configuration of the job.
+        plan: ranks and addresses of the workers.
+        round: number of the attempt.
+        restarts: number of charged restarts.
+        inherited: environment that all workers share.
+        timer_file: path of the timers' FIFO; ``None`` without timers.
     """
     variables = {
         ranks.local_rank: worker_env(
@@ -339,11 +352,12 @@ def variables_of(
 
 
 def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
-    """Return the nursery that imports modules for its workers and forks them; ``None`` if workers start cold.
+    """Return the nursery that imports modules for the workers and forks them. Return ``None`` if workers
+    start cold.
 
     Args:
         workers: workers of the job.
-        report: descriptor of a memory file for its report.
+        report: descriptor of the memory file for the nursery's report.
     """
     setup, command = workers.setup, workers.warm_command
     if setup.preload is None or command is None:
@@ -362,10 +376,10 @@ def _py_spy(environ: Mapping[str, str]) -> str | None:
 
 
 class CommandWorkers(Workers):
-    """Workers that are programs.
+    """Workers that run a program.
 
-    As in torch, ``${local_rank}`` in an argument stands for the worker's local rank, and ``$$`` for a dollar
-    sign.
+    As in torch, ``${local_rank}`` in an argument is replaced with the worker's local rank, and ``$$`` with a
+    dollar sign.
     """
 
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
@@ -390,7 +404,7 @@ class CommandWorkers(Workers):
         ]
 
     def return_values(self, attempt: Attempt) -> dict[int, object]:
-        """Programs return nothing; torch gives ``None`` for each rank, and so do we."""
+        """Return ``None`` for each rank, as torch does, because programs return no value."""
         return dict.fromkeys(attempt.global_ranks().values())
 
 
@@ -405,8 +419,8 @@ def _filled_in(argument: str, local_rank: int) -> str:
 
 
 def directory_logs(run: RunLogs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """Return a function that creates the files of an attempt with the default layout, in the directory of a
-    run.
+    """Return a function that creates the files of an attempt in the directory of a run, with the default
+    layout.
     """
 
     def attempt_logs(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:

@@ -1,7 +1,4 @@
-"""Agents with torch's names, for programs that launch jobs or subclass agents.
-
-The implementation is in :mod:`elasticrs.agent.server`.
-"""
+"""Agents under the names that they have in torch, for programs that launch jobs or subclass agents."""
 
 from elasticrs.agent.server import health_check_server  # noqa: F401 -- as torch's package has it
 from elasticrs.agent.server.api import (

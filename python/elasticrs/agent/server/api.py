@@ -1,4 +1,4 @@
-"""Torch's name of :mod:`elasticrs.agent.server.simple_elastic_agent`; the same module."""
+"""The module :mod:`elasticrs.agent.server.simple_elastic_agent` under the name that it has in torch."""
 
 import sys
 

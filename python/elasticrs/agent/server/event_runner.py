@@ -1,4 +1,4 @@
-"""Runs the workers of torch's agent class in the event-driven loop that the command line uses."""
+"""Run the workers of torch's agent class in the event-driven loop that the command line also uses."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 
 class EventRunner(Record):
-    """Runs a job once, and keeps the worker group up to date.
+    """Runs a job once, and keeps the state of the user's worker group up to date.
 
     Args:
-        group: worker group, as users of torch's classes see it.
-        local: settings and workers.
+        group: worker group in the form that users of torch's classes know.
+        local: settings and workers of this node.
         rendezvous: rendezvous of several nodes; ``None`` for a single node.
-        server: open health check server, for which the loop answers requests.
+        server: open health check server, for which the agent's loop answers requests; ``None`` without one.
         restarts: number of charged restarts.
-        agent: while it runs.
+        agent: the agent that runs the job; ``None`` before the run.
     """
 
     _group: WorkerGroup
@@ -52,7 +52,7 @@ class EventRunner(Record):
     agent: Agent | None = None
 
     def run(self) -> RunResult:
-        """See :meth:`elasticrs.agent.server.LocalElasticAgent.run`."""
+        """Run the job; see :meth:`elasticrs.agent.server.LocalElasticAgent.run`."""
         job = self._local.config(is_multi_node=self._rendezvous is not None)
         if job.is_multi_node and self._group.spec.rdzv_handler.is_closed():
             raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")

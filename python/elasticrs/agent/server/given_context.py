@@ -1,4 +1,4 @@
-"""Context of workers that a user's replacement for ``start_processes`` has started. The agent's hooks use
+"""Context of workers that were started by a user's replacement for ``start_processes``. The agent's hooks use
 this context.
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def start_by(
     start_processes: Callable[..., PContext], spec: WorkerSpec, local: LocalJob, plan: Plan, restarts: int
 ) -> GivenContext:
-    """Start the workers of an attempt as torch's agent does, by the user's function with torch's
-    arguments.
+    """Start the workers of an attempt with the user's function, which gets the same arguments as from torch's
+    agent.
     """
     template = local.prefix_template
     try:
@@ -52,8 +52,8 @@ def start_by(
 
 
 class GivenContext:
-    """Wraps a context from ``start_processes`` and holds the plan's port. Other attributes come from the
-    wrapped context. Failures are unknown until all workers have ended.
+    """Wraps a context that the user's ``start_processes`` returned, and holds the plan's port. All other
+    attributes come from the wrapped context. Failures are unknown until all workers have exited.
     """
 
     has_failed = False
@@ -68,11 +68,11 @@ class GivenContext:
         return getattr(self._context, name)
 
     def wait_for_news(self, seconds: float) -> None:
-        """Sleep, because no event announces the end of the workers."""
+        """Sleep, because there is no event for the exit of the workers."""
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-        """End the workers; once."""
+        """Stop the workers and release the plan's port. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             try:
@@ -81,5 +81,5 @@ class GivenContext:
                 self._plan.close()
 
     def release(self) -> None:
-        """End what is left."""
+        """Stop the remaining workers."""
         self.close()

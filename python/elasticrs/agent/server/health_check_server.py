@@ -1,4 +1,4 @@
-"""Torch's name of :mod:`elasticrs.agent.health_check_server`; the same module."""
+"""The module :mod:`elasticrs.agent.health_check_server` under the name that it has in torch."""
 
 import sys
 
