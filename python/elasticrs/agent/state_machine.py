@@ -158,8 +158,8 @@ class WorkerExited(Event):
 
 
 class WorkerSwept(Event):
-    """A failed worker's processes have exited, so a replacement may be started. ``is_stuck`` is true if some of
-    them have not exited because they cannot be killed.
+    """A failed worker's processes have exited, so a replacement may be started. ``is_stuck`` is true if some
+    of them have not exited because they cannot be killed.
     """
 
     local_rank: int

@@ -1,9 +1,9 @@
-"""Torch's ``LocalElasticAgent``: the agent for the functions or programs of one node, with torch's arguments
-and hooks.
+"""Torch's ``LocalElasticAgent``: the agent that runs the functions or programs of one node, with torch's
+arguments and hooks.
 
-If the user has replaced no hook and no rendezvous handler, the agent waits for events, as the command line
-does (:class:`~elasticrs.agent.server.event_runner.EventRunner`). Otherwise its hooks decide. The workers are
-the same in both cases.
+If the user has not replaced any hook or the rendezvous handler, the agent waits for events, as the command
+line does (:class:`~elasticrs.agent.server.event_runner.EventRunner`). Otherwise, its hooks decide. The
+workers are started in the same way in both cases.
 """
 
 from __future__ import annotations
@@ -75,31 +75,37 @@ TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = defaults.UNINTERRUPTIBLE_STATE_VARI
 _log = logging.getLogger("elasticrs.agent")
 
 _OWN_START = start_processes
-"""The original function, to find out if a program has replaced it. If so, torch's polling loop is used."""
+"""Original function, to detect whether a program has replaced it. If it was replaced, torch's polling loop is
+used.
+"""
 
 
 class LocalElasticAgent(SimpleElasticAgent):
-    """Runs the workers of one node.
+    """Agent that runs the workers of one node.
 
-    A subclass that overrides one of torch's hooks, and a rendezvous handler that is not ours, get torch's
-    loop (:class:`SimpleElasticAgent`), which calls all hooks; see :func:`why_hooks_decide`.
+    If a subclass overrides one of torch's hooks, or if the rendezvous handler is not from this package,
+    torch's polling loop is used (:class:`SimpleElasticAgent`), which calls all hooks; see
+    :func:`why_hooks_decide`.
 
     Args:
         spec: specification of the workers.
         logs_specs: destination of the workers' output.
-        start_method: for functions: ``spawn``, ``fork`` or ``forkserver``.
-        exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment or 300 when
-            ``None``.
-        log_line_prefix_template: template of the prefix of tee'd lines.
-        shutdown_timeout: seconds between the signal and SIGKILL; from the environment or 30 when ``None``.
-        health_check_server: started before the workers and stopped after them: anything with ``start`` and
-            ``stop``.
+        start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
+        exit_barrier_timeout: seconds to wait for other nodes at the end. If ``None``, the value comes from
+            the environment; the default is 300.
+        log_line_prefix_template: template of the prefix of workers' lines on the console.
+        shutdown_timeout: seconds between the stop signal and SIGKILL. If ``None``, the value comes from the
+            environment; the default is 30.
+        health_check_server: any object with methods ``start`` and ``stop``. It is started before the workers
+            and stopped after them.
         uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep before the job
-            fails; from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`` when ``None``; not looked at when 0 or
-            negative.
-        signals_to_handle: names; from ``TORCHELASTIC_SIGNALS_TO_HANDLE``, or the usual four, when ``None``.
-        signals_to_forward: see :class:`elasticrs.launcher.LaunchConfig`, as for the next one.
-        stop_scope: receiver of the first signal of a stop.
+            fails. If ``None``, the value comes from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``. If 0 or
+            negative, the state is not checked.
+        signals_to_handle: names of signals. If ``None``, the value comes from
+            ``TORCHELASTIC_SIGNALS_TO_HANDLE``; the default is SIGTERM, SIGINT, SIGHUP and SIGQUIT.
+        signals_to_forward: see :class:`elasticrs.launcher.LaunchConfig`.
+        stop_scope: processes that receive the first signal of a stop; see
+            :class:`elasticrs.launcher.LaunchConfig`.
 
     Raises:
         ValueError: an argument is not supported by this release, or a name is not a signal.
@@ -140,15 +146,15 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._runner: EventRunner | None = None
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run until the workers have succeeded, or failed too often.
+        """Run until the workers have succeeded, or have failed too often.
 
         Raises:
             SignalException: a signal asked the agent to stop. The workers have been stopped.
-            RendezvousError: the rendezvous failed, or is closed.
-            RuntimeError: the workers could not be started; for a program that is not there or may not be run
-                also a ``FileNotFoundError`` or ``PermissionError``.
-            ValueError: the machine's limits do not allow that many; or workers cannot be replaced one by
-                one, as ``on_failure`` wants it.
+            RendezvousError: the rendezvous failed or is closed.
+            RuntimeError: the workers could not be started. If a program does not exist or is not executable,
+                the exception is also a ``FileNotFoundError`` or ``PermissionError``.
+            ValueError: the machine's limits do not allow this number of workers, or ``on_failure`` requests
+                that workers are replaced individually, which is not possible here.
         """
         why = why_hooks_decide(self)
         if why is not None and self._worker_group.spec.on_failure == defaults.OnFailure.REPLACE:
@@ -181,9 +187,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Request a checkpoint from the workers, which must use :func:`elasticrs.train.train`. May be called
         from any thread. Not in torch.
 
-        All workers of the job, on all nodes, save at the end of the same step, usually the second one from
-        now. The agent prints a line when the checkpoint is saved, or why there is none. A request survives
-        the death of a worker, and overlapping requests share a checkpoint.
+        All workers of the job, on all nodes, save at the end of the same step, usually the second step from
+        now. The agent prints a line when the checkpoint is saved, or why it was not saved. A request survives
+        the failure of a worker. Overlapping requests share a checkpoint.
 
         Raises:
             RuntimeError: no running worker can receive the request. ``on_failure="replace"`` is needed.
@@ -195,7 +201,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         checkpoints.ask()
 
     def _pass_on(self, signum: int) -> None:
-        # A context that the user has supplied cannot pass on signals.
+        # A context that the user supplied cannot pass signals on.
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.pass_on(signum)
 
@@ -212,8 +218,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
 
     def _rendezvous_settings(self) -> Rendezvous | None:
-        """Return the settings of our own rendezvous handler, so that the agent reacts to events instead of
-        polling the handler. Return ``None`` for other handlers.
+        """Return the settings of the rendezvous handler if it is from this package, so that the agent can
+        react to its events instead of polling it. Return ``None`` for other handlers.
         """
         rendezvous: Rendezvous | None = getattr(self._worker_group.spec.rdzv_handler, "rendezvous", None)
         if rendezvous is None:
@@ -224,10 +230,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         return rendezvous.replaced(settings=settings)
 
     def _setup_healthcheck(self) -> None:
-        """Start the caller's health check server, or the one that ``TORCHELASTIC_HEALTH_CHECK_PORT``
+        """Start the caller's health check server, or the server that ``TORCHELASTIC_HEALTH_CHECK_PORT``
         configures.
 
-        Called once, before the first rendezvous; torch calls it before each start of workers.
+        This is called once, before the first rendezvous. In torch, it is called before each start of workers.
         """
         if self._health_check_server is None:
             try:
@@ -239,7 +245,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 Console(log_prefix=self._worker_group.spec.log_prefix).say(f"no health check server: {error}")
         ours = self._server_of_ours()
         if ours is not None and why_hooks_decide(self) is None:
-            # The loop answers.
+            # The event loop answers the requests.
             ours.open()
         elif self._health_check_server is not None:
             if ours is not None:
@@ -267,14 +273,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         if result.is_failed() and not result.failures and attempt is not None:
             from elasticrs.agent.failed_attempt import failures
 
-            # The failure did not start with a worker, for example because the nursery died. Report what is
-            # known of the failed workers.
+            # No worker caused the failure; the nursery may have died, for example. Report the known facts
+            # about the failed workers.
             result.failures = failures(attempt)
         return result
 
     def _tell_restart(self, state: WorkerState) -> None:
-        """See the base class. If a worker caused the restart, the observers print the line instead, because
-        they know the rank and the reason.
+        """Report a restart; see the base class. If a worker caused the restart, the observers print the line
+        instead, because they know the rank and the reason.
         """
         left, workers = self._remaining_restarts, self._pcontext
         if not (isinstance(workers, PolledWorkers) and workers.announce(left)):
@@ -310,8 +316,8 @@ class LocalElasticAgent(SimpleElasticAgent):
                 "the worker ids %s are not those of the processes that were started: %s", ids, pcontext.pids()
             )
             return RunResult(WorkerState.UNKNOWN)
-        # After the first failure the other workers are being stopped. Wait for them, because the result
-        # includes how they end.
+        # After the first failure, the other workers are being stopped. Wait until they exit, because the
+        # result contains their exits.
         with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):
             found = pcontext.wait(-1 if pcontext.has_failed else 0)
         if found is None:
@@ -352,14 +358,14 @@ _HOOKS = (
     *("_restart_workers", "_shutdown", "_start_workers", "_stop_workers", "record_duration"),
 )
 _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
-"""The original hooks, before a subclass, a patched class or an object replaces any of them."""
+"""Original hooks, to detect whether a subclass, the class or an object has replaced any of them."""
 
 
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
-    """Return why the agent runs its polling hooks, or ``None`` if it can use the event-driven loop.
+    """Return why the agent must use its polling hooks, or ``None`` if it can use the event-driven loop.
 
-    A hook may be replaced in a subclass, in the class or in an object. Events also require one of our
-    rendezvous handlers. A handler over a user's back end must be polled.
+    A hook may be replaced in a subclass, in the class or in an object. The event-driven loop also requires a
+    rendezvous handler from this package. A handler that uses the user's back end must be polled.
     """
     if agent._local.made is not None:
         return "the command line has chosen a handler that is polled"

@@ -1,4 +1,4 @@
-"""Settings of the job and the workers, derived from a :class:`WorkerSpec` and the arguments of an agent."""
+"""Settings of a job and its workers, derived from a :class:`WorkerSpec` and the arguments of an agent."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 
 class LocalJob:
-    """The job of one agent; see :class:`~elasticrs.agent.server.LocalElasticAgent` for the arguments.
+    """Settings of the job of one agent. See :class:`~elasticrs.agent.server.LocalElasticAgent` for the
+    arguments.
 
     Attributes:
-        made: settings and workers of the command line, used instead of new ones.
+        made: configuration and workers that the command line has already created; ``None`` if this object
+            creates them.
 
     Raises:
         ValueError: an argument is not supported by this release, or a name is not a signal or module.
@@ -77,8 +79,8 @@ class LocalJob:
 
     @property
     def forwarded(self) -> tuple[int, ...]:
-        """Signals to pass on to the workers. The default leaves out signals for which the program has its own
-        handler.
+        """Signals to pass on to the workers. By default, signals are left out if the program has its own
+        handler for them.
         """
         if self._forwarded is not None:
             return self._forwarded
@@ -87,13 +89,13 @@ class LocalJob:
 
     @property
     def prefix_template(self) -> str | None:
-        """The template of the prefix of console lines."""
+        """Template of the prefix of the workers' lines on the console; ``None`` for the default prefix."""
         return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
     def config(self, *, is_multi_node: bool = False) -> JobConfig:
         """Return the configuration of the job.
 
-        ``is_multi_node`` is true for a job on several nodes whose agent handles the rendezvous events.
+        ``is_multi_node`` is true for a job on several nodes whose agent uses the event-driven loop.
         """
         if self.made is not None:
             return self.made[0]
@@ -123,7 +125,7 @@ class LocalJob:
         )
 
     def workers(self, job: JobConfig) -> Workers:
-        """Return what starts the workers."""
+        """Return the object that starts the workers."""
         if self.made is not None:
             return self.made[1]
         spec = self._spec
@@ -145,14 +147,14 @@ class LocalJob:
         return CommandWorkers(setup, [str(spec.entrypoint), *map(str, spec.args)])
 
     def observe(self) -> ObserveSettings:
-        """Return where events and metrics go."""
+        """Return the settings for events and metrics."""
         spec = self._spec
         entry_point, backend = spec.get_entrypoint_name(), spec.rdzv_handler.get_backend()
         return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
 
     def with_console(self, observers: Sequence[Observer]) -> Sequence[Observer]:
-        """Add an observer that prints lines of workers to ``sys.stdout`` or ``sys.stderr`` if the program has
-        replaced either stream.
+        """Add an observer that prints the workers' lines to ``sys.stdout`` or ``sys.stderr``, if the program
+        has replaced one of these streams.
         """
         streams = replaced_streams()
         if not streams:
@@ -169,7 +171,8 @@ def _entry(spec: WorkerSpec, start_method: str) -> Entry:
 
 
 def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
-    # A real spec has checked its fields. Programs also pass a Mock(spec=WorkerSpec), whose fields are Mocks.
+    # A real `WorkerSpec` has checked its fields. Programs may also pass a `Mock(spec=WorkerSpec)`, whose
+    # fields are mocks.
     if not isinstance(spec.warm, str) or spec.warm == "off":
         return None
     from elasticrs.workers import warm

@@ -1,8 +1,8 @@
 """Workers of an agent whose hooks decide when the workers are started and stopped.
 
-A hook starts the workers, polls them, waits for news, or stops them. The tracker records and reports
-everything in between, as in :mod:`elasticrs.agent.loop`. Frameworks that access an agent's internals find
-this object as ``_pcontext``.
+A hook starts the workers, polls them, waits for events, or stops them. The tracker records and reports
+everything else, as in :mod:`elasticrs.agent.loop`. Frameworks that access an agent's internals find this
+object as ``_pcontext``.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ class PolledWorkers:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def suspend(self, signals: SignalPipe) -> None:
-        """Stop the workers and this process until it is continued, after Control-Z was taken from
-        ``signals``. For a signal handler.
+        """Stop the workers and this process after Control-Z, until the process is continued. For use in a
+        signal handler.
         """
         when_safe(lambda: suspend(self._tracker.supervisor if self._tracker.is_open else None, signals))
 
     def pass_on(self, signum: int) -> None:
-        """Pass a signal on to the workers, when that is safe."""
+        """Pass a signal on to the workers. Does nothing if no workers are running."""
         self._tracker.forward(signum, are_running=self._has_started and self.is_running)
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
-        """Start all workers, or none; return their pids by local rank.
+        """Start all workers, or none of them. Return their pids by local rank.
 
         Raises:
-            RuntimeError: the workers could not be started, or the previous ones cannot be ended.
+            RuntimeError: the workers could not be started, or previous workers cannot be killed.
             Exception: a function of the user cannot be pickled.
         """
         if self._ended is not None and self._ended.stuck_ranks:
@@ -87,7 +87,7 @@ class PolledWorkers:
             try:
                 tracker.start(tracker.begin(action, plan))
             except BaseException:
-                # No event will report the end.
+                # No event will report that the attempt has ended.
                 self._ended = machine.GroupEnded("failed")
                 self._release_plan()
                 raise
@@ -101,8 +101,8 @@ class PolledWorkers:
         return self.pids()
 
     def announce(self, restarts_left: int) -> bool:
-        """Announce a restart, which is printed when the workers have been started. Return false if no
-        worker's failure is the reason.
+        """Announce a restart, to be printed after the workers have been started. Return false if the reason
+        is not the failure of a worker.
         """
         if self.has_failed:
             self._tracker.observers.acting(machine.AnnounceRestart(restarts_left), None)
@@ -118,26 +118,30 @@ class PolledWorkers:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The last one."""
+        """The last attempt, or ``None`` before the first one."""
         return self._tracker.attempt
 
     @property
     def is_running(self) -> bool:
-        """True if any worker of the current attempt, or any process that such a worker started, is left."""
+        """True if any worker of the current attempt, or any process that such a worker started, is still
+        running.
+        """
         return bool(self._result.attempts) and self._ended is None
 
     @property
     def has_failed(self) -> bool:
-        """True if one of the present workers has failed; the others are being stopped."""
+        """True if a worker of the current attempt has failed. The other workers are then being stopped."""
         attempt = self.attempt
         return attempt is not None and attempt.first_failure is not None
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's
-        """Wait for the end of all workers. Return ``None`` if workers are still running.
+        """Wait until all workers have exited, and return the result. Return ``None`` if workers are still
+        running.
 
         Args:
-            timeout: seconds; 0 to handle only pending events, negative for no limit.
-            period: unused. Torch polls with this period.
+            timeout: seconds to wait; 0 handles only pending events, and a negative number waits without
+                limit.
+            period: unused. Torch polls with this period, in seconds.
         """
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while self.is_running:
@@ -150,7 +154,7 @@ class PolledWorkers:
         return self._found
 
     def wait_for_news(self, seconds: float) -> None:
-        """Wait until the workers have ended or one of them has failed, for at most ``seconds``."""
+        """Wait until all workers have exited or one of them has failed, for at most ``seconds``."""
         if not self.is_running:
             time.sleep(seconds)
             return
@@ -159,7 +163,7 @@ class PolledWorkers:
             self._pump(left)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-        """Stop the workers and wait for their end. Does nothing if they have already ended."""
+        """Stop the workers and wait until they have exited. Do nothing if they have already exited."""
         if self._tracker.is_open and self.is_running:
             self._tracker.stop(machine.Stop(int(death_sig or signal.SIGTERM), timeout))
             self._note_events()
@@ -167,7 +171,7 @@ class PolledWorkers:
             self._release_plan()
 
     def release(self) -> None:
-        """Kill the remaining processes and the supervisor, because no further workers are started.
+        """Kill the remaining processes and close the supervisor, because no further workers are started.
         Idempotent.
         """
         bell, self._bell = self._bell, -1
@@ -184,7 +188,7 @@ class PolledWorkers:
             tracker.drain()
         finally:
             self._release_plan()
-            # Observers read it.
+            # Set the phase and the exit code first, because observers read them.
             outcome = None if self._ended is None else self._ended.outcome
             self._result.phase = _PHASES.get(outcome, machine.Phase.FAILED)
             self._result.exit_code = int(outcome != "succeeded")
@@ -197,7 +201,7 @@ class PolledWorkers:
         self._has_started, self._ended, self._found = False, None, None
 
     def _pump(self, seconds: float | None) -> bool:
-        """Handle one event; True if there was one."""
+        """Wait for one event and handle it. Return true if there was one."""
         self._console.flush()
         with waiting(lambda: os.eventfd_write(self._bell, 1)):
             was_something = self._tracker.wait(seconds)
@@ -211,7 +215,7 @@ class PolledWorkers:
         return True
 
     def on_fence(self) -> None:
-        """Nothing: such workers have no lease."""
+        """Do nothing, because these workers have no lease."""
 
     def _note_events(self) -> None:
         while self._tracker.events:

@@ -1,9 +1,8 @@
-"""Current activity of an agent whose hooks decide, and how long the activity may take without a report of
-progress.
+"""Tracks the current activity of an agent whose hooks decide, and the time limit for it to report progress.
 
-The agent's thread writes this state, and its health check server reads it. A running hook cannot be asked for
-its progress. Only the time of its call is known, and how long such hooks may block. Activities that may wait
-without limit, such as a rendezvous, have no deadline.
+The agent's thread writes this state, and its health check server reads it. A running hook cannot be queried
+for its progress. Only the time of its call is known, and how long the hook may block. Activities that may
+wait without limit, such as a rendezvous, have no deadline.
 """
 
 from __future__ import annotations
@@ -22,41 +21,42 @@ __all__ = ["START_ALLOWANCE", "UNLIMITED", "Place", "Progress"]
 UNLIMITED = inf
 
 START_ALLOWANCE = 600.0
-"""Seconds for starting workers, which may include waiting for machines or downloading images."""
+"""Seconds allowed for starting workers, which may include waiting for machines or downloading images."""
 
 
 class Progress:
-    """The place in which an agent is."""
+    """Current activity of an agent, and its deadline for reporting progress."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._place: Place | None = None
 
     def within(self, name: str, allowance: float) -> Place:
-        """Return a context manager for a call of a hook, which may take ``allowance`` seconds without a
-        report of progress.
+        """Return a context manager for the call of a hook. The hook must finish or report progress within
+        ``allowance`` seconds.
 
-        Activities can be nested. When an inner one ends, the allowance of the outer one starts again.
+        Activities can be nested. When an inner activity ends, the full allowance of the outer activity starts
+        again.
         """
         return Place(self, name, allowance)
 
     def tell(self, seconds: float = 0.0) -> None:
-        """Report progress of the current activity, which may now stay silent for ``seconds``. May be called
-        from any thread.
+        """Report progress of the current activity. The next report is due in ``seconds``. May be called from
+        any thread.
         """
         place = self._place
         if place is not None:
             place.silent_until = self._clock() + seconds
 
     def renew(self) -> None:
-        """Restart the allowance, because the process was stopped for a while."""
+        """Restart the time limit of the current activity, because the process was paused for a while."""
         place = self._place
         if place is not None:
             self.tell(place.allowance)
 
     def overdue(self) -> tuple[float, str | None]:
-        """Return how many seconds a report of progress is overdue, and the name of the activity; 0 if none is
-        overdue. May be called from any thread.
+        """Return by how many seconds a report of progress is overdue (0 if it is not), and the name of the
+        activity. May be called from any thread.
         """
         place = self._place
         if place is None:
@@ -65,7 +65,7 @@ class Progress:
 
 
 class Place(Record):
-    """Context manager that :meth:`Progress.within` returns."""
+    """Context manager for one activity, created by :meth:`Progress.within`."""
 
     _progress: Progress
     name: str
@@ -80,6 +80,6 @@ class Place(Record):
         progress._place = self
 
     def __exit__(self, *_error: object) -> None:
-        # Set the outer place even if a signal left an inner place without calling its `__exit__`.
+        # Set the outer activity even if a signal left an inner activity without calling its `__exit__`.
         self._progress._place = self._outer
         self._progress.renew()

@@ -1,5 +1,5 @@
-"""Context manager that turns stop signals into exceptions, as torch's agent does, because its hooks may block
-anywhere.
+"""Context manager that turns stop signals into exceptions, as torch's agent does, because the agent's hooks
+may block anywhere.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def raised_signals(
     forwarded: Iterable[int] = (),
     pass_on: Callable[[int], object] = lambda _: None,
 ) -> Iterator[None]:
-    """Raise :class:`SignalException` in the main thread when a signal asks the agent to stop, and restore the
-    handlers at the end of the block. Repeated signals that are no new request (:class:`.StopRequests`) raise
-    nothing.
+    """Raise :class:`SignalException` in the main thread when a signal requests a stop, and restore the signal
+    handlers at the end of the block. A repeated signal that is not a new request (:class:`.StopRequests`)
+    raises nothing.
 
-    Outside of the main thread no handler is installed, and a warning is issued. Forked children get the
+    Outside of the main thread, no handler is installed and a warning is issued. Forked children get the
     previous handlers.
 
     Args:
         signums: signals to catch. Ignored signals stay ignored.
-        forwarded: further signals. They raise nothing; ``pass_on`` is called with them.
-        pass_on: see ``forwarded``.
+        forwarded: further signals. They raise nothing; ``pass_on`` is called with the signal number.
+        pass_on: function for the signals in ``forwarded``.
     """
     if threading.current_thread() is not threading.main_thread():
         warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=3)

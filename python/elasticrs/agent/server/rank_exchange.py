@@ -1,8 +1,8 @@
 """Exchange of ranks between the agents of a round over the rendezvous store, with torch's keys and JSON.
 
-Our agents and torch's could take part in the same round. ``torchelastic/role_info/<group_rank>`` is a node's
-contribution, ``torchelastic/assigned_ranks/<group_rank>`` is the assignment that the first node computes, and
-``torchelastic/agent/terminal_state/`` is the barrier at the end.
+Agents of this package and of torch can take part in the same round. ``torchelastic/role_info/<group_rank>``
+holds the data that a node contributes, ``torchelastic/assigned_ranks/<group_rank>`` holds the assignment that
+the first node computes, and ``torchelastic/agent/terminal_state/`` is the barrier at the end.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _RANKS = "torchelastic/assigned_ranks/"
 
 
 def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
-    """Agree on the ranks of all workers with the other nodes. The timeout of the shared store limits the
-    wait.
+    """Agree with the other nodes on the ranks of all workers. The timeout of the shared store limits how long
+    this may take.
     """
     told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
     store.set(f"{_INFO}{group_rank}", told.serialize().decode())
@@ -39,5 +39,7 @@ def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare)
 
 
 def begin_exit_barrier(store: Any, group_world_size: int) -> str:
-    """Tell the other nodes that this one has finished; return the key that is set when all have."""
+    """Report to the other nodes that this node has finished. Return the key that is set once all nodes have
+    finished.
+    """
     return _barrier_nonblocking(store, group_world_size, TERMINAL_STATE_SYNC_ID)

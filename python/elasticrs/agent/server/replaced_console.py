@@ -1,7 +1,7 @@
-"""Shows output lines of workers in a program that has replaced ``sys.stdout`` or ``sys.stderr``.
+"""Print the workers' output in a program that has replaced ``sys.stdout`` or ``sys.stderr``.
 
-The core writes to file descriptors. In a notebook, or with ``contextlib.redirect_stdout``, lines must go to a
-Python object instead, and torch's agent writes them there.
+The core writes to file descriptors. But in a notebook, or with ``contextlib.redirect_stdout``, the lines must
+be written to a Python object, as torch's agent does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ReplacedConsole(Observer):
-    """Observer that copies tee'd lines to the replaced streams while the workers of an attempt run."""
+    """Observer that copies the workers' lines to the replaced streams while the workers of an attempt run."""
 
     def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
         self._streams = streams
@@ -30,7 +30,7 @@ class ReplacedConsole(Observer):
         self._tails: list[TailLog] = []
 
     def prepared(self, attempt: Attempt) -> None:
-        """Follow the files of the attempt."""
+        """Start copying from the log files of the attempt."""
         self._stop()
         paths = attempt.paths
         if paths is None:
@@ -42,11 +42,11 @@ class ReplacedConsole(Observer):
             self._tails.append(TailLog(self._role, files, stream, prefixes).start())
 
     def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
-        """Show the remaining lines, because the workers have ended."""
+        """Copy the remaining lines, because the workers have exited."""
         self._stop()
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- as above
-        """Show what is left."""
+        """Copy the remaining lines."""
         self._stop()
 
     def _stop(self) -> None:

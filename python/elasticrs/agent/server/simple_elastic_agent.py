@@ -1,7 +1,7 @@
-"""Torch's agent base classes, which users can subclass, and the events and metrics of those agents.
+"""Torch's base classes of agents, which users can subclass, with their events and metrics.
 
-:class:`SimpleElasticAgent` calls the hooks of a subclass in torch's order and polls the workers every
-``monitor_interval``. :class:`~elasticrs.agent.server.LocalElasticAgent` waits for events instead.
+:class:`SimpleElasticAgent` calls the hooks of a subclass in torch's order, and polls the workers every
+``monitor_interval`` seconds. :class:`~elasticrs.agent.server.LocalElasticAgent` waits for events instead.
 """
 
 from __future__ import annotations
@@ -56,37 +56,38 @@ DEFAULT_ROLE = "default"
 _TERMINAL_STATE_SYNC_ID = rank_exchange.TERMINAL_STATE_SYNC_ID
 
 _BARRIER_PERIOD = 0.1
-"""Maximum number of seconds between two polls of the exit barrier."""
+"""Maximum number of seconds between two polls while the agent waits in the exit barrier."""
 
 _log = logging.getLogger("elasticrs.agent")
 
 
 class ElasticAgent(ABC):
-    """Runs the workers of one node."""
+    """Base class of agents. An agent runs the workers of one node."""
 
     @abstractmethod
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run until the workers have succeeded, or failed too often."""
+        """Run until the workers have succeeded, or have failed too often."""
 
     @abstractmethod
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
-        """The worker group. Do not change it."""
+        """Return the worker group. The caller must not change it."""
 
 
 class SimpleElasticAgent(ElasticAgent):
-    """An agent whose subclass says how workers are started, watched and stopped.
+    """Agent whose subclass defines how workers are started, monitored and stopped.
 
-    The hooks and their order are those of torch. Hooks that were written for an older release work as well:
-    ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept.
+    The hooks and their order are the same as in torch. Hooks that were written for an older release of torch
+    work as well: ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept.
 
     ``_get_alive_time`` shows whether a hook hangs, and a health check server can call it
-    (``docs/metrics.md``). A hook that takes long reports progress with ``_tell_progress``.
+    (``docs/metrics.md``). A hook that takes long can report progress with ``_tell_progress``.
 
     Args:
         spec: specification of the workers.
-        exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment or 300 when
-            ``None``.
-        shutdown_timeout: seconds between the signal and SIGKILL; from the environment or 30 when ``None``.
+        exit_barrier_timeout: seconds to wait for other nodes at the end. If ``None``, the value comes from
+            the environment; the default is 300.
+        shutdown_timeout: seconds between the stop signal and SIGKILL. If ``None``, the value comes from the
+            environment; the default is 30.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @property
     def _store(self) -> Any:
-        """The store of the current round, unless a subclass has set another one."""
+        """Store of the current round, unless a subclass has set another store."""
         return self._worker_group.store if self._given_store is None else self._given_store
 
     @_store.setter
@@ -124,23 +125,23 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start them; their ids by local rank."""
+        """Start the workers of the group. Return their ids by local rank."""
 
     @abstractmethod
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop all workers. Hooks with torch 2.5's second parameter, ``is_restart``, also get that
+        """Stop all workers. If the hook has a parameter ``is_restart``, as in torch 2.5, it also gets that
         argument.
         """
 
     @abstractmethod
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look at them, without waiting."""
+        """Check the state of the workers without waiting."""
 
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        """Release everything, and send the signal to workers that are still running. A hook gets only the
-        arguments that it accepts: older releases of torch have no ``timeout``, and 2.5 and 2.6 have
-        ``is_restart``.
+        """Release all resources, and send the signal to workers that are still running. The hook gets only
+        the arguments that it accepts, because older releases of torch have no ``timeout``, and 2.5 and 2.6
+        have ``is_restart``.
         """
 
     @prof
@@ -172,8 +173,9 @@ class SimpleElasticAgent(ElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Assign ranks in agreement with the other nodes, over the store. The store is not needed with a
-        single node, or if ``TORCH_ELASTIC_WORKER_IDENTICAL=1`` says that all nodes are alike.
+        """Assign ranks to the workers. The nodes agree on them over the store. The store is not needed if
+        there is a single node, or if ``TORCH_ELASTIC_WORKER_IDENTICAL=1`` declares that all nodes have the
+        same workers.
         """
         own = NodeShare(spec.role, spec.local_world_size)
         if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
@@ -207,16 +209,17 @@ class SimpleElasticAgent(ElasticAgent):
 
     @prof
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the workers; see :class:`ElasticAgent`. ``_shutdown`` is always called at the end.
+        """Run the workers; see :class:`ElasticAgent`. At the end, ``_shutdown`` is always called.
 
         Raises:
-            SignalException: a signal asked the agent to stop. ``_shutdown`` has passed it on to the workers.
+            SignalException: a signal asked the agent to stop. ``_shutdown`` has sent the signal to the
+                workers.
         """
         return self._run_and_shut_down(partial(self._invoke_run, role))
 
     def _run_and_shut_down(self, invoke: Callable[[], RunResult], *, is_observed: bool = False) -> RunResult:
-        """Run the workers, and always shut down at the end. With ``is_observed``, observers record the events
-        and metrics.
+        """Run the workers, and always call ``_shutdown`` at the end. With ``is_observed``, observers record
+        the events and metrics.
         """
         started = time.monotonic()
         is_shut_down = False
@@ -250,8 +253,8 @@ class SimpleElasticAgent(ElasticAgent):
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, found: RunResult | Exception) -> None:
-        """Pass the reason of the failure to the handler, which reports it to other nodes when the launcher
-        shuts it down. Torch's handlers have no such method.
+        """Pass the reason of the failure to the rendezvous handler, which reports it to the other nodes when
+        the launcher shuts the handler down. Torch's handlers do not have this method.
         """
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
         if set_failed is not None:
@@ -262,7 +265,7 @@ class SimpleElasticAgent(ElasticAgent):
             try:
                 _call(self._shutdown, sigval, timeout=self._shutdown_timeout)
             except SignalException:
-                # A second request: end them now.
+                # A second stop request arrived, so kill the workers now.
                 _call(self._shutdown, signal.SIGKILL, timeout=0)
                 raise
 
@@ -278,7 +281,7 @@ class SimpleElasticAgent(ElasticAgent):
             put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
             put_metric(f"workers.{group.spec.role}.{result.state.name.lower()}", 1)
             if result.state == WorkerState.SUCCEEDED:
-                # Treat ``None`` as success, because torch's hook returns nothing and a user's hook may do the
+                # Treat `None` as success, because torch's hook returns `None`, and a user's hook may do the
                 # same.
                 with self._progress.within("_exit_barrier", self._exit_barrier_timeout):
                     is_over = self._exit_barrier() is not False
@@ -297,7 +300,7 @@ class SimpleElasticAgent(ElasticAgent):
                 self._tell_restart(result.state)
                 self._restart_workers(group)
             elif result.state == WorkerState.HEALTHY:
-                # Restart the workers to admit a waiting node. This costs no restart.
+                # Restart the workers to admit a waiting node. This is not charged to the restart budget.
                 with self._progress.within("num_nodes_waiting", 0):
                     are_waiting = group.spec.rdzv_handler.num_nodes_waiting() > 0
                 if are_waiting:
@@ -306,20 +309,22 @@ class SimpleElasticAgent(ElasticAgent):
                 raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
 
     def _tell_restart(self, state: WorkerState) -> None:
-        """Report that a restart was charged because of this state of the workers. Not in torch."""
+        """Log that all workers are restarted because of their state, and how many restarts are left. Not in
+        torch.
+        """
         left, most = self._remaining_restarts, self._worker_group.spec.max_restarts
         _log.warning("the workers are %s; restarting, %d of %d left", state.name, left, most)
 
     def _get_alive_time(self) -> float:
         """Return the time of the last progress, in seconds since 1970. May be called from any thread.
 
-        That is the current time, unless a hook has exceeded its allowed time.
+        The result is the current time, unless a hook has exceeded its time limit.
         """
         return time.time() - self._progress.overdue()[0]
 
     def _tell_progress(self, seconds: float = 0.0) -> None:
-        """Say that a hook that takes long still makes progress. The next call, or the end of the hook, may
-        take up to ``seconds``. Can be called from any thread. Torch has no such method.
+        """Report that a long-running hook is still making progress. The next report, or the end of the hook,
+        is due in ``seconds``. May be called from any thread. Not in torch.
         """
         self._progress.tell(seconds)
 
@@ -333,7 +338,7 @@ class SimpleElasticAgent(ElasticAgent):
         """Wait until all nodes have finished, for at most ``exit_barrier_timeout``.
 
         Returns:
-            ``False``: the round has ended for another reason. Not in torch, whose hook returns nothing.
+            ``False`` if the round has ended for another reason. Torch's hook returns nothing.
         """
         group = self._worker_group
         handler = group.spec.rdzv_handler
@@ -344,12 +349,12 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # Watch only handlers with `set_succeeded`. Other handlers, such as torch's, also report new nodes
-            # here, which are no reason to restart.
+            # Check only handlers with `set_succeeded`, because other handlers, such as torch's, also report
+            # new nodes here, which are no reason to restart.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
-            # As in torch, ignore the error: the work is done, and the node that served the store may have
-            # left already.
+            # As in torch, ignore the error, because the work is done and the node that hosted the store may
+            # have exited already.
             _log.warning("the store was lost in the exit barrier: %s", error)
             return True
         finally:
@@ -381,7 +386,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @contextmanager
     def record_duration(self, state: str) -> Iterator[None]:
-        """Record an event of this name that says how long something took."""
+        """Record an event with this name that contains the duration of the block."""
         started = time.perf_counter()
         try:
             yield
@@ -408,7 +413,8 @@ class SimpleElasticAgent(ElasticAgent):
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
             # The worker was stopped because other workers failed.
             return "TERMINATED"
-        # Programs return no values, and a subclass may return none either, so a missing value proves nothing.
+        # A missing return value does not mean that the worker is unknown, because programs return no values
+        # and a subclass may return none.
         if has_failed or worker.global_rank in result.return_values or not result.return_values:
             return result.state.value
         raise ValueError(f"Unknown worker: {worker.global_rank}")
@@ -435,7 +441,8 @@ class SimpleElasticAgent(ElasticAgent):
         metadata = status_metadata(
             state,
             inner,
-            # Do not resolve the host name if no handler records the event, because the resolver may be slow.
+            # If no handler records the event, use the plain host name, because a look-up of the full name may
+            # be slow.
             hostname=os.uname().nodename if spec.event_log_handler == "null" else None,
             run_id=spec.rdzv_handler.get_run_id(),
             group_rank=group.group_rank,
@@ -476,8 +483,8 @@ def _first_failure(found: RunResult | Exception) -> str:
 
 
 def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Call a hook that may have been written for another release of torch. Arguments in ``named`` are passed
-    only if the hook accepts them.
+    """Call a hook that may have been written for another release of torch. Each argument in ``named`` is
+    passed only if the hook accepts it.
     """
     taken = inspect.signature(method).parameters
     kinds = {each.kind for each in taken.values()}

@@ -1,4 +1,4 @@
-"""Torch's classes that describe workers: their specification, ranks, state and results."""
+"""Torch's classes for workers: their specification, ranks, state and results."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ class WorkerSpec:
         entrypoint: function or program that the workers run.
         args: arguments of the entrypoint.
         max_restarts: number of restarts before the job fails.
-        monitor_interval: seconds between two polls of :class:`SimpleElasticAgent`.
+        monitor_interval: seconds between two polls of the workers by :class:`SimpleElasticAgent`.
         master_port: port of the workers' store; determined by the rendezvous if ``None``.
         master_addr: address of the workers' store; determined by the rendezvous if ``None``.
         local_addr: address of this node.
         event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
-        numa_options: binds workers to CPUs; see :class:`elasticrs.host.numa.NumaOptions`.
-        duplicate_stdout_filters: tee'd lines that contain one of these are copied to ``filtered_stdout``.
+        numa_options: binding of the workers to CPUs; see :class:`elasticrs.host.numa.NumaOptions`.
+        duplicate_stdout_filters: texts. Lines on the console that contain one of these texts are also copied
+            to ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error.
-        virtual_local_rank: each worker sees only its own GPU, and has local rank 0.
+        virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
         hang_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
         hang_startup_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
         hang_exit_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
@@ -54,7 +55,8 @@ class WorkerSpec:
         log_prefix: see :class:`elasticrs.launcher.LaunchConfig`.
 
     Raises:
-        AssertionError: the number of workers, the interval or the entrypoint is missing (as in torch).
+        AssertionError: the number of workers or the interval is not positive, or the entrypoint is missing
+            (as in torch).
         ValueError: a time limit is invalid.
     """
 
@@ -117,7 +119,7 @@ class WorkerSpec:
 
 @dataclass(repr=False, eq=False)
 class Worker:
-    """A worker of a group. A rank of -1 is not assigned yet."""
+    """A worker of a group. A rank is -1 until it is assigned."""
 
     local_rank: int
     global_rank: int = -1
@@ -148,12 +150,12 @@ class WorkerState(str, Enum):
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """Return true if the processes of a group in this state exist."""
+        """Return true if a group in this state has running processes."""
         return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
 
 
 class WorkerGroup:
-    """The workers of one node.
+    """The workers of one node, with the data of their current round.
 
     Attributes:
         store: store that the nodes of the round share, with torch's interface.
@@ -174,7 +176,7 @@ class WorkerGroup:
 
     @property
     def store(self) -> Any:
-        """See the class."""
+        """Store that the nodes of the round share. It is opened when this property is first read."""
         if self._open_store is not None:
             self.store = self._open_store()
         return self._store
@@ -184,17 +186,17 @@ class WorkerGroup:
         self._store, self._open_store = store, None
 
     def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
-        """Copy the plan of the next attempt into this group, where other code can read it. Settings of the
-        specification for the workers' store override the plan. Not in torch.
+        """Copy the plan of the next attempt into this group, so that other code can read it. If the
+        specification sets the address or port of the workers' store, these override the plan. Not in torch.
 
         Args:
             plan: plan of the next attempt.
-            open_store: opens the store that the nodes of the round share. Called when the store is first
-                used.
+            open_store: opens the store that the nodes of the round share. It is called when the store is
+                first used.
         """
         plan.master_addr = self.spec.master_addr or plan.master_addr
         if self.spec.master_port:
-            # Rank 0 of the workers listens on a port that the user has chosen.
+            # The user has chosen the port, so rank 0 of the workers hosts the store on it.
             plan.master_port, plan.use_agent_store = self.spec.master_port, False
         self._store, self._open_store = None, open_store
         self.group_rank, self.group_world_size = plan.ranks[0].group_rank, plan.ranks[0].group_world_size
@@ -204,11 +206,11 @@ class WorkerGroup:
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
 
     def plan(self) -> Plan:
-        """Return the plan that the hooks have agreed on. Not in torch.
+        """Return the plan that follows from the hooks' rendezvous. Not in torch.
 
         Raises:
-            RuntimeError: there was no rendezvous.
-            RendezvousError: the rendezvous gave no port.
+            RuntimeError: there has been no rendezvous.
+            RendezvousError: the rendezvous returned no port.
         """
         spec = self.spec
         if self.group_rank is None or self.group_world_size is None:
@@ -226,7 +228,7 @@ class WorkerGroup:
                 raise RendezvousError("the rendezvous gave no port for the workers' store")
             port = StorePort(is_served=False)
             self.master_port = port.number
-        # Rank 0 of the workers listens on a port that the user has chosen.
+        # If the user has chosen the port, rank 0 of the workers hosts the store on it.
         use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
         address = self.master_addr or "localhost"
         return Plan(ranks, address, self.master_port, port, use_agent_store=use_agent_store)
@@ -234,11 +236,11 @@ class WorkerGroup:
 
 @dataclass
 class RunResult:
-    """Result of a group, by **global** rank.
+    """Result of a worker group. The keys are **global** ranks.
 
     Args:
-        state: SUCCEEDED or FAILED at the end.
-        return_values: return values of functions.
+        state: state of the group; SUCCEEDED or FAILED at the end.
+        return_values: return values of the workers' functions.
         failures: failures of the failed workers.
     """
 
@@ -247,14 +249,14 @@ class RunResult:
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
 
     def is_failed(self) -> bool:
-        """True if it failed."""
+        """Return true if the workers failed."""
         return self.state == WorkerState.FAILED
 
 
 @dataclass(repr=False, eq=False)
 class _RoleInstanceInfo:
-    """Data about the workers of a node that its agent sends to the other agents of a round, in torch's
-    JSON.
+    """Data about a node's workers that its agent sends to the other agents of a round, in torch's JSON
+    format.
     """
 
     role: str
@@ -268,13 +270,13 @@ class _RoleInstanceInfo:
 
     @staticmethod
     def deserialize(data: bytes) -> _RoleInstanceInfo:
-        """Decode the data of another agent."""
+        """Decode the data that another agent has sent."""
         told = json.loads(data)
         return _RoleInstanceInfo(told["role"], told["rank"], told["local_world_size"])
 
     @staticmethod
     def compare(obj1: _RoleInstanceInfo, obj2: _RoleInstanceInfo) -> int:
-        """Compare by role, then by rank. Return a negative number, 0, or a positive number."""
+        """Compare by role and then by rank. Return a negative number, 0, or a positive number."""
         if obj1.role == obj2.role:
             return obj1.rank - obj2.rank
         return 1 if obj1.role > obj2.role else -1
