@@ -1,4 +1,4 @@
-"""Start and supervision of the worker processes of one node."""
+"""Start and monitor the worker processes of one node."""
 
 from __future__ import annotations
 
@@ -54,29 +54,32 @@ def start_processes(
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
 ) -> PContext:
-    """Start one copy of a program or function for each local rank. If one cannot be started, stop the others.
+    """Start one copy of a program or function for each local rank. If a copy cannot be started, stop the
+    others.
 
-    May be called from any thread, but signals are handled only in the main thread. No process is left after
-    :meth:`PContext.close`, which :meth:`PContext.wait` calls when all processes have exited.
+    May be called from any thread, but signals are handled only in the main thread. :meth:`PContext.close`
+    kills all remaining processes. :meth:`PContext.wait` calls it when all workers have exited.
 
     Args:
         name: name in the prefix of the processes' lines on the console.
         entrypoint: a program, or a function (importable by name, except with ``fork``).
-        args: arguments by local rank ``0..n-1``; those of a program are converted to text.
+        args: arguments by local rank ``0..n-1``. Arguments of a program are converted to strings.
         envs: variables added to the environment, by local rank.
         logs_specs: destination of the output.
         log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
         start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
         numa_options: binding of the processes to CPUs.
-        duplicate_stdout_filters: tee'd lines that contain any of these texts are copied to
-            ``filtered_stdout.log``.
-        duplicate_stderr_filters: the same for standard error.
+        duplicate_stdout_filters: texts. Lines on the console that contain any of these texts are also copied
+            to ``filtered_stdout.log``.
+        duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
 
     Raises:
-        RuntimeError: local ranks do not match, or the processes could not be started. The exception is also a
-            ``FileNotFoundError`` or ``PermissionError`` if the program does not exist or is not executable.
+        RuntimeError: ``args`` or ``envs`` does not contain each local rank, or the processes could not be
+            started. If the program does not exist or is not executable, the exception is also a
+            ``FileNotFoundError`` or ``PermissionError``.
         ValueError: the start method is unknown.
-        SystemExit: a function worker imports the main module, which has no ``__name__`` guard.
+        SystemExit: this process is a worker that is still importing the main module, because the main module
+            has no ``__name__`` guard.
     """
     from elasticrs.multiprocessing import api, interrupts
     from elasticrs.multiprocessing.main_guard import refuse_while_main_is_imported
@@ -89,7 +92,7 @@ def start_processes(
     filters = (duplicate_stdout_filters, duplicate_stderr_filters)
     context: PContext | None = None
     try:
-        # Exceptions for signals that arrive inside the block are raised at its end.
+        # Exceptions because of signals that arrive inside this block are raised at its end.
         with interrupts.held():
             if isinstance(entrypoint, str):
                 context = api.SubprocessContext(name, entrypoint, args, envs, *logs, numa_options, *filters)
@@ -98,7 +101,7 @@ def start_processes(
                     name, entrypoint, args, envs, start_method, *logs, numa_options, *filters
                 )
             context.start()
-        # Return inside the `try`, so that a signal before the return still closes the context.
+        # Return inside the `try`, so that the context is also closed if a signal arrives before the return.
         return context
     except BaseException:
         if context is not None:
@@ -107,6 +110,6 @@ def start_processes(
 
 
 def __getattr__(name: str) -> object:
-    # Import the API lazily, because workers import this package only for its error classes.
+    # Import the API lazily, because workers need only the error classes of this package.
     homes = {"elasticrs.multiprocessing.api": (*__all__, "_validate_full_rank")}
     return lazy(__name__, name, homes, _SUBMODULES)

@@ -1,9 +1,9 @@
-"""Starting worker processes, and where their output goes, with torch's public names.
+"""Start worker processes and direct their output, with torch's public names.
 
-Differences from torch: the directory of an attempt is never deleted (torch removes that of an earlier round
-with the same restart count), and local ranks may have several digits. Signal handlers are restored at the
-end. A failure stops the other processes at once, in the core. They are stopped in parallel with a single
-deadline, and their descendants are ended as well.
+Differences from torch: The directory of an attempt is never deleted, while torch deletes the directory of an
+earlier round that had the same restart count. Local ranks may have several digits. Signal handlers are
+restored at the end. After a failure, the core stops the other processes at once, in parallel and with a
+single deadline, and kills their descendants as well.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 IS_WINDOWS = False
-"""For programs that ask torch's module."""
+"""Constant of torch's module that programs read."""
 
 _NO_HANDLERS = (
     "Failed to register signal handlers since torchelastic is running on a child thread. "
     "This could lead to orphaned worker processes if the torchrun is terminated."
 )
-"""The text is torch's, because programs and tests compare it. It is true for subclasses that start processes
-in their own way. The core stops the workers of our own classes even if this process is killed."""
+"""The text is torch's, because programs and tests compare it. It applies to subclasses that start processes
+in their own way. The workers of this package's own classes are stopped by the core even if this process is
+killed.
+"""
 
 _HOMES = {
     "elasticrs.multiprocessing.contexts": ("MultiprocessContext", "SubprocessContext", "_wrap"),
@@ -68,16 +70,16 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Import these classes late, because they import this module.
+    # Import these classes only when they are needed, because their modules import this module.
     return lazy(__name__, name, _HOMES)
 
 
 class SignalException(Exception):  # noqa: N818 -- torch's name
-    """A signal asked the agent to stop, and the workers are stopped.
+    """Raised when a signal asks the agent to stop the workers.
 
     Args:
         msg: message for the user.
-        sigval: the signal.
+        sigval: signal that was received.
     """
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
@@ -86,7 +88,7 @@ class SignalException(Exception):  # noqa: N818 -- torch's name
 
 
 class Std(IntFlag):
-    """Streams of a process."""
+    """Output streams of a process, as flags."""
 
     NONE = 0
     OUT = 1
@@ -95,10 +97,10 @@ class Std(IntFlag):
 
     @classmethod
     def from_str(cls, vm: str) -> Std | dict[int, Std]:
-        """Parse ``"3"`` or ``"0:3,1:0"`` (local rank and value).
+        """Parse ``"3"`` (the value for all ranks) or ``"0:3,1:0"`` (local ranks and their values).
 
         Raises:
-            ValueError: the value has another form.
+            ValueError: the text has another form.
         """
         try:
             found = parse_streams(vm)
@@ -110,10 +112,10 @@ class Std(IntFlag):
 
 
 def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """Return the choice for each local rank. Ranks that the mapping leaves out get ``NONE``.
+    """Return the streams that are chosen for each local rank. Ranks that the mapping leaves out get ``NONE``.
 
     Args:
-        val_or_map: a single choice for all ranks, or choices by local rank.
+        val_or_map: streams for all ranks, or streams by local rank.
         local_world_size: number of workers.
     """
     if isinstance(val_or_map, Std):
@@ -123,7 +125,7 @@ def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[i
 
 @dataclass
 class LogsDest:
-    """Log files by local rank. ``""`` means the console."""
+    """Paths of log files by local rank. An empty path means the console."""
 
     stdouts: dict[int, str] = field(default_factory=dict)
     stderrs: dict[int, str] = field(default_factory=dict)
@@ -135,13 +137,13 @@ class LogsDest:
 
 
 class LogsSpecs(ABC):
-    """Decides where the output of workers goes.
+    """Base class of objects that choose the log files of workers.
 
     Args:
-        log_dir: base directory.
-        redirects: streams that go to files, for all ranks or by local rank.
-        tee: streams that go to files and to the console.
-        local_ranks_filter: local ranks whose output is shown on the console; ``None`` for all.
+        log_dir: base directory of the log files.
+        redirects: streams that are written to files, for all ranks or by local rank.
+        tee: streams that are written to files and to the console.
+        local_ranks_filter: local ranks whose output is printed on the console; ``None`` for all.
     """
 
     def __init__(
@@ -158,21 +160,21 @@ class LogsSpecs(ABC):
 
     @abstractmethod
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the files of an attempt. Called once for each attempt, before its workers are started.
+        """Return the log files of an attempt. Called once for each attempt, before its workers are started.
 
         Args:
             envs: variables that the agent adds to the environment, by local rank. This method adds
-                ``TORCHELASTIC_ERROR_FILE``.
+                ``TORCHELASTIC_ERROR_FILE`` to them.
         """
 
     @property
     @abstractmethod
     def root_log_dir(self) -> str:
-        """The base directory."""
+        """Base directory of the log files."""
 
 
 class DefaultLogsSpecs(LogsSpecs):
-    """Default layout of log files.
+    """Chooses log files with the default layout.
 
     ``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``
 
@@ -199,7 +201,7 @@ class DefaultLogsSpecs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The base directory."""
+        """Base directory of the log files."""
         return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -223,8 +225,8 @@ class DefaultLogsSpecs(LogsSpecs):
         )
 
     def _remove_if_empty(self, attempt: str | None = None) -> None:
-        """Remove the temporary folder if it has no files, or only the folder of one attempt and its empty
-        parents.
+        """If the base directory is temporary and contains no files, remove it. If ``attempt`` is given,
+        remove only the folder of that attempt and its empty parents.
         """
         if self._is_temporary:
             logs.remove_if_empty(attempt or self.root_log_dir, levels=2 if attempt else 0)
@@ -239,7 +241,7 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
             self._run_log_dir = logs.make_private_directory(self.root_log_dir, logs.run_prefix(run_id))
-        # Create the folder again if an earlier job with the same object removed it because it was empty.
+        # Create the folder again, because an earlier job with the same object removes it if it is empty.
         logs.make_again(self._run_log_dir, is_temporary=self._is_temporary)
         attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         if os.path.exists(attempt) and env.get("ELASTICRS_ROUND"):
@@ -269,7 +271,7 @@ class DefaultLogsSpecs(LogsSpecs):
 
 @dataclass
 class RunProcsResult:
-    """How a group of processes ended, by local rank."""
+    """Result of a group of processes, by local rank."""
 
     return_values: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
@@ -277,13 +279,13 @@ class RunProcsResult:
     stderrs: dict[int, str] = field(default_factory=dict)
 
     def is_failed(self) -> bool:
-        """True if a process failed."""
+        """Return true if a process failed."""
         return len(self.failures) > 0
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- a signal handler
-    """Raise :class:`SignalException` as soon as raising it loses no event. If the program is already cleaning
-    up after such an exception, hurry the clean-up instead.
+    """Raise :class:`SignalException` as soon as that cannot lose an event. If the program is already cleaning
+    up after such an exception, speed up the clean-up instead.
     """
     if _clean_ups:
         hurry, requests = _clean_ups[-1]
@@ -308,7 +310,7 @@ def _validate_full_rank(d: dict[int, Any], nprocs: int, what: str) -> None:
 def get_std_cm(
     std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
-    """Redirect a stream, or not.
+    """Return a context manager that redirects a stream, or that does nothing if no file is given.
 
     Args:
         std_rd: path of the file; empty for no redirection.
@@ -318,17 +320,17 @@ def get_std_cm(
 
 
 caught_signals = interrupts.CaughtSignals()
-"""For all contexts."""
+"""Signal handlers of all contexts in this process."""
 
 
 _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
-"""Functions that hurry the running clean-ups, innermost last."""
+"""Functions that speed up the running clean-ups; the innermost clean-up comes last."""
 
 
 @contextmanager
 def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
-    """Close a context in this block. If the block runs because of a :class:`SignalException`, a further stop
-    signal calls ``hurry`` instead of raising again.
+    """Return a context manager for closing a context. If the block handles a :class:`SignalException`, a
+    further stop signal calls ``hurry`` instead of raising an exception again.
     """
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, SignalException):
@@ -368,25 +370,25 @@ def _release(caught: list[int]) -> None:
 
 
 class PContext(ABC):
-    """Base class of contexts. A context is a group of processes that are started, monitored and stopped
-    together.
+    """Base class of groups of processes that are started, monitored and stopped together.
 
     Args:
-        name: name in the prefix of the processes' lines.
+        name: name in the prefix of the processes' lines on the console.
         entrypoint: function or program to run.
         args: arguments by local rank.
-        envs: variables added to the environment, by local rank. ``logs_specs`` adds the error file.
+        envs: variables added to the environment, by local rank. ``logs_specs`` adds the path of the error
+            file.
         logs_specs: destination of the output.
         log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
-        duplicate_stdout_filters: tee'd lines that contain any of these texts are copied to
-            ``filtered_stdout.log``.
-        duplicate_stderr_filters: the same for standard error.
+        duplicate_stdout_filters: texts. Lines on the console that contain any of these texts are also copied
+            to ``filtered_stdout.log``.
+        duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
 
     Raises:
-        RuntimeError: ``logs_specs`` gave no file for a local rank.
+        RuntimeError: ``logs_specs`` returned no file for a local rank.
     """
 
-    # Declared on the class too, for mocks that are created from it.
+    # Declare this attribute on the class as well, for mocks that are created from the class.
     _caught: list[int] = []  # noqa: RUF012 -- each object has its own
 
     def __init__(
@@ -419,13 +421,13 @@ class PContext(ABC):
         self._stdout_tail = TailLog(name, stdouts, sys.stdout, self._prefixes)
         self._stderr_tail = TailLog(name, stderrs, sys.stderr, self._prefixes)
         self._tail_logs = [self._stdout_tail, self._stderr_tail]
-        # Classes written for older releases do not have these fields.
+        # User classes that were written for older releases do not have these fields.
         filtered = [getattr(logs_dest, name, "") for name in ("filtered_stdout", "filtered_stderr")]
         self.filtered_stdout = self._copy(stdouts, filtered[0], duplicate_stdout_filters)
         self.filtered_stderr = self._copy(stderrs, filtered[1], duplicate_stderr_filters)
 
     def _copy(self, files: dict[int, str], path: str, needles: list[str] | None) -> TextIO | None:
-        # Skip the copy if its path is below the null device, where torch fails.
+        # Skip the copy if its path is below the null device. Torch fails in this case.
         if not needles or not path or path.startswith(os.devnull + os.sep):
             return None
         copy = open(path, "a", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115 -- see `close`
@@ -454,28 +456,31 @@ class PContext(ABC):
 
     @abstractmethod
     def _poll(self) -> RunProcsResult | None:
-        """Return the result when all have succeeded or one has failed, ``None`` while they run."""
+        """Return the result if all processes have succeeded or one has failed. Return ``None`` while they
+        run.
+        """
 
     @abstractmethod
     def pids(self) -> dict[int, int]:
-        """The process ids by local rank."""
+        """Return the process ids by local rank."""
 
     @abstractmethod
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """End the processes; see :meth:`close`."""
+        """Stop the processes; see :meth:`close`."""
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
-        """Wait until all have succeeded, or one has failed and the others are stopped.
+        """Wait until all processes have succeeded, or until one has failed and the others have been stopped.
 
         Args:
-            timeout: seconds; 0 polls once, and a negative number waits without limit.
-            period: seconds between polls in a subclass that only has ``_poll``. Our own classes do not poll.
+            timeout: seconds to wait; 0 polls once, and a negative number waits without limit.
+            period: seconds between polls in a subclass that only has ``_poll``. The classes of this package
+                do not poll.
 
         Returns:
-            ``None`` when they run still.
+            The result, or ``None`` if processes are still running.
 
         Raises:
-            SignalException: a signal arrived. The processes are still running; :meth:`close` ends them.
+            SignalException: a signal arrived. The processes are still running until :meth:`close` is called.
         """
         deadline = time.monotonic() + timeout if timeout >= 0 else None
         while True:
@@ -486,15 +491,15 @@ class PContext(ABC):
             self._pause(left)
 
     def _pause(self, seconds: float) -> None:
-        """Wait until there may be something new."""
+        """Wait before the next poll. A subclass that receives events may return earlier."""
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes and their descendants, and release everything. Idempotent.
+        """Stop all processes and their descendants, and release all resources. Idempotent.
 
         Args:
-            death_sig: signal to send; SIGTERM if ``None``.
-            timeout: seconds until SIGKILL, as a single deadline for all processes.
+            death_sig: signal to send first; SIGTERM if ``None``.
+            timeout: seconds until SIGKILL. All processes share this deadline.
         """
         with interrupts.held():
             try:

@@ -1,4 +1,4 @@
-"""The two concrete :class:`~elasticrs.multiprocessing.api.PContext` classes: for programs and for
+"""The two concrete subclasses of :class:`~elasticrs.multiprocessing.api.PContext`, for programs and for
 functions.
 """
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["MultiprocessContext", "SubprocessContext"]
 
 _LOOK = 0.1
-"""Seconds between polls of programs that a user's handlers have started."""
+"""Seconds between polls of programs that were started by a user's handlers."""
 
 
 class _SupervisedContext(PContext):
-    """Base class of both contexts: a process group under the core's supervisor. ``how`` holds the arguments
-    of :class:`PContext`.
+    """Base class of both contexts: a process group that the core's supervisor runs. ``how`` contains the
+    positional arguments of :class:`PContext`.
     """
 
     def __init__(self, *how: Any, numa_options: NumaOptions | None = None) -> None:
@@ -50,7 +50,9 @@ class _SupervisedContext(PContext):
         self._result: RunProcsResult | None = None
 
     def _show_by_core(self) -> None:
-        """Let the core copy lines to the console for each stream that the program has not replaced."""
+        """Let the core copy the processes' lines to the console, for each stream that the program has not
+        replaced.
+        """
         self._streams: list[LogStream] = []
         replaced = replaced_streams()
         for to, tail_log in ((1, self._stdout_tail), (2, self._stderr_tail)):
@@ -62,7 +64,7 @@ class _SupervisedContext(PContext):
 
     @abstractmethod
     def _return_values(self) -> dict[int, Any]:
-        """Return the return values of the processes, all of which exited with 0."""
+        """Return the return values of the processes, after all of them exited with 0."""
 
     def _processes(self) -> SupervisedGroup:
         if self._group is None:
@@ -76,7 +78,7 @@ class _SupervisedContext(PContext):
             logger.warning("%s", line)
         if self._result is None and processes.end is not None:
             # Close everything first, because unpickling the return values runs the user's code, which may
-            # raise.
+            # raise an exception.
             self.close()
             self._result = self._make_result(processes)
         return self._result
@@ -111,7 +113,7 @@ class _SupervisedContext(PContext):
         return failure_of(ended, *files, cause=cause)
 
     def _unknown_end(self) -> str:
-        """Return text for a process whose exit status was lost."""
+        """Return text about a process whose exit status is unknown."""
         return "its exit status is unknown"
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -125,7 +127,7 @@ class _SupervisedContext(PContext):
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """Stop all processes; see the base class. While a :class:`SignalException` is handled, a second stop
-        signal does not raise but ends the wait of ``timeout`` seconds.
+        signal does not raise an exception but ends the wait of ``timeout`` seconds.
         """
         with clean_up(self._hurry):
             super().close(death_sig, timeout)
@@ -144,10 +146,10 @@ class _SupervisedContext(PContext):
 
 
 class SubprocessContext(_SupervisedContext):
-    """Context whose processes are programs. See :class:`PContext` for the arguments.
+    """Context whose processes run a program. See :class:`PContext` for the arguments.
 
-    If ``api.get_subprocess_handler`` was replaced, the objects that it returns run the programs; see
-    :mod:`.foreign`.
+    If ``api.get_subprocess_handler`` was replaced, the programs are run by the objects that the replacement
+    returns; see :mod:`.foreign`.
 
     Attributes:
         subprocess_handlers: handlers by local rank.
@@ -254,7 +256,7 @@ class SubprocessContext(_SupervisedContext):
 class MultiprocessContext(_SupervisedContext):
     """Context whose processes run a function. See :class:`PContext` for the arguments.
 
-    As in torch, processes that ended because another one had failed are not listed as failures.
+    As in torch, processes that were stopped because another process had failed are not listed as failures.
 
     Args:
         start_method: ``spawn``, ``fork`` or ``forkserver``.
@@ -341,8 +343,8 @@ def _wrap(
     queue_finished_reading_event: Any,
     numa_options: NumaOptions | None = None,
 ) -> None:
-    """Run a function as the worker with this local rank, in the calling process. elasticrs does not use it.
-    It exists for programs that call torch's function of this name.
+    """Run a function in the calling process as the worker with this local rank. elasticrs itself does not
+    call this function. It exists for programs that call torch's function of the same name.
     """
     from elasticrs.multiprocessing.errors import record
     from elasticrs.multiprocessing.redirects import redirect_stderr, redirect_stdout

@@ -1,4 +1,4 @@
-"""Creation of a :class:`ProcessFailure` from the exit and the files of a failed process."""
+"""Create a :class:`ProcessFailure` from the exit and the files of a failed process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _TAIL_LINES = 50
 def failure_of(
     ended: WorkerExited, stdout: str | None, stderr: str | None, error_file: str, **known: Any
 ) -> ProcessFailure:
-    """The failure of one process.
+    """Return the description of a process's failure.
 
     Args:
-        ended: end of the process.
-        stdout: path of the file with its standard output, if there is one.
-        stderr: the same for standard error.
+        ended: exit of the process.
+        stdout: path of the file with its standard output; ``None`` if there is none.
+        stderr: path of the file with its standard error; ``None`` if there is none.
         error_file: path at which the worker would write its error file.
-        known: further arguments of :class:`ProcessFailure`, which also override those from ``ended``.
+        known: further arguments of :class:`ProcessFailure`. They override the arguments that come from
+            ``ended``.
     """
     both = (("stdout", stdout), ("stderr", stderr))
     logs = {stream: path for stream, path in both if path and path != os.devnull}

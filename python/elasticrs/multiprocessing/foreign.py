@@ -1,9 +1,9 @@
-"""Programs that a user's replacement for ``api.get_subprocess_handler`` starts. Torch supports such
+"""Programs that are started by a user's replacement for ``api.get_subprocess_handler``. Torch supports such
 replacements as well.
 
-Such a handler has an attribute ``proc`` like :class:`subprocess.Popen`, and a method ``close(death_sig)``.
-The programs are not children of the core, so they are polled, and the handler is responsible for their
-descendants.
+The replacement returns handlers. A handler has an attribute ``proc`` like :class:`subprocess.Popen`, and a
+method ``close(death_sig)``. The programs are not children of the core, so they are polled, and each handler
+is responsible for the descendants of its program.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 
 
 def replaced_factory() -> Callable[..., Any] | None:
-    """Return the replacement for ``get_subprocess_handler``; ``None`` if it was not replaced."""
+    """Return the user's replacement for ``get_subprocess_handler``; ``None`` if it was not replaced."""
     found: Callable[..., Any] = api.get_subprocess_handler
     return None if found is getattr(handlers, "_OWN", None) else found
 
 
 class ForeignPrograms(Record):
-    """The programs of one context.
+    """The programs of one context that a user's handlers run.
 
     Attributes:
         handlers: handlers by local rank.
-        exits: exit code, and monotonic time at which the exit was seen, by local rank, in that order.
-        sent: the signal that :meth:`stop` sent, by local rank.
+        exits: exit code, and monotonic time at which the exit was seen, by local rank, in the order of the
+            exits.
+        sent: last signal that was sent to the program, by local rank.
     """
 
     context: PContext
@@ -47,8 +48,8 @@ class ForeignPrograms(Record):
     sent: dict[int, int] = fresh(factory=dict)
 
     def start(self, make: Callable[..., Any]) -> None:
-        """Start all programs with ``make``, which has the signature of ``get_subprocess_handler``. If a start
-        fails, :meth:`stop` must end the programs that are running.
+        """Start all programs with ``make``, which has the signature of ``get_subprocess_handler``. If this
+        fails, call :meth:`stop` to stop the programs that are already running.
         """
         context = self.context
         for rank in range(context.nprocs):
@@ -63,7 +64,7 @@ class ForeignPrograms(Record):
             )
 
     def has_ended(self) -> bool:
-        """True if all have exited, or one has failed."""
+        """Return true if all programs have exited, or if one has failed."""
         for rank, handler in self.handlers.items():
             if rank not in self.exits:
                 exitcode = handler.proc.poll()
@@ -72,7 +73,9 @@ class ForeignPrograms(Record):
         return len(self.exits) == len(self.handlers) or any(code for code, _ in self.exits.values())
 
     def stop(self, death_sig: signal.Signals, timeout: float) -> None:
-        """Send a signal to running programs. After ``timeout`` seconds send SIGKILL to those that remain."""
+        """Send a signal to the running programs. After ``timeout`` seconds, send SIGKILL to those still
+        running.
+        """
         self._send(death_sig)
         deadline = time.monotonic() + timeout
         for handler in self.handlers.values():
@@ -84,7 +87,7 @@ class ForeignPrograms(Record):
         self.has_ended()
 
     def kill(self) -> None:
-        """SIGKILL to those that run."""
+        """Send SIGKILL to the programs that are still running."""
         self._send(signal.SIGKILL)
 
     def _send(self, signum: signal.Signals) -> None:

@@ -1,12 +1,12 @@
-"""Preparation of a function that runs in its own process, and the pipe for its return value.
+"""Prepare a function that runs in its own process, and create the pipe for its return value.
 
-Multiprocessing pickles queues and locks only while it launches a process, and passes on their descriptors. So
-this module subclasses its ``Popen``: the launch stops when everything that the child needs is ready, and
-another component starts the process.
+Multiprocessing can pickle queues and locks, and pass on their file descriptors, only while it launches a
+process. So this module subclasses its ``Popen``: the launch stops when everything that the child needs is
+ready, and another component starts the process.
 
-A child gets a pipe with multiprocessing's preparation data (we keep our end open, because the child watches
-it), a memory file of any size with the pickled function and its arguments, and a pipe for the return value,
-which this process reads while the function runs.
+A child gets a pipe with multiprocessing's preparation data, a memory file with the pickled function and its
+arguments, and a pipe for the return value. This process keeps its end of the first pipe open, because the
+child watches it, and reads the return value while the function runs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _PIPE_CAPACITY = 65536
 
 
 class ReturnPipe:
-    """The pipe for what one function returns.
+    """Pipe for the return value of a function.
 
     Attributes:
-        reader: our end of the pipe; -1 if it is closed.
-        writer: the function's end of the pipe; -1 if our copy is closed.
+        reader: read end of the pipe, which this process uses; -1 if it is closed.
+        writer: this process's copy of the write end; -1 if it is closed.
         data: data read so far. It stays empty if the function returns nothing.
     """
 
@@ -46,14 +46,14 @@ class ReturnPipe:
         self.data = bytearray()
 
     def close_writer(self) -> None:
-        """Close our copy of the write end, which the function uses. Idempotent."""
+        """Close this process's copy of the write end, which the function uses. Idempotent."""
         if self.writer != -1:
             os.close(self.writer)
             self.writer = -1
 
     def read(self) -> bool | None:
-        """Read a piece of the return value. Return true at the end, false if no data is available now, and
-        ``None`` if more may follow.
+        """Read a part of the return value. Return true at the end of the data, false if no data is available
+        now, and ``None`` if more data may follow.
         """
         try:
             piece = os.read(self.reader, _CHUNK)
@@ -63,7 +63,7 @@ class ReturnPipe:
         return None if piece else True
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close both ends of the pipe. Idempotent."""
         self.close_writer()
         if self.reader != -1:
             os.close(self.reader)
@@ -71,7 +71,7 @@ class ReturnPipe:
 
 
 class _Launch(popen_spawn_posix.Popen):
-    """Collects the data that the child needs, instead of starting the child."""
+    """Collects the data that a child process needs, instead of starting the child."""
 
     _fds: list[int]
 
@@ -106,8 +106,8 @@ class _Launch(popen_spawn_posix.Popen):
 
 
 def _check_program(path: str | None) -> None:
-    """Check that the program is a file, because each child imports it, up to ``if __name__ == "__main__"``,
-    to find the function.
+    """Check that the main program is a file. Each child imports it, up to ``if __name__ == "__main__"``, to
+    find the function.
     """
     if path is not None and not os.path.exists(path):
         raise RuntimeError(
@@ -123,34 +123,34 @@ _BEGIN = (
 
 
 def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
-    """Return the command line of an interpreter that runs a function. It is multiprocessing's own, but the
-    arguments that differ between workers come last.
+    """Return the command line of an interpreter that runs a function. It is multiprocessing's command line,
+    except that the arguments that differ between workers come last.
 
     Args:
         tracker_fd: see :class:`PreparedFunction`.
-        pipe_handle: the same.
+        pipe_handle: see :class:`PreparedFunction`.
     """
     _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
-    if "-c" in options:  # A frozen program has no `-c` option and already receives the values in this form.
+    if "-c" in options:  # A frozen program has no `-c` option, and its arguments already have this form.
         told = (f"tracker_fd={tracker_fd}", f"pipe_handle={pipe_handle}")
         options[options.index("-c") + 1 :] = [_BEGIN, "--multiprocessing-fork", *told]
     return [os.fsdecode(spawn.get_executable()), *options]
 
 
 class PreparedFunction:
-    """Everything that one child needs, ready to be passed to it.
+    """Everything that a child process needs to run a function, ready to be passed to it.
 
     Args:
-        function: function that the child calls with ``arguments``.
-        arguments: see ``function``.
-        result: descriptor for the return value of the function.
+        function: function that the child calls.
+        arguments: arguments of the function.
+        result: file descriptor to which the child writes the return value.
         name: name of the process.
 
     Attributes:
         argv: command line of an interpreter that runs the function.
-        fds: descriptors that the child needs under the same numbers.
-        tracker_fd: descriptor of multiprocessing's resource tracker; one of ``fds``.
-        pipe_handle: descriptor of the pipe with multiprocessing's preparation data; one of ``fds``.
+        fds: file descriptors that the child needs under the same numbers.
+        tracker_fd: descriptor of multiprocessing's resource tracker; also in ``fds``.
+        pipe_handle: descriptor of the pipe with multiprocessing's preparation data; also in ``fds``.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class PreparedFunction:
             self.pipe_handle, writer = os.pipe()
             self._childs_ends.append(self.pipe_handle)
             self._our_ends.append(writer)
-            # The pipe has no reader yet, so all of the data has to fit.
+            # Nothing reads from the pipe yet, so all of the data must fit into it.
             if len(launch.preparation) > _PIPE_CAPACITY:
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, len(launch.preparation))
             with open(writer, "wb", closefd=False) as file:
@@ -179,25 +179,25 @@ class PreparedFunction:
         self.fds = sorted({*launch._fds, self.pipe_handle, result})
 
     def close_childs_ends(self) -> None:
-        """Close our copies of the descriptors for the child. Idempotent."""
+        """Close this process's copies of the child's file descriptors. Idempotent."""
         close_all(self._childs_ends)
 
     def close(self) -> None:
-        """Close everything. Idempotent."""
+        """Close all file descriptors. Idempotent."""
         close_all(self._childs_ends)
         close_all(self._our_ends)
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors, and empty the list."""
+    """Close all file descriptors in the list, and clear the list."""
     while fds:
         os.close(fds.pop())
 
 
 class _Deferred(Value):
     """Placeholder for the process object in the pipe. When the child unpickles the placeholder, it loads the
-    real object from the memory file. Some objects can only be unpickled inside multiprocessing's own
-    unpickling.
+    real object from the memory file. This is needed because some objects can only be unpickled inside
+    multiprocessing's own unpickling.
     """
 
     fd: int
@@ -214,11 +214,11 @@ def _load_process(fd: int) -> BaseProcess:
 
 def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
     """Run a function in a worker process, under :func:`record` as in torch. Write its pickled return value to
-    the descriptor ``result``.
+    the file descriptor ``result``.
     """
     try:
         value = record(function)(*arguments)
-        # Record pickling errors too. A value that cannot be pickled is a failure of the worker, and
+        # Record pickling errors too, because a value that cannot be pickled is a failure of the worker, and
         # multiprocessing would only print the error.
         record(_send)(value, result)
     except Exception as error:

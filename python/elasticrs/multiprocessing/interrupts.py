@@ -1,9 +1,9 @@
-"""Signal handlers that act at once, except in the middle of critical operations.
+"""Signal handlers that act immediately, except during critical operations.
 
-An exception in a handler would lose the event that is being handled. So while the main thread waits for
-events (:func:`waiting`), actions of handlers are deferred until the event has been recorded. While something
-is started or closed (:func:`held`), they are deferred until the block waits or ends. Forked children start
-with empty state.
+If a handler raised an exception while an event is being handled, the event would be lost. So while the main
+thread waits for events (:func:`waiting`), the actions of handlers are deferred until the event has been
+recorded. While something is started or closed (:func:`held`), they are deferred until the block waits for
+events or ends. Forked children start without deferred actions.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _waits: list[Callable[[], None]] = []
-"""Functions that end the current wait of the main thread. There are several if a signal handler waits as
-well."""
+"""Functions that interrupt the current wait of the main thread. There are several if a signal handler waits
+as well.
+"""
 
 _holds: list[bool] = []
 _kept: list[Callable[[], object]] = []
 
 
 def _begin_anew() -> None:
-    # Create new lists instead of clearing the old ones, because the child may still leave `with` blocks that
+    # Create new lists instead of clearing the old lists, because the child may still leave `with` blocks that
     # have appended to the old lists.
     global _waits, _holds, _kept
     _waits, _holds, _kept = [], [], []
@@ -44,7 +45,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call a function now, or as soon as an exception of the function would not lose an event. For signal
+    """Call a function now, or as soon as an exception in the function cannot lose an event. For use in signal
     handlers.
     """
     _kept.append(call)
@@ -55,7 +56,7 @@ def when_safe(call: Callable[[], object]) -> None:
 
 
 def raise_when_safe(error: BaseException) -> None:
-    """Raise an exception now, or as soon as raising it would not lose an event."""
+    """Raise an exception now, or as soon as that cannot lose an event. For use in signal handlers."""
 
     def raise_it() -> None:
         raise error
@@ -79,18 +80,20 @@ def call_kept() -> None:
 
 @contextmanager
 def waiting(end: Callable[[], None]) -> Iterator[None]:
-    """Mark a block that waits for an event and records it. Functions of signal handlers are deferred to the
-    end of the block, and a handler calls ``end`` to end the wait.
+    """Return a context manager for a block that waits for an event and records it. Actions of signal handlers
+    are deferred to the end of the block. A signal handler calls ``end`` to interrupt the wait.
     """
     with _block(_waits, end, is_wait=True):
         if _kept and threading.current_thread() is threading.main_thread():
-            # A handler ran before this wait began, so end the wait now.
+            # A signal handler ran before this wait started, so interrupt the wait now.
             end()
         yield
 
 
 def held() -> AbstractContextManager[None]:
-    """Defer functions of signal handlers until the block ends or this thread waits inside it."""
+    """Defer the actions of signal handlers until the block ends, or until this thread waits for events in
+    it.
+    """
     return _block(_holds, True, is_wait=False)
 
 
@@ -109,8 +112,8 @@ def _block(blocks: list[_T], block: _T, *, is_wait: bool) -> Iterator[None]:
 
 
 class CaughtSignals:
-    """Signal handlers that several users have installed. The previous handlers return when the last user
-    releases a signal, and in forked children. Main thread only.
+    """Signal handlers that several users have installed. A previous handler is restored when the last user
+    releases the signal, and in forked children. Use this only in the main thread.
     """
 
     def __init__(self) -> None:
@@ -119,7 +122,7 @@ class CaughtSignals:
         self._users: dict[int, int] = {}
 
     def catch(self, signum: int, handler: Handler) -> None:
-        """Install a handler.
+        """Install a handler for a signal.
 
         Raises:
             ValueError: the signal does not exist.
@@ -134,10 +137,12 @@ class CaughtSignals:
         self._ours[signum] = handler
 
     def release(self, signums: Iterable[int]) -> None:
-        """Undo :meth:`catch`. Keep a handler that other code has installed since then."""
+        """Undo :meth:`catch` for these signals. If other code has installed a handler since then, keep that
+        handler.
+        """
         for signum in signums:
             if signum not in self._users:
-                # The user belongs to the process from which this one was forked.
+                # The signal was caught by a user in the process from which this process was forked.
                 continue
             self._users[signum] -= 1
             if self._users[signum] == 0:
@@ -153,5 +158,5 @@ class CaughtSignals:
         del self._users[signum]
         before, ours = self._before.pop(signum), self._ours.pop(signum)
         if signal.getsignal(signum) is ours:
-            # None: installed by C code, and Python cannot put it back.
+            # `None` means that C code installed the handler, so Python cannot restore it.
             signal.signal(signum, signal.SIG_DFL if before is None else before)

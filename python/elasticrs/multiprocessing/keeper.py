@@ -1,20 +1,20 @@
-"""Keeper: the parent process of functions that are started by ``fork`` or ``forkserver``.
+"""The keeper: the parent process of functions that are started with ``fork`` or ``forkserver``.
 
 ::
 
     program ── keeper ── worker 0, worker 1, …
 
 The nursery cannot fork such functions, because it runs a different program. So a separate process, the
-keeper, forks the workers, reports to the core how each of them ended, and, as their subreaper, ends their
-leftover processes. For ``fork``, the keeper is itself forked from the program. For ``forkserver``, it is a
-fresh interpreter that has imported the modules that multiprocessing would preload.
+keeper, forks the workers and reports their exits to the core. It is their subreaper and kills their leftover
+processes. For ``fork``, the keeper is itself forked from the program. For ``forkserver``, it is a new
+interpreter that has imported the modules that multiprocessing would preload.
 
 - **KEEP-1** The keeper has a single thread, so its forks copy no lock that another thread holds.
-- **KEEP-2** The keeper imports nothing between its own fork and those of the workers. It uses the core only
-  to classify processes that it may have to kill, and only after those forks.
-- **KEEP-3** Workers die with the keeper (PDEATHSIG, which depends on the keeper's only thread and so cannot
-  come early). The keeper kills all of them when the program dies or requests it.
-- **KEEP-4** A worker begins only when the core watches it.
+- **KEEP-2** The keeper imports nothing between its own fork and the forks of the workers. It uses the core
+  only to classify processes that it may have to kill, and only after those forks.
+- **KEEP-3** Workers are killed when the keeper dies (PDEATHSIG, which depends on the keeper's only thread and
+  so cannot take effect too early). The keeper kills all workers when the program dies or requests it.
+- **KEEP-4** A worker starts to run only after the core has started to monitor it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LINGER = 5.0
-"""Seconds for which descendants may continue after success, as under the nursery."""
+"""Seconds for which a worker's descendants may continue after success, as under the nursery."""
 
 WORD = struct.Struct("d")
-"""Message of the program when the workers have ended or have to end: the seconds for which their descendants
-may continue, :data:`AT_ONCE`, or :data:`LEAVE`. A later message overrides an earlier one."""
+"""Message from the program to the keeper, sent when the workers have exited or must be killed. It contains
+the number of seconds for which their descendants may continue, :data:`AT_ONCE`, or :data:`LEAVE`. A later
+message overrides an earlier one.
+"""
 AT_ONCE, LEAVE = -1.0, -2.0
 
 GO = b"g"
@@ -60,8 +62,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 IMPORT_NO_MORE = int(signal.SIGRTMIN) + 13
-"""Signal that ends a keeper during its imports, and the processes that these imports have started. After its
-imports, a keeper ignores the signal and reads the messages of the program."""
+"""Signal that kills a keeper during its imports, and the processes that these imports have started. After its
+imports, a keeper ignores the signal and waits for messages from the program.
+"""
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, IMPORT_NO_MORE)
 
@@ -70,15 +73,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class WorkerPlan(Value):
-    """One worker, as the keeper starts it.
+    """Everything that the keeper needs to start one worker.
 
     Args:
         run: calls the function and returns the exit code.
-        stdout: path of a file, or empty.
-        stderr: path of a file, or empty.
-        cpus: CPUs that the worker may use, or ``None``.
-        status: descriptor for the exit status.
-        keeps: descriptors that only this worker needs.
+        stdout: path of the file for standard output; empty if it is not redirected.
+        stderr: path of the file for standard error; empty if it is not redirected.
+        cpus: CPUs that the worker may use; ``None`` for all.
+        status: file descriptor to which the keeper writes the worker's exit status.
+        keeps: file descriptors that only this worker needs.
     """
 
     run: Callable[[], int]
@@ -90,14 +93,15 @@ class WorkerPlan(Value):
 
 
 def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) -> None:
-    """Fork the workers and serve requests until the workers may be ended. This is the body of the keeper,
-    which exits afterwards.
+    """Fork the workers and serve the program's requests until the workers may be killed. This is the main
+    function of the keeper process, which exits afterwards.
 
     Args:
         workers: workers by local rank.
-        control: socket to the program. The keeper sends the pids (zeros if a worker ended before it began),
-            receives how to end, and sends the names of processes that it ended, see :func:`_tell_names`.
-        gate: pipe from which each worker reads one byte before it begins.
+        control: socket to the program. The keeper sends the pids of the workers (zeros if a worker exited
+            before it could run). Then it receives a message that says how to stop, and sends the names of the
+            processes that it kills, see :func:`_tell_names`.
+        gate: pipe from which each worker reads one byte before it starts to run.
         parent: pid of the program.
     """
     lead_session()
@@ -129,7 +133,7 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
         try:
             os.write(control, struct.pack(f"{len(pids)}i", *(pids if are_ready else [0] * len(pids))))
         except BrokenPipeError:
-            return  # The program has continued without them.
+            return  # The program has abandoned the workers.
         linger = _serve(
             dict(zip(pids, (worker.status for worker in workers), strict=True)), control, parent_pidfd
         )
@@ -141,8 +145,8 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
 
 
 def lead_session() -> None:
-    """Create a new session, so that signals of the terminal do not reach the workers. The program decides
-    when they end.
+    """Create a new session, so that signals from the terminal do not reach the workers. The program decides
+    when the workers stop.
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -180,15 +184,15 @@ def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], g
 
 
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
-    """Report the exit statuses of workers; return what the program said."""
+    """Report the exit statuses of the workers. Return the value in the program's first message."""
     poll = select.poll()
     running = {os.pidfd_open(pid): pid for pid in statuses}
     for fd in (control, parent_pidfd, *running):
         poll.register(fd, select.POLLIN)
     ended: set[int] = set()
     while True:
-        # Poll for the exit status of a worker that a debugger traces. The debugger receives the status first,
-        # and nothing announces when it is released.
+        # If a debugger traces a worker that has exited, poll for its exit status. The debugger receives the
+        # status first, and there is no event when the debugger releases it.
         ready = {fd for fd, _ in poll.poll(1000 * _LOOK_AT_TRACED if ended else None)}
         for fd in ready & running.keys():
             ended.add(running.pop(fd))
@@ -201,15 +205,15 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
                 os.write(statuses[pid], struct.pack("i", status))
         if control in ready:
             said = os.read(control, WORD.size)
-            # A short read means that the program has closed the socket or died, so no message can follow.
+            # A short read means that the program has closed the socket or died, so there will be no message.
             return float(WORD.unpack(said)[0]) if len(said) == WORD.size else AT_ONCE
         if parent_pidfd in ready:
             return AT_ONCE
 
 
 def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
-    """Let leftover processes continue for ``linger`` seconds, then send SIGTERM to them. Return early if the
-    program sends a message.
+    """Let leftover processes continue for ``linger`` seconds, and then send SIGTERM to them. Return early if
+    the program sends a message.
     """
     if not _outlasted(linger, control, parent_pidfd):
         return
@@ -221,14 +225,14 @@ def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
 
 
 def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
-    """Wait until all descendants have ended. Return true if some are still running after ``seconds``."""
+    """Wait until all descendants have exited. Return true if some are still running after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not _reaped_all(0):
         left = deadline - time.monotonic()
         if left <= 0:
             return True
-        # Wait for any single child, because all of them have to end. Its own children then become children of
-        # this process. The list may be incomplete while processes end.
+        # Wait for any single child, because all of them have to exit. When a child exits, its own children
+        # become children of this process. The list may be incomplete while processes exit.
         pidfds = [os.pidfd_open(pid) for pid in _core.children()[:1]]
         try:
             poll = select.poll()
@@ -244,25 +248,25 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
 
 
 def _tell_names(pids: Sequence[int], control: int) -> None:
-    """Send the pid and name of each process that is ended, one per line, followed by the number of unnamed
-    ones.
+    """Send the program the pid and name of each process that is killed, one per line, followed by the number
+    of processes without a line.
     """
     lines = [f"{pid} {_name_of(pid)}\n" for pid in pids[:_NAMED]]
     lines.append(f"{len(pids) - len(lines)}\n")
     try:
         os.write(control, "".join(lines).encode())
     except BrokenPipeError:
-        return  # The program no longer reads.
+        return  # The program has closed the socket.
 
 
 def _name_of(pid: int) -> str:
-    """Return the name of a process without characters that would break its line."""
+    """Return the name of a process. Replace characters that would break the line with spaces."""
     return "".join(character if character.isprintable() else " " for character in _core.name_of(pid))
 
 
 def _end_all() -> None:
-    """Kill all descendants. Processes that clean up are killed last. Orphans become children of this process,
-    so repeat until there are none.
+    """Kill all descendants of the keeper. Kill processes that clean up after others last. Orphans become
+    children of this process, so repeat until there are no children.
     """
     give_up = time.monotonic() + _GIVE_UP
     alone_since = None
@@ -282,7 +286,7 @@ def _end_all() -> None:
 
 
 def _reaped_all(seconds: float) -> bool:
-    """Reap ended children for at most ``seconds``. Return true if no child is left."""
+    """Reap children that have exited, for at most ``seconds``. Return true if there are no more children."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -304,7 +308,7 @@ def _kill(pid: int, signum: signal.Signals) -> None:
 
 
 def _read_all(fd: int, count: int) -> bool:
-    """Read ``count`` bytes, or up to the end of the pipe. Return true if all bytes came."""
+    """Read ``count`` bytes, or up to the end of the pipe. Return true if all bytes were received."""
     while count > 0:
         piece = os.read(fd, count)
         if not piece:
@@ -324,12 +328,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 class RunPrepared(Value):
-    """Loads and runs a function that was prepared as for multiprocessing's ``spawn``.
+    """Loads and runs a function that was prepared in the same way as for multiprocessing's ``spawn``.
 
     Args:
-        environment: complete environment.
-        tracker_fd: multiprocessing's resource tracker.
-        pipe_handle: the pipe with multiprocessing's preparation data.
+        environment: complete environment of the worker.
+        tracker_fd: file descriptor of multiprocessing's resource tracker.
+        pipe_handle: file descriptor of the pipe with multiprocessing's preparation data.
     """
 
     environment: dict[str, str]
@@ -337,7 +341,7 @@ class RunPrepared(Value):
     pipe_handle: int
 
     def __call__(self) -> int:
-        """Run it, and return the exit code."""
+        """Run the function, and return the exit code."""
         os.environ.clear()
         os.environ.update(self.environment)
         tracker: Any = resource_tracker._resource_tracker
@@ -347,23 +351,23 @@ class RunPrepared(Value):
 
 
 def main(plan_fd: int) -> None:
-    """The program of a fork server.
+    """Main function of a fork server, which imports modules and then becomes the keeper.
 
     Args:
         plan_fd: descriptor of a file with pickled data: the modules to import, the path of the main module,
             the program's arguments, and the arguments of :func:`keep`.
     """
-    # Create the session before any code of the user runs, because a program that gives up waiting kills the
-    # whole session.
+    # Create the session before any code of the user runs, because the program kills the whole session if it
+    # stops waiting for the imports.
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)
-    # Die with the program, because imports may take forever. After the imports the signal is ignored, because
-    # the keeper must end its workers first.
+    # Let the kernel kill this process when the program dies, because imports may take forever. After the
+    # imports, the signal is ignored, because the keeper must kill its workers first.
     _prctl(_PR_SET_PDEATHSIG, IMPORT_NO_MORE)
     if os.getppid() != arguments[-1]:
         return
-    # Set the same arguments as in the workers, where the module may be imported again.
+    # Set the same arguments as in the workers, which may import the main module again.
     sys.argv[:] = argv
     current: Any = multiprocessing_process.current_process()
     for name in preload:

@@ -1,4 +1,4 @@
-"""Detect a launch from a main module that has no ``if __name__ == "__main__":`` guard."""
+"""Detect that the main module launches workers without an ``if __name__ == "__main__":`` guard."""
 
 import sys
 
@@ -11,15 +11,15 @@ MESSAGE = (
 def refuse_while_main_is_imported() -> None:
     """Exit with a one-line message if this process is a worker that is still importing the main module.
 
-    Function workers that are started by ``spawn`` or ``forkserver`` import the main module of their parent.
-    If that module launches workers without a guard, each worker would launch workers of its own. Python's own
-    check for this raises only after the launch has started, and each worker would print a long traceback.
+    Function workers that are started with ``spawn`` or ``forkserver`` import the main module of their parent.
+    If that module launches workers without a guard, each worker would launch its own workers. Python's own
+    check raises an exception only after the launch has started, and each worker would print a long traceback.
 
     Raises:
-        SystemExit: this process is such a worker. Contains the message; the exit code is 1.
+        SystemExit: this process is such a worker. The exception contains the message, and the exit code is 1.
     """
     # Look up `multiprocessing.process` instead of importing it, because the launch path imports as little as
-    # possible. A worker that is importing the main module has always loaded it.
+    # possible. A worker that is importing the main module has always loaded this module.
     process = sys.modules.get("multiprocessing.process")
     if process is not None and getattr(process.current_process(), "_inheriting", False):
         sys.exit(MESSAGE)

@@ -1,4 +1,4 @@
-"""Errors of processes that could not be started."""
+"""Exceptions for processes that could not be started."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _KINDS: dict[int | None, type[RuntimeError]] = {
 
 
 def not_started(text: str, number: int | None) -> RuntimeError:
-    """Return a ``RuntimeError`` to raise. If ``number`` is the system's error for a program that is missing
-    or not executable, the error is also a ``FileNotFoundError`` or ``PermissionError``, as in torch.
+    """Return a ``RuntimeError`` for the caller to raise. If ``number`` is the errno for a program that is
+    missing or not executable, the exception is also a ``FileNotFoundError`` or ``PermissionError``, as in
+    torch.
     """
     error = _KINDS.get(number, RuntimeError)(text)
     if isinstance(error, OSError):
