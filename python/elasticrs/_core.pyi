@@ -1,8 +1,8 @@
-"""The native part of elasticrs. Private: the public names are in the Python modules beside it.
+"""Native part of elasticrs. Private: the public names are in the Python modules of this package.
 
-Every call that can block releases the GIL. Rust threads never call into Python: what happens is put into a
-queue, and :meth:`Supervisor.next_event` hands it out. Times called ``*_ns`` are on the clock of
-:func:`time.monotonic_ns`; all other times are seconds.
+Every call that can block releases the GIL. Rust threads never call into Python. They put events into a queue,
+from which :meth:`Supervisor.next_event` returns them. Attributes named ``*_ns`` are times on the clock of
+:func:`time.monotonic_ns`, in nanoseconds. All other times are in seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,26 +11,27 @@ from typing import Literal, TypeAlias, final
 
 __version__: str
 
-# --- what to start --------------------------------------------------------------------------------
+# --- specifications -------------------------------------------------------------------------------
 
 @final
 class ProcessSpec:
-    """One worker process.
+    """Specification of one worker process.
 
     Args:
-        local_rank: its index in the group.
-        argv: program and arguments; a program without a slash is searched for in ``PATH`` of ``env``.
-        env: the whole environment.
-        cwd: working directory; the agent's when ``None``.
-        stdin, stdout, stderr: the path of a file (opened for appending in the child, created with mode 0644),
-            or ``None`` for the agent's own descriptor.
-        pass_fds: descriptors that the worker gets under the same numbers; all others are closed.
+        local_rank: index of the worker in its group.
+        argv: program and arguments. A program without a slash is searched for in the ``PATH`` of ``env``.
+        env: complete environment.
+        cwd: working directory; the agent's working directory if ``None``.
+        stdin, stdout, stderr: path of a file, or ``None`` for the agent's own descriptor. The child opens the
+            file for appending and creates it with mode 0644.
+        pass_fds: file descriptors that the worker gets under the same numbers. All others are closed.
             Default: none.
-        cpus: the CPUs that it may run on; ``None`` for those of the agent.
-        warm: it is a fork of the nursery, where that is a :class:`WarmNursery`.
+        cpus: CPUs that the worker may run on; the agent's CPUs if ``None``.
+        warm: true if the worker is forked from the nursery, if the nursery is a :class:`WarmNursery`.
 
     Raises:
-        ValueError: empty ``argv``, a NUL byte, ``=`` in a variable's name, or ``cpus`` without any.
+        ValueError: ``argv`` or ``cpus`` is empty, a string contains a NUL byte, or the name of a variable
+            contains ``=``.
     """
 
     def __new__(
@@ -52,10 +53,11 @@ class ProcessSpec:
 
 @final
 class StopPolicy:
-    """Signal, grace in seconds, then SIGKILL; one deadline for all ranks.
+    """Specifies how to stop workers: send ``signal`` first, and SIGKILL after ``grace`` seconds. All workers
+    share this deadline.
 
     Raises:
-        ValueError: not a signal number; a grace that is negative or not finite.
+        ValueError: ``signal`` is not a signal number, or ``grace`` is negative or not finite.
     """
 
     def __new__(cls, signal: int, grace: float) -> StopPolicy: ...
@@ -66,23 +68,27 @@ class StopPolicy:
 
 @final
 class GroupSpec:
-    """All workers of one attempt on this node.
+    """Specification of a group: all workers of one attempt on this node.
 
     Args:
-        processes: local ranks ``0..n-1`` in order.
-        on_failure: carried out in Rust the moment the first worker fails.
-        stop_scope: whom the signals of any stop reach before SIGKILL: ``"worker"``, and the rest of its
-            process group when it has ended, or ``"group"``. Default: ``"group"``.
-        linger: seconds that descendants may go on when all workers have exited 0, before SIGTERM, one second,
-            SIGKILL; ``None`` leaves them alone. Failed and stopped groups are swept at once. Default: 5.
-        start_deadline: seconds within which all must run.
+        processes: the worker processes, for local ranks ``0..n-1`` in order.
+        on_failure: how to stop the other workers as soon as the first worker fails.
+        stop_scope: processes that receive stop signals other than SIGKILL. ``"worker"``: the worker, and the
+            rest of its process group once the worker has exited. ``"group"``: the worker's whole process
+            group. Default: ``"group"``.
+        linger: seconds for which descendants may continue after all workers have exited with 0. After that
+            they get SIGTERM, and SIGKILL one second later. ``None`` lets them continue without limit. If the
+            group fails or is stopped, its descendants are killed at once. Default: 5.
+        start_deadline: seconds within which all workers must have been started.
         keep_ignored: signals that stay ignored in the workers (``nohup``). Default: none.
-        replaces: a worker that fails stops nobody: what it has left is swept, :class:`WorkerSwept` tells, and
-            :meth:`Supervisor.replace` starts another process in its place. The group ends when the last
-            process of each place has exited 0, when it is stopped (``"stopped"``, whoever has failed before),
-            or with its nursery. ``on_failure`` holds for a worker that does not end after it has failed: its
-            timer has expired, and this is what it gets. One that SIGKILL does not end within 30 s fails the
-            group as ever. Each worker is a child subreaper: what its descendants orphan stays below it.
+        replaces: true if a failing worker does not stop the others. After its leftover processes have been
+            killed, :class:`WorkerSwept` is reported, and :meth:`Supervisor.replace` can start a replacement.
+            The group ends when the last process of each local rank has exited with 0, when it is stopped
+            (then the outcome is ``"stopped"``, even if workers have failed), or when its nursery is lost.
+            ``on_failure`` then applies only to a failed worker that does not exit, because its timer has
+            expired. If a worker does not exit within 30 s after SIGKILL, the group fails, as without
+            ``replaces``. Each worker is a child subreaper, so that its orphaned descendants become its
+            children.
     """
 
     def __new__(
@@ -97,7 +103,7 @@ class GroupSpec:
         replaces: bool = False,
     ) -> GroupSpec: ...
 
-# --- what happens ---------------------------------------------------------------------------------
+# --- events ---------------------------------------------------------------------------------------
 
 @final
 class Warmed:
@@ -107,46 +113,48 @@ class Warmed:
     def is_ready(self) -> bool: ...
     @property
     def exitcode(self) -> int | None:
-        """How it ended, as in :attr:`WorkerExited.exitcode`."""
+        """Exit status of the nursery, as in :attr:`WorkerExited.exitcode`."""
     @property
     def hung(self) -> bool:
         """True if the nursery was killed because it exceeded its time limit."""
     @property
     def is_beside(self) -> bool:
-        """True for a nursery of :meth:`Supervisor.import_beside` that has not taken over."""
+        """True for a second nursery that :meth:`Supervisor.import_beside` has started and that has not taken
+        over.
+        """
 
 @final
 class GroupStarted:
-    """Every worker of the group runs its program."""
+    """All workers of the group have been started and are running their program."""
 
     @property
     def pids(self) -> list[int]:
-        """By local rank."""
+        """Pids of the workers, in the order of the local ranks."""
     @property
     def started_ns(self) -> int: ...
 
 @final
 class StartFailed:
-    """The group could not be started; nothing of it is left, and another one may be started."""
+    """The group could not be started, and all its processes have exited. Another group may be started."""
 
     @property
     def message(self) -> str:
-        """One line: what failed, for which local rank, and why."""
+        """One line that says what failed, for which local rank, and why."""
     @property
     def local_rank(self) -> int | None: ...
     @property
     def stage(self) -> str | None:
-        """What failed, as it fits after "could not": ``"execute"``, ``"open the log file"``, …"""
+        """Step that failed, as text that fits after "could not": ``"execute"``, ``"open the log file"``, …"""
     @property
     def errno(self) -> int | None:
-        """``None`` when the start hung until its deadline."""
+        """Error number of the failed step; ``None`` if the start hung until its deadline."""
     @property
     def subject(self) -> str | None:
-        """The program, directory or file that the stage was about."""
+        """Program, directory or file that could not be used."""
 
 @final
 class WorkerExited:
-    """A worker has ended; told once for each."""
+    """A worker has exited. Reported once for each worker."""
 
     @property
     def local_rank(self) -> int: ...
@@ -154,18 +162,20 @@ class WorkerExited:
     def pid(self) -> int: ...
     @property
     def exitcode(self) -> int | None:
-        """Exit code, or the negative number of the signal; ``None`` when nobody can tell (lost parent)."""
+        """Exit code, or the negative number of the signal; ``None`` if unknown because the parent was
+        lost.
+        """
     @property
     def core_dumped(self) -> bool: ...
     @property
     def sent_signal(self) -> int | None:
-        """The last signal that we had sent to it; ``None`` when it ended by itself."""
+        """Last signal that the supervisor sent to the worker; ``None`` if it sent none."""
     @property
     def seen_ns(self) -> int:
-        """When its death was seen; deaths seen in one wake-up share a stamp."""
+        """Time when the exit was noticed. Exits that are noticed together have the same time."""
     @property
     def max_rss_kib(self) -> int | None:
-        """``None`` for adopted pids."""
+        """Maximum resident set size of the worker in KiB; ``None`` for adopted processes."""
     @property
     def user_us(self) -> int | None: ...
     @property
@@ -173,7 +183,7 @@ class WorkerExited:
 
 @final
 class FailureSeen:
-    """The first failure of the group: its siblings have been signalled already."""
+    """The first failure of a worker in the group. The other workers have already been signalled."""
 
     @property
     def local_rank(self) -> int: ...
@@ -181,27 +191,27 @@ class FailureSeen:
     def seen_ns(self) -> int: ...
     @property
     def signalled_ns(self) -> int:
-        """When the last of the siblings had been signalled."""
+        """Time when all other workers had been signalled."""
     @property
     def siblings(self) -> int:
-        """How many were signalled."""
+        """Number of other workers that were signalled."""
 
 @final
 class WorkerSwept:
-    """Nothing is left of what a failed worker had started: it can be replaced. Told once for each worker that
-    fails in a group with ``replaces``, after its :class:`WorkerExited`, unless the group ends before.
+    """All processes of a failed worker have exited, so that it can be replaced. Reported once for each worker
+    that fails in a group with ``replaces``, after :class:`WorkerExited`, unless the group ends first.
     """
 
     @property
     def local_rank(self) -> int: ...
     @property
     def ended(self) -> list[Descendant]:
-        """Descendants that had to be killed: the first of them. Where workers fail together, what has left
-        their sessions is named with the first.
+        """First few of the descendants that had to be killed. If several workers fail together, descendants
+        that had left the workers' sessions are listed only in the first event.
         """
     @property
     def more_ended(self) -> int:
-        """How many more had to be."""
+        """Number of further descendants that had to be killed."""
     @property
     def stuck(self) -> list[Descendant]:
         """Descendants that could not be killed."""
@@ -210,7 +220,7 @@ class WorkerSwept:
 
 @final
 class WorkerReplaced:
-    """A process runs in the place of a worker that had failed."""
+    """The replacement for a failed worker is running."""
 
     @property
     def local_rank(self) -> int: ...
@@ -221,19 +231,20 @@ class WorkerReplaced:
 
 @final
 class ReplaceFailed:
-    """It could not be started; nothing of it is left, and the place may be given to another one.
+    """The replacement for a worker could not be started, and all its processes have exited. Another
+    replacement may be started.
 
-    After a start that hung until its deadline (``errno`` is ``None``) the group ends, as its nursery is lost.
+    If the start hung until its deadline (``errno`` is ``None``), the nursery is lost and the group ends.
     """
 
     @property
     def message(self) -> str:
-        """One line: what failed, for which local rank, and why."""
+        """One line that says what failed, for which local rank, and why."""
     @property
     def local_rank(self) -> int: ...
     @property
     def stage(self) -> str | None:
-        """As in :class:`StartFailed`; likewise the others."""
+        """Step that failed; see :class:`StartFailed`, also for ``errno`` and ``subject``."""
     @property
     def errno(self) -> int | None: ...
     @property
@@ -241,26 +252,27 @@ class ReplaceFailed:
 
 @final
 class TimerExpired:
-    """A worker, or a descendant of one, did not release an expiration timer in time. With a signal, which was
-    sent, the worker counts as failed and :class:`FailureSeen` follows; otherwise the timer only tells.
+    """A worker or one of its descendants did not release an expiration timer in time. If the timer specifies
+    a signal, the signal has been sent, the worker counts as failed, and :class:`FailureSeen` follows.
+    Otherwise the event is only a notice.
     """
 
     @property
     def local_rank(self) -> int: ...
     @property
     def pid(self) -> int:
-        """Of the process that acquired it."""
+        """Pid of the process that acquired the timer."""
     @property
     def scope(self) -> str: ...
     @property
     def at(self) -> str | None:
-        """File and line of the block, where the client says so."""
+        """File and line of the code block that the timer guards; ``None`` if the client did not send them."""
     @property
     def deadline(self) -> float:
-        """By the worker's wall clock, in seconds since 1970."""
+        """Time when the timer expired, on the worker's wall clock in seconds since 1970."""
     @property
     def others(self) -> int:
-        """How many other timers of the process are live."""
+        """Number of other timers that the process holds."""
     @property
     def signal(self) -> int | None: ...
     @property
@@ -268,22 +280,22 @@ class TimerExpired:
 
 @final
 class Heartbeat:
-    """The last sign of life that a worker gave by :func:`elasticrs.timer.heartbeat`."""
+    """Last heartbeat that a worker sent with :func:`elasticrs.timer.heartbeat`."""
 
     @property
     def local_rank(self) -> int: ...
     @property
     def at_ns(self) -> int:
-        """When, monotonic."""
+        """Time of the heartbeat, in nanoseconds of the monotonic clock."""
     @property
     def step(self) -> int | None: ...
     @property
     def section(self) -> str | None:
-        """The section that it was in."""
+        """Name of the section that the worker was in; ``None`` if it was in none."""
 
 @final
 class RankSeen:
-    """What a worker was doing when another one, or it, was found to hang."""
+    """State of a worker at the time when a hang was detected."""
 
     @property
     def local_rank(self) -> int: ...
@@ -291,24 +303,25 @@ class RankSeen:
     def heartbeat(self) -> Heartbeat | None: ...
     @property
     def is_late(self) -> bool:
-        """At least half of its limit has passed."""
+        """True if at least half of the worker's time limit has passed."""
     @property
     def state(self) -> str:
-        """One letter, as in ``/proc/PID/stat``; empty when that is not known."""
+        """Process state as one letter, as in ``/proc/PID/stat``; empty if unknown."""
     @property
     def wait_channel(self) -> str:
-        """The kernel function that it waits in, as far as readable."""
+        """Kernel function in which the worker waits; empty if it cannot be read."""
     @property
     def frame(self) -> str | None:
-        """The innermost frame of its Python program."""
+        """Innermost stack frame of the worker's Python program; ``None`` if unknown."""
 
 @final
 class WorkerHung:
-    """A worker gave no sign of life for too long: it counts as failed, and :class:`FailureSeen` follows.
+    """A worker missed its heartbeat deadline. It counts as failed, and :class:`FailureSeen` follows.
 
-    Of several that did not, it is the one that keeps the others waiting, as far as can be told. It also names
-    whom a worker of another node may have waited for (``hung_for`` of :meth:`Supervisor.stop`). Then the
-    group is stopped, and no :class:`FailureSeen` follows.
+    If several workers missed their deadline, the event names the worker that most likely keeps the others
+    waiting. The event is also reported for a worker that may keep a worker of another node waiting (see
+    ``hung_for`` of :meth:`Supervisor.stop`). In that case the group is stopped, and no :class:`FailureSeen`
+    follows.
     """
 
     @property
@@ -330,13 +343,15 @@ class WorkerHung:
         """The time limit that the worker exceeded, in seconds."""
     @property
     def seen_ns(self) -> int:
-        """When it was found."""
+        """Time when the hang was detected."""
     @property
     def ground(self) -> Literal["stopped", "behind", "elsewhere", "apart", "oldest"]:
-        """Why it, of those that are late.
+        """Reason why this worker is blamed, of all workers that missed their deadline.
 
-        A signal has stopped it; it is the only one that is a step behind; it alone stands at another place of
-        the program; its sign of life is the oldest, and no other stands where it does; or it is the oldest.
+        ``"stopped"``: a signal has stopped it. ``"behind"``: it is the only worker that is behind the others
+        by a step. ``"elsewhere"``: it is the only worker at another place of the program. ``"apart"``: its
+        last heartbeat is the oldest, and no other worker is at the same place. ``"oldest"``: its last
+        heartbeat is the oldest.
         """
     @property
     def ranks(self) -> list[RankSeen]:
@@ -352,7 +367,7 @@ class WorkerRaised:
     def local_rank(self) -> int: ...
     @property
     def pid(self) -> int:
-        """The process that recorded the exception: the worker or a descendant."""
+        """Pid of the process that recorded the exception: the worker or a descendant."""
     @property
     def text(self) -> str:
         """Last part of the traceback, as the process sent it. Empty if it sent none."""
@@ -366,10 +381,9 @@ class WorkerRaised:
         """Time limit for the exit, in seconds after ``seen_ns``. ``None`` if there is no limit."""
     @property
     def exit(self) -> Literal["begun", "slow", "stalled"]:
-        """``"begun"`` if the exception has just been recorded. ``"slow"`` if the time limit has passed but
-        the exit makes progress: the worker may finish its exit within the grace period of the stop that
-        follows. ``"stalled"`` if the time limit has passed and the exit makes no progress: the worker gets
-        SIGKILL.
+        """``"begun"``: the exception has just been recorded. ``"slow"``: the time limit has passed, but the
+        exit makes progress. The worker may finish its exit within the grace period of the stop that follows.
+        ``"stalled"``: the time limit has passed and the exit makes no progress. The worker gets SIGKILL.
         """
 
 @final
@@ -382,13 +396,13 @@ class WorkersKilled:
     def pids(self) -> list[int]: ...
     @property
     def reason(self) -> Literal["signal", "slow exit", "stalled exit"]:
-        """``"signal"`` if the workers did not exit within the grace period after a signal. ``"slow exit"`` if
+        """``"signal"``: the workers did not exit within the grace period after a signal. ``"slow exit"``:
         their exit after an uncaught exception made progress but was not complete at the end of the grace
-        period; they were sent no signal before. ``"stalled exit"`` if that exit made no progress.
+        period; they had been sent no signal before. ``"stalled exit"``: that exit made no progress.
         """
     @property
     def signal(self) -> int | None:
-        """The signal, if that is the reason."""
+        """Signal after which the workers did not exit; ``None`` for the other reasons."""
     @property
     def limit(self) -> float:
         """Seconds that the workers had to exit: the grace period, or for a stalled exit the maximum time
@@ -410,7 +424,7 @@ class WorkerPaused:
 
 @final
 class WorkerResumed:
-    """A worker reported by :class:`WorkerPaused` goes on."""
+    """A worker that was reported by :class:`WorkerPaused` is running again."""
 
     @property
     def local_rank(self) -> int: ...
@@ -425,60 +439,64 @@ class Descendant:
     def pid(self) -> int: ...
     @property
     def command(self) -> str:
-        """The kernel's short name of its program, at most 15 bytes; empty when it was gone."""
+        """Kernel's short name of the program, at most 15 bytes; empty if the process had already exited."""
 
 @final
 class Fenced:
-    """The deadline of the fence has passed: the nursery kills everything that runs.
+    """The deadline that :meth:`Supervisor.fence_at` set has passed, and the nursery is killing all workers.
 
-    Told at once, also without a group. A group that runs ends with the outcome ``"stopped"``, and its workers
-    with ``sent_signal`` SIGKILL. Until a new deadline is set (or none), no worker can be started.
+    Reported at once, even if there is no group. A running group ends with the outcome ``"stopped"``, and its
+    workers with ``sent_signal`` SIGKILL. No worker can be started until a new deadline is set or the deadline
+    is cancelled.
     """
 
     @property
     def fenced_ns(self) -> int:
-        """When the nursery saw it."""
+        """Time when the nursery noticed that the deadline had passed."""
 
 @final
 class GroupEnded:
-    """Nothing of the group is left; another one may be started.
+    """All processes of the group have exited. Another group may be started.
 
-    ``outcome`` is ``"succeeded"`` (all exited 0), ``"failed"`` (a worker failed first), ``"stopped"`` (by
-    :meth:`Supervisor.stop`, or by the fence), or ``"lost"`` (the nursery died, and the workers with it).
+    ``outcome`` is ``"succeeded"`` (all workers exited with 0), ``"failed"`` (a worker failed), ``"stopped"``
+    (by :meth:`Supervisor.stop` or because of :class:`Fenced`), or ``"lost"`` (the nursery died, and the
+    workers with it).
     """
 
     @property
     def outcome(self) -> Literal["succeeded", "failed", "stopped", "lost"]: ...
     @property
     def nursery_exitcode(self) -> int | None:
-        """How the nursery ended, when it was lost, as in :attr:`WorkerExited.exitcode`."""
+        """Exit status of a lost nursery, as in :attr:`WorkerExited.exitcode`; ``None`` if it was not lost."""
     @property
     def nursery_hung(self) -> bool:
-        """The nursery was lost because it kept silent, and we killed it."""
+        """True if the nursery was lost because it did not respond and the supervisor killed it."""
     @property
     def stuck_ranks(self) -> list[int]:
-        """Workers that did not end after SIGKILL (state D); the node is not fit for a restart."""
+        """Local ranks of workers that did not exit after SIGKILL (state D). The node must not be used
+        again.
+        """
     @property
     def wait_channels(self) -> list[str]:
-        """For each of ``stuck_ranks``: the kernel function it waits in, as far as readable."""
+        """For each of ``stuck_ranks``, the kernel function in which the worker waits; empty if unreadable."""
     @property
     def ended(self) -> list[Descendant]:
-        """Descendants that had to be signalled: the first of them."""
+        """First few of the descendants that had to be signalled."""
     @property
     def more_ended(self) -> int:
-        """How many more had to be signalled."""
+        """Number of further descendants that had to be signalled."""
     @property
     def stuck(self) -> list[Descendant]:
         """Descendants that could not be killed."""
     @property
     def spared(self) -> list[Descendant]:
-        """Descendants that were left alone."""
+        """Descendants that were allowed to continue."""
     @property
     def ended_ns(self) -> int: ...
 
 @final
 class LogTrouble:
-    """A log file cannot be read, or its file system is full; told once for each file."""
+    """A log file cannot be read, or its file system is full. Reported once for each file."""
 
     @property
     def local_rank(self) -> int: ...
@@ -489,14 +507,16 @@ class LogTrouble:
 
 @final
 class Degraded:
-    """Something works less well than it should (the console is lost, files are polled); the job goes on."""
+    """A part of the supervisor works only to a limited extent, for example because the console is lost. The
+    job continues.
+    """
 
     @property
     def message(self) -> str: ...
 
 @final
 class FdReady:
-    """A descriptor given to :meth:`Supervisor.watch_fd` is readable."""
+    """A file descriptor that was passed to :meth:`Supervisor.watch_fd` is readable."""
 
     @property
     def fd(self) -> int: ...
@@ -523,24 +543,25 @@ Event: TypeAlias = (
     | FdReady
 )
 
-# --- who does it ----------------------------------------------------------------------------------
+# --- the supervisor -------------------------------------------------------------------------------
 
 class SupervisorError(Exception):
-    """The supervisor cannot do what was asked: it was closed, its runtime panicked (the workers are gone
-    then), a group is running already, none is, or the process was forked.
+    """The supervisor cannot do what was requested: it was closed, its runtime panicked (in this case the
+    workers have been killed), a group is already running, no group is running, or this process is a forked
+    child.
     """
 
 @final
 class LogStream:
-    """One log file to follow.
+    """A log file to follow.
 
     Args:
-        local_rank: whose.
-        path: the file; it need not exist yet.
-        to: 1 or 2: the descriptor of the agent that gets the lines; a path: the file that gets copies of some
-            of them, appended; ``None``: nobody.
-        prefix: put before every line, colour codes included.
-        contains: a line that contains one of these is copied to the file.
+        local_rank: local rank of the worker that writes to the file.
+        path: path of the file, which may not exist yet.
+        to: 1 or 2 to copy the lines to this descriptor of the agent; a path to append some of the lines to
+            that file; ``None`` to copy nothing.
+        prefix: text before every line, including colour codes.
+        contains: texts. If ``to`` is a path, only lines that contain one of these texts are copied.
     """
 
     def __new__(
@@ -559,18 +580,19 @@ class LogStream:
 
 @final
 class WarmNursery:
-    """A nursery that is the workers' own program: it imports what they need, and forks them.
+    """A nursery that is the workers' own program: it imports their modules and then forks them.
 
     Args:
-        process: their arguments, and what they have of the environment in common. The nursery gets its start
-            as ``ELASTICRS_NURSERY_START``, and calls :func:`warm_nursery_main` with it when it has imported.
-        report_fd: it gets this as descriptor 6, for what it has to tell.
-        limit: seconds for the import.
-        ignored: signals that its workers ignore.
+        process: the workers' arguments, and the common part of their environment. The nursery finds the value
+            to start with in ``ELASTICRS_NURSERY_START``, and passes it to :func:`warm_nursery_main` after its
+            imports.
+        report_fd: file descriptor that the nursery gets as descriptor 6, for its report.
+        limit: time limit for the imports, in seconds.
+        ignored: signals that are ignored in the workers.
 
     Raises:
-        OSError: ``report_fd`` is not open, or descriptors ran out.
-        ValueError: ``limit`` is no span, or one of ``ignored`` no signal.
+        OSError: ``report_fd`` is not open, or the process has run out of file descriptors.
+        ValueError: ``limit`` is not a valid duration, or ``ignored`` contains a number that is not a signal.
     """
 
     def __new__(
@@ -579,20 +601,21 @@ class WarmNursery:
 
 @final
 class Supervisor:
-    """Starts, watches and stops the workers of one agent, one group at a time.
+    """Starts, monitors and stops the workers of one agent, one group at a time.
 
     Args:
-        owns_process: the process is ours (the command line): make it a child subreaper, so that even the loss
-            of the nursery leaves nothing behind. In a host application other children are never touched.
-        nursery: where its program comes from: ``"embedded"`` (the image that the extension carries, run from
-            memory), ``"interpreter"`` (this Python, which loads the extension), or ``"auto"``: the first of
-            them that can be executed.
-        warm: a nursery that imports first is tried before those. Groups wait for it, and :class:`Warmed`
-            tells how it went.
+        owns_process: true if the process belongs to the launcher alone (the command line). The process then
+            becomes a child subreaper, so that no processes remain even if the nursery is lost. In a host
+            application, other children are never touched.
+        nursery: source of the nursery's program. ``"embedded"``: the program that is contained in the
+            extension, run from memory. ``"interpreter"``: this Python interpreter, which loads the extension.
+            ``"auto"``: the first of these that can be executed.
+        warm: nursery that imports modules first; preferred over the other nurseries. Groups wait until its
+            imports have finished, and :class:`Warmed` reports the result.
 
     Raises:
         SupervisorError: no nursery could be started.
-        OSError: the kernel is too old (below 5.4), or descriptors ran out.
+        OSError: the kernel is too old (below 5.4), or the process has run out of file descriptors.
     """
 
     def __new__(
@@ -605,45 +628,49 @@ class Supervisor:
     @property
     def nursery_pid(self) -> int | None: ...
     def start(self, group: GroupSpec) -> None:
-        """Begin to start all workers, or none; :class:`GroupStarted` or :class:`StartFailed` tells.
+        """Start all workers of a group, or none of them. Returns at once. :class:`GroupStarted` or
+        :class:`StartFailed` reports the result.
 
-        A :class:`GroupEnded` without either means that it was stopped, or its nursery was lost, before all
-        ran.
+        A :class:`GroupEnded` without either event means that the group was stopped, or that its nursery was
+        lost, before all workers were running.
 
         Raises:
-            SupervisorError: a group is running; or see the class.
-            OSError: descriptors ran out, or one of ``pass_fds`` is not open.
+            SupervisorError: a group is running; see also the class.
+            OSError: the process has run out of file descriptors, or one of ``pass_fds`` is not open.
         """
     def replace(self, process: ProcessSpec) -> None:
-        """Begin to start a process in the place of a worker that has failed and was swept, of a group with
-        ``replaces``; :class:`WorkerReplaced` or :class:`ReplaceFailed` tells, or the end of the group.
+        """Start a replacement for a worker that has failed and was reported by :class:`WorkerSwept`, in a
+        group with ``replaces``. Returns at once. The result is reported by :class:`WorkerReplaced` or
+        :class:`ReplaceFailed`, or by the end of the group.
 
-        Everything that holds for the workers of the group holds for it, ``start_deadline`` as well. Its log
-        files are followed when :meth:`follow` is called for them; those of the worker before it are not
-        followed any more.
+        The settings of the group apply to the replacement as well, including ``start_deadline``. Its log
+        files are followed only if :meth:`follow` is called for them. The log files of the replaced worker are
+        no longer followed.
 
         Raises:
-            SupervisorError: that worker runs, has succeeded, or was not swept yet; the group is being
-                stopped, or its workers are not replaced; none is running; or see the class.
-            OSError: descriptors ran out, or one of ``pass_fds`` is not open.
+            SupervisorError: the worker is running, has succeeded, or was not swept yet; the group is being
+                stopped, or does not replace workers; no group is running; see also the class.
+            OSError: the process has run out of file descriptors, or one of ``pass_fds`` is not open.
         """
     def adopt(
         self, local_rank: int, pid: int, status_fd: int | None = None, page_fd: int | None = None
     ) -> None:
-        """Supervise a process that Python started, as a member of the running group.
+        """Add a process that Python started to the running group, and supervise it.
 
         Args:
-            local_rank: its index.
-            pid: which process.
-            status_fd: for a process whose parent is not this one: a pipe into which its parent writes the
-                status that ``wait4`` gave, as a C ``int``. Stays the caller's.
-            page_fd: for one that waits to begin and has inherited it: what :func:`heartbeat_page` gave.
-                Its heartbeats are watched then; ranks in order, from 0. Stays the caller's.
+            local_rank: local rank of the process.
+            pid: pid of the process.
+            status_fd: needed if this process is not the parent: a pipe into which the parent writes the
+                status from ``wait4``, as a C ``int``. The caller must close it.
+            page_fd: descriptor from :func:`heartbeat_page`, for a process that has inherited it and has not
+                started its work yet. The supervisor then watches the heartbeats of the process. Such
+                processes must be adopted in the order of their ranks, from 0. The caller must close the
+                descriptor.
 
         Raises:
-            ProcessLookupError: no such process.
-            OSError: ``page_fd`` is no such page.
-            SupervisorError: no group is running (an empty one may be started for this).
+            ProcessLookupError: the process does not exist.
+            OSError: ``page_fd`` is not a heartbeat page.
+            SupervisorError: no group is running. An empty group may be started for this purpose.
         """
     def stop(
         self,
@@ -653,16 +680,19 @@ class Supervisor:
         hung_step: int | None = None,
         hung_frame: str | None = None,
     ) -> None:
-        """Stop the group; :class:`GroupEnded` tells when that is done. A later, harder call overrides.
+        """Stop the group. Returns at once; :class:`GroupEnded` reports that the group has been stopped. A
+        later call with a harder policy overrides an earlier one.
 
         Args:
-            policy: how.
-            hung_for: the reason is a worker of another node, which has given no sign of life for so many
-                seconds. Where heartbeats are watched, the evidence of all workers is taken first, for 2 s at
-                most, and :class:`WorkerHung` names the one that may have kept it waiting, unless that other
-                one is rather to blame: at least half of that time, or of its own limit, has passed.
-            hung_step: the step that it was in.
-            hung_frame: where its main thread stands, as in :class:`RankSeen`.
+            policy: signal and grace period.
+            hung_for: if a hung worker on another node is the reason, the seconds since that worker's last
+                heartbeat. If heartbeats are watched on this node, the state of all its workers is recorded
+                first, for at most 2 s. :class:`WorkerHung` then names the worker that may have kept the hung
+                worker waiting. Only a worker that has been silent for at least half of ``hung_for``, or for
+                half of its own limit, can be named.
+            hung_step: training step of the hung worker; ``None`` if unknown.
+            hung_frame: stack frame of the hung worker's main thread, as in :class:`RankSeen`; ``None`` if
+                unknown.
         """
     def signal(self, signum: int, local_ranks: Sequence[int] | None = None) -> None:
         """Send a signal to the workers with these local ranks, or to all workers if ``local_ranks`` is
@@ -690,41 +720,44 @@ class Supervisor:
             SupervisorError: see the class.
         """
     def take_over(self) -> bool:
-        """Let the second nursery start the next groups, and end the first one.
+        """Let the second nursery start the next groups, and stop the first nursery.
 
-        Return false, and change nothing, if no second nursery has finished its imports or if a group exists.
+        Return false without any effect if no second nursery has finished its imports or if a group exists.
 
         Raises:
             SupervisorError: see the class.
         """
     def guard_connection(self, fd: int) -> None:
-        """Give the nursery a duplicate of this socket to hold, in place of an earlier one.
+        """Let the nursery hold a duplicate of this socket. It replaces the socket of an earlier call.
 
-        When this process dies, the connection ends only after the nursery has ended all workers and what they
-        had started. A nursery that replaces a lost one holds it as well.
+        If this process dies, the connection is closed only after the nursery has killed all workers and their
+        descendants. If the nursery is lost, the nursery that replaces it holds the socket as well.
 
         Raises:
-            OSError: ``fd`` is not open, or descriptors ran out.
+            OSError: ``fd`` is not open, or the process has run out of file descriptors.
             SupervisorError: see the class.
         """
     def release_connection(self) -> None:
-        """Undo :meth:`guard_connection`."""
+        """Let the nursery close the socket that :meth:`guard_connection` gave it."""
     def watch_timers(self, path: str | PathLike[str] | None = None) -> str:
-        """Read expiration timers of the workers from a FIFO, until :meth:`close` removes it.
+        """Create a FIFO and read the workers' expiration timers from it, until :meth:`close` removes the
+        FIFO.
 
-        Its records are those of torch's ``FileTimerClient``. What expires is told as :class:`TimerExpired`,
-        what is refused as :class:`Degraded`. Only workers and their descendants are ever signalled.
+        Its records have the format of torch's ``FileTimerClient``. :class:`TimerExpired` reports expired
+        timers, and :class:`Degraded` reports rejected records. Only workers and their descendants are ever
+        signalled.
 
         Args:
-            path: where; ``None``: in a directory that only this user can enter. A FIFO of this user that is
-                there, and that nobody reads, is used.
+            path: path of the FIFO; in a new directory that only this user can enter if ``None``. An existing
+                FIFO of this user is used if no process reads from it.
 
         Returns:
-            Where it is.
+            Path of the FIFO.
 
         Raises:
-            FileExistsError: something else is at ``path``.
-            OSError: somebody reads the FIFO there; timers are watched already; no such directory.
+            FileExistsError: another file exists at ``path``.
+            OSError: another process reads from the FIFO, the directory does not exist, or timers are already
+                watched.
         """
     def watch_hangs(
         self,
@@ -753,65 +786,73 @@ class Supervisor:
     def keep_evidence(
         self, files: Sequence[tuple[str, str]], *, py_spy: str | PathLike[str] | None = None
     ) -> None:
-        """Where to keep what the workers were doing when one of them hung, or a timer expired.
+        """Set where to record the state of the workers when a worker hangs or a timer expires.
 
         Args:
-            files: by local rank, of the group that is started next: the file into which the worker's hook
-                lets :mod:`faulthandler` write, and the one that is written.
-            py_spy: the program, for workers that do not answer.
+            files: two paths for each worker of the group that is started next, by local rank: the file into
+                which :mod:`faulthandler` writes in the worker, and the file for the recorded evidence.
+            py_spy: path of the ``py-spy`` program, for workers that do not respond; ``None`` if it is not
+                installed.
         """
     def watch_exits(self, limit: float | None = None) -> str:
-        """Watch for workers of the group that is started next which record an uncaught exception and do not
-        end. :class:`WorkerRaised` tells of both.
+        """Watch for workers of the next group that record an uncaught exception and do not exit afterwards.
+        :class:`WorkerRaised` reports the exception, and a missed time limit.
 
         Args:
-            limit: seconds within which a worker must have ended then; ``None``: any time.
+            limit: seconds within which a worker must exit after the exception; ``None`` for no limit.
 
         Returns:
-            The name of an abstract socket to which such a worker sends a datagram; the kernel says who it is.
+            Name of an abstract socket. A worker that records an exception sends a datagram to it, and the
+            kernel identifies the sender.
 
         Raises:
             ValueError: the limit is negative or not finite.
-            OSError: descriptors ran out.
+            OSError: the process has run out of file descriptors.
         """
     def heartbeats(self) -> list[Heartbeat]:
-        """The last heartbeat of each worker that had any, of the group that runs or ran last."""
+        """Return the last heartbeat of each worker that sent any, in the group that is running or ran
+        last.
+        """
     def fence_at(self, from_now: float | None) -> bool:
-        """Set the moment at which the nursery kills all workers, even if this process is stopped then.
+        """Set the time at which the nursery kills all workers, even if this process is paused at that time.
 
         Args:
-            from_now: seconds from now, on the clock that goes on while the machine is suspended; ``None``
-                takes the deadline back.
+            from_now: seconds from now, on a clock that also runs while the machine is suspended; ``None``
+                cancels the deadline.
 
         Returns:
-            ``False`` when the deadline before had passed already: :class:`Fenced` tells, or has told.
+            ``False`` if the previous deadline had already passed. In this case, :class:`Fenced` reports it or
+            has already reported it.
 
         Raises:
             ValueError: the time is not finite.
         """
     def next_event(self, timeout: float | None = None) -> Event | None:
-        """The next event, or ``None`` after ``timeout`` seconds. One thread at a time.
+        """Wait for the next event and return it. Return ``None`` after ``timeout`` seconds. Only one thread
+        may call this at a time.
 
-        Python's signal handlers run as soon as a signal arrives in the main thread; what they raise is
-        raised here. One that arrives in the instant before the wait begins is looked at within 5 seconds; who
-        wants it at once watches a descriptor of :func:`signal.set_wakeup_fd`.
+        In the main thread, Python's signal handlers run as soon as a signal arrives, and this method raises
+        their exceptions. If a signal arrives immediately before the wait starts, its handler may run up to 5
+        seconds later. To avoid that delay, watch a descriptor from :func:`signal.set_wakeup_fd`.
 
         Raises:
             SupervisorError: see the class.
         """
     def watch_fd(self, fd: int) -> None:
-        """From now on :meth:`next_event` returns :class:`FdReady` while ``fd`` is readable."""
+        """From now on, return :class:`FdReady` from :meth:`next_event` while ``fd`` is readable."""
     def unwatch_fd(self, fd: int) -> None: ...
     def follow(self, streams: Sequence[LogStream]) -> None:
-        """Copy what is written to these files to the console, as whole lines, until their group has ended."""
+        """Copy the contents of these files to the console, as whole lines, until their group has ended."""
     def drain(self, timeout: float) -> list[LogStream]:
-        """Wait until every followed file of ended groups is on the console; returns those that are not."""
+        """Wait until the files of ended groups have been copied to the console. Return the files that have
+        not.
+        """
     def close(self, keep_descendants: bool = False) -> None:
-        """Kill what is left (unless ``keep_descendants``), end the nursery and the runtime thread.
-        Idempotent.
+        """Kill the remaining processes (unless ``keep_descendants``), and stop the nursery and the runtime
+        thread. Idempotent.
         """
 
-# --- stores ---------------------------------------------------------------------------------------
+# --- health check server and stores ---------------------------------------------------------------
 
 WorkersState: TypeAlias = Literal["INIT", "HEALTHY", "UNHEALTHY", "STOPPED", "SUCCEEDED", "FAILED"]
 Activity: TypeAlias = Literal["starting", "productive", "restarting", "waiting_for_nodes", "hung"]
@@ -821,50 +862,55 @@ RestartCause: TypeAlias = Literal[
 
 @final
 class HealthServer:
-    """Says over HTTP how an agent is, from a thread of its own. Not for children made by ``fork``.
+    """Server that reports the health of an agent over HTTP. It has its own thread, and cannot be used in
+    children made by ``fork``.
 
     Args:
-        host: where it listens.
-        port: its port; 0 for any that is free.
-        limit: seconds after which an agent that does not answer, or makes no progress, counts as dead.
+        host: address to listen on.
+        port: port to listen on; 0 for any free port.
+        limit: seconds after which an agent that does not respond or makes no progress counts as dead.
 
     Raises:
-        OSError: the address cannot be had; no descriptor or thread is left.
+        OSError: the address cannot be used, or there are no more file descriptors or threads.
     """
 
     def __new__(cls, host: str, port: int, limit: float) -> HealthServer: ...
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port on which the server listens."""
     @property
     def fd(self) -> int:
-        """Readable while somebody waits for :meth:`answer`."""
+        """File descriptor that is readable while a request waits for :meth:`answer`."""
     def answer(self, age: float, supervisor: Supervisor | None = None, doing: str | None = None) -> None:
-        """The loop is alive, and the last progress was ``age`` seconds ago.
+        """Report that the agent's loop is alive.
 
         Args:
-            age: seconds.
-            supervisor: the answer counts when the thread that supervises the workers has passed it on.
-            doing: in what the agent is, for the reason that is told when the progress is too old.
+            age: seconds since the agent's last progress.
+            supervisor: if given, the answer takes effect only after the supervisor's thread has passed it on,
+                which proves that this thread is alive as well.
+            doing: current activity of the agent, which is reported if the last progress is too long ago.
         """
     def show(self, supervisor: Supervisor, *, is_asked: bool = False) -> None:
-        """Show what this supervisor counts.
+        """Include the counters of this supervisor in the metrics.
 
         Args:
-            supervisor: of the agent.
-            is_asked: the loop that takes its events answers for the agent. One that does not come back to
-                :meth:`Supervisor.next_event` for longer than the limit is dead at the first question.
+            supervisor: supervisor of the agent.
+            is_asked: true if the loop that receives the supervisor's events answers for the agent. If the
+                loop does not call :meth:`Supervisor.next_event` for longer than the limit, the next request
+                reports it as dead.
         """
     def watch_files(self, files: Sequence[tuple[int, int, str]], are_new: bool) -> None:
-        """An attempt begins that writes to files which nobody reads: count their bytes for the metrics.
+        """Count the bytes in log files that the supervisor does not read, for the metrics. To be called at
+        the start of an attempt.
 
         Args:
-            files: local rank, descriptor (1 or 2) and path of each; none of them twice.
-            are_new: none of them was there so far. Otherwise what comes after a first look counts.
+            files: local rank, descriptor (1 or 2) and path of each file. No file may be listed twice.
+            are_new: true if none of the files existed before. Otherwise, bytes that are in a file at the
+                first check are not counted.
 
         Raises:
-            ValueError: of a descriptor.
-            OSError: there is no thread left that could look at them.
+            ValueError: a descriptor is not 1 or 2.
+            OSError: no thread could be created.
         """
     def identify(self, run_id: str, node: str, placed: tuple[int, int] | None = None) -> None:
         """Set the identity of the agent within its job, for the metrics.
@@ -876,123 +922,128 @@ class HealthServer:
                 round.
         """
     def files_ended(self) -> None:
-        """What wrote to them has ended: they are looked at a last time."""
+        """Check the watched log files for the last time, because their workers have exited."""
     def publish(
         self, state: WorkersState, status: str, workers: Sequence[tuple[int, int, int]] | None = None
     ) -> None:
-        """The job is in this state from now on.
+        """Publish the state of the job.
 
         Args:
-            state: of the workers; they are ready in the state ``HEALTHY``.
-            status: for ``/status``: the JSON of an object.
-            workers: rank, local rank and pid of each, while they run; as before when ``None``.
+            state: state of the workers. They count as ready if it is ``HEALTHY``.
+            status: JSON object for ``/status``.
+            workers: rank, local rank and pid of each running worker; unchanged if ``None``.
 
         Raises:
-            ValueError: no such state, or ``status`` is something else.
+            ValueError: the state is unknown, or ``status`` is not a JSON object.
         """
     def enter(self, activity: Activity) -> None:
-        """What time goes to from now on.
+        """Record what the job spends its time on from now on.
 
         Raises:
-            ValueError: no such activity.
+            ValueError: the activity is unknown.
         """
     def was_hung(self, seconds: float) -> None:
-        """So much of the productive time was none."""
+        """Count this much of the productive time as hung instead."""
     def restarted(self, cause: RestartCause) -> None:
-        """The workers were started again.
+        """Count a restart of the workers.
 
         Raises:
-            ValueError: no such cause.
+            ValueError: the cause is unknown.
         """
     def recovered(self, seconds: float) -> None:
-        """The workers run again, so long after a failure."""
+        """Record that the workers are running again, this many seconds after a failure."""
     def put(self, group: str, name: str, value: float) -> None:
-        """One value of ``put_metric``."""
+        """Record a value of ``put_metric``."""
     def take_notices(self) -> list[str]:
-        """Lines for the user, since the last call."""
+        """Return the lines for the user since the last call."""
     def close(self) -> None:
-        """Closes the port and ends the thread; returns when that is done. Idempotent."""
+        """Close the port and stop the thread. Return when this is done. Idempotent."""
 
 @final
 class TimerFifo:
-    """A FIFO of timer records that only this process reads; it is removed when this is closed.
+    """FIFO for timer records that only this process reads. It is removed when this object is closed.
 
     Args:
-        path: where it is made. One of this user's, that nobody else may open and nobody reads, is taken over.
+        path: path of the FIFO. An existing FIFO is used if it belongs to this user, no other user may open
+            it, and no process reads from it.
 
     Raises:
-        FileExistsError: something else is there.
-        OSError: ``EBUSY``: somebody reads the FIFO there; or it cannot be made.
+        FileExistsError: another file exists at the path.
+        OSError: another process reads from the FIFO (``EBUSY``), or the FIFO cannot be created.
     """
 
     def __new__(cls, path: str | PathLike[str]) -> TimerFifo: ...
     @property
     def fd(self) -> int:
-        """Readable when :meth:`read` has something."""
+        """File descriptor that is readable while :meth:`read` has data."""
     def read(self) -> tuple[list[tuple[int, str, float, int]], list[str]]:
-        """Take what has been written, at most 1 MiB; never waits.
+        """Return the records that have been written, at most 1 MiB. Never blocks.
 
         Returns:
-            The records: pid, scope, when the timer expires in seconds since 1970 (negative: release), and
-            the signal (0: none). And lines for the user on what was refused, each kind once a minute.
+            The records, and lines for the user about rejected records (each kind at most once a minute). A
+            record contains the pid, the scope, the expiration time in seconds since 1970 (negative to release
+            the timer), and the signal (0 for none).
         """
     def close(self) -> None:
-        """Remove the FIFO, unless somebody has put something else there. Idempotent."""
+        """Remove the FIFO, unless the file at its path has been replaced. Idempotent."""
 
 @final
 class WorkerStore:
-    """A server for torch's ``TCPStore`` clients (2.4 and later): the store of one round's workers.
+    """Server for torch's ``TCPStore`` clients (2.4 and later). It is the store of one round's workers.
 
-    Made, it is bound and listens, so that clients may connect; :meth:`serve` makes it answer. What a client
-    does wrong (no client of a TCPStore, a request beyond the protocol's limits, silence, replies that it does
-    not take) closes its connection alone, with one line for the user. Everything that clients make it hold
-    is at most 1 GiB.
+    The constructor binds the port and listens, so that clients can connect. :meth:`serve` starts answering
+    them. If a client misbehaves (it does not use the protocol of ``TCPStore``, exceeds the protocol's limits,
+    stays silent, or does not read replies), only its connection is closed, with one line for the user. All
+    data that the clients store is limited to 1 GiB.
 
     Args:
-        host: a name or an address to listen on; every address, IPv6 and IPv4, when ``None``.
-        port: a port, 0 for a free one, or the first and the last of a range, of which the first free one is
-            taken.
+        host: name or address to listen on; every IPv6 and IPv4 address if ``None``.
+        port: port number, 0 for a free port, or the first and last port of a range, of which the first free
+            port is used.
 
     Raises:
-        OSError: no such port can be had, or no descriptor; names address and port.
-        OverflowError: no number of a port.
+        OSError: no port could be bound, or the process has run out of file descriptors. The message contains
+            the address and the port.
+        OverflowError: a number is not a port number.
     """
 
     def __new__(cls, host: str | None = None, port: int | tuple[int, int] = ...) -> WorkerStore: ...
     @property
     def port(self) -> int: ...
     def serve(self, supervisor: Supervisor | None = None) -> None:
-        """Begin to answer, on the thread that all stores of a process share. Returns at once.
+        """Start to answer clients, on the thread that all stores of a process share. Returns at once.
 
-        A store of a supervisor's takes that thread when its first client comes.
-
-        With a supervisor, lines for the user come as :class:`Degraded`; otherwise see :meth:`take_notices`.
+        If the store belongs to a supervisor, it starts to use that thread when its first client connects, and
+        lines for the user are reported as :class:`Degraded`. Otherwise :meth:`take_notices` returns the
+        lines.
 
         Raises:
-            SupervisorError: it is served already, or closed, or the supervisor has ended.
-            OSError: no thread or descriptor is left.
+            SupervisorError: the store is already served or closed, or the supervisor has stopped.
+            OSError: there are no more threads or file descriptors.
         """
     def waiting(self) -> dict[str, list[str]]:
-        """Who waits for which keys: by the client's address, with its pid (torch 2.5 and later).
+        """Return the keys that clients are waiting for, by the client's address with its pid (torch 2.5 and
+        later).
 
-        Of many, the 256 that have waited longest, and 16 keys of each; how many more there are is an entry of
-        its own, without keys.
+        Contains at most the 256 clients that have waited longest, and 16 keys of each. The numbers of further
+        clients and keys are an entry of their own, without keys.
         """
     def take_notices(self) -> list[str]:
-        """Lines for the user since the last call, when there is no supervisor. At most 10 in 10 seconds, of
-        which 256 are kept; how many more there were is a line of its own. Never blocks.
+        """Return the lines for the user since the last call, if there is no supervisor. There are at most 10
+        lines in 10 seconds, and 256 lines are kept. The number of dropped lines is reported in a line of its
+        own. Never blocks.
         """
     def close(self) -> None:
-        """End the listener and every connection; returns when they are gone. Idempotent.
+        """Close the listener and every connection. Return when they are closed. Idempotent.
 
-        Clients that wait fail at once.
+        Waiting clients fail at once.
         """
 
-# --- the store in which agents meet ---------------------------------------------------------------
+# --- the rendezvous store -------------------------------------------------------------------------
 
 @final
 class Entry:
-    """A key and its value, as a read found it."""
+    """A key of the store with its value, as returned by a read."""
 
     @property
     def key(self) -> str: ...
@@ -1000,20 +1051,20 @@ class Entry:
     def value(self) -> bytes: ...
     @property
     def create_revision(self) -> int:
-        """The revision that made the key; overwriting keeps it."""
+        """Revision that created the key. Overwriting the value does not change it."""
     @property
     def mod_revision(self) -> int:
-        """The revision of its last change."""
+        """Revision of the last change of the key."""
 
 @final
 class Change:
-    """What one revision did to a key."""
+    """Change that one revision made to a key."""
 
     @property
     def key(self) -> str: ...
     @property
     def value(self) -> bytes | None:
-        """``None``: the key was deleted."""
+        """New value; ``None`` if the key was deleted."""
     @property
     def create_revision(self) -> int: ...
     @property
@@ -1021,51 +1072,57 @@ class Change:
 
 @final
 class Connected:
-    """The session has begun."""
+    """The client has opened its session with the store."""
 
     @property
     def revision(self) -> int:
-        """The store's revision."""
+        """Revision of the store."""
     @property
     def session(self) -> int:
-        """Its number; never used again."""
+        """Number of the session, which is never used again."""
     @property
     def ttl(self) -> float:
-        """Seconds from the last keep-alive to the end of the session."""
+        """Time to live of the session: seconds from the last keep-alive until the store ends the session."""
     @property
     def interval(self) -> float:
-        """Seconds between keep-alives; a store with very many clients asks for more than were wished."""
+        """Seconds between keep-alives. A store with very many clients may set a longer interval than
+        requested.
+        """
     @property
     def local_address(self) -> str:
-        """Our end of the connection: where others on that network find this host."""
+        """Local address of the connection, at which other hosts in that network can reach this host."""
     @property
     def peer_address(self) -> str: ...
 
 @final
 class Reply:
-    """The answer to a transaction or a watch.
+    """Response to a transaction or a watch.
 
-    All changes up to :attr:`revision` that watches of this client cover have been told before it.
+    All changes up to :attr:`revision` that match this client's watches have been reported before the
+    response.
     """
 
     @property
     def tag(self) -> int: ...
     @property
     def ok(self) -> bool:
-        """The compares held, so ``then`` was applied, else ``otherwise``; the watch has begun."""
+        """True if all compares of the transaction held, so that ``then`` was applied, or if the watch has
+        started. False if ``otherwise`` was applied, or if the watch was refused.
+        """
     @property
     def revision(self) -> int:
-        """At which the store was when it judged."""
+        """Revision of the store when it processed the request."""
     @property
     def results(self) -> list[int | Entry | list[Entry] | None]:
-        """One for each op: ``put`` and the deletes give the number of keys that they changed, ``get`` and
-        ``predecessor`` an entry or ``None``, ``range`` a list of entries. Of a watch: with ``snapshot`` the
-        entries, else nothing; of one that was refused, the oldest revision that can be asked for.
+        """One result for each operation of a transaction: the number of changed keys for ``put`` and the
+        deletes, an entry or ``None`` for ``get`` and ``predecessor``, and a list of entries for ``range``.
+        For a watch: the entries if ``snapshot`` was set, otherwise nothing. For a refused watch: the oldest
+        revision that can still be requested.
         """
 
 @final
 class Changes:
-    """All changes of one revision that any watch of this client covers, in the order of the transaction."""
+    """All changes of one revision that match this client's watches, in the order of the transaction."""
 
     @property
     def revision(self) -> int: ...
@@ -1074,7 +1131,7 @@ class Changes:
 
 @final
 class StoreNotice:
-    """The store does not answer, or answers again: only of sessions that may be taken up again."""
+    """The store does not respond, or responds again. Reported only for sessions that can be resumed."""
 
     @property
     def message(self) -> str:
@@ -1082,7 +1139,7 @@ class StoreNotice:
 
 @final
 class ConnectionLost:
-    """The session is over; always the last event."""
+    """The session has ended. This is always the last event."""
 
     @property
     def kind(
@@ -1112,27 +1169,33 @@ StoreEvent: TypeAlias = Connected | Reply | Changes | StoreNotice | ConnectionLo
 
 @final
 class CoordinationServer:
-    """The store, serving from the moment it is made.
+    """The rendezvous store. It serves clients as soon as it is created.
 
     Args:
-        addresses: hosts and ports to listen on; an empty host means all interfaces, IPv4 and IPv6. With port
-            0 the kernel chooses for the first address, and the others use the same port.
-        run_id: clients of other runs are refused; ``None``: all are served, and see the same keys.
-        token: clients must know it, too.
-        max_connections: further ones are refused.
-        max_bytes: of all that clients make it hold: keys, values and history, watches, what has come of
-            requests and what was not read of answers. What does not fit ends the client that has most of it.
-        request_timeout: how many seconds a request may take from its first byte to its last.
-        state: a file in which it keeps what it holds, on disk before anybody is told of it. A store that is
-            started with the file goes on from there; its sessions have their whole time to live to come back.
-        grace: with ``state``, the shortest time to live of a session in seconds.
-        supervisor: tell the user something as its :class:`Degraded`; otherwise see :meth:`take_notices`. All
-            stores of a process share a thread, which is never the supervisor's.
+        addresses: hosts and ports to listen on. An empty host means all interfaces, IPv4 and IPv6. With port
+            0, the kernel chooses the port for the first address, and the others use the same port.
+        run_id: identifier of the run. Clients of other runs are refused. If ``None``, the clients of all runs
+            are served and see the same keys.
+        token: token that clients must know in addition; ``None`` for none.
+        max_connections: maximum number of connections. Further clients are refused.
+        max_bytes: maximum size of all data that the store keeps for clients: keys, values, history, watches,
+            incomplete requests and unread replies. If it is exceeded, the client that uses most of it is
+            disconnected.
+        request_timeout: seconds that a request may take from its first byte to its last.
+        state: file in which the store saves its data. Data is on disk before any client is notified of it. A
+            store that is started with an existing file continues with its data, and sessions get their whole
+            time to live to reconnect.
+        grace: with ``state``, the minimum time to live of a session, in seconds.
+        supervisor: report lines for the user as :class:`Degraded` events of this supervisor; if ``None``,
+            :meth:`take_notices` returns them. All stores of a process share a thread, which is never the
+            supervisor's thread.
 
     Raises:
-        OSError: an address cannot be had; names address and port. No thread is left.
-        RuntimeError: the state cannot be used; the file is as it was.
-        ValueError: no address, an empty token, a run id of more than 512 bytes, a time that is none.
+        OSError: an address cannot be used (the message contains the address and the port), or there are no
+            more threads.
+        RuntimeError: the state file cannot be used. The file has not been changed.
+        ValueError: there is no address, the token is empty, the run id has more than 512 bytes, or a time is
+            invalid.
     """
 
     def __new__(
@@ -1150,31 +1213,34 @@ class CoordinationServer:
     ) -> CoordinationServer: ...
     @property
     def port(self) -> int:
-        """Of the first address."""
+        """Port of the first address."""
     @property
     def fd(self) -> int:
-        """Readable while :meth:`take_notices` has something; made when it is first asked for.
+        """File descriptor that is readable while :meth:`take_notices` has lines. It is created at the first
+        use.
 
         Raises:
-            OSError: no descriptor is left.
+            OSError: the process has run out of file descriptors.
         """
     @property
     def has_ended(self) -> bool:
-        """True when it was closed, or an error within it has ended it; :meth:`take_notices` then says why."""
+        """True if the store was closed or has failed. In case of a failure, :meth:`take_notices` returns the
+        reason.
+        """
     def sessions(self) -> int:
-        """How many clients are connected."""
+        """Return the number of connected clients."""
     def take_notices(self) -> list[str]:
-        """Strangers and refusals, one line each; otherwise as :meth:`WorkerStore.take_notices`."""
+        """Return one line for each unknown or refused client. See also :meth:`WorkerStore.take_notices`."""
     def stop_listening(self) -> None:
-        """Close the listening sockets; connections go on."""
+        """Close the listening sockets. Existing connections stay open."""
     def listen_again(self) -> None:
-        """Undo :meth:`stop_listening`.
+        """Listen again after :meth:`stop_listening`.
 
         Raises:
-            OSError: somebody else has the port now.
+            OSError: another process now uses the port.
         """
     def close(self) -> None:
-        """Close everything. Idempotent."""
+        """Close the listening sockets and all connections. Idempotent."""
 
 @final
 class CoordinationClient:
@@ -1186,23 +1252,24 @@ class CoordinationClient:
         token: token of the store. If ``scope`` is given, the result of :func:`scoped_token` instead.
         scope: prefix of the only keys that this client may use. ``None`` for all keys.
         interval: seconds between keep-alives.
-        attempts: after so many intervals without one the store ends the session; this side gives it up one
-            interval earlier.
-        connect_timeout: seconds for resolving, connecting and the handshake together.
-        stall_timeout: keep-alives stop when :meth:`take` was not called for so many seconds, and nobody waits
-            in :meth:`wait` either: a hung program is no member of anything. ``None``: never. Default: 60.
-        supervisor: run on its thread; otherwise on one that all clients without a supervisor share.
-        resume: the session outlives its connection. It is taken up again on another one until its lease is
-            over; requests that were not answered are made again, so that they may be carried out twice, and
-            watches are told of what they have missed, as one revision. :class:`StoreNotice` tells of a store
-            that is away for more than a second.
-        met: a store that was met before, as :attr:`met` says. Another one is refused (``other``), unless it
-            goes on with that one's state.
+        attempts: number of missed keep-alive intervals after which the store ends the session. The client
+            gives up one interval earlier.
+        connect_timeout: seconds for resolving the name, connecting and the handshake together.
+        stall_timeout: seconds without a call of :meth:`take` or :meth:`wait` after which keep-alives stop, so
+            that a hung program loses its membership. ``None`` for no limit. Default: 60.
+        supervisor: run the client on this supervisor's thread. If ``None``, it runs on a thread that all
+            clients without a supervisor share.
+        resume: true if the session outlives its connection. The client then resumes the session on a new
+            connection until the session's lease expires. Unanswered requests are sent again, so they may be
+            carried out twice. Changes that watches have missed are reported as one revision.
+            :class:`StoreNotice` reports a store that is unreachable for more than a second.
+        met: value of :attr:`met` from an earlier client. A different store is refused (``other``), unless it
+            continues with the state of the earlier store.
 
     Raises:
-        ValueError: an interval or a number of attempts that no store takes, an empty token.
-        OSError: no descriptor is left.
-        SupervisorError: from calls after a fork.
+        ValueError: a store would not accept the interval or the number of attempts, or the token is empty.
+        OSError: the process has run out of file descriptors.
+        SupervisorError: a method was called after a fork.
     """
 
     def __new__(
@@ -1240,50 +1307,55 @@ class CoordinationClient:
         supervisor: Supervisor | None,
         links: tuple[str, str | None] | None = None,
     ) -> CoordinationClient:
-        """A session with etcd v3 in place of our own store. It goes on over further connections while its
-        lease lasts, and each request is carried out once.
+        """Create a client for a session with etcd v3 instead of elasticrs's own store. The session continues
+        over new connections while its lease lasts, and each request is carried out once.
 
         Args:
             endpoints: hosts and ports of the cluster's members.
-            prefix: put before each key, and taken off what comes back. Keys that sort behind ``~sessions/``
-                are not for the user.
-            ca_cert: who signs the members' certificates, a file in PEM; ``None``: whoever the system trusts.
-            cert: what this client shows, a file in PEM.
-            key: its private key, a file in PEM.
-            is_tls: speak TLS.
-            user: who this client is.
-            password: proves it.
-            ttl: seconds without a keep-alive after which etcd ends the lease; this side gives it up a fifth
-                of that earlier. At least 2; etcd may make it longer.
-            job_lease: id and seconds of the lease of keys that are put without one: made when it is not
-                there, and kept alive by every session. ``None``: such keys stay for ever.
-            connect_timeout: seconds for names, connections and the beginning of the session, on all endpoints
+            prefix: prefix that is added to each key, and removed from returned keys. Keys that sort after
+                ``~sessions/`` are reserved.
+            ca_cert: PEM file of the authority that signs the members' certificates; ``None`` for the
+                authorities that the system trusts.
+            cert: PEM file with this client's certificate; ``None`` for none.
+            key: PEM file with the private key of ``cert``.
+            is_tls: true to use TLS.
+            user: user name; ``None`` for none.
+            password: password of the user.
+            ttl: seconds without a keep-alive after which etcd ends the lease. The client gives up when four
+                fifths of that time have passed. At least 2; etcd may use a longer time.
+            job_lease: id and seconds of the lease for keys that are put without a session's lease. It is
+                created if it does not exist, and every session keeps it alive. If ``None``, such keys stay
+                forever.
+            connect_timeout: seconds for resolving names, connecting and opening the session, on all endpoints
                 together.
             read_timeout: seconds for a request, over all attempts.
-            stall_timeout: as of our own store.
-            supervisor: as of our own store.
+            stall_timeout: see the class.
+            supervisor: see the class.
             links: name of the group of sessions that watch each other, and another host name or address of
-                this machine. When a program with a supervisor is killed and none of its workers runs
-                anymore, another session of the group revokes its lease at once. Without a supervisor, or
+                this machine. When a program with a supervisor is killed and none of its workers is running
+                any more, another session of the group revokes its lease at once. Without a supervisor, or
                 with ``None``, the session has no links, so after a kill its lease expires.
 
         Raises:
-            ValueError: no endpoint, a time that is none or too short, half of a pair.
+            ValueError: there is no endpoint, a time is invalid or too short, or only one of two related
+                arguments is given.
         """
     @property
     def fd(self) -> int:
-        """Readable while :meth:`take` has something."""
+        """File descriptor that is readable while :meth:`take` has events."""
     @property
     def met(self) -> tuple[bytes, int] | None:
-        """The name of the store that was met last, and the highest revision that was seen there; ``None``
-        before the first, and of etcd.
+        """Name of the store that was connected last, and the highest revision that was seen there; ``None``
+        before the first connection, and for etcd.
         """
     def take(self) -> list[StoreEvent]:
-        """What has happened since the last call: first :class:`Connected` or :class:`ConnectionLost`. Never
-        blocks.
+        """Return the events since the last call. The first event is :class:`Connected` or
+        :class:`ConnectionLost`. Never blocks.
         """
     def wait(self, timeout: float | None) -> bool:
-        """Wait until :meth:`take` has something; false: the time is over, or nothing can come any more."""
+        """Wait until :meth:`take` has events. Return false after ``timeout`` seconds, or if there will be no
+        more events.
+        """
     def txn(
         self,
         tag: int,
@@ -1291,20 +1363,22 @@ class CoordinationClient:
         then: Sequence[tuple[str | bytes | int, ...]],
         otherwise: Sequence[tuple[str | bytes | int, ...]] = ...,
     ) -> None:
-        """Send a transaction; :class:`Reply` with this tag follows. Requests are carried out in order.
+        """Send a transaction. A :class:`Reply` with this tag follows. Requests are carried out in order.
 
         Args:
             tag: any number from 0 to 2^64 - 1.
-            compares: ``("exists", key)``, ``("missing", key)``, ``("create", key, revision)``,
+            compares: conditions: ``("exists", key)``, ``("missing", key)``, ``("create", key, revision)``,
                 ``("mod", key, revision)`` (revision 0: the key is missing), ``("value", key, value)``.
-            then: what to do when all hold: ``("put", key, value, leased)``, ``("delete", key)``,
-                ``("delete_prefix", prefix)``, ``("get", key)``, ``("range", prefix, limit)`` (limit 0: all),
-                ``("predecessor", prefix, key)``: of the keys under ``prefix`` the one with the highest create
-                revision below that of ``key``. A leased key ends with the session that leased it last.
-            otherwise: what to do when one does not hold. Default: nothing.
+            then: operations if all conditions hold: ``("put", key, value, leased)``, ``("delete", key)``,
+                ``("delete_prefix", prefix)``, ``("get", key)``, ``("range", prefix, limit)`` (limit 0: all
+                keys), ``("predecessor", prefix, key)``. The last one returns the key under ``prefix`` with
+                the highest create revision below that of ``key``. A leased key is deleted when the session
+                that leased it last ends.
+            otherwise: operations if a condition does not hold. Default: none.
 
         Raises:
-            ValueError: an unknown kind, a key of more than 1 KiB, more than 1 MiB or 4096 ops in all.
+            ValueError: the kind of a condition or operation is unknown, a key has more than 1 KiB, or the
+                transaction has more than 1 MiB or 4096 operations.
         """
     def watch(
         self,
@@ -1315,116 +1389,128 @@ class CoordinationClient:
         snapshot: bool = False,
         from_revision: int | None = None,
     ) -> None:
-        """Be told of changes; :class:`Reply` with this tag follows, and then :class:`Changes`.
+        """Watch keys for changes. A :class:`Reply` with this tag follows, and then :class:`Changes`.
 
         Args:
-            tag: as in :meth:`txn`.
-            prefix: how the keys begin.
-            exact: it is the whole key.
-            snapshot: the reply holds what is there at its revision; the watch goes on right after it.
-            from_revision: begin with the changes of this revision. They follow the reply, those of this watch
-                alone. The watch is refused when the store does not remember them any more.
+            tag: see :meth:`txn`.
+            prefix: prefix of the keys.
+            exact: true if ``prefix`` is a whole key.
+            snapshot: true if the reply should contain the existing entries at its revision. The watch
+                continues with the next revision.
+            from_revision: start with the changes of this revision. These changes follow the reply and are
+                reported only for this watch. The watch is refused if the store no longer remembers them.
 
         Raises:
-            ValueError: a revision, in a session that may be taken up again.
+            ValueError: ``from_revision`` was given in a session that can be resumed.
         """
     def unwatch(self, prefix: str, *, exact: bool = False) -> None:
-        """End a watch; what is on its way still comes."""
+        """Stop a watch. Changes that are already on their way are still reported."""
     def clock(self) -> tuple[int, int] | None:
-        """The store's wall clock minus ours, and by how much that may be wrong, in nanoseconds; ``None``
-        before the first keep-alive was answered.
+        """Return the difference between the store's wall clock and this host's wall clock, and the maximum
+        error of that difference, both in nanoseconds. Return ``None`` before the first keep-alive was
+        answered.
         """
     def close(self) -> None:
-        """End the session at once, whoever holds a duplicate of its socket. No event follows. Idempotent."""
+        """End the session at once, even if another process holds a duplicate of its socket. No event follows.
+        Idempotent.
+        """
 
 # --- helpers --------------------------------------------------------------------------------------
 
 def last_lines(path: str, count: int, max_bytes: int = 65536) -> list[bytes]:
-    """The last ``count`` lines of a file, without their newlines, from its last ``max_bytes`` bytes."""
+    """Return the last ``count`` lines of a file, without newlines, reading at most its last ``max_bytes``
+    bytes.
+    """
 
 def check_limits(processes: int, files: int = 0, others: int = 0) -> None:
-    """Compare with ``pids.max``, ``pid_max``, ``RLIMIT_NPROC`` and ``RLIMIT_NOFILE`` before anything is
-    started.
+    """Check that the limits ``pids.max``, ``pid_max``, ``RLIMIT_NPROC`` and ``RLIMIT_NOFILE`` are high
+    enough, before anything is started.
 
     Args:
-        processes: how many will be started.
-        files: how many of their log files will be followed.
-        others: further descriptors, those of timers and heartbeats.
+        processes: number of processes that will be started.
+        files: number of log files that will be followed.
+        others: number of further file descriptors, for timers and heartbeats.
 
     Raises:
-        ValueError: names the limit and its value.
+        ValueError: a limit is too low. The message contains its name and value.
     """
 
 def heartbeat_page() -> tuple[int, str]:
-    """Make a page for the heartbeats of a worker that inherits it, for :meth:`Supervisor.adopt`.
+    """Create a page for the heartbeats of a worker that inherits it, for :meth:`Supervisor.adopt`.
 
     Returns:
-        Its descriptor, which is the caller's; and what the worker finds in ``ELASTICRS_HEARTBEAT``.
+        File descriptor of the page, which the caller must close, and the value of ``ELASTICRS_HEARTBEAT`` for
+        the worker.
 
     Raises:
-        OSError: no descriptor, or no memory.
+        OSError: the process has run out of file descriptors or memory.
     """
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft ``RLIMIT_NOFILE`` of this process to the hard one, as far as permitted.
+    """Raise the soft limit ``RLIMIT_NOFILE`` of this process to the hard limit, as far as permitted.
 
-    For a process that is all ours. Workers of supervisors that are made later get the limit that was.
+    Only for a process that belongs to the launcher alone. Workers of supervisors that are created later get
+    the previous limit.
 
     Returns:
-        The soft limit that holds now.
+        The new soft limit.
     """
 
 def children() -> list[int]:
-    """The pids of this process's children, zombies as well. Right also where ``/proc`` is that of another pid
-    namespace, in which these numbers are other processes.
+    """Return the pids of this process's children, including zombies. The result is correct even if ``/proc``
+    belongs to another pid namespace, in which these pids are other processes.
     """
 
 def name_of(pid: int) -> str:
-    """The kernel's short name of a process, which may hold any character; empty when it is gone, or ``/proc``
-    does not show it. A command line may take for ever to read.
+    """Return the kernel's short name of a process, which may contain any character. Return an empty string if
+    the process does not exist or ``/proc`` does not show it. The command line is not used, because reading it
+    may take forever.
     """
 
 def patience_with(pid: int) -> float | None:
-    """Seconds for which a process that cleans up after others (multiprocessing's resource tracker, torch's
-    manager of shared memory) may go on when these have ended; ``None`` for any other process, and for one
-    that is gone. Never blocks.
+    """Return the seconds for which a process that cleans up after others (multiprocessing's resource tracker,
+    torch's shared memory manager) may continue after the others have exited. Return ``None`` for any other
+    process, and for a process that does not exist. Never blocks.
     """
 
 def scoped_token(token: bytes, scope: str) -> str:
-    """Derive a token that gives a client access only to the store's keys that begin with ``scope``."""
+    """Derive a token that gives a client access only to the store's keys that start with ``scope``."""
 
 def order_stop_signals() -> None:
-    """Keep the handlers of SIGTSTP and SIGCONT from interrupting each other: each hears of them in the order
-    in which they came. Holds until one of them gets another handler.
+    """Prevent the handlers of SIGTSTP and SIGCONT from interrupting each other, so that the signals are
+    handled in the order of their arrival. The effect lasts until another handler is installed for one of
+    them.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: the kernel refused the change.
     """
 
 def stop_unless_continued() -> None:
-    """Stop this process, as with SIGSTOP, and return when it goes on.
+    """Stop this process, as with SIGSTOP, and return when it is continued.
 
-    The calling thread has to block SIGTSTP and to have sent one to itself: a SIGCONT that came after that
-    counts, also when it came before this call, and the process goes on at once.
+    The calling thread must block SIGTSTP and must have sent SIGTSTP to itself. If a SIGCONT has arrived since
+    then, even before this call, the process continues at once.
 
     Raises:
-        OSError: no memory, or too many processes.
+        OSError: there is not enough memory, or there are too many processes.
     """
 
 def nursery_main(start: str) -> int:
-    """Be a nursery: for an interpreter that was started for this alone, where the embedded program cannot be
-    executed.
+    """Run a nursery in this process. For an interpreter that was started only for this purpose, on systems
+    where the embedded program cannot be executed.
 
     Returns:
         The exit code: 0, or an error number.
     """
 
 def warm_nursery_begin(start: str) -> None:
-    """Mark this process, and all that it starts, as a nursery's, before it imports."""
+    """Mark this process and its future children as belonging to a nursery. To be called before the
+    imports.
+    """
 
 def warm_nursery_main(start: str) -> tuple[list[bytes], list[bytes]]:
-    """Be a nursery whose workers are forks of it. The process must have one thread.
+    """Run a nursery in this process. Its workers are forks of this process, which must have only one thread.
 
     Returns:
-        In a worker: its arguments, and its environment, ``NAME=value`` each. In the nursery never.
+        Returns only in a worker: its arguments, and its environment as ``NAME=value`` strings.
     """
