@@ -1,7 +1,7 @@
-"""Support for ``--logs-specs NAME``, which names a user's class that decides where output goes.
+"""Support for ``--logs-specs NAME``, which names a user's class that chooses the workers' log files.
 
 Packages register such classes in the entry point groups ``elasticrs.logs_specs`` and ``torchrun.logs_specs``.
-The first group takes precedence. ``default`` is :class:`DefaultLogsSpecs`.
+The first group takes precedence. The name ``default`` stands for :class:`DefaultLogsSpecs`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TORCHS = "torch.distributed.elastic.multiprocessing.api"
 
 
 def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
-    """Create an object of the user's class with torch's arguments.
+    """Create an object of the chosen ``LogsSpecs`` class with torch's arguments.
 
     Raises:
         UsageError: the name is unknown, or the class cannot be loaded or instantiated.
@@ -47,7 +47,7 @@ def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
 
 
 def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """Return a function that the agent calls before each attempt. It gets the log files from ``specs``."""
+    """Return a function that the agent calls before each attempt to get the log files from ``specs``."""
 
     def paths_of_attempt(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         destination: Any = specs.reify(variables)
@@ -57,10 +57,10 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
             destination.tee_stdouts,
             destination.tee_stderrs,
             {rank: _regular(own.get("TORCHELASTIC_ERROR_FILE", "")) for rank, own in variables.items()},
-            # Classes written for older releases do not have these fields.
+            # User classes that were written for older releases do not have these fields.
             getattr(destination, "filtered_stdout", ""),
             getattr(destination, "filtered_stderr", ""),
-            # Only our own class is known to create a new directory for each attempt.
+            # Only this package's own class is known to create a new directory for each attempt.
             are_new=getattr(specs.reify, "__func__", None) is DefaultLogsSpecs.reify,
         )
 
@@ -68,15 +68,16 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
 
 
 def _regular(error_file: str) -> str:
-    # Ignore devices. They cannot be read, and no file can be created beside them.
+    # Ignore devices, because they cannot be read and no file can be created beside them.
     return error_file if error_file and may_be_replaced(error_file) else ""
 
 
 def specs_class(name: str) -> Any:
-    """Return the ``LogsSpecs`` class that this entry point names; our own class for ``default``.
+    """Return the ``LogsSpecs`` class that is registered under this name, or elasticrs's own class for
+    ``default``.
 
     Raises:
-        UsageError: no class of that name is installed.
+        UsageError: no class with this name is installed, or it cannot be loaded.
     """
     from importlib import metadata
 
@@ -85,7 +86,7 @@ def specs_class(name: str) -> Any:
     for group in GROUPS:
         entries = known.select(group=group)
         names |= entries.names
-        # Do not load `default` from an entry point, because torch registers its own class under this name.
+        # Do not load `default` from an entry point, because torch registers its own class under that name.
         if name in entries.names and name != "default":
             try:
                 return entries[name].load()
@@ -99,7 +100,7 @@ def specs_class(name: str) -> Any:
 
 
 def _std_of(chosen: Any) -> Any:
-    """Return the ``Std`` enum for a class. Subclasses of torch's class compare with torch's enum."""
+    """Return the ``Std`` enum that a class expects. Subclasses of torch's class compare with torch's enum."""
     torchs: Any = sys.modules.get(_TORCHS)
     if torchs is not None and isinstance(chosen, type) and issubclass(chosen, torchs.LogsSpecs):
         return torchs.Std

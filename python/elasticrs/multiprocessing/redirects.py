@@ -1,4 +1,4 @@
-"""Redirection of this process's standard output and error into files, at the level of descriptors, under
+"""Redirect this process's standard output and standard error to files at the level of file descriptors, under
 torch's names.
 """
 
@@ -29,7 +29,8 @@ libc = get_libc()
 
 @contextmanager
 def redirect(std: str, to_file: str) -> Iterator[None]:
-    """Redirect a stream to a file, including output of C code and child processes.
+    """Return a context manager that redirects a stream to a file, including output of C code and child
+    processes.
 
     Args:
         std: ``"stdout"`` or ``"stderr"``.
@@ -60,8 +61,8 @@ redirect_stderr = partial(redirect, "stderr")
 
 
 def descriptors(std: str) -> set[int]:
-    """Return the stream's descriptor, and the standard descriptor that C code and children use if Python's
-    stream has another one.
+    """Return the file descriptor of a stream. If Python's stream has a different descriptor than C code and
+    child processes use, return both.
     """
     usual = _DESCRIPTORS[std]
     try:

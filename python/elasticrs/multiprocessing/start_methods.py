@@ -1,6 +1,6 @@
-"""Start methods for functions in their own processes: ``spawn``, ``fork`` and ``forkserver``.
+"""Start functions in their own processes, with the start methods ``spawn``, ``fork`` and ``forkserver``.
 
-:class:`MultiprocessContext` in programs and the workers of the agent use the same code.
+:class:`MultiprocessContext` and the workers of the agent use the same code.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ if TYPE_CHECKING:
 _LOOK_FOR_SIGNALS = 0.1
 
 PATIENCE = 30.0
-"""Seconds in which a keeper has to end. The limit is longer than the time that the keeper gives to its own
-processes."""
+"""Seconds within which a keeper must exit. This is longer than the time that the keeper allows its own
+processes.
+"""
 
 
 class Functions(Value):
-    """Functions that are started together. Mappings and sequences are indexed by local rank.
+    """Functions that are started together. All mappings and sequences are indexed by local rank.
 
     Args:
-        name: name of the processes.
+        name: prefix of the names of the processes.
         function: function that each process calls.
-        arguments: arguments for each function.
-        envs: complete environment of each function.
-        stdouts: paths of files for standard output, or empty.
+        arguments: arguments of the function in each process.
+        envs: complete environment of each process.
+        stdouts: paths of files for standard output; an empty path means no redirection.
         stderrs: the same for standard error.
-        cpus: CPUs that each function may use.
-        keeps: further descriptors that each process inherits; not with ``spawn``.
-        warm: true to fork the processes from the nursery if it is warm; with ``spawn`` only.
+        cpus: CPUs that each process may use; ``None`` for all.
+        keeps: further file descriptors that each process inherits; not supported with ``spawn``.
+        warm: true to fork the processes from the nursery if it is warm; only supported with ``spawn``.
     """
 
     name: str
@@ -72,24 +73,26 @@ class Functions(Value):
     warm: bool = False
 
     def cpus_of(self, rank: int) -> Sequence[int] | None:
-        """Return the CPUs that one may run on."""
+        """Return the CPUs that the process with this local rank may use; ``None`` for all."""
         return None if self.cpus is None else self.cpus[rank]
 
 
 class Watcher(Protocol):
-    """Interface that reports readable descriptors: a supervisor, or a group with a supervisor."""
+    """Interface of objects that watch file descriptors: a supervisor, or a group with a supervisor."""
 
     def watch_fd(self, fd: int) -> None: ...
     def unwatch_fd(self, fd: int) -> None: ...
 
 
 class FunctionStart(ABC):
-    """A single start of functions. Also reads their return values.
+    """Starts a set of functions once, and reads their return values.
 
     Attributes:
-        watcher: reports readable return values; ``None`` before the functions run and after their end.
-        statuses: pipes by local rank into which the keeper writes the exit status, if there is a keeper.
-        has_keeper: true if the parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>` and not the core.
+        watcher: watches the pipes of the return values; ``None`` before the functions run and after they end.
+        statuses: pipes, by local rank, into which the keeper writes the exit statuses; empty without a
+            keeper.
+        has_keeper: true if the parent of the functions is a :mod:`keeper <elasticrs.multiprocessing.keeper>`
+            and not the core.
     """
 
     has_keeper: ClassVar[bool] = False
@@ -104,11 +107,11 @@ class FunctionStart(ABC):
 
     @property
     def values(self) -> dict[int, bytearray]:
-        """The pickled return values by local rank; empty for a function that has returned nothing."""
+        """Pickled return values by local rank. The value of a function that has returned nothing is empty."""
         return {rank: pipe.data for rank, pipe in self._pipes.items()}
 
     def start(self, streams: Sequence[LogStream]) -> SupervisedGroup:
-        """Start all functions in a group of their own, or none. The group copies ``streams`` to the
+        """Start all functions in a new group, or none of them. The group copies ``streams`` to the
         console.
         """
         try:
@@ -128,15 +131,15 @@ class FunctionStart(ABC):
 
     @abstractmethod
     def prepare(self) -> list[ProcessSpec]:
-        """Prepare the start. Return the processes that the core has to start."""
+        """Prepare the start. Return the processes that the core must start."""
 
     def _wait_for_pids(self) -> dict[int, int]:
-        """Return the processes that the core does not start, by local rank."""
+        """Return the pids of the processes that the core does not start, by local rank."""
         return {}
 
     def watch(self, watcher: Watcher) -> None:
-        """Close our copies of the child's ends of the pipes after all functions have started. ``watcher``
-        calls :meth:`fd_ready` when return values arrive.
+        """Close this process's copies of the children's pipe ends, and watch for return values. To be called
+        when all functions have started. ``watcher`` must call :meth:`fd_ready` when return values arrive.
         """
         for prepared in self._prepared:
             prepared.close_childs_ends()
@@ -146,13 +149,13 @@ class FunctionStart(ABC):
             watcher.watch_fd(pipe.reader)
 
     def fd_ready(self, fd: int) -> None:
-        """Read a piece of a return value if the descriptor belongs to one of the pipes."""
+        """Read a part of a return value, if the file descriptor belongs to one of the pipes."""
         for pipe in self._pipes.values():
             if pipe.reader == fd and pipe.read():
                 self._close(pipe)
 
     def read_out(self) -> None:
-        """Read the rest of the return values. Idempotent."""
+        """Read the remaining return values. Idempotent."""
         for pipe in self._pipes.values():
             if pipe.reader != -1:
                 while pipe.read() is None:
@@ -166,7 +169,7 @@ class FunctionStart(ABC):
         pipe.close()
 
     def close(self) -> None:
-        """Read the rest of the return values and close everything. Idempotent."""
+        """Read the remaining return values, and close all file descriptors. Idempotent."""
         self.read_out()
         while self._prepared:
             self._prepared.pop().close()
@@ -187,7 +190,7 @@ class FunctionStart(ABC):
 
 
 class Spawn(FunctionStart):
-    """Starts a fresh interpreter for each function. The core starts it like any program."""
+    """Starts a new interpreter for each function. The core starts it like any other program."""
 
     def prepare(self) -> list[ProcessSpec]:
         self._open_pipes()
@@ -201,13 +204,13 @@ class Spawn(FunctionStart):
 
 
 class Kept(FunctionStart):
-    """Start of functions whose parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`.
+    """Starts functions whose parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`.
 
     Attributes:
-        keeper_pidfd: pidfd of the keeper, which is readable when all processes have ended; -1 if there is no
-            keeper.
-        ended: pid and name of the first few processes that the keeper had to end; set by :meth:`finish`.
-        more_ended: number of further such processes.
+        keeper_pidfd: pidfd of the keeper, which is readable when the keeper and all its processes have
+            exited; -1 if there is no keeper.
+        ended: pid and name of the first few processes that the keeper had to kill. Set by :meth:`finish`.
+        more_ended: number of further processes that the keeper had to kill.
     """
 
     has_keeper = True
@@ -229,14 +232,14 @@ class Kept(FunctionStart):
         """Start the keeper and return its pid.
 
         Args:
-            statuses: descriptors for the exit status, by local rank.
+            statuses: file descriptors for the exit statuses, by local rank.
             control: the keeper's end of the socket.
-            gate: pipe from which each worker reads one byte before it begins.
+            gate: pipe from which each worker reads one byte before it starts to run.
         """
 
     def prepare(self) -> list[ProcessSpec]:
         """Start the keeper, which starts all functions; see the base class. The functions wait until the core
-        watches them. The core itself starts no process.
+        monitors them. The core itself starts no process.
         """
         ends: list[int] = []
         try:
@@ -260,11 +263,11 @@ class Kept(FunctionStart):
 
     @property
     def control(self) -> int:
-        """Descriptor that is readable when :meth:`take_pids` can make progress."""
+        """File descriptor that is readable when :meth:`take_pids` can make progress."""
         return self._socket().fileno()
 
     def take_pids(self) -> dict[int, int] | None:
-        """Return the pids by local rank if the keeper has sent them, or else ``None``. Never blocks.
+        """Return the pids by local rank, or ``None`` if the keeper has not sent them yet. Never blocks.
 
         Raises:
             RuntimeError: the processes could not be started.
@@ -289,19 +292,19 @@ class Kept(FunctionStart):
         return dict(enumerate(pids))
 
     def watch(self, watcher: Watcher) -> None:
-        """Let the functions begin, because all of them are now supervised; see the base class."""
+        """Let the functions run, because all of them are now supervised; see the base class."""
         super().watch(watcher)
         os.write(self._gate, keeper.GO * len(self._pipes))
 
     def _pipe(self, ends: list[int], *, reads: bool = True) -> tuple[int, int]:
-        """Create a pipe and pass one of its ends to the keeper."""
+        """Create a pipe. Add one of its ends to ``ends``, for the keeper."""
         reader, writer = os.pipe()
         ends.append(reader if reads else writer)
         return reader, writer
 
     def _wait_for_pids(self) -> dict[int, int]:
         while True:
-            # Wait without a time limit, because importing modules first may take long.
+            # Wait without a time limit, because the keeper may first import modules for a long time.
             while not select.select([self.control], [], [], _LOOK_FOR_SIGNALS)[0]:
                 call_kept()
             try:
@@ -317,48 +320,48 @@ class Kept(FunctionStart):
         return self._control
 
     def close(self) -> None:
-        """Close everything; see the base class. Return when the keeper has ended all processes."""
+        """Close all resources, after the keeper has killed all processes; see the base class."""
         ended = None if self._group is None else self._group.end
         has_succeeded = ended is not None and ended.outcome == "succeeded"
         self.begin_end(keeper.LINGER if has_succeeded else keeper.AT_ONCE)
         self.finish()
 
     def begin_end(self, linger: float) -> None:
-        """Tell the keeper to end all processes. :attr:`keeper_pidfd` becomes readable when they have ended. A
+        """Make the keeper stop all processes. :attr:`keeper_pidfd` becomes readable when they have exited. A
         later call overrides an earlier one.
 
         Args:
-            linger: see :data:`keeper.WORD`.
+            linger: seconds for which processes may continue; see :data:`keeper.WORD`.
         """
         if self._control is not None:
-            # Sending fails if the keeper was killed. Its workers died with it.
+            # Sending fails if the keeper was killed. In this case, its workers were killed with it.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
-            # The keeper may still be importing for a long time. Do not send SIGKILL, because the keeper has
-            # to reap workers that it may already have.
+            # The keeper may be importing modules for a long time. Do not send SIGKILL, because the keeper
+            # must reap the workers that it may already have.
             with suppress(ProcessLookupError):
                 if self.keeper_pidfd != -1:
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
-                # Also end processes that the imports have started. The process group does not exist until the
-                # keeper leads its session.
+                # Also kill processes that the imports have started. The process group does not exist until
+                # the keeper has created its session.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
         if self.keeper_pidfd != -1:
-            # Continue the keeper, because a stopped process neither reads nor ends.
+            # Continue the keeper, because a stopped process neither reads messages nor exits.
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.keeper_pidfd, signal.SIGCONT)
 
     def finish(self, patience: float = PATIENCE) -> None:
-        """Wait for the end of the keeper and close everything. Idempotent.
+        """Wait until the keeper has exited, and close all resources. Idempotent.
 
-        Processes that have not ended within ``patience`` seconds get SIGKILL. Their end is not awaited,
-        because they may be in state D.
+        Processes that have not exited within ``patience`` seconds get SIGKILL. This method does not wait for
+        them then, because they may be in state D.
         """
         if self._keeper is not None:
             if self.keeper_pidfd == -1 or _has_ended(self.keeper_pidfd, patience):
-                # The program waits for all its children itself and may have reaped the keeper first.
+                # The keeper may already have been reaped, if the program itself waits for all its children.
                 with suppress(ChildProcessError):
                     os.waitpid(self._keeper, 0)
             else:
@@ -402,10 +405,12 @@ def _has_ended(pidfd: int, patience: float) -> bool:
 
 
 class Fork(Kept):
-    """Starts copies of this process. Any arguments can be passed, and only return values are pickled."""
+    """Starts functions in copies of this process. Any arguments can be passed, because only return values are
+    pickled.
+    """
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        # This pipe closes when the program ends, for `multiprocessing.parent_process()`.
+        # This pipe is closed when the program exits. `multiprocessing.parent_process()` relies on it.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:
@@ -453,7 +458,9 @@ class Fork(Kept):
 
 
 class ForkServer(Kept):
-    """Starts copies of a fresh interpreter that has imported the modules that multiprocessing preloads."""
+    """Starts functions in copies of a new interpreter that has imported the modules that multiprocessing
+    preloads.
+    """
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
         workers: list[keeper.WorkerPlan] = []
@@ -492,7 +499,7 @@ class ForkServer(Kept):
 
 class _RunForked(Value):
     """Runs multiprocessing's ``process`` in a forked copy of this process, with ``env`` added to the
-    environment. The pipe ``sentinel`` closes when the program ends.
+    environment. The pipe ``sentinel`` is closed when the program exits.
     """
 
     process: BaseProcess
@@ -500,7 +507,7 @@ class _RunForked(Value):
     sentinel: int
 
     def __call__(self) -> int:
-        """Run it, and return the exit code."""
+        """Run the process's function, and return the exit code."""
         os.environ.pop(TOKEN_VARIABLE, None)
         os.environ.update(self.env)
         heartbeats = sys.modules.get("elasticrs.timer.heartbeats")
@@ -511,8 +518,8 @@ class _RunForked(Value):
 
 
 def _fork() -> int:
-    # Ignore the warning of Python 3.12 about threads. Because of KEEP-1 and KEEP-2, threads of the program do
-    # no harm.
+    # Suppress the warning of Python 3.12 about threads, because rules KEEP-1 and KEEP-2 make the fork safe
+    # even if the program has threads.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

@@ -1,7 +1,7 @@
-"""Process group with a supervisor of its own, used by every ``PContext``.
+"""Process group with its own supervisor, used by every ``PContext``.
 
 The core starts, monitors and stops the processes, and this module handles the core's events. Several threads
-may use a group at the same time: one of them waits for the core, and the others wait for that thread.
+may use a group at the same time: one of them waits for events, and the others wait for that thread.
 """
 
 from __future__ import annotations
@@ -21,34 +21,37 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 DRAIN_TIMEOUT = 10.0
-"""Seconds for which the end waits for a slow console. The log files are complete in any case."""
+"""Seconds for which the group waits at its end for a slow console. The log files are complete in any case."""
 
 LATE = 1.0
-"""Seconds after the end of a wait in which pending events are still handled. The limit is needed because a
-descriptor that is always ready produces events forever."""
+"""Seconds after the end of a wait during which pending events are still handled. The time is limited because
+a file descriptor that is always readable produces events forever.
+"""
 
 _END_SLACK = 45.0
-"""Seconds after the grace period at which the wait for the group ends. The core gives up after 30 seconds."""
+"""Seconds to wait for the group after the grace period. This is longer than the core's own limit of 30 s."""
 
 
 class SupervisedGroup:
-    """Starts processes, and records how they end.
+    """Starts processes, and records their exits.
 
     Args:
         grace: seconds between SIGTERM and SIGKILL for the other processes after a failure.
-        stop_scope: receiver of signals before SIGKILL: ``"worker"`` for the worker (the rest of its process
-            group is signalled once it has ended), or ``"group"`` for its whole process group.
+        stop_scope: processes that receive stop signals other than SIGKILL. ``"worker"``: the worker, and the
+            rest of its process group once the worker has exited. ``"group"``: the worker's whole process
+            group.
 
     Attributes:
         pids: pids by local rank.
         exits: exits by local rank, in the order in which they were seen.
-        first_failure: the local rank that failed first.
-        end: event that reported the end of the group.
-        on_fd: called with a readable descriptor that :meth:`watch_fd` watches, in the thread that is waiting.
+        first_failure: local rank that failed first; ``None`` if none has failed.
+        end: event that reported the end of the group; ``None`` until then.
+        on_fd: called with each readable file descriptor that :meth:`watch_fd` watches, in the thread that
+            waits for events.
 
     Raises:
         _core.SupervisorError: no supervisor can be created.
-        OSError: file descriptors have run out.
+        OSError: the process has run out of file descriptors.
     """
 
     def __init__(self, grace: float = 30.0, *, stop_scope: str = "group") -> None:
@@ -80,11 +83,11 @@ class SupervisedGroup:
     # --- starting ---
 
     def start(self, specs: Sequence[_core.ProcessSpec], streams: Sequence[_core.LogStream] = ()) -> None:
-        """Start all processes, or none. Return when all are running. The core copies ``streams`` to the
-        console.
+        """Start all processes, or none of them. Return when all are running. The core copies ``streams`` to
+        the console.
 
         Raises:
-            OSError: a program or a file is not accessible.
+            OSError: a program or a file cannot be accessed.
             _core.SupervisorError: see the class.
         """
         supervisor = self._running()
@@ -98,15 +101,15 @@ class SupervisedGroup:
             raise not_started(text, self._failure.errno)
 
     def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
-        """Adopt processes that another process has started and that wait for permission to run. Call this
-        after :meth:`start`.
+        """Adopt processes that another process has started, and that wait until they are allowed to run. To
+        be called after :meth:`start`.
 
         Args:
             pids: pids by local rank.
-            statuses: pipes by local rank into which the parent writes the exit status.
+            statuses: pipes, by local rank, into which the parent writes the exit statuses.
 
         Raises:
-            RuntimeError: a process has already ended.
+            RuntimeError: a process has already exited.
         """
         try:
             are_ours = adopt(self._running(), pids, statuses)
@@ -128,12 +131,12 @@ class SupervisedGroup:
     # --- waiting ---
 
     def poll(self) -> None:
-        """Record what has happened; never waits."""
+        """Handle all pending events. Never waits."""
         self.wait_until(lambda: self.end is not None, 0.0)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait for a condition on the recorded state; without a time limit if ``timeout`` is ``None``. Return
-        true if the condition is met.
+        """Wait until a condition on the recorded state is met. ``timeout`` is in seconds; ``None`` means no
+        limit. Return true if the condition is met.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not is_met():
@@ -146,12 +149,14 @@ class SupervisedGroup:
         return True
 
     def _advance(self, timeout: float | None) -> bool:
-        """Handle one event, or wait until another thread has handled one. Return false if there was none."""
+        """Handle one event, or wait until another thread has handled one. Return false if there was no
+        event.
+        """
         me = threading.get_ident()
         with self._turn:
             if self._waiter not in {None, me}:
                 return self._turn.wait(timeout)
-            # Remember the outer waiter, because a signal handler that interrupts this thread may call this
+            # Save the previous waiter, because a signal handler that interrupts this thread may call this
             # method again.
             outer, self._waiter = self._waiter, me
         try:
@@ -195,16 +200,16 @@ class SupervisedGroup:
         taken, self._trouble = self._trouble, []
         return taken
 
-    # --- ending ---
+    # --- stopping ---
 
     def signal(self, signum: int, local_rank: int) -> None:
-        """Send a signal to a process, or to its process group. Does nothing if the process has ended."""
+        """Send a signal to a process or its process group. Do nothing if the whole group has ended."""
         if self._supervisor is not None and self.end is None:
             self._supervisor.signal(signum, [local_rank])
 
     def stop(self, death_sig: int, timeout: float) -> None:
-        """Send a signal to all processes, and SIGKILL to those that remain after ``timeout`` seconds. Return
-        when none is left.
+        """Send a signal to all processes. After ``timeout`` seconds, send SIGKILL to the remaining processes.
+        Return when all processes have exited.
         """
         if self._supervisor is None or self.end is not None or self._failure is not None:
             return
@@ -213,12 +218,12 @@ class SupervisedGroup:
             self.wait_until(lambda: self.end is not None, max(0.0, timeout) + _END_SLACK)
 
     def hurry(self) -> None:
-        """Kill at once all processes that :meth:`stop` is waiting for."""
+        """Immediately kill all processes that :meth:`stop` is waiting for."""
         if self._supervisor is not None:
             end_at_once(self._supervisor)
 
     def close(self) -> None:
-        """Kill the remaining processes, show the remaining output, and release everything. Idempotent."""
+        """Kill the remaining processes, print the remaining output, and release all resources. Idempotent."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
@@ -238,14 +243,14 @@ class SupervisedGroup:
 
 
 class SupervisedProcess:
-    """A process of a group, with the interface of :class:`subprocess.Popen`.
+    """A process of a group, with the same interface as :class:`subprocess.Popen`.
 
     Args:
         group: group of the process.
         local_rank: index of the process in the group.
         args: command line of the process.
-        is_alone: true if the process is the only one of its group. This object then closes the group when no
-            process is left.
+        is_alone: true if the process is the only process of its group. This object then closes the group when
+            all processes of the group have exited.
     """
 
     def __init__(
@@ -259,23 +264,23 @@ class SupervisedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or the negative number of a signal; ``None`` if the process is still running as far
-        as is known.
+        """Exit code, or the negative number of a signal; ``None`` while the process is not known to have
+        exited.
         """
         ended = self._group.exits.get(self._local_rank)
         if ended is None:
             return None
-        # Return a failure code, because Popen has no value for an unknown exit status.
+        # Return a failure code if the exit status is unknown, because `Popen` has no value for that.
         return 255 if ended.exitcode is None else ended.exitcode
 
     def poll(self) -> int | None:
-        """Look; see :attr:`returncode`."""
+        """Handle pending events, and return :attr:`returncode`."""
         self._group.poll()
         self._let_go()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end of the process. Return its exit code.
+        """Wait until the process has exited. Return its exit code.
 
         Raises:
             subprocess.TimeoutExpired: the process is still running after ``timeout`` seconds.
@@ -288,19 +293,19 @@ class SupervisedProcess:
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal to the process, or to its process group. Does nothing if the process has ended."""
+        """Send a signal to the process or its process group. Do nothing if the process has exited."""
         if self.poll() is None:
             self._group.signal(int(sig), self._local_rank)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM to the process or its process group."""
         self.send_signal(15)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to the process or its process group."""
         self.send_signal(9)
 
     def _let_go(self) -> None:
-        # Close the group only after its leftover processes have ended. This method does not wait for them.
+        # Close the group only if its leftover processes have exited. This method does not wait for them.
         if self._is_alone and self._group.end is not None:
             self._group.close()

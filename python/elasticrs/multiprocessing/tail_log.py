@@ -1,9 +1,10 @@
-"""Growing files, copied line by line with a header to any object with ``write``. The names are those of
-torch.
+"""Copy growing files line by line, with a prefix, to any object that has a ``write`` method. The names are
+the same as in torch.
 
-The core shows the output of an agent's workers. This module is for programs that use :class:`TailLog`
-themselves, and for a ``sys.stdout`` without a descriptor (in a notebook). Differences from torch: one thread
-for all files, whole lines only, a newline after the last one, and no wait after the producer has finished.
+The core prints the output of an agent's workers. This module is for programs that use :class:`TailLog`
+themselves, and for a ``sys.stdout`` without a file descriptor (in a notebook). Differences from torch: one
+thread copies all files, only whole lines are copied, the last line always ends with a newline, and stopping
+does not wait after the producer has finished.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LONGEST_LINE = 1 << 20
 
 
 class _File(Record):
-    """A followed file, which may not exist yet."""
+    """A file that is being followed. It may not exist yet."""
 
     header: str
     path: str
@@ -40,7 +41,7 @@ class _File(Record):
     rest: bytes = b""
 
     def advance(self) -> bool:
-        """Copy new lines. Return true if there was new data."""
+        """Copy new lines to the destination. Return true if there was new data."""
         if self.file is None:
             try:
                 self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 -- closed by `finish`
@@ -58,7 +59,7 @@ class _File(Record):
         return True
 
     def finish(self) -> None:
-        """Show what is left, and close."""
+        """Copy the remaining data, and close the file."""
         try:
             while self.advance():
                 continue
@@ -87,15 +88,16 @@ def tail_logfile(
     interval_sec: float,
     log_line_filter: Callable[[str], bool] | None = None,
 ) -> None:
-    """Show the lines of one file until its producer has finished.
+    """Copy the lines of a file until its producer has finished.
 
     Args:
-        header: text before every line.
+        header: prefix of every line.
         file: path of the file, which may not exist yet.
         dst: object to which the lines are written.
-        finished: set when the producer has written everything.
+        finished: event that is set when the producer has written everything.
         interval_sec: seconds between two reads.
-        log_line_filter: returns true for lines to show. ``None`` shows all lines (in torch: none).
+        log_line_filter: function that returns true for lines to copy; all lines are copied if ``None`` (in
+            torch: no lines).
 
     Raises:
         OSError: the file cannot be read.
@@ -117,15 +119,15 @@ def tail_logfile(
 
 
 class TailLog:
-    """Follows files from :meth:`start` to :meth:`stop`.
+    """Copies growing files to an object, from :meth:`start` to :meth:`stop`.
 
     Args:
-        name: name that forms the header of a line together with the index: ``[name0]:``.
+        name: name that is part of the default prefix of a line: ``[name0]:`` for the file with index 0.
         log_files: paths by index. The files may not exist yet.
         dst: object to which the lines are written; ``None`` to drop them.
-        log_line_prefixes: custom headers by index.
+        log_line_prefixes: custom prefixes by index.
         interval_sec: seconds between two reads.
-        log_line_filter: returns true for lines to show.
+        log_line_filter: function that returns true for lines to copy.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class TailLog:
         self._finished = Event()
         self._future: Future[None] | None = None
         self._stopped = False
-        # The pool's thread starts with the first task.
+        # The pool does not create its thread before the first task.
         self._threadpool = (
             ThreadPoolExecutor(1, thread_name_prefix=f"{type(self).__qualname__}_{name}")
             if self._log_files
@@ -154,18 +156,20 @@ class TailLog:
         )
 
     def take_files(self) -> dict[int, str]:
-        """Hand over the files to another component that shows them. Call this before :meth:`start`."""
+        """Return the files, so that another component can copy them instead. To be called before
+        :meth:`start`.
+        """
         taken, self._log_files = self._log_files, {}
         return taken
 
     def start(self) -> TailLog:
-        """Start to follow the files in a thread."""
+        """Start to copy the files in a thread."""
         if self._threadpool is not None and self._dst is not None and self._log_files:
             self._future = self._threadpool.submit(self._follow, self._dst)
         return self
 
     def stop(self) -> None:
-        """Copy the remaining lines and stop the thread. Errors of files are logged."""
+        """Copy the remaining lines and stop the thread. If a file cannot be read, log the error."""
         self._finished.set()
         if self._future is not None:
             self._future.result()
@@ -174,7 +178,7 @@ class TailLog:
         self._stopped = True
 
     def stopped(self) -> bool:
-        """True once :meth:`stop` has returned."""
+        """Return true if :meth:`stop` has returned."""
         return self._stopped
 
     def _follow(self, dst: TextIO) -> None:
@@ -186,7 +190,7 @@ class TailLog:
         while not is_finished:
             is_finished = self._finished.is_set()
             began = time.monotonic()
-            # Read the files in turn, so that one with much output does not delay the others.
+            # Read the files in turn, so that a file with much new data does not delay the others.
             while self._each(files, _File.advance):
                 if is_finished or time.monotonic() - began < self._interval_sec:
                     continue
@@ -211,8 +215,8 @@ class TailLog:
 
 
 def replaced_streams() -> dict[int, TextIO]:
-    """Return ``sys.stdout`` under the key 1 and ``sys.stderr`` under the key 2, if they do not write to
-    descriptors 1 and 2.
+    """Return ``sys.stdout`` with the key 1 and ``sys.stderr`` with the key 2, but only those that do not
+    write to file descriptors 1 and 2.
     """
     found = {1: sys.stdout, 2: sys.stderr}
     return {fd: stream for fd, stream in found.items() if stream is not None and _descriptor_of(stream) != fd}

@@ -1,9 +1,9 @@
-"""Failures: how they get from a worker to the agent, and from the agent to its parent process.
+"""Failures, and how they are passed from a worker to the agent and from the agent to its parent process.
 
-A worker writes its exception to an error file, either through the hook of :mod:`elasticrs._worker` or because
+A worker writes its exception to an error file, either through the hook in :mod:`elasticrs._worker` or because
 its function is decorated with :func:`record`. The agent turns the file into a :class:`ProcessFailure`, adds
 information from the kernel, and raises :class:`ChildFailedError`, whose text is the failure report. The
-names, the file format and the layout of the report are those of torch.
+names, the file format and the layout of the report are the same as in torch.
 
 Workers import this module, so it imports nothing that is needed only after a failure.
 """
@@ -34,14 +34,14 @@ __all__ = [
 
 
 class ChildFailedError(Exception):
-    """Raised when workers have failed. The text is the failure report.
+    """Raised when workers have failed. The text of the exception is the failure report.
 
     Under :func:`record`, the error file contains the traceback of the failed worker instead of a traceback of
     this exception.
 
     Args:
         name: name of the script, program or function.
-        failures: failures by global rank, including workers that ended because elasticrs stopped them.
+        failures: failures by global rank, including workers that exited because elasticrs stopped them.
 
     Raises:
         AssertionError: there are no failures (as in torch).
@@ -59,14 +59,14 @@ class ChildFailedError(Exception):
         return type(self), (self.name, self.failures)
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """Return the global rank and the failure of the root cause; see :mod:`.root_cause` for the rule."""
+        """Return the global rank and the failure of the root cause; see :mod:`.root_cause` for the rules."""
         from elasticrs.multiprocessing.errors.root_cause import root_cause
 
         rank = root_cause(self.failures)
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
-        """Return the report. The arguments are the characters of its separator lines."""
+        """Return the failure report. The arguments are the characters of its separator lines."""
         from elasticrs.multiprocessing.errors.report import format_report
 
         return format_report(self.name, self.failures, boarder_delim, section_delim)
@@ -76,13 +76,14 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
     """Decorate the main function of a worker, so that its exceptions are written to the error file.
 
     elasticrs needs this only where its hook does not apply: for a worker that is a function, or for a custom
-    error handler. As in torch, ``SystemExit(0)`` becomes a return of ``None``, other exceptions that are not
-    a subclass of ``Exception`` pass unrecorded, and for a :class:`ChildFailedError` the error file of the
-    root cause is copied.
+    error handler. As in torch, ``SystemExit(0)`` is replaced with a return of ``None``, and other exceptions
+    that are not a subclass of ``Exception`` are not recorded. For a :class:`ChildFailedError`, the error file
+    of the root cause is copied.
 
     Args:
-        fn: the function.
-        error_handler: handler that writes the file; created by :func:`get_error_handler` by default.
+        fn: function to decorate.
+        error_handler: handler that writes the error file; the result of :func:`get_error_handler` if
+            ``None``.
     """
     handler = error_handler or get_error_handler()
 

@@ -1,7 +1,7 @@
-"""Writes a worker's exception to the file that ``TORCHELASTIC_ERROR_FILE`` names.
+"""Write a worker's exception to the file that ``TORCHELASTIC_ERROR_FILE`` names.
 
-The class and its hooks for subclasses are those of torch. There are two deliberate differences: files are
-written completely or not at all, and an unreadable error file never hides its failure.
+The class and the methods that subclasses override are the same as in torch. There are two deliberate
+differences: files are written completely or not at all, and an unreadable error file never hides the failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["ErrorHandler"]
 
 _SHOWN = 1 << 16
-"""Maximum number of characters that are logged of a file that is replaced."""
+"""Maximum number of characters that are logged from an error file before it is replaced."""
 
 
 def __getattr__(name: str) -> Any:
@@ -44,7 +44,7 @@ def _debug(text: str, *args: object) -> None:
 
 
 class ErrorHandler:
-    """Records exceptions, in JSON. Subclasses override :meth:`initialize` and :meth:`record_exception`."""
+    """Records exceptions as JSON. Subclasses override :meth:`initialize` and :meth:`record_exception`."""
 
     _fn_name: str | None = None
 
@@ -53,26 +53,27 @@ class ErrorHandler:
         return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
     def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
-        """Called by ``@record`` before :meth:`initialize`, with the qualified name of the function."""
+        """Set the qualified name of the decorated function. ``@record`` calls this before
+        :meth:`initialize`.
+        """
         self._fn_name = fn_name
 
     def initialize(self) -> None:
-        """Called before the function runs; switches :mod:`faulthandler` on, for all threads."""
+        """Enable :mod:`faulthandler` for all threads. ``@record`` calls this before the function runs."""
         import faulthandler
 
         try:
             faulthandler.enable(all_threads=True)
         except Exception as error:  # Standard error is missing or has no descriptor.
             _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
-        # Import the first module now, because `record_exception` needs it and a later import could be
-        # interrupted.
+        # Import the hook now, because `record_exception` needs it and a later import could be interrupted.
         from elasticrs._worker.hook import sitecustomize  # noqa: F401
         from elasticrs._worker.stacks import answer_with_stacks
 
         answer_with_stacks()
 
     def record_exception(self, e: BaseException) -> None:
-        """Write the error file, if there is a path for it.
+        """Write the exception to the error file, if a path is set.
 
         Raises:
             OSError: the file cannot be written.
@@ -86,24 +87,26 @@ class ErrorHandler:
             undisturbed(lambda: _write(path, e))
 
     def record_success(self) -> None:
-        """Called after the function has returned; logs at level DEBUG."""
+        """Log at level DEBUG that the function has returned. ``@record`` calls this."""
         if self._fn_name:
             _debug("%s has returned", self._fn_name)
 
     def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:  # noqa: ARG002
-        """Return the message of the report for a worker that died from a signal. This class returns
+        """Return the message to report for a worker that was killed by a signal. This class returns
         ``message`` unchanged.
 
         Args:
             message: default message of the report.
-            error_file: path of the worker's error file, whose folder also has its logs, or ``"<N/A>"``.
+            error_file: path of the worker's error file, whose folder also contains its logs, or ``"<N/A>"``.
         """
         return message
 
     def override_error_code_in_rootcause_data(
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
     ) -> None:
-        """Add the exit code to the contents of a worker's error file. The worker itself cannot know it."""
+        """Add the exit code to the contents of a worker's error file, because the worker itself cannot know
+        it.
+        """
         message = rootcause_error.get("message")
         if isinstance(message, dict):
             message["errorCode"] = error_code
@@ -113,9 +116,10 @@ class ErrorHandler:
             )
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Copy the error file of a worker to our own error file, for our parent process.
+        """Copy a worker's error file to this process's own error file, for the parent process.
 
-        If the file cannot be read, log that. Torch raises here, which would hide the failure.
+        If the worker's file cannot be read, log an error. Torch raises an exception here, which would hide
+        the failure.
         """
         import json
 
@@ -148,10 +152,10 @@ class ErrorHandler:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
     def _rm(self, my_error_file: str) -> None:
-        """Log and remove an existing file at the path of a new error file. Keep it if it is not a regular
-        file.
+        """If a file exists at the path of a new error file, log its contents and remove it. Do not remove a
+        file that is not a regular file.
 
-        Such a file exists if a child of the worker, which inherits the variable, has failed first.
+        Such a file exists if a child of the worker has failed first, because children inherit the variable.
         """
         from elasticrs._worker.error_file import may_be_replaced
 
@@ -165,7 +169,7 @@ class ErrorHandler:
         _logger().warning("%s exists and is replaced; it contained:\n%s", my_error_file, contents)
         try:
             os.remove(my_error_file)
-        # The file cannot be removed, for example because it is bind-mounted. It is overwritten in place.
+        # The file cannot be removed, for example because it is bind-mounted. It is overwritten instead.
         except OSError as error:
             _logger().info("%s stays: %s", my_error_file, error)
 

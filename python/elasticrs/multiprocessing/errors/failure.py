@@ -1,4 +1,4 @@
-"""A failed worker, with everything that is known about its end."""
+"""A failed worker, with everything that is known about its failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 NOT_AVAILABLE = "<N/A>"
-"""Placeholder for the path if there is no error file."""
+"""Placeholder for the path of a missing error file."""
 
 _NO_MESSAGE = "<NONE>"
 _TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
@@ -22,23 +22,25 @@ _FAULTS = frozenset({4, 6, 7, 8, 11})
 """Signals for which :mod:`faulthandler` writes the stack: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
 _STACK_LIMIT = 16384
 _ERROR_FILE_LIMIT = 1 << 26
-"""Maximum size in bytes, so that the agent does not run out of memory if a program has put a huge file in
-place of an error file."""
+"""Maximum size of an error file in bytes. It protects the agent from running out of memory if a program has
+replaced the error file with a huge file.
+"""
 
 
 class ProcessFailure:
-    """Failure of a worker. The first seven attributes are those of torch and determine equality.
+    """Failure of a worker. The first seven attributes exist in torch as well and determine equality.
 
     Unlike in torch, an unreadable or invalid error file is reported in ``message`` and raises no exception.
 
     Args:
         local_rank: local rank of the worker.
         pid: pid of the worker.
-        exitcode: exit code of the worker, or the negative number of a signal; ``None`` if unknown.
+        exitcode: exit code of the worker, or the negative number of the signal that killed it; ``None`` if
+            unknown.
         error_file: path at which the worker would write its error file.
-        seen_ns: time at which the end was seen, in monotonic nanoseconds.
-        sent_signal: last signal that we sent to the worker before its end; ``None`` if it ended by itself.
-        cause: cause of the end, if neither the worker nor its exit code shows it.
+        seen_ns: time at which the exit was noticed, in monotonic nanoseconds.
+        sent_signal: last signal that elasticrs sent to the worker before its exit; ``None`` if it sent none.
+        cause: cause of the failure, if neither the worker's error file nor its exit code shows it.
         note: additional line for the report, for example about the OOM killer.
         log_paths: log files by name of the stream.
         stderr_tail: last lines of the worker's stderr.
@@ -47,16 +49,17 @@ class ProcessFailure:
     Attributes:
         error_file: path of the error file, or ``"<N/A>"`` if the worker has not written one.
         error_file_data: contents of the error file.
-        message: ``message`` of the error file (text, or torch's nested form), or else a text derived from the
-            exit code.
+        message: ``message`` from the error file (a string, or torch's nested form), or a text about the exit
+            code if there is no error file.
         timestamp: time of the failure, in seconds since the epoch.
         recorded_ns: time at which the worker itself recorded its error, in monotonic nanoseconds; ``None`` if
             it did not.
         recorded_pid: pid of the process that recorded the error. It differs from ``pid`` if the worker is a
-            wrapper around that process.
-        stack: stacks of all threads after a fault such as SIGSEGV, or the stack of a hung thread.
+            wrapper that started that process.
+        stack: stacks of all threads after a fault such as SIGSEGV, or the stack of a hung thread; ``None`` if
+            there are none.
         more_notes: further lines for the report.
-        is_first: true if all nodes have agreed that this failure is the root cause.
+        is_first: true if all nodes agree that this failure is the root cause.
     """
 
     __match_args__ = ("local_rank", "pid", "exitcode", "error_file")
@@ -124,24 +127,24 @@ class ProcessFailure:
     def _made_up_message(self, trouble: str) -> str:
         known = self.cause
         if known:
-            # Store the cause, because there is no error file with more information.
+            # Store the cause, because there is no error file with better information.
             self.error_file_data["message"] = known
         elif self.signal_number():
             known = f"Signal {self.signal_number()} ({self.signal_name()}) received by PID {self.pid}"
         if not known:
             traits = {"category": "system_terminated_error", "retryability": "False"}
             self.error_file_data["errorTraits"] = traits
-            # Torch's hint explains how to get an error file. Leave it out if there is an error file.
+            # Torch's hint explains how to get an error file, so omit it if there is an error file.
             known = describe_exit(self.exitcode) if trouble else _TORCH_HINT
         return f"{known}; {trouble}" if trouble else known
 
     def signal_number(self) -> int:
-        """Return the number of the signal that killed the worker; 0 if none did."""
+        """Return the number of the signal that killed the worker; 0 if it was not killed by a signal."""
         return -self.exitcode if self.exitcode is not None and self.exitcode < 0 else 0
 
     def signal_name(self) -> str:
-        """Return the name of the signal that killed the worker; ``"<N/A>"`` if none did or if the signal has
-        no name.
+        """Return the name of the signal that killed the worker; ``"<N/A>"`` if it was not killed by a signal
+        or if the signal has no name.
         """
         if not self.signal_number():
             return NOT_AVAILABLE
@@ -153,7 +156,7 @@ class ProcessFailure:
             return NOT_AVAILABLE
 
     def timestamp_isoformat(self) -> str:
-        """``YYYY-MM-DD_HH:MM:SS``, local time."""
+        """Return the local time of the failure, as ``YYYY-MM-DD_HH:MM:SS``."""
         return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(self.timestamp))
 
     def _torch_fields(self) -> dict[str, Any]:
@@ -171,18 +174,18 @@ class ProcessFailure:
 
 
 class EmptyFileError(ValueError):
-    """Raised for an empty error file: the worker opened it but could not write to it."""
+    """Raised for an empty error file, which means that the worker created it but could not write to it."""
 
 
 def read_error_file(path: str) -> tuple[dict[str, Any], str | dict[str, Any], int]:
-    """Read an error file in torch's nested form, or in the flat form with ``message`` and ``timestamp``.
+    """Read an error file, in torch's nested form or in the flat form with ``message`` and ``timestamp``.
 
     Returns:
-        The whole contents, the message, and the timestamp in seconds.
+        The whole contents, the message, and the timestamp in seconds since 1970.
 
     Raises:
         EmptyFileError: the file is empty.
-        ValueError: the file is not JSON (perhaps incomplete), has neither of the two forms, or is far too
+        ValueError: the file is not JSON (perhaps it is incomplete), has neither of the two forms, or is too
             large.
         OSError: the file cannot be read.
     """
@@ -203,7 +206,7 @@ def load_object(path: str) -> dict[str, Any]:
 
     Raises:
         EmptyFileError: the file is empty.
-        ValueError: the file is not a JSON object, or is far too large.
+        ValueError: the file is not a JSON object or is too large.
         OSError: the file cannot be read.
     """
     import json
@@ -224,10 +227,11 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _read_stack(error_file: str) -> str | None:
-    # The file is missing or empty if the program is not Python or runs without our hook.
+    # The file is missing or empty if the program is not Python or runs without the hook.
     text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
-    # Use the last entry. Forked children of the worker write to the same file, but the worker's own entry
-    # comes last.
+    # Use the last entry in the file, because forked children of the worker write to the same file, but the
+    # worker's own entry comes last.
     last = text[max(0, text.rfind("Fatal Python error")) :]
-    # Cut off the list of extension modules, which holds hundreds of names and does not explain the crash.
+    # Remove the list of extension modules, because it contains hundreds of names and does not explain the
+    # crash.
     return last.partition("\nExtension modules:")[0].rstrip() or None
