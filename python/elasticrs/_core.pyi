@@ -1025,8 +1025,8 @@ class WorkerStore:
         """Return the keys that clients are waiting for, by the client's address with its pid (torch 2.5 and
         later).
 
-        Contains at most the 256 clients that have waited longest, and 16 keys of each. The numbers of further
-        clients and keys are an entry of their own, without keys.
+        At most 256 clients are listed (those that have waited longest), with at most 16 keys each. If there
+        are more clients, an entry without keys contains their number.
         """
     def take_notices(self) -> list[str]:
         """Return the lines for the user since the last call, if there is no supervisor. There are at most 10

@@ -1,1 +1,1 @@
-"""What the worker processes of an attempt are: their plan, environment, log files, and shared page."""
+"""Describe the worker processes of an attempt: their plan, environment, log files, and shared memory page."""

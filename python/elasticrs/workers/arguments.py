@@ -1,4 +1,4 @@
-"""Macros in the arguments of workers, with torch's name."""
+"""Macros in the arguments of workers, under torch's name."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class macros:  # noqa: N801 -- torch's name
-    """Macros in the arguments of workers."""
+    """Macros that are replaced in the arguments of workers."""
 
     local_rank = "${local_rank}"
 
     @staticmethod
     def substitute(args: list[Any], local_rank: str) -> list[Any]:
         """Return the arguments with ``${local_rank}`` replaced. Other macros, and arguments that are not
-        text, are unchanged.
+        strings, are left unchanged.
 
         Args:
             args: arguments of a worker.

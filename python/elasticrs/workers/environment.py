@@ -1,4 +1,4 @@
-"""The environment of a worker: the contract that ``torch.distributed`` and users' scripts rely on."""
+"""The environment of a worker, on which ``torch.distributed`` and users' scripts rely."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from elasticrs.job.ranks import WorkerRanks
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
-"""The secret that the agents of a job share, unless a setting of the rendezvous gives one."""
+"""Variable with the secret that the agents of a job share. A setting of the rendezvous takes precedence."""
 
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_worker")
 _HOOK = os.path.join(_HERE, "hook")
 _NURSERY = os.path.join(_HERE, "nursery")
 
 NCCL_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Variable that decides whether NCCL's watchdog kills the process when a collective fails."""
+"""Variable that determines whether NCCL's watchdog kills the process when a collective fails."""
 
 
 def worker_env(
@@ -35,22 +35,22 @@ def worker_env(
     use_agent_store: bool = False,
     timer_file: str | None = None,
 ) -> dict[str, str]:
-    """Return the variables that the agent adds for one worker; ``TORCHELASTIC_ERROR_FILE`` comes with the log
-    layout.
+    """Return the variables that the agent adds to the environment of one worker, except
+    ``TORCHELASTIC_ERROR_FILE``, which the log layout adds.
 
     Args:
         ranks: ranks of the worker.
         run_id: name of the job.
         master_addr: address of the workers' store.
         master_port: port of the workers' store.
-        round: number of the attempt, from 1. Attempts that cost no restart count as well.
+        round: number of the attempt, from 1. Attempts that were not charged as restarts count as well.
         restarts: number of restarts charged so far.
         max_restarts: maximum number of charged restarts.
         inherited: environment of the agent.
-        use_agent_store: true if an agent serves the store; otherwise rank 0 does.
-        timer_file: path of the FIFO of the agent's timers. It is also set in a variable of ours, which tells
-            our client that our agent reads the FIFO. The client then keeps the FIFO open, which would prevent
-            torch's server from expiring timers.
+        use_agent_store: true if an agent hosts the store; otherwise rank 0 does.
+        timer_file: path of the FIFO of the agent's timers. It is also set in a variable of elasticrs, which
+            shows elasticrs's timer client that an elasticrs agent reads the FIFO. The client then keeps the
+            FIFO open. With torch's timer server this would prevent timers from expiring.
     """
     timers = {"TORCHELASTIC_TIMER_FILE": timer_file, "ELASTICRS_TIMER_FILE": timer_file} if timer_file else {}
     return {
@@ -76,12 +76,13 @@ def worker_env(
 
 
 def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a worker that sees one GPU and has local rank 0.
+    """Return the variables of a worker that sees only one GPU and has local rank 0.
 
-    As in torch, a ``HIP_VISIBLE_DEVICES`` that is not empty takes precedence, and is then set as well.
+    As in torch, if ``HIP_VISIBLE_DEVICES`` is not empty, the GPU is taken from it, and the variable is set as
+    well.
 
     Raises:
-        ValueError: the agent sees fewer GPUs.
+        ValueError: the agent sees too few GPUs for this local rank.
     """
     names = ["CUDA_VISIBLE_DEVICES"]
     source = names[0]
@@ -99,18 +100,22 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 
 def inherited_environment() -> dict[str, str]:
-    """What workers inherit of this process's environment: all but the token, which only agents need."""
+    """Return the environment that workers inherit from this process, without the token, which only agents
+    need.
+    """
     return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
 
 
 def hook_environment(env: dict[str, str]) -> dict[str, str]:
-    """The environment with which a worker, if it is a Python program, records its uncaught exceptions.
+    """Return an environment in which a worker that is a Python program records its uncaught exceptions.
 
     Args:
-        env: the worker's environment; left as it is. ``ELASTICRS_TRACEBACKS=0`` in it switches the hook off.
+        env: environment of the worker. It is not changed. If it contains ``ELASTICRS_TRACEBACKS=0``, the hook
+            is disabled.
 
     Returns:
-        A copy in which ``PYTHONPATH`` starts with the directory of the hook, which takes itself out again.
+        A copy of ``env`` in which ``PYTHONPATH`` starts with the directory of the hook. The hook removes its
+        directory again when it runs.
     """
     worker_env = dict(env)
     # A directory with a colon in its name cannot be an entry of PYTHONPATH.
@@ -118,21 +123,21 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
         return worker_env
     entries = [_HOOK]
     if "PYTHONPATH" in env:
-        # Python takes an empty variable as none, an empty entry as the working directory: so the name of the
-        # hook stands for the empty value, and is recognised there.
+        # Python treats an empty variable as if it were not set, but an empty entry as the working directory.
+        # So the directory of the hook also represents the empty value, and the hook recognizes that.
         entries.append(env["PYTHONPATH"] or _HOOK)
     worker_env["PYTHONPATH"] = os.pathsep.join(entries)
     return worker_env
 
 
 def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
-    """Return the environment of a nursery: a process that imports modules and then forks the workers. See
-    ``_worker/nursery/nursery.py``.
+    """Return the environment of a nursery, which is a process that imports modules and then forks the
+    workers. See ``_worker/nursery/nursery.py``.
 
     Args:
         env: variables that all workers have in common, from :func:`hook_environment`.
         preload: modules to import.
-        core: path of the file of ``elasticrs._core``.
+        core: path of the extension module ``elasticrs._core``.
     """
     import json
 

@@ -1,7 +1,7 @@
 """Layout of the workers' log files: ``<log_dir>/<run_id>_<host>_XXXX/attempt_<name>/<local_rank>/``.
 
-This module only creates directories and names files. The core copies output to the console. An attempt's
-directory is never deleted or reused, because it is the evidence of what happened.
+This module only creates directories and chooses the names of files. The core copies output to the console.
+The directory of an attempt is never deleted or reused, because it is the evidence of what happened.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class LogPaths(Value):
-    """Log files of one attempt, by local rank. ``""`` means that the stream goes to the agent's own
-    descriptor.
+    """Paths of the log files of one attempt, by local rank. An empty path means that the stream is not
+    redirected.
 
     Attributes:
         are_new: true if none of the files existed before the attempt.
@@ -47,16 +47,17 @@ class LogPaths(Value):
 
     @property
     def run_folder(self) -> str:
-        """The folder with all attempts of the run. Empty if the layout comes from a user's class."""
+        """Folder with all attempts of the run; empty if a user's class has chosen the log files."""
         error_file = next(iter(self.error_files.values()), "") if self.are_new else ""
         # <run>/attempt_N/<local rank>/error.json
         return os.path.dirname(os.path.dirname(os.path.dirname(error_file)))
 
     def only_written(self) -> list[tuple[int, int, str]]:
-        """Return the files that hold a single stream and that the agent does not read, as local rank,
-        descriptor and path.
+        """Return the files that contain a single stream and that the agent does not read, as tuples of local
+        rank, file descriptor and path.
         """
-        # Leave out files that several streams share, because their bytes cannot be attributed to one stream.
+        # Leave out files into which several streams are written, because their bytes cannot be attributed to
+        # one stream.
         owners: dict[str, list[tuple[int, int, str]]] = {}
         for stream, files in ((STDOUT, self.stdouts), (STDERR, self.stderrs)):
             for local_rank, path in files.items():
@@ -70,11 +71,11 @@ class RunLogs:
 
     Args:
         settings: destinations of the output.
-        run_id: name of the job. With a random suffix, it is also the name of the directory.
+        run_id: name of the job. The name of the directory consists of this name and a random suffix.
         nproc: number of workers on this node.
 
     Raises:
-        UsageError: the directory cannot be made or written.
+        UsageError: the directory cannot be created or written to.
     """
 
     def __init__(self, settings: LogSettings, run_id: str, nproc: int) -> None:
@@ -86,7 +87,7 @@ class RunLogs:
         )
 
     def attempt(self, name: str) -> LogPaths:
-        """Create the directories of an attempt. Return the paths of its files.
+        """Create the directories of an attempt, and return the paths of its files.
 
         Raises:
             OSError: a directory cannot be created.
@@ -101,13 +102,13 @@ class RunLogs:
         return layout(self._settings, directory, self._nproc)
 
     def remove_if_empty(self) -> None:
-        """Remove the temporary directory if it holds no file."""
+        """Remove the log directory if it is temporary and contains no files."""
         if self.directory and self._is_temporary:
             remove_if_empty(os.path.dirname(self.directory))
 
 
 def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
-    """Compute the paths of the files of one attempt. Accesses no file.
+    """Compute the paths of the files of one attempt, without accessing any file.
 
     Args:
         settings: destinations of the output.
@@ -141,28 +142,28 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
 
 
 def hang_file(error_file: str) -> str:
-    """Return the path of the file in which the agent stores the stacks of a hung worker. The name is derived
-    from the error file, because the files of several workers may share a folder.
+    """Return the path of the file into which the agent writes the stacks of a hung worker. The name is
+    derived from the name of the error file, because several workers may have their error files in one folder.
     """
     folder, name = os.path.split(error_file)
     return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
 
 
 def fault_file(error_file: str) -> str:
-    """Return the path of the file to which :mod:`faulthandler` writes in a worker. The file stays empty
-    unless a fault occurs.
+    """Return the path of the file into which :mod:`faulthandler` writes in a worker. The file stays empty
+    unless a fault such as SIGSEGV occurs.
     """
     return f"{error_file}.fault"
 
 
 def error_file_of(error_file: str, pid: int) -> str:
-    """Return the new path of the error file of a worker that was replaced."""
+    """Return the path to which the error file of a replaced worker is renamed."""
     folder, name = os.path.split(error_file)
     return os.path.join(folder, f"of_{pid}_{name}")
 
 
 def last_bytes(path: str, limit: int) -> bytes:
-    """Return the last bytes of a file; empty if it cannot be read."""
+    """Return at most ``limit`` bytes from the end of a file; nothing if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
@@ -172,24 +173,24 @@ def last_bytes(path: str, limit: int) -> bytes:
 
 
 def discard_empty_fault_file(error_file: str) -> None:
-    """Remove the file of :func:`fault_file` after an attempt if the file is empty."""
+    """Remove the file that :func:`fault_file` names, if it is empty after an attempt."""
     path = fault_file(error_file)
     try:
         if os.path.getsize(path) == 0:
             os.unlink(path)
     except OSError:
-        # The file does not exist, or the disk is broken. Ignore that, because it does not affect the result
+        # The file does not exist, or the disk has failed. Ignore that, because it does not affect the result
         # of the job.
         return
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """Return the number of log files that the agent keeps open while workers run. Fast even if ``nproc`` is
-    absurdly large.
+    """Return the number of log files that the agent keeps open while workers run. Takes no time that depends
+    on ``nproc``, which may be absurdly large.
     """
     if settings.log_dir == os.devnull:
         return 0
-    # A filtered copy of lines opens two more files: one to read and one to write.
+    # Copying filtered lines opens two more files: one to read and one to write.
     out, err = 3 if settings.stdout_filters else 1, 3 if settings.stderr_filters else 1
     files = (0, out, err, out + err)
     more = STDERR if settings.capture_stderr else 0
@@ -221,12 +222,12 @@ def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[in
 
 
 def coloured(prefix: str, local_rank: int) -> str:
-    """Return the prefix in the color of its rank, for a terminal."""
+    """Return the prefix with escape codes for the colour of this rank, for a terminal."""
     return f"\x1b[{_COLOURS[local_rank % len(_COLOURS)]}m{prefix}\x1b[0m"
 
 
 def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
-    """True if console lines are coloured: on a terminal, unless ``NO_COLOR`` is set."""
+    """Return true if lines on the console should be coloured: on a terminal, unless ``NO_COLOR`` is set."""
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(fd)
 
 
@@ -248,7 +249,7 @@ def _make_run_directory(log_dir: str | None, run_id: str) -> str:
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the prefix of the name of a run's log folder.
+    """Return the prefix of the name of a run's log directory.
 
     The prefix contains the host name, because the nodes of a job often share a file system.
     """
@@ -256,7 +257,7 @@ def run_prefix(run_id: str) -> str:
 
 
 def attempt_name(restarts: int, round_number: int) -> str:
-    """Return the name of an attempt of a job on several nodes. All nodes use the same name.
+    """Return the name of an attempt in a job on several nodes. All nodes use the same name.
 
     Args:
         restarts: number of restarts charged before the attempt.
@@ -282,12 +283,12 @@ def make_private_directory(parent: str, prefix: str) -> str:
 
 
 def make_again(run_directory: str, *, is_temporary: bool) -> None:
-    """Recreate the directory of a run and its parent, if a clean-up has removed them during a long job.
+    """Create the directory of a run and its parent again, if a clean-up has removed them during a long job.
 
     Args:
         run_directory: directory that :func:`make_private_directory` created.
-        is_temporary: true if the parent is ours as well. Other users can create files in the folder that
-            contains the parent.
+        is_temporary: true if this process also created the parent. The folder that contains the parent is
+            then one in which other users can create files.
 
     Raises:
         PermissionError: another user owns an existing directory.
@@ -316,8 +317,8 @@ def temporary_directory() -> str:
 
 
 def remove_if_empty(directory: str, levels: int = 0) -> None:
-    """Remove empty directories: a tree, and ``levels`` parents above it. Directories that hold a file or
-    cannot be removed stay.
+    """Remove empty directories: a directory with all its subdirectories, and ``levels`` parents above it.
+    Directories that contain a file or cannot be removed are kept.
     """
     for parent, _, _ in os.walk(directory, topdown=False):
         _rmdir_if_empty(parent)
@@ -330,6 +331,6 @@ def _rmdir_if_empty(path: str) -> None:
     try:
         os.rmdir(path)
     except OSError:
-        # The directory is not empty, or the disk is broken. Ignore that, because it does not affect the
+        # The directory is not empty, or the disk has failed. Ignore that, because it does not affect the
         # result of the job.
         return

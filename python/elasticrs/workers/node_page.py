@@ -1,9 +1,9 @@
-"""Memory page that an agent shares with its workers that use :mod:`elasticrs.train`.
+"""Memory page that an agent shares with its workers if they use :mod:`elasticrs.train`.
 
-Reading or writing the page needs no message and no system call, so a worker can use it after each step. The
-agent requests a checkpoint by increasing a request counter. After a save, the workers set the counter of
-served requests to the number of requests that the save includes. A request therefore survives the death of
-workers that have seen it, and overlapping requests share a checkpoint.
+Accessing the page needs no message and no system call, so a worker can check it after each step. To request a
+checkpoint, the agent increments the counter of requests. After a save, the workers set the counter of served
+requests to the number of requests that the save includes. A request therefore survives the failure of workers
+that have seen it, and overlapping requests share a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 VARIABLE = "ELASTICRS_TRAIN_PAGE"
 
 RATE_INTERVAL = 1_000_000_000
-"""Nanoseconds between two rates that a worker publishes. The interval is long because measuring the rate may
-be slow on a GPU."""
+"""Minimum number of nanoseconds between two rates that a worker publishes. The interval is long because
+measuring the rate may be slow on a GPU.
+"""
 
-# Offsets in words of 8 bytes.
+# Offsets in the page, in words of 8 bytes.
 _MARK, _ASKED, _SERVED, _RESULT, _SERVED_NS = range(5)
 _FIRST, _SPAN = 16, 16
 _PID, _RANK, _WORLD, _ROUND, _STEPS, _STEP_NS, _HAS_RATE, _RATE, _HAS_FINISHED = range(9)
@@ -37,7 +38,7 @@ _RESULTS: tuple[Result, ...] = ("saved", "failed", "no manager")
 
 
 class Standing(Value):
-    """Report of a worker about its training.
+    """Training progress of a worker, as reported by the worker.
 
     Args:
         local_rank: local rank of the worker.
@@ -46,8 +47,8 @@ class Standing(Value):
         world_size: number of workers in that round.
         round: number of that round, from 1; 0 before the first round.
         steps: number of steps that this process has finished.
-        step_ns: end of the last step, on the monotonic clock.
-        rate: rate that the worker's ``WorkerStats`` reports; ``None`` if it reports none.
+        step_ns: time when the last step ended, in nanoseconds of the monotonic clock.
+        rate: rate that the worker's ``WorkerStats`` reports; ``None`` if it does not report a rate.
     """
 
     local_rank: int
@@ -61,7 +62,7 @@ class Standing(Value):
 
 
 class Met(Value):
-    """A worker's last meeting (round) with the other workers.
+    """Last rendezvous round in which a worker took part.
 
     Args:
         round: number of the round, from 1.
@@ -73,7 +74,7 @@ class Met(Value):
 
 
 class AgentPage:
-    """The agent's side of the page.
+    """Memory page for training, as seen by the agent.
 
     Args:
         workers: number of workers on this node.
@@ -82,7 +83,7 @@ class AgentPage:
         variable: value of the environment variable :data:`VARIABLE` for the workers.
 
     Raises:
-        OSError: memory or file descriptors have run out.
+        OSError: the process has run out of memory or file descriptors.
     """
 
     def __init__(self, workers: int) -> None:
@@ -91,36 +92,38 @@ class AgentPage:
         size = 8 * (_FIRST + _SPAN * workers)
         self._fd = os.memfd_create("elasticrs-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, size)
-        # Seal the size, because a worker that truncates the file would crash the agent.
+        # Seal the size of the file, because a worker that truncates it would crash the agent.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map = mmap(self._fd, size)
         self._bytes = memoryview(self._map)
         self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
-        # Write a random mark, so that a worker can check that the path leads to this file. In another pid
+        # Write a random number, so that a worker can check that the path leads to this file. In another pid
         # namespace, the path may lead to a different file.
         self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
         self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
 
     def ask(self) -> int:
-        """Ask the workers for a checkpoint; return the number of this request."""
+        """Request a checkpoint from the workers. Return the number of this request."""
         self._words[_ASKED] += 1
         return self._words[_ASKED]
 
     @property
     def asked(self) -> int:
-        """The number of requests so far."""
+        """Number of checkpoint requests so far."""
         return self._words[_ASKED]
 
     def answer(self) -> tuple[int, Result, int]:
-        """Return the number of served requests, the result of the last ones, and the time of that result in
-        ns of the monotonic clock.
+        """Return the number of served checkpoint requests, the result of the last save, and the time of that
+        result in nanoseconds of the monotonic clock.
         """
         served = self._words[_SERVED]
         result = min(self._words[_RESULT], len(_RESULTS) - 1)
         return served, _RESULTS[result], self._words[_SERVED_NS]
 
     def standings(self) -> list[Standing]:
-        """Return the reports of the workers that use ``elasticrs.train``, by local rank."""
+        """Return the training progress of the workers that use ``elasticrs.train``, in order of local
+        rank.
+        """
         found = [self._standing(local_rank) for local_rank in range(self._workers)]
         return [each for each in found if each.pid]
 
@@ -134,28 +137,30 @@ class AgentPage:
         return Standing(local_rank, pid, rank - 1 if rank else None, world, number, steps, step_ns, rate)
 
     def last_met(self, local_rank: int) -> Met | None:
-        """Return the last meeting of a worker; ``None`` before its first one or if this page is closed."""
+        """Return the last rendezvous of a worker; ``None`` if there was none yet or if this page is
+        closed.
+        """
         if self._fd < 0:
             return None
         standing = self._standing(local_rank)
         return None if standing.rank is None else Met(standing.round, standing.rank)
 
     def meetings(self) -> tuple[int | None, ...]:
-        """Return the round number of each worker's last meeting, by local rank; ``None`` for a worker without
-        one.
+        """Return the round number of each worker's last rendezvous, by local rank; ``None`` for a worker that
+        has not been in a rendezvous.
         """
         found = map(self.last_met, range(self._workers))
         return tuple(None if met is None else met.round for met in found)
 
     def is_training(self, local_rank: int) -> bool:
-        """Return true if a worker has joined a round and its training has not ended."""
+        """Return true if a worker has joined a round and has not finished its training."""
         at = _FIRST + _SPAN * local_rank
         return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
 
     def final_world_size(self) -> int | None:
-        """Return the number of workers in the last meeting of the job, if the training has ended.
+        """Return the number of workers in the last rendezvous of the job, if the training has ended.
 
-        ``None`` if the training has not ended, or if no worker of this node has met the others.
+        Return ``None`` if the training has not ended, or if no worker of this node has been in a rendezvous.
         """
         if self._fd < 0:
             return None
@@ -165,9 +170,7 @@ class AgentPage:
         return max(each.world_size for each in met)
 
     def clear(self, local_rank: int) -> None:
-        """Delete the data of a local rank before a new worker starts there, because the data are those of an
-        earlier worker.
-        """
+        """Delete the data of an earlier worker with this local rank, before a new worker starts."""
         at = _FIRST + _SPAN * local_rank
         self._was_used = self.was_used
         for word in range(at, at + _SPAN):
@@ -175,11 +178,11 @@ class AgentPage:
 
     @property
     def was_used(self) -> bool:
-        """Return true if any worker has used ``elasticrs.train``, even if that worker was replaced since."""
+        """True if any worker has used ``elasticrs.train``, including workers that have been replaced."""
         return self._was_used or bool(self.standings())
 
     def close(self) -> None:
-        """Release it. Idempotent."""
+        """Close the memory page. Idempotent."""
         if self._fd >= 0:
             for view in (self._words, self._floats, self._bytes):
                 view.release()
@@ -189,10 +192,11 @@ class AgentPage:
 
 
 class WorkerPage:
-    """The worker's side of the page. Only the process that opens the page may use it.
+    """Memory page for training, as seen by a worker. Only the process that opened the page may use this
+    object.
 
     Args:
-        words: the whole page.
+        words: contents of the whole page.
         local_rank: local rank of this worker.
     """
 
@@ -208,17 +212,17 @@ class WorkerPage:
 
     @property
     def is_asked(self) -> bool:
-        """True if the agent waits for a checkpoint."""
+        """True if the agent is waiting for a checkpoint."""
         words = self._all
         return bool(words[_ASKED] > words[_SERVED])
 
     @property
     def asked(self) -> int:
-        """The number of requests so far. A save that begins now serves all of them."""
+        """Number of checkpoint requests so far. A save that starts now serves all of them."""
         return self._all[_ASKED]
 
     def serve(self, asked: int, result: Result) -> None:
-        """Report the result of all requests up to ``asked`` to the agent."""
+        """Report the result of a save to the agent, for all requests up to number ``asked``."""
         words = self._all
         if asked > words[_SERVED]:
             words[_RESULT] = _RESULTS.index(result)
@@ -226,17 +230,19 @@ class WorkerPage:
             words[_SERVED] = asked
 
     def place(self, rank: int, world_size: int, number: int) -> None:
-        """Publish the rank of this worker, the number of workers, and the number of the round that begins."""
+        """Publish the rank of this worker, the number of workers, and the number of the round that starts
+        now.
+        """
         own = self._own
         own[_RANK], own[_WORLD], own[_ROUND] = rank + 1, world_size, number
         own[_HAS_FINISHED] = 0
 
     def finish(self) -> None:
-        """Tell that the training has ended."""
+        """Publish that the training of this worker has ended."""
         self._own[_HAS_FINISHED] = 1
 
     def stepped(self) -> bool:
-        """Count a step. Return true if :meth:`tell_rate` is due."""
+        """Count a training step. Return true if it is time to call :meth:`tell_rate`."""
         own = self._own
         self._steps = own[_STEPS] = self._steps + 1
         now = own[_STEP_NS] = time.monotonic_ns()
@@ -246,13 +252,13 @@ class WorkerPage:
         return True
 
     def tell_rate(self, rate: float | None) -> None:
-        """Publish the rate of this worker; ``None`` if it is unknown."""
+        """Publish the training rate of this worker; ``None`` if it is unknown."""
         self._rate[_RATE], self._own[_HAS_RATE] = rate or 0.0, int(rate is not None)
 
 
 def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
-    """Return the page that this worker's agent shares; ``None`` if there is no page or it cannot be
-    opened.
+    """Return the page that the agent of this worker shares. Return ``None`` if there is no page or it cannot
+    be opened.
     """
     mark, _, path = environ.get(VARIABLE, "").partition(":")
     try:
@@ -264,7 +270,7 @@ def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
             os.close(fd)
         is_ours = words[_MARK] == int(mark) and len(words) >= _FIRST + _SPAN * (local_rank + 1)
     except (KeyError, OSError, TypeError, ValueError, IndexError):
-        # Continue without a page. Only checkpoint requests and rates need it, and the agent reports that no
-        # worker takes part.
+        # Continue without a page, because only checkpoint requests and rates need it. The agent reports that
+        # no worker uses it.
         return None
     return WorkerPage(words, local_rank) if is_ours else None

@@ -1,4 +1,4 @@
-"""Plan of an attempt: the result of its rendezvous."""
+"""Plan of an attempt: the ranks and addresses that its rendezvous determined."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ class Plan(Record):
         ranks: ranks of this node's workers.
         master_addr: address of the workers' store.
         master_port: port of the workers' store.
-        port: holds the port during the attempt, if this agent is responsible for it.
+        port: keeps the port reserved during the attempt; ``None`` if this agent is not responsible for the
+            port.
         use_agent_store: true if an agent hosts the store; otherwise rank 0 does.
-        variables: further environment variables of all workers of the attempt.
-        members: prefixes of the workers' registrations by local rank, if the workers are members of a
-            rendezvous themselves. For a worker that does not run yet, it is the name of the process before
-            it.
+        variables: further variables for the environment of all workers.
+        members: if the workers are members of a rendezvous, the names under which they register, by local
+            rank; otherwise ``None``. Before the replacement of a worker has been started, the entry is the
+            name of the replaced worker.
         member_prefix: prefix of the names in ``members``.
-        page: memory page in which such workers publish their meetings.
+        page: memory page in which the workers publish their rendezvous; ``None`` if they are not members of
+            one.
     """
 
     ranks: Sequence[WorkerRanks]

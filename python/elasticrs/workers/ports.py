@@ -1,9 +1,9 @@
 """Host and port of the workers' store, if rank 0 of an attempt hosts it.
 
-If a free port were chosen and closed again, any process could take it before it is used. So the port stays
-*bound* for the whole attempt, with SO_REUSEADDR but without listening. The kernel then assigns it to no other
-process as an ephemeral port, and rejects binding it without SO_REUSEADDR. Torch's TCPStore sets SO_REUSEADDR
-(libuv and the older server alike), so it can bind the port and listen on it.
+If a free port were chosen and released again, another process could take it before it is used. So the port
+stays *bound* for the whole attempt, with SO_REUSEADDR but without listening. The kernel then does not assign
+it to another process as an ephemeral port, and rejects binding it without SO_REUSEADDR. Torch's TCPStore sets
+SO_REUSEADDR (both with libuv and in the older server), so it can bind the port and listen on it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
     """Return true if the agent hosts the workers' store when no port is given. As in torch,
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the environment disables that.
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the environment disables this.
     """
     return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 class StorePort:
-    """Port of the workers' store for one attempt. It is bound immediately and reserved until :meth:`close`.
+    """Port of the workers' store for one attempt. It is reserved until :meth:`close`.
 
     Args:
         ports: first and last allowed port; any port if ``None``.
-        is_served: true if this process serves the store. Otherwise the port is reserved for rank 0.
+        is_served: true if this process hosts the store. Otherwise the port is reserved for rank 0.
 
     Attributes:
-        store: store that this process serves; ``None`` if rank 0 hosts it.
-        number: the port.
+        store: store that this process hosts; ``None`` if rank 0 hosts it.
+        number: number of the port.
 
     Raises:
-        OSError: no port is free, or file descriptors have run out.
+        OSError: no port is free, or the process has run out of file descriptors.
     """
 
     __slots__ = ("_reserved", "number", "store")
@@ -55,14 +55,14 @@ class StorePort:
             self.number = self._reserved.number
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
-        """Serve the store if this process hosts it, on the thread of this supervisor, or on a new thread if
-        ``None``.
+        """Start to answer clients if this process hosts the store. Uses the thread of ``supervisor``, or a
+        new thread if it is ``None``.
         """
         if self.store is not None:
             self.store.serve(supervisor)
 
     def close(self) -> None:
-        """Give the port back, and end the store with its connections. Idempotent."""
+        """Release the port, and close the store and its connections. Idempotent."""
         for held in (self.store, self._reserved):
             if held is not None:
                 held.close()
@@ -71,13 +71,13 @@ class StorePort:
 class ReservedPort:
     """A port that is reserved for the workers until :meth:`close`.
 
-    The socket is dual stack if IPv6 is available, as in torch's store, or else IPv4.
+    The socket is dual stack if IPv6 is available, as in torch's store, and otherwise IPv4.
 
     Args:
         ports: first and last allowed port; any port if ``None``.
 
     Raises:
-        OSError: no port is free, or file descriptors have run out.
+        OSError: no port is free, or the process has run out of file descriptors.
     """
 
     __slots__ = ("_socket", "number")
@@ -87,7 +87,7 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port back. Idempotent."""
+        """Release the port. Idempotent."""
         self._socket.close()
 
 
@@ -107,8 +107,8 @@ def _bind(port: int) -> _socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        # Use IPv4 if this kernel has no IPv6 or sysctl has disabled it. If descriptors have run out, this
-        # call raises again.
+        # Use IPv4 if this kernel has no IPv6 or sysctl has disabled it. If the process has run out of file
+        # descriptors, this call raises the error again.
         return _bind_family(_socket.AF_INET, port)
 
 

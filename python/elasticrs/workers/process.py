@@ -1,4 +1,4 @@
-"""Processes of the workers as the core takes them: their description, adoption, and end."""
+"""Prepare the workers' processes for the core: describe them, and let the core adopt or kill them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 SupervisorError = _core.SupervisorError
-"""The supervisor itself failed."""
+"""Raised when the supervisor itself has failed."""
 
 
 def check_limits(
     nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str], followed: int = 0
 ) -> None:
-    """Check the machine's limits before anything is started. ``followed`` is the number of log files that the
-    agent reads.
+    """Check that the machine's limits are high enough, before anything is started. ``followed`` is the number
+    of log files that the agent reads.
 
     Raises:
-        ValueError: a limit does not allow that many processes or descriptors.
+        ValueError: a limit does not allow this number of processes or file descriptors.
     """
-    # One heartbeat page for each worker, and a second descriptor of it while workers are being started.
+    # Each worker needs a heartbeat page, and a second descriptor for it while workers are being started.
     pages = 2 * nproc if hang_timeout is not None else 0
-    # Two descriptors for the FIFO (reading and writing), and a pidfd for each process with a timer, assuming
-    # one per worker.
+    # The FIFO needs two descriptors (for reading and writing). Each process with a timer needs a pidfd;
+    # assume one such process per worker.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
     _core.check_limits(nproc, followed, pages + timers)
 
@@ -48,25 +48,25 @@ def process_spec(
     pass_fds: Sequence[int] = (),
     warm: bool = False,
 ) -> _core.ProcessSpec:
-    """Return the description of a process for the core.
+    """Return the specification of a process for the core.
 
     Args:
-        local_rank: index of the process in the group.
+        local_rank: index of the process in its group.
         argv: program and arguments.
         env: complete environment.
-        stdout: path of a file for standard output; this process's own stream if empty.
-        stderr: the same for standard error.
-        cpus: CPUs that the process may use; ``None`` for those of this process.
-        pass_fds: descriptors that the process inherits under the same numbers.
-        warm: true to fork the process from a nursery that :func:`warm_nursery` describes.
+        stdout: path of a file for standard output; this process's standard output if empty or ``None``.
+        stderr: path of a file for standard error; this process's standard error if empty or ``None``.
+        cpus: CPUs that the process may use; this process's CPUs if ``None``.
+        pass_fds: file descriptors that the process inherits under the same numbers.
+        warm: true to fork the process from a warm nursery.
     """
     files = {"stdout": stdout or None, "stderr": stderr or None}
     return _core.ProcessSpec(local_rank, argv, env=env, cpus=cpus, pass_fds=pass_fds, warm=warm, **files)
 
 
 def console_stream(local_rank: int, path: str, to: int, prefix: str) -> _core.LogStream:
-    """Return a log file that the core copies to the console. ``to`` is 1 for standard output and 2 for
-    standard error.
+    """Return a log file for the core to copy to the console: to standard output if ``to`` is 1, or to
+    standard error if it is 2.
     """
     return _core.LogStream(local_rank, path, 1 if to == 1 else 2, os.fsencode(prefix))
 
@@ -77,17 +77,17 @@ def adopt(
     statuses: Sequence[int],
     pages: Mapping[int, int] | None = None,
 ) -> bool:
-    """Let the core adopt processes that another process has started. Return false if the group has already
+    """Let the core adopt processes that another process has started. Return false if their group has already
     ended.
 
     Args:
-        supervisor: supervisor of a group that has started.
-        pids: pids by local rank, from 0 on.
-        statuses: pipes by local rank into which the parent writes the exit status.
-        pages: heartbeat pages by local rank.
+        supervisor: supervisor of a group that has been started.
+        pids: pids by local rank, starting with 0.
+        statuses: pipes, by local rank, into which the parent writes the exit statuses.
+        pages: file descriptors of heartbeat pages, by local rank.
 
     Raises:
-        ProcessLookupError: one of the processes has ended.
+        ProcessLookupError: a process has already exited.
     """
     try:
         for local_rank, pid in pids.items():
@@ -98,12 +98,12 @@ def adopt(
 
 
 def end_at_once(supervisor: _core.Supervisor) -> None:
-    """Kill a group."""
+    """Kill all processes of the supervisor's group immediately."""
     supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
 
 
 def last_lines(path: str, count: int) -> list[str]:
-    """Return the last lines of a log file, or why they cannot be had."""
+    """Return the last lines of a log file, or a line that says why the file cannot be read."""
     try:
         lines = _core.last_lines(path, count)
     except OSError as error:
@@ -112,7 +112,7 @@ def last_lines(path: str, count: int) -> list[str]:
 
 
 def heartbeat_page() -> tuple[int, str]:
-    """Create a heartbeat page for a worker. Return its descriptor, and the text by which the worker finds
-    it.
+    """Create a heartbeat page for a worker. Return its file descriptor, and the text with which the worker
+    finds the page.
     """
     return _core.heartbeat_page()

@@ -2,8 +2,8 @@
 
 The report keeps torch's layout line by line, because people and tools know it: title, ``Failures:``, ``Root
 Cause``, and six lines for each failure. Facts that torch does not report follow these six lines. The root
-cause and its details come last, where the user sees them first. Ranks that failed in the same way share one
-entry. Workers that the agent stopped did not fail, and share one line.
+cause and its details come last, at the end of the output, where the user looks first. Ranks that failed in
+the same way share an entry. Workers that the agent stopped have not failed, and share one line.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ if TYPE_CHECKING:
 _WIDTH = 60
 _SIGKILL = 9
 _LONG_TRACEBACK = 3
-"""Number of lines from which a traceback is not repeated once it has been shown."""
+"""If a traceback has at least this many line breaks and appears again, the report refers to its first
+appearance.
+"""
 _MANY_ALIKE = 3
-"""Number of failures besides the root cause from which similar failures share one entry."""
+"""If at least this many failures, not counting the root cause, are similar, they share an entry."""
 
 
 def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str, section: str) -> str:
-    """Return the whole report.
+    """Return the complete failure report.
 
     Args:
         name: name of the script, program or function.
         failures: failures by global rank, at least one.
-        border: character of the outer lines. ``section`` is that of the inner lines.
-        section: see ``border``.
+        border: character of the outer separator lines.
+        section: character of the inner separator lines.
     """
     root = root_cause(failures)
     stopped = [rank for rank in victims(failures) if rank != root]
     shown: dict[str, str] = {}
     failed = [rank for rank in in_order(failures) if rank not in stopped]
     indices = {rank: index for index, rank in enumerate(failed)}
-    # The root cause is formatted first, because the other entries may refer to it.
+    # Format the root cause first, because the other entries may refer to it.
     root_entry = _entry(indices[root], [root], failures, root, shown)
     others = [
         _entry(indices[ranks[0]], ranks, failures, root, shown)
@@ -86,7 +88,7 @@ def _entry(
     root: int,
     shown: dict[str, str],
 ) -> str:
-    """Format one entry for a group of similar failures, with the details of the first one."""
+    """Format one entry for a group of similar failures, with the details of the first failure."""
     rank, more = ranks[0], len(ranks) - 1
     failure = failures[rank]
     signal = failure.signal_name()
@@ -117,7 +119,7 @@ def _entry(
 def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
     if failure.seen_ns is None:
         return failure.timestamp_isoformat()
-    # Sorted by the times that determine the order of failures.
+    # Show the time that also determines the order of the failures.
     failed, first = failed_ns(failure) or failure.seen_ns, failed_ns(root)
     seconds, rest = divmod(failure.wall_ns - failure.seen_ns + failed, 1_000_000_000)
     text = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(seconds)) + f".{rest // 1_000_000:03}"
@@ -128,7 +130,7 @@ def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
 
 
 def traceback_text(failure: ProcessFailure) -> str:
-    """Return the traceback of a failure, or other known information if there is no traceback."""
+    """Return the traceback of a failure, or other known facts if there is no traceback."""
     message = failure.message
     if isinstance(message, dict):
         extra = message.get("extraInfo")
@@ -144,8 +146,10 @@ def traceback_text(failure: ProcessFailure) -> str:
 
 
 def how_it_failed(failure: ProcessFailure) -> str:
-    """Return text to append to a worker's name: ``: KeyError: 1 (train.py:4)``, `` died by SIGKILL``."""
-    # If the agent killed a worker that was exiting after an exception, the exception is the reason.
+    """Return text to append to a worker's name, such as ``: KeyError: 1 (train.py:4)`` or `` died by
+    SIGKILL``.
+    """
+    # If the agent killed a worker that was exiting after an exception, report the exception as the reason.
     ended_by_itself = failure.sent_signal is None and bool(failure.signal_number())
     if (failure.error_file != NOT_AVAILABLE or failure.cause) and not ended_by_itself:
         from elasticrs.report.traceback_summary import headline
@@ -169,7 +173,7 @@ def _enriched(message: str, failure: ProcessFailure) -> str:
 
     try:
         return errors.get_error_handler().maybe_enrich_signal_failure_message(message, failure.error_file)
-    # The user's error handler raised. Ignore that, because the report matters more.
+    # The user's error handler raised an exception. Continue, because the report matters more.
     except Exception as problem:
         return f"{message}\n(the error handler could not add to this: {problem!r})"
 
@@ -200,11 +204,13 @@ _ADVICE = (
     ("EADDRINUSE", "another process listens on that port; `ss -ltnp` shows which one"),
     ("Address already in use", "another process listens on that port; `ss -ltnp` shows which one"),
 )
-"""Pairs of an error text of the kernel or torch, and advice: what the error means, and how to investigate."""
+"""Pairs of an error text from the kernel or torch, and advice: what the error means, and how to investigate
+it.
+"""
 
 
 def _advice(failure: ProcessFailure) -> Iterable[str]:
-    """Yield advice on a failure that the traceback and the exit code alone do not explain."""
+    """Yield advice about a failure, if the traceback and the exit code alone do not explain it."""
     if failure.exitcode == -_SIGKILL and failure.sent_signal is None and failure.seen_ns is not None:
         if failure.cause is None and failure.note is None and failure.host is None:
             yield (
@@ -224,7 +230,7 @@ def _without(traceback: str, tail: Sequence[str]) -> list[str]:
     return list(tail)
 
 
-# --- those that we stopped ---
+# --- workers that were stopped ---
 
 
 def _stopped(ranks: Sequence[int], failures: Mapping[int, ProcessFailure]) -> list[str]:

@@ -1,20 +1,21 @@
-"""Search for the root cause: the failure that came first, as opposed to its consequences.
+"""Find the root cause: the failure that came first, as opposed to its consequences.
 
-- **ROOT-0** The root cause on which the nodes of a job have agreed takes precedence over what a single node
+- **ROOT-0** If the nodes of a job have agreed on a root cause, it takes precedence over what a single node
   saw first.
-- **ROOT-1** The kernel's order decides: the root cause is the worker whose end was seen first, in
-  nanoseconds. Of several ends that were seen in the same wake-up, the first in the mapping counts.
-- **ROOT-2** A worker that we had signalled before it ended is a victim, and is the root cause only if there
-  is no other candidate.
-- **ROOT-3** A worker that recorded an uncaught error *before* the first end was seen is not a victim, and
+- **ROOT-1** The order of the exits decides: the root cause is the worker whose exit was noticed first, in
+  nanoseconds. If several exits were noticed at the same time, the first in the mapping counts.
+- **ROOT-2** A worker that elasticrs had signalled before it exited is a victim. It is the root cause only if
+  there is no other candidate.
+- **ROOT-3** A worker that recorded an uncaught error *before* the first exit was noticed is not a victim. It
   failed at the time of the record. With torch, a process often takes longer to exit than its peers take to
-  notice its closed connections. This rule covers only the last minute before the worker's end, because an
-  error that a program survived for longer did not end it.
-- **ROOT-4** An exception that only reports a lost peer is a consequence of a worker that ended by itself
-  without an exception (``os._exit``, a crash), if the end of that worker was seen within five seconds after
-  the record. A process closes its connections before the kernel reports its end, so its peers may be faster.
-- **ROOT-5** If these times are missing (in failures from code that knows only torch's form), torch's rule
-  applies: the smallest timestamp in seconds, and of equal ones the first in the mapping.
+  notice its closed connections. This rule applies only if the worker exited within a minute after the record,
+  because an error that a program survived for longer did not cause its exit.
+- **ROOT-4** If a worker exited by itself without an exception (``os._exit``, a crash), and another worker
+  recorded an exception that only reports a lost peer within the five seconds before that exit was noticed,
+  the exception is a consequence of the exit. A process closes its connections before the kernel reports its
+  exit, so its peers may fail first.
+- **ROOT-5** If these times are missing (for failures that were created by code written for torch), torch's
+  rule applies: the smallest timestamp in seconds counts, and among equal timestamps the first in the mapping.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _LOST_PEER = (
     *("connection closed", "connection reset", "connection aborted", "connection was closed", "broken pipe"),
     *("socket closed", "failed to recv, got 0 bytes", "remote process exited", "connectionreseterror"),
 )
-"""Phrases with which gloo, NCCL, torch's stores and Python report a connection that the peer has closed."""
+"""Phrases that gloo, NCCL, torch's stores and Python use to report that the peer has closed a connection."""
 
 
 def failed_ns(failure: ProcessFailure) -> int | None:
-    """Return the monotonic time at which a worker failed: when it recorded its error, or else when its end
-    was seen.
+    """Return the monotonic time at which a worker failed, in nanoseconds: the time when it recorded its
+    error, or else the time when its exit was noticed.
     """
     seen, recorded = failure.seen_ns, failure.recorded_ns
     if seen is None:
@@ -48,9 +49,7 @@ def failed_ns(failure: ProcessFailure) -> int | None:
 
 
 def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
-    """Return the failure time of each worker by global rank, which determines their order (ROOT-3,
-    ROOT-4).
-    """
+    """Return the time at which each worker failed, by global rank, after applying ROOT-3 and ROOT-4."""
     found = {rank: failed_ns(failure) for rank, failure in failures.items()}
     silent = [failure.seen_ns for failure in failures.values() if _is_silent(failure)]
     for rank, failure in failures.items():
@@ -64,7 +63,7 @@ def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
 
 
 def _is_silent(failure: ProcessFailure) -> bool:
-    """Return true if the worker ended by itself and left no exception."""
+    """Return true if the worker exited by itself and recorded no exception."""
     return failure.sent_signal is None and failure.recorded_ns is None and failure.cause is None
 
 
@@ -74,7 +73,7 @@ def _lost_a_peer(failure: ProcessFailure) -> bool:
 
 
 def in_order(failures: Mapping[int, ProcessFailure]) -> list[int]:
-    """The global ranks in the order in which the workers failed."""
+    """Return the global ranks in the order in which the workers failed."""
     known = _times(failures)
     if None in known.values():
         return sorted(failures, key=lambda rank: failures[rank].timestamp)
@@ -82,7 +81,7 @@ def in_order(failures: Mapping[int, ProcessFailure]) -> list[int]:
 
 
 def victims(failures: Mapping[int, ProcessFailure]) -> list[int]:
-    """Return the global ranks of the victims: workers that ended because we stopped them."""
+    """Return the global ranks of the victims: workers that exited because elasticrs stopped them."""
     unprompted = (f.seen_ns for f in failures.values() if f.sent_signal is None and f.seen_ns is not None)
     first, known = min(unprompted, default=0), _times(failures)
 
@@ -94,7 +93,7 @@ def victims(failures: Mapping[int, ProcessFailure]) -> list[int]:
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> int:
-    """The global rank of the root cause.
+    """Return the global rank of the root cause.
 
     Raises:
         ValueError: there are no failures.

@@ -1,4 +1,4 @@
-"""A program that runs as a worker, under torch's names."""
+"""Run a program as a worker, under torch's names."""
 
 from __future__ import annotations
 

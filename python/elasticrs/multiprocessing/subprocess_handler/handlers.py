@@ -1,4 +1,4 @@
-"""Factory of :class:`SubprocessHandler`, under torch's name."""
+"""Factory for :class:`SubprocessHandler`, under torch's name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def get_subprocess_handler(
     local_rank_id: int,
     numa_options: NumaOptions | None = None,
 ) -> SubprocessHandler:
-    """Start a program; see :class:`SubprocessHandler` for the arguments."""
+    """Start a program. See :class:`SubprocessHandler` for the arguments."""
     return SubprocessHandler(entrypoint, args, env, stdout, stderr, local_rank_id, numa_options)
 
 
 _OWN = get_subprocess_handler
-"""The original function, to find out whether a program has replaced it."""
+"""Original function, to detect whether a program has replaced it."""

@@ -1,4 +1,4 @@
-"""A program that runs as a worker, and its descendants."""
+"""Run a program as a worker, and clean up its descendants."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["SubprocessHandler"]
 
 
 class SubprocessHandler:
-    """Starts a program in a session of its own. When the program ends, its descendants are ended too; after
-    success they get a few seconds.
+    """Starts a program in a new session. When the program exits, its descendants are killed. If the program
+    succeeded, they may continue for a few seconds first.
 
-    The first ``poll``, ``wait`` or ``close`` after the end releases the descriptors. Otherwise the deletion
-    of the object does, which also kills remaining processes.
+    The first ``poll``, ``wait`` or ``close`` after the exit closes the file descriptors. Otherwise, they are
+    closed when this object is deleted, which also kills remaining processes.
 
     Differences from torch: output is appended to files, and ``proc`` is not a :class:`subprocess.Popen` but
     has its ``pid``, ``poll``, ``wait``, ``returncode`` and ``send_signal``.
 
     Args:
-        entrypoint: the program.
-        args: arguments, which are converted to text.
-        env: added to the environment of this process.
-        stdout: path of a file for its standard output; that of this process if empty or ``None``.
-        stderr: the same for standard error.
+        entrypoint: path or name of the program.
+        args: arguments, which are converted to strings.
+        env: variables that are added to the environment of this process.
+        stdout: path of a file for standard output; this process's standard output if empty or ``None``.
+        stderr: path of a file for standard error; this process's standard error if empty or ``None``.
         local_rank_id: local rank of the program.
         numa_options: binding of the program to CPUs.
 
     Attributes:
-        proc: the process.
+        proc: process that runs the program.
 
     Raises:
         RuntimeError: the program could not be started.
@@ -67,7 +67,7 @@ class SubprocessHandler:
 
     @classmethod
     def of_group(cls, group: SupervisedGroup, local_rank: int, argv: list[str]) -> SubprocessHandler:
-        """Return the handler of a process that was started together with others."""
+        """Return a handler for a process that was started together with others."""
         handler = cls.__new__(cls)
         handler.local_rank_id = local_rank
         handler._group = group
@@ -75,7 +75,7 @@ class SubprocessHandler:
         return handler
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the program's process group without waiting for its end.
+        """Send a signal to the program's process group, without waiting for its exit.
 
         Args:
             death_sig: signal to send; SIGTERM if ``None``.

@@ -1,36 +1,38 @@
-"""What ``--warm`` means for a job: which modules are imported once, before the workers are forked.
+"""Decide for ``--warm`` which modules are imported once, before the workers are forked.
 
-This package decides and reads; it starts nothing and imports nothing of the user's. It is loaded only where
-``--warm`` is not ``off``, or ``--on-failure`` is ``replace``::
+This package only reads files and decides. It starts no process and does not import the user's modules. It is
+loaded only if ``--warm`` is not ``off`` or ``--on-failure`` is ``replace``::
 
     from elasticrs import warm
 
     entry = warm.entry_of_command(command)          # or entry_of_script, entry_of_function
     preload = warm.preload(value, entry)            # UsageError: a module that cannot exist
 
-``preload.steps`` are taken in their order by the interpreter that the workers are forked from. Each has one
-of three forms:
+The interpreter from which the workers are forked executes ``preload.steps`` in order. Each step has one of
+three forms:
 
-- ``a.b``: import it as ``import a.b`` does;
-- ``a.b:c``: import it as ``from a.b import c`` does, thus ``__import__("a.b", fromlist=["c"])``. That imports
-  ``c`` where only a module has the name, and loads what ``a.b`` loads when it is asked for ``c``. It raises
-  nothing where ``c`` is missing: the script itself will;
-- ``NAME=value``: set an environment variable, as the script does before its next import. Workers start
-  without it, and set it themselves.
+- ``a.b``: import the module as ``import a.b`` does.
+- ``a.b:c``: import it as ``from a.b import c`` does, with ``__import__("a.b", fromlist=["c"])``. This imports
+  ``c`` if it is a module, and loads whatever ``a.b`` loads when its attribute ``c`` is read. It raises no
+  error if ``c`` is missing, because the script itself will raise it.
+- ``NAME=value``: set an environment variable, because the script sets it before its next import. Workers
+  start without the variable and set it themselves.
 
-``preload.modules`` are the steps of the first two forms.
+``preload.modules`` contains the steps of the first two forms.
 
-``preload.is_explicit`` is true if the user has named the modules: then one that is not found, or raises, is
-told in full. Otherwise the script's source has, which may well not import it when it runs (``if``, ``try``, a
-path that it adds first): then one that is not found is passed over in silence.
+``preload.is_explicit`` is true if the user has named the modules. Then a module that is not found or that
+raises an exception is reported in full. Otherwise, the modules come from the source of the script, which may
+not import all of them when it runs (because of ``if``, ``try``, or a path that it adds first). Then a module
+that is not found is skipped silently.
 
-``preload.folders`` come first on the workers' path, and hold the user's own modules, such as ``profile.py``
-beside the script. What is preloaded must not import one of the same name from elsewhere, as ``torch._dynamo``
-imports the library's ``profile``: in a worker that starts cold, it and the script get the user's. So a module
-is left out that has brought in the name of one in these folders.
+``preload.folders`` are the folders that come first on the workers' path. They contain the user's own modules,
+such as a ``profile.py`` beside the script. A preloaded module must not import a module of the same name from
+elsewhere, as ``torch._dynamo`` imports the library's ``profile``, because in a worker that starts cold, both
+it and the script would get the user's module. So a module is left out if its import has loaded a module whose
+name also exists in these folders.
 
-``preload.remarks`` are for the user, a line each, to be shown after ``warm: ``. Without modules the workers
-start cold.
+``preload.remarks`` are lines for the user, to be printed after ``warm: ``. If there are no modules, the
+workers start cold.
 """
 
 from __future__ import annotations

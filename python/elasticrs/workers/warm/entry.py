@@ -1,4 +1,4 @@
-"""The file that workers begin with, found without importing or running anything of the user's."""
+"""Find the file that workers run first, without importing or running any code of the user."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 _KEPT = "functions that are started by fork or forkserver have what their program imported"
 _ISOLATED = "IES"
-"""Options with which an interpreter does not take ``PYTHONPATH`` or ``site`` into account."""
+"""Options with which a Python interpreter ignores ``PYTHONPATH`` or does not import ``site``."""
 
 
 class Entry(Value):
-    """What the workers run.
+    """Code that the workers run first.
 
     Args:
-        name: of the script, module or function, as the user wrote it.
-        path: the file with its code; ``None`` if there is none, or it was not found.
-        folders: the modules in these are the user's own, and each worker reads them anew.
-        interpreter: of the workers; ``None`` for this one.
-        why_cold: why nothing can be preloaded at all.
-        package: of the file, for its relative imports; empty for a script.
+        name: name of the script, module or function, as the user wrote it.
+        path: path of the file with the code; ``None`` if there is none or it was not found.
+        folders: folders with the user's own modules, which each worker imports itself.
+        interpreter: Python interpreter of the workers; ``None`` for the interpreter of this process.
+        why_cold: reason why nothing can be preloaded; ``None`` if modules can be preloaded.
+        package: package of the file, for its relative imports; empty for a script.
         is_main: true if the file runs with ``"__main__"`` as its ``__name__``.
     """
 
@@ -43,10 +43,11 @@ class Entry(Value):
 
 
 def entry_of_command(command: Sequence[str]) -> Entry:
-    """The entry of workers that are programs.
+    """Return the entry of workers that run a program.
 
     Args:
-        command: program and arguments; if the program is a Python, then as its command line.
+        command: program and arguments. If the program is a Python interpreter, the arguments determine the
+            entry.
     """
     program, *arguments = command
     name = os.path.basename(program)
@@ -66,22 +67,25 @@ def entry_of_command(command: Sequence[str]) -> Entry:
 
 
 def _is_script(program: str) -> bool:
-    """True for what may drop ``PYTHONPATH`` before it starts Python: the script would run in the nursery."""
+    """Return true for a program that is not a binary. A script may drop ``PYTHONPATH`` before it starts
+    Python, and then the nursery would run the user's script.
+    """
     import shutil
 
     try:
         with open(shutil.which(program) or program, "rb") as file:
             return file.read(4) != b"\x7fELF"
     except OSError:
-        return False  # It cannot be started, either.
+        return False  # Such a program cannot be started either.
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:
-    """The entry of workers that are functions.
+    """Return the entry of workers that run a function.
 
     Args:
-        function: what they call; for :func:`elasticrs.run.run_script_path` its script counts.
-        arguments: for it.
+        function: function that the workers call. For :func:`elasticrs.run.run_script_path`, the entry is the
+            script that it runs.
+        arguments: arguments of the function.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
     """
     name = getattr(function, "__qualname__", repr(function))
@@ -91,7 +95,7 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
     if start_method != "spawn":
         return Entry(name, why_cold=_KEPT)
     module = sys.modules.get(of_module)
-    # `python -m package.program` is `__main__`, too.
+    # With `python -m package.program`, the name of the module is also `__main__`.
     spec = getattr(module, "__spec__", None)
     top = sys.modules.get((of_module if spec is None else spec.name).partition(".")[0])
     files = getattr(top, "__path__", None) or [getattr(top, "__file__", None)]
@@ -101,27 +105,27 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
 
 
 def entry_of_script(path: str, interpreter: str | None = None, *, start_method: str = "spawn") -> Entry:
-    """The entry of workers that are a script.
+    """Return the entry of workers that run a script.
 
     Args:
-        path: of the script, or of a folder with ``__main__.py``.
+        path: path of the script, or of a folder with a ``__main__.py``.
         interpreter: see :class:`Entry`.
-        start_method: of the function that runs it, if one does.
+        start_method: start method of the function that runs the script; ``spawn`` if no function does.
     """
     if start_method != "spawn":
         return Entry(path, why_cold=_KEPT)
     if os.path.isdir(path):
         return Entry(path, os.path.join(path, "__main__.py"), (path,), interpreter)
-    # Python follows a link before it takes the folder.
+    # Python resolves symbolic links before it determines the folder of the script.
     return Entry(path, path, (os.path.dirname(os.path.realpath(path)),), interpreter)
 
 
 def _what_runs(arguments: Sequence[str]) -> tuple[str, str]:
-    """What an interpreter runs by its command line.
+    """Return the code that a Python interpreter runs, from its command-line arguments.
 
     Returns:
-        ``"script"`` and its path, ``"m"`` and the module, ``"c"`` and the code; ``""`` for the standard
-        input; or the letter of an option of :data:`_ISOLATED`.
+        ``"script"`` and its path, ``"m"`` and the module, or ``"c"`` and the code; an empty string for
+        standard input; or the letter of an option in :data:`_ISOLATED`.
     """
     rest = iter(arguments)
     for argument in rest:
@@ -147,9 +151,9 @@ def _what_runs(arguments: Sequence[str]) -> tuple[str, str]:
 
 
 def _entry_of_module(name: str, interpreter: str | None) -> Entry:
-    """The entry of ``python -m``.
+    """Return the entry of workers that run ``python -m``.
 
-    Parents are not imported: a package that changes where its modules are found is beyond this.
+    Parent packages are not imported, so a package that changes where its modules are found is not supported.
     """
     here = os.getcwd()
     package, _, _ = name.rpartition(".")
@@ -169,10 +173,10 @@ def _entry_of_module(name: str, interpreter: str | None) -> Entry:
 
 
 def own_sources(name: str, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The sources that run when one of the user's own modules is imported, each with its package.
+    """Yield the source files that run when one of the user's own modules is imported, each with its package.
 
     Args:
-        name: of the module, in one of the forms of :mod:`elasticrs.workers.warm`.
+        name: name of the module, in one of the forms that :mod:`elasticrs.workers.warm` describes.
         folders: see :class:`Entry`.
     """
     package, place = "", folders
@@ -185,7 +189,7 @@ def own_sources(name: str, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """The source of a module in one of these folders, and the folders of its own modules."""
+    """Return the source file of a module in one of these folders, and the folders of its submodules."""
     portions: list[str] = []
     for folder in folders:
         base = os.path.join(folder, name)
@@ -200,7 +204,9 @@ def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
-    """These folders, each once, without the interpreter's library and those of installed packages."""
+    """Return these folders without duplicates, the interpreter's library and folders of installed
+    packages.
+    """
     library = os.path.dirname(os.__file__)
     return tuple(
         folder
@@ -210,10 +216,11 @@ def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
 
 
 def found_spec(top: str) -> ModuleSpec | None:
-    """What this interpreter would import by a name without dots; nothing is imported.
+    """Return the spec of the module that this interpreter would import for a name without dots. Imports
+    nothing.
 
     Args:
-        top: the name.
+        top: name of the module.
     """
     for finder in sys.meta_path:
         spec = finder.find_spec(top, None) if hasattr(finder, "find_spec") else None
@@ -225,11 +232,12 @@ def found_spec(top: str) -> ModuleSpec | None:
 def is_beside(top: str, folders: Sequence[str]) -> bool:
     """Return true if a name without dots is the user's own module in one of these folders.
 
-    A folder without ``__init__.py`` counts only if nothing else has the name: Python prefers a module
-    anywhere on its path, and ``datasets`` or ``wandb`` beside a script often holds no code at all.
+    A folder without ``__init__.py`` counts only if no other module has the name, because Python prefers a
+    real module anywhere on its path, and folders such as ``datasets`` or ``wandb`` beside a script often
+    contain no code.
 
     Args:
-        top: the name.
+        top: name of the module.
         folders: see :class:`Entry`.
     """
     spec = PathFinder.find_spec(top, list(folders))

@@ -1,19 +1,20 @@
-"""What the process that imports for the workers tells, as JSON lines in a file.
+"""Read the report of the process that imports modules for the workers, as JSON lines in a file.
 
 ::
 
     {"importing": name}                                     before each module
-    {"imported": name, "seconds": s}                        after it
-    {"left_out": name, "why": text, "traceback": text}      in place of that; the traceback may be null
+    {"imported": name, "seconds": s}                        after the module was imported
+    {"left_out": name, "why": text, "traceback": text}      if it was left out; the traceback may be null
     {"ready": {"seconds": s, "prefixes": [...], "stamps": {path: [time, size]}, "threads": 1}}
-                                                            at the end; an empty list: nothing is there
-    {"failed": text, "traceback": text}                     when it cannot go on
-    {"ended": how}                                          it has ended, and is started again
+                                                            at the end; an empty list: the file is missing
+    {"failed": text, "traceback": text}                     if the process cannot continue
+    {"ended": how}                                          the process has exited, and is started again
 
-The agent's core writes the last one: an exit code, the negative number of a signal, ``null``, ``"executes"``
-(another program in its place), or ``"closes"`` (descriptors that it needs). The module that it was at is left
-out. After each that is left out it may begin again, so that a name comes twice. A line that is torn, because
-its writer was killed, and one that is none of these says nothing.
+The agent's core writes the last kind of line. Its value is an exit code, the negative number of a signal,
+``null``, ``"executes"`` (the process executed another program), or ``"closes"`` (the process closed file
+descriptors that it needs). The module that was being imported is then left out. The process may start over
+after each module that is left out, so a module may appear twice. Lines of an unknown form are ignored, and so
+is an incomplete line, whose writer was killed.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class LeftOut(Value):
-    """A module that is not preloaded.
+    """A module that was not preloaded.
 
     Args:
-        name: of it.
-        why: a sentence about "it".
-        traceback: of what it raised, in lines.
+        name: name of the module.
+        why: reason, as a sentence about "it".
+        traceback: lines of the traceback of the exception that the module raised; empty if it raised none.
     """
 
     name: str
@@ -46,13 +47,14 @@ class LeftOut(Value):
 
 
 class Ready(Value):
-    """What is known when all modules are imported.
+    """Facts that are known when all modules have been imported.
 
     Args:
-        seconds: that this took.
-        prefixes: folders of the interpreter's library and of installed packages, and no others: an
-            application may lie below the folder that the interpreter is installed in, as in ``/usr/src``.
-        threads: of the process.
+        seconds: duration of the imports.
+        prefixes: folders of the interpreter's library and of installed packages. The folder in which the
+            interpreter is installed is not one of them, because an application may be below it, as in
+            ``/usr/src``.
+        threads: number of threads of the process.
         stamps: times and sizes of the files of all modules and of the prefixes, read after the imports. See
             :mod:`elasticrs.workers.warm.sources`.
     """
@@ -64,14 +66,14 @@ class Ready(Value):
 
 
 class Report(Value):
-    """What was told so far.
+    """Contents of the report so far.
 
     Args:
-        imported: the seconds that each module took, in order.
-        left_out: in order.
-        importing: the module that it is at.
-        ready: ``None`` until all modules are imported.
-        failed: why it could not go on, and the traceback of that.
+        imported: seconds that the import of each module took, in order of the imports.
+        left_out: modules that were left out, in order.
+        importing: module that is being imported; ``None`` if there is none.
+        ready: facts about the imports; ``None`` until all modules have been imported.
+        failed: reason why the process could not continue, and the lines of the traceback; ``None`` otherwise.
     """
 
     imported: Mapping[str, float] = fresh(factory=dict)
@@ -82,10 +84,10 @@ class Report(Value):
 
 
 def read(data: bytes) -> Report:
-    """Read what the file holds.
+    """Read the lines of the report.
 
     Args:
-        data: all of it, or what one process has written.
+        data: contents of the report file, or the part that one process has written.
     """
     imported: dict[str, float] = {}
     left_out: list[LeftOut] = []
