@@ -1,3 +1,3 @@
-"""The machine and the process that the agent runs in: clocks, devices, ports, forks, and calls that may
-block.
+"""Access the machine and the process that the agent runs in: clocks, devices, ports, forks, and blocking
+calls.
 """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Asked:
-    """A call of a function that may block for long, on its own thread.
+    """Calls a function that may block for a long time, on a separate thread.
 
     The main thread cannot make such a call itself, because it handles no signals while it waits in the C
     library, for example in the resolver.
@@ -23,10 +23,10 @@ class Asked:
         ask: function to call once.
 
     Attributes:
-        fd: descriptor that is readable when the function has returned.
+        fd: file descriptor that is readable when the function has returned.
 
     Raises:
-        OSError: file descriptors have run out.
+        OSError: the process has run out of file descriptors.
         RuntimeError: no thread can be started.
     """
 
@@ -58,21 +58,23 @@ class Asked:
                 os.eventfd_write(self.fd, 1)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the function for at most ``seconds``. Return true if it has returned. Signal handlers run
-        meanwhile and may raise.
+        """Wait until the function has returned, for at most ``seconds``. Return true if it has returned.
+        Signal handlers run during the wait and may raise exceptions.
         """
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
     def take(self) -> Any:
-        """Return what the function has returned, or raise what it has raised."""
+        """Return the result of the function, or raise its exception."""
         if self._error is not None:
             raise self._error
         return self._answer
 
     def close(self) -> None:
-        """Release the descriptor. A function that is still running continues, but its result is ignored."""
+        """Close the file descriptor. If the function is still running, it continues, but its result is
+        ignored.
+        """
         with self._lock:
             if self._is_over and not self._is_closed:
                 os.close(self.fd)

@@ -1,4 +1,4 @@
-"""Conversion of times to the wall clock of the store, so that times of several nodes can be compared."""
+"""Convert times to the wall clock of the store, so that the times of several nodes can be compared."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from elasticrs.job.value import Value
 
 
 class Clock(Value):
-    """The store's wall clock, as estimated on this node.
+    """Wall clock of the store, as estimated on this node.
 
     Args:
-        offset_ns: the store's wall clock minus ours.
+        offset_ns: difference between the store's wall clock and this node's wall clock, in nanoseconds.
         error_ns: maximum error of the offset; ``None`` if it was not measured yet.
     """
 
@@ -19,9 +19,13 @@ class Clock(Value):
     error_ns: int | None = 0
 
     def from_monotonic(self, ns: int) -> int:
-        """The store's wall clock at a moment on this node's monotonic clock."""
+        """Convert a time of this node's monotonic clock to the store's wall clock. Both are in
+        nanoseconds.
+        """
         return time.time_ns() - time.monotonic_ns() + ns + self.offset_ns
 
     def to_monotonic(self, ns: int) -> int:
-        """The inverse."""
+        """Convert a time of the store's wall clock to this node's monotonic clock. Both are in
+        nanoseconds.
+        """
         return ns - self.offset_ns - time.time_ns() + time.monotonic_ns()

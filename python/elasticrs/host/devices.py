@@ -1,8 +1,8 @@
-"""Number of workers that a node can run, and its visible GPUs, without importing torch.
+"""Count the workers that a node can run, and find its visible GPUs, without importing torch.
 
-There are three sources, in this order: the driver's own files, NVML with the package ``nvidia-ml-py`` if it
-is installed, and torch. Torch runs in this process if it has already been imported, or else in a short-lived
-child. The result names the source.
+There are three sources, in this order: the driver's files, NVML if the package ``nvidia-ml-py`` is installed,
+and torch. Torch runs in this process if it has already been imported, and otherwise in a short-lived child
+process. The result names its source.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 DRIVER = "/proc/driver/nvidia/gpus"
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 CHILD_TIMEOUT = 120.0
-"""Time limit in seconds in which a child must import torch and count devices. A cold network file system
-needs many."""
+"""Time limit in seconds for a child process to import torch and count devices. On a cold network file system
+this takes long.
+"""
 SLOW = 5.0
 """Seconds after which the launcher prints what it is waiting for."""
 
@@ -30,11 +31,11 @@ _DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers
 
 
 class Gpu(Value):
-    """A device of CUDA or ROCm.
+    """A GPU that CUDA or ROCm supports.
 
     Args:
         address: address on the PCI bus, in the format of sysfs (``0000:3b:00.0``).
-        uuid: ``GPU-…``; empty if the driver does not report it.
+        uuid: identifier of the form ``GPU-…``; empty if the driver does not report it.
     """
 
     address: str
@@ -42,12 +43,12 @@ class Gpu(Value):
 
 
 class Count(Value):
-    """A number of devices.
+    """Number of devices, with their kind and the source of the number.
 
     Args:
         number: number of devices.
-        kind: kind of device: ``cuda``, ``xpu``, …; ``cpu`` if there is no device.
-        source: source of the number.
+        kind: kind of the devices: ``cuda``, ``xpu``, …; ``cpu`` if there are no devices.
+        source: description of the source of the number.
     """
 
     number: int
@@ -56,11 +57,11 @@ class Count(Value):
 
 
 class CountError(ValueError):
-    """The devices could not be counted, or there are none."""
+    """Raised if the devices could not be counted, or if there are none."""
 
 
 class UnknownDeviceError(CountError):
-    """No kind of device has this name."""
+    """Raised if there is no kind of device with this name."""
 
 
 def cpu_count() -> int:
@@ -69,15 +70,15 @@ def cpu_count() -> int:
 
 
 def worker_count(word: str, environ: Mapping[str, str]) -> Count:
-    """Return the number of workers that ``--nproc-per-node WORD`` means, by torchrun's rules.
+    """Return the number of workers for ``--nproc-per-node WORD``, by torchrun's rules.
 
     Args:
-        word: ``cpu``, ``gpu`` (CUDA devices), ``auto`` (any accelerator, or else CPUs), ``xpu``, or the name
-            of a device from an extension of torch.
-        environ: environment, for ``CUDA_VISIBLE_DEVICES`` and for the child.
+        word: ``cpu``, ``gpu`` (CUDA devices), ``auto`` (any accelerator, or CPUs if there is none), ``xpu``,
+            or the name of a device from an extension of torch.
+        environ: environment variables, for ``CUDA_VISIBLE_DEVICES`` and for the child process.
 
     Raises:
-        CountError: there is no such device, or counting needs torch, which is not installed.
+        CountError: there is no such device, or counting requires torch, which is not installed.
         UnknownDeviceError: the word is unknown.
     """
     if word == "cpu":
@@ -105,12 +106,11 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
 
 
 def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> bool:
-    """Return true if a GPU is divided into MIG slices, according to the folder in which the NVIDIA driver
-    lists slices.
+    """Return true if a GPU is divided into MIG slices, according to the NVIDIA driver's files.
 
-    The number of slices differs from the number of devices that CUDA shows: CUDA shows a process one slice,
-    however many ``CUDA_VISIBLE_DEVICES`` names. If that variable names whole devices first, slices of other
-    devices do not matter.
+    The number of slices is not the number of devices that CUDA shows, because CUDA shows a process only one
+    slice, no matter how many are listed in ``CUDA_VISIBLE_DEVICES``. If the first entry of that variable is a
+    whole device, slices of other devices do not matter.
     """
     first = environ.get(_CUDA, "").split(",")[0].strip()
     if first:
@@ -120,13 +120,13 @@ def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> 
 
 
 def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str = "/dev") -> int:
-    """Return the number of CUDA devices that a worker would see, by the driver's files.
+    """Return the number of CUDA devices that a worker would see, according to the driver's files.
 
     Args:
-        environ: environment, for ``CUDA_VISIBLE_DEVICES``. As in CUDA itself, the list ends at the first
-            entry that is not a device.
+        environ: environment variables, for ``CUDA_VISIBLE_DEVICES``. As in CUDA itself, the list ends at the
+            first entry that is not a device.
         driver: folder in which the NVIDIA driver lists its devices.
-        dev: folder of device nodes, used if the other folder is missing (in containers).
+        dev: folder of device nodes, which is used if ``driver`` is missing (in containers).
     """
     uuids = [gpu.uuid for gpu in _driver_gpus(driver)] or [""] * _device_nodes(dev)
     return len(_visible(environ, uuids))
@@ -136,9 +136,9 @@ def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str
     """Return the CUDA or ROCm devices that a worker would see, in the order of their indices.
 
     Args:
-        environ: environment, for ``CUDA_VISIBLE_DEVICES``. With ROCm, ``HIP_VISIBLE_DEVICES`` takes
+        environ: environment variables, for ``CUDA_VISIBLE_DEVICES``. With ROCm, ``HIP_VISIBLE_DEVICES`` takes
             precedence.
-        sysfs: mount point of sysfs, for AMD's devices, and for NVIDIA's if their driver lists none.
+        sysfs: mount point of sysfs, for AMD devices, and for NVIDIA devices if their driver lists none.
         driver: folder in which the NVIDIA driver lists its devices.
     """
     gpus, name = _driver_gpus(driver), _CUDA
@@ -162,7 +162,7 @@ def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA
         if index is None:
             break
         if index in found:
-            # CUDA shows nothing then.
+            # In this case, CUDA shows no devices at all.
             return []
         found.append(index)
     return found
@@ -173,19 +173,20 @@ def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
         return int(name) if int(name) < len(uuids) else None
     if not name.startswith(("GPU-", "MIG-")):
         return None
-    # CUDA accepts the beginning of a UUID if it matches only one device.
+    # CUDA accepts a prefix of a UUID if it matches only one device.
     matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(name)]
     if matches:
         return matches[0] if len(matches) == 1 else None
     if name.startswith("GPU-") and any(uuids):
         return None
-    # The entry names a MIG slice, or the driver reports no UUIDs. Assume any device that is not taken.
+    # The entry names a MIG slice, or the driver reports no UUIDs. Assume that it means any device that is not
+    # taken.
     return next((index for index in range(len(uuids)) if index not in taken), None)
 
 
 def _names(folder: str) -> list[str]:
-    """Return the names in a folder, sorted. Return none if the folder is missing, for example without this
-    driver or in a container that hides it.
+    """Return the sorted names in a folder. Return an empty list if the folder is missing, for example because
+    the driver is not installed or a container hides the folder.
     """
     try:
         return sorted(os.listdir(folder))
@@ -194,8 +195,8 @@ def _names(folder: str) -> list[str]:
 
 
 def _read(*path: str) -> str:
-    """Return the text of a file. Return an empty string if it cannot be read, for example if this container
-    may not use the device.
+    """Return the contents of a file. Return an empty string if it cannot be read, for example because this
+    container is not allowed to use the device.
     """
     try:
         with open(os.path.join(*path), encoding="ascii", errors="replace") as file:
@@ -209,20 +210,18 @@ def _driver_gpus(driver: str) -> list[Gpu]:
 
 
 def _uuid(text: str) -> str:
-    # Return an empty string if the driver reports no UUID. Then a UUID in CUDA_VISIBLE_DEVICES cannot be
+    # Return an empty string if the driver reports no UUID. A UUID in `CUDA_VISIBLE_DEVICES` then cannot be
     # checked.
     lines = (line.partition(":") for line in text.splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "GPU UUID"), "")
 
 
 def _kfd_gpus(sysfs: str) -> list[Gpu]:
-    """Return AMD's GPUs in the order in which the compute driver lists its nodes, which is also ROCm's
-    order.
-    """
+    """Return AMD GPUs in the order in which the compute driver lists its nodes. ROCm uses the same order."""
     folder = os.path.join(sysfs, "class/kfd/kfd/topology/nodes")
     nodes = sorted(filter(str.isdecimal, _names(folder)), key=int)
     found = (_kfd_properties(_read(folder, node, "properties")) for node in nodes)
-    # CPUs are nodes as well.
+    # Skip CPUs, which the driver lists as nodes as well.
     return [Gpu(_kfd_address(each)) for each in found if each.get("simd_count")]
 
 
@@ -232,8 +231,8 @@ def _kfd_properties(text: str) -> dict[str, int]:
 
 
 def _kfd_address(properties: Mapping[str, int]) -> str:
-    # Bus, device and function take 16 bits. Clear the function number, because it counts partitions of a
-    # device and is not part of the PCI address.
+    # The lowest 16 bits contain bus, device and function. Clear the function number, because it counts
+    # partitions of a device and is not part of the PCI address.
     location = properties.get("location_id", 0)
     return f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
 
@@ -259,7 +258,7 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        # No driver, which is an answer.
+        # There is no NVIDIA driver, so there are no CUDA devices.
         return 0
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -268,7 +267,7 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
         return 0
     finally:
         pynvml.nvmlShutdown()
-    # Old versions of the package give bytes.
+    # Old versions of the package return bytes.
     return len(_visible(environ, [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in found]))
 
 
@@ -303,7 +302,9 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
 
 
 def _outputs(child: subprocess.Popen[str], word: str) -> tuple[str, str]:
-    """Wait for the process that counts devices, and return its output. Print a message if it is slow."""
+    """Wait for the process that counts devices, and return its output. Print a message if the process is
+    slow.
+    """
     import subprocess
     import sys
 

@@ -1,14 +1,15 @@
-"""Undoing of signal handlers in children made by ``fork``.
+"""Undo the installation of signal handlers in children made by ``fork``.
 
-A forked child has the same signal handlers and the same wake-up descriptor as this process. A signal to the
-child would stop its parent's job, or would be kept for a wait that exists only in the parent. So code that
-installs handlers registers here how to undo that, and each child undoes it before anything else.
+A forked child has the same signal handlers and the same wake-up file descriptor as this process. A signal to
+the child would stop its parent's job, or would be held for a wait that exists only in the parent. So code
+that installs handlers registers a function here that removes them, and each child calls this function before
+anything else.
 
-- **FORK-1** the last installation is undone first.
-- **FORK-2** the signals are blocked from before the fork until the handlers are undone, so a signal that is
-  sent as soon as the pid is known triggers the child's own action.
-- **FORK-3** the parent loses no signal. In its main thread a handler would run inside the hook of
-  :func:`os.fork`, which drops exceptions. So such a signal is taken there, and is sent again a moment later.
+- **FORK-1** The last installation is undone first.
+- **FORK-2** The signals are blocked from before the fork until the handlers are removed. A signal that is
+  sent as soon as the child's pid is known therefore triggers the child's own action.
+- **FORK-3** The parent loses no signal. In its main thread, a handler would run inside the hook of
+  :func:`os.fork`, which drops exceptions. So the parent takes such a signal and sends it to itself again.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ if TYPE_CHECKING:
 
 _installed: list[tuple[Callable[[], None], Collection[int]]] = []
 _masks: dict[int, set[int]] = {}
-"""Signals that were blocked before a fork, by thread."""
+"""Signals that were blocked before a fork, by thread id."""
 
 
 def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None:
-    """Register a call that forked children run first, in their main thread, to restore the previous signal
-    handling.
+    """Register a function that forked children call first, in their main thread, to restore the previous
+    signal handling.
 
     Args:
         undo: function that restores the previous handlers.
-        signums: signals with our handlers; read again at each fork.
+        signums: signals for which handlers are installed. The collection is read again at each fork.
     """
     _installed.append((undo, signums))
 
 
 def is_undone(undo: Callable[[], None]) -> None:
-    """Cancel :func:`undo_in_children`, because there is nothing left to undo. Idempotent."""
+    """Cancel :func:`undo_in_children`, because the handlers have been removed. Idempotent."""
     _installed[:] = [each for each in _installed if each[0] != undo]
 
 
 def _before() -> None:
     signums = {signum for _, each in _installed for signum in tuple(each)}
     if signums:
-        # Save the mask before changing it. The second call may raise, because pending Python handlers run at
-        # its end.
+        # Save the mask before changing it. The second call may raise an exception, because pending Python
+        # signal handlers run at its end.
         _masks[_thread.get_ident()] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, signums)
 
@@ -57,7 +58,7 @@ def _after_in_parent() -> None:
         return
     taken: list[int] = []
     try:
-        # True in the main thread, which runs Python's signal handlers.
+        # This is true in the main thread, which runs Python's signal handlers.
         if _thread.get_native_id() == os.getpid():
             ours = set(signal.pthread_sigmask(signal.SIG_BLOCK, ())) - mask
             while (info := signal.sigtimedwait(ours, 0)) is not None:

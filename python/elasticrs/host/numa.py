@@ -1,13 +1,13 @@
-"""Choice of CPUs near the GPU of each worker (``--numa-binding``), with the names of ``torch.numa.binding``.
+"""Choose CPUs near the GPU of each worker (``--numa-binding``), with the names of ``torch.numa.binding``.
 
 All data comes from sysfs, without torch and without the ``numactl`` program. The affinity itself is set in
-the worker before its program or function runs.
+the worker, before its program or function runs.
 
-1. This module changes nothing. Its result is a set of CPUs for each local rank.
-2. As in torch, the worker with local rank `n` has the GPU with index `n` among those that
-   ``CUDA_VISIBLE_DEVICES`` shows. NVIDIA's GPUs are counted in the order of their PCI addresses, which is
-   CUDA's order with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` and on machines with a single kind of GPU. AMD's GPUs
-   are counted in ROCm's order.
+1. This module does not change any settings. Its result is a set of CPUs for each local rank.
+2. As in torch, the worker with local rank `n` has the GPU with index `n` among the GPUs that
+``CUDA_VISIBLE_DEVICES`` shows. NVIDIA GPUs are counted in the order of their PCI addresses. This is CUDA's
+order with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, and on machines with a single kind of GPU. AMD GPUs are counted
+in ROCm's order.
 3. Workers get only CPUs that the agent itself may use.
 """
 
@@ -33,12 +33,13 @@ class AffinityMode(str, Enum):
     NODE = "node"
     """All CPUs of the GPU's NUMA node."""
     SOCKET = "socket"
-    """All CPUs of the NUMA nodes in that node's socket."""
+    """All CPUs of all NUMA nodes in the socket of the GPU's NUMA node."""
     EXCLUSIVE = "exclusive"
-    """An equal share of the node's physical cores, which no other GPU of the node gets."""
+    """An equal share of the physical cores of the GPU's NUMA node, which no other GPU of that node gets."""
     CORE_COMPLEX = "core-complex"
-    """Cores of the node that share their last-level cache. Each GPU gets a different such complex, if there
-    are enough."""
+    """Cores of the GPU's NUMA node that share their last-level cache. Each GPU gets a different group of such
+    cores, if there are enough groups.
+    """
 
 
 if {mode.value for mode in AffinityMode} != set(AFFINITY_MODES):
@@ -51,7 +52,7 @@ class NumaOptions:
 
     Args:
         affinity_mode: set of CPUs to bind to.
-        should_fall_back_if_binding_fails: true to continue without binding, with a warning, if the CPUs
+        should_fall_back_if_binding_fails: true to continue with a warning and without binding, if the CPUs
             cannot be determined.
     """
 
@@ -68,19 +69,19 @@ def cpus_by_local_rank(
     driver: str = devices.DRIVER,
     allowed: Iterable[int] | None = None,
 ) -> list[list[int]]:
-    """Return the CPUs of each worker of this node.
+    """Return the CPUs of each worker of this node, by local rank.
 
     Args:
         mode: set of CPUs to which a worker is bound.
         nproc: number of workers on this node.
-        environ: environment, for ``CUDA_VISIBLE_DEVICES`` or ``HIP_VISIBLE_DEVICES``.
+        environ: environment variables, for ``CUDA_VISIBLE_DEVICES`` or ``HIP_VISIBLE_DEVICES``.
         sysfs: mount point of sysfs.
         driver: folder in which the NVIDIA driver lists its devices.
-        allowed: CPUs that may be used; those of the agent if ``None``.
+        allowed: CPUs that may be used; the agent's CPUs if ``None``.
 
     Raises:
         ValueError: the mode is unknown, or there is no GPU or no CPU for a worker.
-        OSError: sysfs lacks the required information.
+        OSError: sysfs does not contain the required information.
     """
     gpus = devices.visible_gpus(environ, sysfs=sysfs, driver=driver)
     if len(gpus) < nproc:
@@ -96,8 +97,8 @@ def cpus_by_local_rank(
 
 
 class _Machine:
-    """Topology of the machine according to sysfs. ``addresses`` are the PCI addresses of the visible GPUs in
-    order.
+    """Topology of the machine, as described by sysfs. ``addresses`` are the PCI addresses of the visible
+    GPUs, in order.
     """
 
     def __init__(self, sysfs: str, allowed: set[int], addresses: list[str]) -> None:
@@ -106,7 +107,7 @@ class _Machine:
         self.node_of = [self._node_of_gpu(address) for address in addresses]
 
     def peers(self, gpu: int) -> list[int]:
-        """Return the GPUs of the NUMA node of this GPU, including the GPU itself."""
+        """Return the GPUs at the same NUMA node as this GPU, including the GPU itself."""
         return [other for other, node in enumerate(self.node_of) if node == self.node_of[gpu]]
 
     def cpus_of_node(self, node: int) -> set[int]:
@@ -114,7 +115,7 @@ class _Machine:
         return _numbers(self._read("devices/system/node", f"node{node}", "cpulist")) & self._allowed
 
     def nodes_of_socket(self, node: int) -> list[int]:
-        """Return all NUMA nodes in the socket of this node. A node without usable CPUs belongs to no
+        """Return all NUMA nodes in the socket of this node. A node without usable CPUs is not assigned to any
         socket.
         """
         socket = self._socket_of(node)
@@ -124,12 +125,12 @@ class _Machine:
         return [other for other in sorted(nodes) if self._socket_of(other) == socket]
 
     def core_of(self, cpu: int) -> int:
-        """Return the physical core of a CPU, as the lowest CPU number of the core."""
+        """Return the physical core of a CPU, represented by the lowest CPU number of that core."""
         return min(_numbers(self._read(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")))
 
     def complex_of(self, cpu: int) -> int:
-        """Return the group of CPUs that share a CPU's last-level data cache, as the lowest CPU number of the
-        group.
+        """Return the group of CPUs that share the last-level data cache of a CPU, represented by the lowest
+        CPU number of the group.
         """
         folder = f"devices/system/cpu/cpu{cpu}/cache"
         last, shared = 0, {cpu}
@@ -150,7 +151,7 @@ class _Machine:
         return int(self._read(f"devices/system/cpu/cpu{min(cpus)}/topology/physical_package_id"))
 
     def _node_of_gpu(self, address: str) -> int:
-        # -1 on machines with one node.
+        # The value is -1 on machines with a single NUMA node.
         return max(0, int(self._read("bus/pci/devices", address, "numa_node")))
 
     def _read(self, *path: str) -> str:
@@ -182,7 +183,7 @@ def _exclusive(machine: _Machine, gpu: int) -> set[int]:
 
 def _core_complex(machine: _Machine, gpu: int) -> set[int]:
     complexes = _grouped(_node(machine, gpu), machine.complex_of)
-    # Sort the largest complex first, because some CPUs of the others may not be usable.
+    # Put the largest group first, because some CPUs of the other groups may not be usable.
     order = sorted(complexes.items(), key=lambda item: (-len(item[1]), item[0]))
     return order[machine.peers(gpu).index(gpu) % len(order)][1] if order else set()
 

@@ -1,16 +1,17 @@
-"""Distinction between new stop requests and signals that repeat an earlier request."""
+"""Distinguish new stop requests from signals that repeat an earlier request."""
 
 from __future__ import annotations
 
 import signal
 
 ECHO = 0.1
-"""Seconds after the first stop signal in which any further stop signal belongs to the same request. Wrappers
-pass on signals that the whole process group has received, and systemd, schedulers and closing terminals send
-several kinds at once."""
+"""Seconds after the first stop signal during which further stop signals belong to the same request. Wrappers
+pass on signals that the whole process group has already received. Systemd, schedulers and closing terminals
+send several kinds of signals at once.
+"""
 
 KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
-"""Stop signals that a person sends from a terminal."""
+"""Stop signals that a person can send from the keyboard of a terminal."""
 
 
 class StopRequests:
@@ -23,11 +24,12 @@ class StopRequests:
         self._came: set[int] = set()
 
     def is_new(self, signum: int, now: float) -> bool:
-        """Record a stop signal and return true if it is a new request. ``now`` comes from a monotonic clock.
+        """Record a stop signal. Return true if it is a new request. ``now`` is the time on a monotonic clock,
+        in seconds.
 
-        The first signal is a new request. A later one is new if it comes at least :data:`ECHO` seconds after
-        the first and shows that a person repeats the request: it is one of :data:`KEYBOARD`, or it is not the
-        first SIGTERM.
+        The first signal is a new request. A later signal is a new request only if it arrives at least
+        :data:`ECHO` seconds after the first and shows that a person repeats the request. This is the case if
+        the signal is one of :data:`KEYBOARD`, or is a SIGTERM after an earlier SIGTERM.
         """
         first, came = self._first, signum in self._came
         self._came.add(signum)

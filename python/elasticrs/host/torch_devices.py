@@ -1,5 +1,5 @@
-"""Counting of devices with torch: a function for processes that have imported torch, and a program that
-imports it.
+"""Count devices with torch, either with a function for processes that have imported torch, or as a program
+that imports torch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def count(torch: Any, word: str) -> tuple[str, int]:
-    """Return the kind and number of devices: ``cpu`` if ``auto`` finds no accelerator, ``unknown`` for a word
-    that torch does not know.
+    """Return the kind and the number of devices. The kind is ``cpu`` if ``auto`` finds no accelerator, and
+    ``unknown`` if torch does not know the word.
 
     Args:
-        torch: module ``torch``.
+        torch: the module ``torch``.
         word: ``gpu``, ``auto``, ``xpu``, or the name of a device from an extension of torch.
     """
     if word == "auto":
@@ -35,7 +35,7 @@ def count(torch: Any, word: str) -> tuple[str, int]:
 
 if __name__ == "__main__":
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        # Remove this folder from the path, because its modules have the same names as other modules.
+        # Remove this folder from the path, because its modules would hide other modules with the same names.
         del sys.path[0]
     import torch
 

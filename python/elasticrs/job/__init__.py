@@ -1,1 +1,1 @@
-"""What the user asked for: options, settings, ranks, and the budget of restarts."""
+"""The user's request: options, settings, ranks, and the restart budget."""

@@ -1,9 +1,10 @@
-"""Which modules are imported once for all workers: those that the user names, or that the code imports.
+"""Choose the modules that are imported once for all workers: either the modules that the user names, or the
+modules that the workers' code imports.
 
-A source is parsed, never run. What it imports at its top level counts, also inside of ``if``, ``try``,
-``with`` and loops, but not in functions and classes, nor for type checkers. The user's own modules, which are
-not preloaded, are parsed as well, since each worker will import what they import. To it comes what torch
-imports at the first step only; see :data:`LAZY`.
+Source files are parsed, never run. All imports at the top level count, including those inside ``if``,
+``try``, ``with`` and loops, but not imports in functions and classes, or for type checkers only. The user's
+own modules are not preloaded, but they are parsed as well, because each worker will import the modules that
+they import. Modules that torch imports only in the first training step are added; see :data:`LAZY`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from elasticrs.workers.warm.steps import Unknown
 
 LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
-    # The first optimizer, DDP, checkpointed or sharded module of a process imports some 900 modules: each
-    # asks to be left alone by the compiler.
+    # The first optimizer, DDP model, checkpointed or sharded module in a process imports about 900 modules,
+    # because each of them disables the compiler for itself.
     (
         (
             b"optim",
@@ -40,38 +41,43 @@ LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
         ),
         "torch._dynamo",
     ),
-    # Some 400 more, without its code generators.
+    # About 400 more modules, without the code generators.
     ((b"torch.compile", b"torch_compile"), "torch._inductor.compile_fx"),
 )
-"""What torch imports only when it is used: words of a source, and the module to import for them.
+"""Modules that torch imports only when they are used. Each entry contains words that may occur in a source
+file, and the module to import if one of them does.
 
-Starting a process group, collectives, a data loader and schedulers import nothing more. A script without
-these words does without the modules: they take 80 MB, and triton among them prints to stderr at exit."""
+Process groups, collectives, data loaders and schedulers import no further modules. If none of these words
+occurs in a script, the modules are not imported, because they take 80 MB and some of them, such as triton,
+print to stderr at exit.
+"""
 
 _READ_LAZILY = (
     rb"""["']((?!TORCH(?:ELASTIC|_NCCL|_DISTRIBUTED|_CPP|_HOME))"""
     rb"""(?:PYTORCH|TORCH|TRITON)[A-Z]*_[A-Z0-9_]+)["']"""
 )
-"""Variables that torch may read when it imports modules of :data:`LAZY`."""
+"""Environment variables that torch may read when it imports the modules in :data:`LAZY`."""
 _SETS_ANY = (b"environ.update", b"putenv", b"load_dotenv")
 
 _CANNOT_PARSE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _NEVER = ("__future__", "__main__")
 _WIDTH, _SHOWN = 60, 4
 _ENOUGH = 1 << 19
-"""Bytes of sources, of which a millisecond parses some 5000: the launch waits for it."""
+"""Maximum number of bytes of source files to parse. About 5000 bytes are parsed in a millisecond, and the
+launch waits for it.
+"""
 
 
 def preload(value: str, entry: Entry) -> Preload:
-    """Choose the modules.
+    """Choose the modules to preload.
 
     Args:
         value: ``auto``, or names of modules separated by commas.
-        entry: what the workers run.
+        entry: code that the workers run first.
 
     Raises:
-        UsageError: a module that does not exist, as far as this interpreter is the workers'; the text says
-            what is wrong with ``value``.
+        UsageError: a module does not exist, as far as this interpreter can tell. The message says what is
+            wrong with ``value``.
     """
     if entry.why_cold is not None:
         return Preload(remarks=(f"no effect: {entry.why_cold}",))
@@ -91,8 +97,8 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
         else:
             chosen.append(name)
     plan = _Plan(entry)
-    # Continue if the script cannot be read or parsed. It is then unknown what the script does before its
-    # imports.
+    # Continue if the script cannot be read or parsed. In this case, it is unknown what the script does before
+    # its imports.
     with suppress(OSError, *_CANNOT_PARSE):
         plan.read_entry()
     tops = {_top(name) for name in chosen}
@@ -121,7 +127,7 @@ def _of_source(entry: Entry) -> Preload:
     # Do not mention modules that are not installed, because the script may import them only optionally.
     late = [top for top in tops if entry.interpreter is not None or found_spec(top) is not None]
     if plan.unknown is not None and late:
-        late.sort(key=sys.stdlib_module_names.__contains__)  # Those that take long come first.
+        late.sort(key=sys.stdlib_module_names.__contains__)  # Modules that take long to import come first.
         remarks.append(
             f"{plan.unknown} may change what later imports do, so each worker imports {_listed(late)} by "
             "itself; to preload them, import them before that line"
@@ -147,12 +153,13 @@ class _Plan:
         entry: script, module or function that the workers run.
 
     Attributes:
-        steps: preload steps up to the first statement with an unknown effect; see :class:`Preload`.
+        steps: preload steps, up to the first statement whose effect is unknown; see :class:`Preload`.
         modules: names of the modules that the steps import.
-        unknown: text about the first statement with an unknown effect. ``None`` if there is no such
+        unknown: description of the first statement whose effect is unknown; ``None`` if there is no such
             statement.
         left_out: modules that the source imports after that statement.
-        folders: folders of the user's own modules: those of the entry, and folders added to ``sys.path``.
+        folders: folders of the user's own modules: the folders of the entry, and folders that are added to
+            ``sys.path``.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -168,7 +175,7 @@ class _Plan:
 
     @property
     def sources(self) -> list[bytes]:
-        """Contents of all source files that were read."""
+        """Contents of all source files that have been read."""
         return list(self._sources.values())
 
     def read_entry(self) -> None:
@@ -176,8 +183,8 @@ class _Plan:
         imports.
 
         Raises:
-            OSError: The source of the entry cannot be read.
-            SyntaxError: The source cannot be parsed. All exceptions of :data:`_CANNOT_PARSE` mean this.
+            OSError: the source of the entry cannot be read.
+            SyntaxError: the source cannot be parsed. All exceptions in :data:`_CANNOT_PARSE` mean this.
         """
         if self._entry.path is None:
             return
@@ -234,19 +241,19 @@ class _Plan:
                     self.unknown or f"{file}, which was not read because the sources are too large,"
                 )
                 return
-            # Ignore an unreadable module, because the worker will report the error when it imports the
-            # module.
+            # Ignore a module that cannot be read, because the worker will report the error when it imports
+            # the module.
             with suppress(OSError, *_CANNOT_PARSE):
                 self._read_source(file, package, is_certain=step.is_certain)
 
 
 def _quoted(file: str, step: Variable | Unknown) -> str:
-    """Return text that shows the user a statement, with its file and line number."""
+    """Return text that shows a statement to the user, with its file and line number."""
     return f"{file}, line {step.line} ({printable(step.text, _WIDTH)})"
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return text that lists the first few of these names and says how many are not listed."""
+    """Return text that lists the first few of these names, and the number of the others."""
     all_names = list(dict.fromkeys(name.replace(":", ".") for name in names))
     shown = ", ".join(all_names[:_SHOWN])
     return shown if len(all_names) <= _SHOWN else f"{shown} and {len(all_names) - _SHOWN} more"
@@ -267,7 +274,8 @@ def _top(name: str) -> str:
 
 
 def _read(path: str) -> bytes:
-    # A pipe (`<(…)` of a shell) can be read once, which is for the worker to do.
+    # Do not read a pipe (such as `<(…)` in a shell), because it can be read only once, and the worker has to
+    # read it.
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(0, "not a file")
     with open(path, "rb") as file:
@@ -279,22 +287,23 @@ def _has(source: bytes, words: Sequence[bytes]) -> bool:
 
 
 def lazily_imported(source: bytes) -> list[str]:
-    """What torch will import later than its user does; see :data:`LAZY`.
+    """Return the modules that torch will import later, when the script uses them; see :data:`LAZY`.
 
     Args:
-        source: of which words count, wherever they are.
+        source: source file to search for the words in :data:`LAZY`.
     """
     return [name for words, name in LAZY if _has(source, words)]
 
 
 def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
-    """Return why the modules of :data:`LAZY` cannot be preloaded; ``None`` if they can be.
+    """Return the reason why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be
+    preloaded.
 
-    A worker that starts cold imports these modules when the training begins. By then, functions of the
-    program may have set environment variables that the modules read at import.
+    A worker that starts cold imports these modules when the training starts. Before that, functions of the
+    program may have set environment variables that the modules read during their import.
 
     Args:
-        sources: source files to search for names of such variables.
+        sources: source files to search for the names of such variables.
         known: variables that the nursery sets before the imports.
     """
     import re

@@ -1,11 +1,11 @@
 """Detect changes to the source files of preloaded modules.
 
-The user's own code (an editable install, a folder of ``PYTHONPATH``) is compared file by file before each
-attempt. The interpreter's library and installed packages are thousands of files, so they are compared only
-after a package was installed or removed. An installer replaces the folder ``NAME-VERSION.dist-info``, which
-changes the modification time of its parent folder. In case that time was restored (for example by ``rsync
--a``), the ``RECORD`` file of each preloaded distribution is compared as well. Edits inside an installed
-package are not detected.
+The user's own code (an editable install, a folder in ``PYTHONPATH``) is compared file by file before each
+attempt. The interpreter's library and the installed packages consist of thousands of files, so they are
+compared only after a package was installed or removed. An installer replaces the folder
+``NAME-VERSION.dist-info``, which changes the modification time of its parent folder. Because that time may
+have been restored (for example by ``rsync -a``), the ``RECORD`` file of each preloaded distribution is
+compared as well. Edits inside an installed package are not detected.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     Stamp = tuple[int, int] | None
-    """Time of the last change in nanoseconds, and size; ``None`` where nothing is."""
+    """Modification time in nanoseconds, and size; ``None`` if the file does not exist."""
 
 
 class Sources:
-    """Recorded stamps of the files from which modules were preloaded.
+    """Recorded stamps (times and sizes) of the files from which modules were preloaded.
 
     Args:
         own: stamps of the user's own files, by path.
@@ -35,7 +35,7 @@ class Sources:
         self.own, self.installed, self.signs = own, installed, signs
 
     def changes(self, look: Callable[[str], Stamp] | None = None) -> dict[str, Stamp]:
-        """Return the files that differ now, with their present stamps. The user's own files come first.
+        """Return the files that have changed, with their current stamps. The user's own files come first.
 
         Args:
             look: function that returns the stamp of a path; :func:`stamp` by default.
@@ -54,11 +54,11 @@ class Sources:
 
 
 class Settling:
-    """Decide when changed files have settled, so that importing them again makes sense.
+    """Decides whether changed files have settled, so that it makes sense to import them again.
 
-    An installer or an editor may still be at work when the first change is seen. Files have settled when two
-    checks in a row find the same changes. A missing file is probably part of an unfinished installation,
-    which may take long to write its other files, so more checks are needed then.
+    When the first change is seen, an installer or an editor may still be writing files. Files have settled
+    when two consecutive checks find the same changes. A missing file is probably part of an unfinished
+    installation, which may take long to write its other files, so more checks are needed in this case.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Settling:
         """Return true if files have changed and the changes have settled.
 
         Args:
-            changes: result of the present check, from :meth:`Sources.changes`.
+            changes: result of the current check, from :meth:`Sources.changes`.
         """
         self._times = self._times + 1 if changes == self._last else 1
         self._last = dict(changes)
@@ -78,7 +78,7 @@ class Settling:
 
 
 CHECKS_IF_MISSING = 12
-"""Number of equal checks after which files that are missing count as removed."""
+"""Number of checks with the same result after which missing files are considered removed."""
 
 
 def remember(
@@ -87,19 +87,20 @@ def remember(
     names: Iterable[str],
     look: Callable[[str], Stamp] | None = None,
 ) -> Sources:
-    """Return the stamps of these files, so that later changes to the files can be detected.
+    """Record the stamps of these files, so that later changes to the files can be detected.
 
     Args:
         stamps: known stamps of the files of preloaded modules and of ``prefixes``, by path.
         prefixes: folders of the interpreter's library and of installed packages.
-        names: of preloaded modules.
+        names: names of the preloaded modules.
         look: see :meth:`Sources.changes`.
     """
     look = look or stamp
     folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
     inside = tuple(folder + os.sep for folder in folders)
     files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
-    # A file that changed during the imports is always compared, because the signs may have been read later.
+    # A file that changed during the imports is always compared, because the stamps in `signs` may have been
+    # read later.
     always = touched(files)
     installed = {
         path: found for path, found in files.items() if path.startswith(inside) and path not in always
@@ -111,20 +112,22 @@ def remember(
 
 
 def touched(stamps: Mapping[str, Stamp]) -> list[str]:
-    """Return the files that changed while the nursery imported. Their stamps equal no real stamp."""
+    """Return the files that changed while the nursery imported modules. Their stamps never equal a real
+    stamp.
+    """
     return [path for path, found in stamps.items() if found is not None and found[0] == TOUCHED]
 
 
 TOUCHED = -1
-"""Modification time in the stamp of a file that changed while the nursery imported."""
+"""Modification time that is recorded for a file that changed while the nursery imported modules."""
 
 
 def stamp(path: str) -> Stamp:
-    """Return the present stamp of a path."""
+    """Return the current modification time and size of a file; ``None`` if it does not exist."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
-        # The second: not a path at all.
+        # `ValueError` means that the string cannot be a path.
         return None
     return found.st_mtime_ns, found.st_size
 

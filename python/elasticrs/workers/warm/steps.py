@@ -2,7 +2,8 @@
 
 A worker that starts cold runs the top level of its script in order, so each import sees the effects of the
 statements before it, such as environment variables, ``sys.path`` and warning filters. Preloading a module is
-correct only if the nursery can repeat these effects before the import. :func:`steps` splits a source into
+correct only if the nursery can repeat these effects before the import. :func:`steps` splits a source file
+into
 
 - :class:`Import`: an import, which can be preloaded;
 - :class:`Variable`: an assignment of a constant to an item of ``os.environ``, which the nursery can repeat;
@@ -117,16 +118,16 @@ class Unknown(Value):
 
 
 def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = True) -> Iterator[Step]:
-    """Split a source into the steps that matter for imports, in the order in which they run.
+    """Split a source file into the steps that matter for imports, in the order in which they run.
 
     Args:
-        source: content of the file, in the file's encoding.
-        package: package of the file. If it is empty, relative imports are skipped.
+        source: contents of the file, in the file's encoding.
+        package: package of the file, for relative imports. If it is empty, relative imports are skipped.
         file: path of the file, as the value of ``__file__``.
         is_main: true if the file runs with ``"__main__"`` as its ``__name__``.
 
     Raises:
-        SyntaxError: The source cannot be parsed. ValueError, RecursionError and MemoryError mean the same.
+        SyntaxError: the source cannot be parsed. ValueError, RecursionError and MemoryError mean the same.
     """
     with warnings.catch_warnings():
         # Suppress the parser's warnings, because the worker prints them when it compiles the script.
@@ -136,18 +137,18 @@ def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = T
 
 
 class _Reader:
-    """Reader of one source file. Yields the steps in the file's top-level statements."""
+    """Reads one source file, and yields the steps in its top-level statements."""
 
     def __init__(self, source: bytes, package: str, file: str, is_main: bool) -> None:
         self._lines = source.splitlines()
         self._package = package
         self._is_main = is_main
         self._names: dict[str, str | None] = {}
-        """Dotted path of the object that each name refers to. ``None`` if it is unknown."""
+        """Dotted path of the object that each name refers to; ``None`` if it is unknown."""
         self._texts = {"__file__": os.path.abspath(file)}
         """Values of the names that refer to a known string or path."""
         self._has_lost = False
-        """True after the first unknown statement. Only imports are reported from then on."""
+        """True after the first unknown statement. From then on, only imports are reported."""
 
     def read(self, tree: ast.AST) -> Iterator[Step]:
         # Use a stack instead of recursion, because the code may be nested too deeply for recursion.
@@ -174,8 +175,8 @@ class _Reader:
         return line, text.decode("utf-8", "replace").strip()
 
     def _blocks(self, node: ast.AST, is_certain: bool) -> list[tuple[ast.AST, bool]]:
-        """Return the statements inside the blocks of a compound statement. Each comes with a flag that is
-        true if the statement certainly runs.
+        """Return the statements inside the blocks of a compound statement, each with a flag that is true if
+        the statement certainly runs.
 
         Blocks that never run are left out.
         """
@@ -192,7 +193,7 @@ class _Reader:
         return [(inner, is_certain) for block in blocks if isinstance(block, list) for inner in block]
 
     def _branch(self, test: ast.expr) -> str | None:
-        """Return the branch of an ``if`` that runs: ``body`` or ``orelse``. ``None`` if that is unknown."""
+        """Return the branch of an ``if`` that runs: ``body`` or ``orelse``; ``None`` if that is unknown."""
         if isinstance(test, _ast.UnaryOp) and isinstance(test.op, _ast.Not):
             taken = self._branch(test.operand)
             return {"body": "orelse", "orelse": "body", None: None}[taken]
@@ -215,7 +216,7 @@ class _Reader:
         return dict.fromkeys([module, *(f"{module}:{alias.name}" for alias in node.names)] if module else ())
 
     def _variables(self, node: ast.AST) -> list[Variable]:
-        """Return the environment variables that a statement sets. Empty if it does anything else."""
+        """Return the environment variables that a statement sets; an empty list if it does anything else."""
         match node:
             case _ast.Assign(targets, _ast.Constant(str(value))) if "\0" not in value:
                 names = [self._variable(target) for target in targets]
@@ -229,7 +230,7 @@ class _Reader:
         return ""
 
     def _folders(self, node: ast.AST) -> list[Folder]:
-        """Return the folder that a statement adds to ``sys.path``. Empty if it does anything else."""
+        """Return the folder that a statement adds to ``sys.path``; an empty list if it does anything else."""
         match node:
             case _ast.Expr(_ast.Call(function, [place], [])) if self._path(function) == "sys.path.append":
                 found = self._text(place)
@@ -242,7 +243,7 @@ class _Reader:
         return [] if found is None else [Folder(os.path.abspath(found))]
 
     def _text(self, node: ast.expr) -> str | None:
-        """Return the value of an expression made of constant strings and ``__file__``, else ``None``."""
+        """Return the value of an expression made of constant strings and ``__file__``; otherwise ``None``."""
         match node:
             case _ast.Constant(str(text)):
                 return text
@@ -279,7 +280,7 @@ class _Reader:
         return function(*texts) if name == "join" or len(texts) == 1 else None
 
     def _is_harmless(self, node: ast.AST) -> bool:
-        """Return true if a statement by itself, without its blocks, cannot affect an import."""
+        """Return true if a statement, apart from its blocks, cannot affect an import."""
         if isinstance(node, _FUNCTIONS):
             self._names[node.name] = None
             defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
@@ -368,7 +369,7 @@ class _Reader:
         return True
 
     def _path(self, node: ast.expr) -> str | None:
-        """Return the dotted path of the object that an expression refers to. A function call is written as
+        """Return the dotted path of the object that an expression refers to. A function call appears as
         ``()``.
         """
         match node:
