@@ -1,6 +1,6 @@
-"""The settings of a job, with every default in one place.
+"""Settings of a job, with every default in one place.
 
-These internal classes with slots are used by the command line. The public dataclasses of
+The command line uses these internal classes, which have slots. The public dataclasses in
 :mod:`elasticrs.launcher.api` and :mod:`elasticrs.agent.server` are converted to them.
 """
 
@@ -31,7 +31,7 @@ LOG_PREFIXES = ("auto", "time", "none")
 DEFAULT_LOG_PREFIX = "auto"
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_PORT = 29400
-"""Default port of the coordination store, and of torch's rendezvous."""
+"""Default port of the rendezvous store, and of torch's rendezvous."""
 DEFAULT_HEALTH_TIMEOUT = 60.0
 LOOPBACK = "127.0.0.1"
 UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
@@ -42,14 +42,16 @@ PREFIX_NAMES = ("role_name", "local_rank", "rank", "hostname")
 """Names of the placeholders in a prefix template."""
 START_DEADLINE = 30.0
 LONGEST = 1e9
-"""Maximum number of seconds, because the core counts nanoseconds. It is far longer than any useful limit."""
+"""Maximum number of seconds for a time limit. It is far longer than any useful limit, and prevents overflows
+because the core counts nanoseconds.
+"""
 SAFETY_TICK = 5.0
-"""Seconds after which the agent checks its state even though no event has arrived."""
+"""Seconds after which the agent checks its state even if no event has arrived."""
 
 
 class UsageError(ValueError):
-    """A mistake of the user. The text is one line that names the option, the given value, and the accepted
-    values.
+    """Raised for a mistake of the user. The text is one line that names the option, the given value, and the
+    accepted values.
     """
 
 
@@ -59,9 +61,9 @@ class OnFailure(str, Enum):
     RESTART = "restart"
     """Restart all workers."""
     REPLACE = "replace"
-    """Replace the failed worker, and leave the others alone."""
+    """Replace only the failed worker, and leave the others running."""
 
-    # Options are checked and shown as text.
+    # The option's values are checked and printed as text.
     __str__ = str.__str__
 
 
@@ -78,28 +80,30 @@ class JobConfig(Record):
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
         forwarded: signals that the agent passes on to the workers, without any other effect.
-        stop_scope: receiver of the first signal: ``"worker"`` for the worker alone (the rest of its process
-            group is signalled once it has exited), or ``"group"`` for its whole process group.
+        stop_scope: processes that receive the first signal of a stop. ``"worker"``: the worker, and the rest
+            of its process group once the worker has exited. ``"group"``: the worker's whole process group.
         linger: seconds for which descendants of successful workers may continue; ``None`` never stops them.
-        master_addr: address where rank 0 hosts the store.
-        master_port: port of that store; ``None`` for a new one in every attempt.
+        master_addr: address at which rank 0 hosts the workers' store.
+        master_port: port of that store; a new port for every attempt if ``None``.
         start_deadline: time limit for starting all workers, in seconds.
-        is_multi_node: true if the agent meets agents of other nodes.
+        is_multi_node: true if the job runs on several nodes, whose agents meet in a rendezvous.
         cpus: CPUs that each worker may use, by local rank; ``None`` for the CPUs of the agent.
-        virtual_local_rank: each worker sees only its own GPU, and has local rank 0.
+        virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
         uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not checked
             if 0 or negative.
         hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
-            the limit from its steps, ``"auto:SECONDS"`` also sets a minimum, and ``None`` disables the check.
+            the limit from the duration of its steps, ``"auto:SECONDS"`` also sets a minimum, and ``None``
+            disables the check.
         hang_startup_timeout: seconds from the start to the first heartbeat; ``None`` for no limit.
         hang_exit_timeout: seconds from the return of a worker's program to the exit of its process, if
             heartbeats are checked; 0 for no limit.
-        exit_timeout: seconds in which a worker must exit after an uncaught exception; 0 for no limit.
-        preload: modules to import before the workers are forked; with ``None`` or no modules, workers start
-            cold.
-        warm_timeout: time limit for these imports, in seconds. Workers start cold if it is exceeded.
-        log_prefix: ``"time"`` puts the time into the prefix of the launcher's own lines, ``"none"`` does not,
-            and ``"auto"`` does so unless they go to a terminal.
+        exit_timeout: seconds within which a worker must exit after an uncaught exception; 0 for no limit.
+        preload: modules to import before the workers are forked. Workers start cold if it is ``None`` or
+            contains no modules.
+        warm_timeout: time limit for importing these modules, in seconds. Workers start cold if it is
+            exceeded.
+        log_prefix: ``"time"`` adds the time to the prefix of the launcher's own lines, ``"none"`` does not,
+            and ``"auto"`` adds it unless the lines are written to a terminal.
     """
 
     nproc: int
@@ -131,25 +135,26 @@ class JobConfig(Record):
 
     @property
     def replaces_workers(self) -> bool:
-        """True if a failed worker is replaced, and the others keep running."""
+        """True if a failed worker is replaced while the others keep running."""
         return self.on_failure is OnFailure.REPLACE
 
 
 class LogSettings(Value):
-    """Destinations of the workers' output streams.
+    """Settings for the destinations of the workers' output.
 
     Args:
-        log_dir: base directory; ``None`` for a temporary directory, the null device for no files at all.
-        redirects: streams that go to files, as bits by local rank (1 stdout, 2 stderr). A plain number
-            applies to all ranks.
-        tee: the same, for streams that go to a file and to the console.
-        local_ranks_filter: local ranks whose output is shown on the console; ``None`` for all.
-        prefix_template: template of the prefix of console lines.
-        capture_stderr: true to copy stderr of all ranks to a file and to the console.
-        stdout_filters: tee'd lines of standard output that contain any of these texts are copied to another
-            file.
+        log_dir: base directory of log files; ``None`` for a temporary directory, the null device for no files
+            at all.
+        redirects: streams that are written to files, as bits by local rank (1 for stdout, 2 for stderr). A
+            plain number applies to all ranks.
+        tee: the same, for streams that are written to a file and to the console.
+        local_ranks_filter: local ranks whose output is printed on the console; ``None`` for all.
+        prefix_template: template of the prefix of lines on the console; ``None`` for the default.
+        capture_stderr: true to write stderr of all ranks to a file and to the console.
+        stdout_filters: texts. Lines of standard output on the console that contain any of these texts are
+            also copied to another file.
         stderr_filters: the same for standard error.
-        specs: name of a user's class that decides about all output instead; ``None`` for none.
+        specs: name of a user's class that chooses all destinations instead; ``None`` for none.
     """
 
     log_dir: str | None = None
@@ -167,10 +172,10 @@ class ObserveSettings(Value):
     """Settings for the events, metrics and health checks of a job.
 
     Args:
-        event_log_handler: destination of events; see ``docs/events.md``.
+        event_log_handler: name of the handler for events; see ``docs/events.md``.
         entry_point: name of the workers' program in events.
         rdzv_backend: name of the rendezvous back end in events.
-        has_metrics: true if the job has a receiver for metrics.
+        has_metrics: true if there is a receiver for metrics.
         health_port: port of the health check server; ``None`` for no server, 0 for any free port.
         health_host: address on which the health check server listens.
         health_timeout: seconds without progress after which the agent counts as dead.
@@ -186,12 +191,12 @@ class ObserveSettings(Value):
 
     @property
     def is_off(self) -> bool:
-        """True if there is nothing to report to."""
+        """True if there is no receiver for events, metrics or health checks."""
         return self.event_log_handler == "null" and not self.has_metrics and self.health_port is None
 
 
 class HandlerSettings(Value):
-    """Settings of a rendezvous handler that is polled, and of its agent.
+    """Settings of a rendezvous handler that is polled, and of the agent that polls it.
 
     Args:
         backend: name of the back end.
@@ -199,7 +204,7 @@ class HandlerSettings(Value):
         run_id: name of the job.
         nodes: minimum and maximum number of nodes.
         config: settings of the handler.
-        local_addr: address of this node, if the user has named one.
+        local_addr: address of this node; ``None`` if the user has not set one.
         exit_barrier_timeout: seconds to wait for other nodes at the end.
         monitor_interval: seconds between two polls.
     """
@@ -215,7 +220,7 @@ class HandlerSettings(Value):
 
 
 def random_run_id() -> str:
-    """A random UUID (version 4), as torchrun gives to a job without an id."""
+    """Return a random UUID (version 4). Like torchrun, elasticrs uses it for a job without an id."""
     raw = bytearray(os.urandom(16))
     raw[6] = raw[6] & 0x0F | 0x40
     raw[8] = raw[8] & 0x3F | 0x80
@@ -224,7 +229,7 @@ def random_run_id() -> str:
 
 
 def parse_signals(names: str) -> tuple[int, ...]:
-    """Parse names of signals, separated by commas, such as ``SIGTERM,SIGUSR1``, into their numbers.
+    """Parse names of signals, separated by commas, such as ``SIGTERM,SIGUSR1``. Return their numbers.
 
     Raises:
         ValueError: a name is not a signal, or the signal cannot be caught.
@@ -244,16 +249,17 @@ def parse_signals(names: str) -> tuple[int, ...]:
 _NOT_FORWARDED = frozenset(
     ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGTSTP", "SIGCONT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 )
-"""Signals that cannot be passed on, because they cannot be caught, have a meaning for the agent itself, or
-report mistakes of the agent itself."""
+"""Signals that cannot be passed on to the workers, because they cannot be caught, have a meaning for the
+agent itself, or report an error in the agent itself.
+"""
 
 
 def parse_forwarded(names: str) -> tuple[int, ...]:
-    """Parse names of signals that are passed on to the workers, with or without ``SIG``, such as
-    ``USR1,USR2``; empty for none.
+    """Parse names of signals to pass on to the workers, with or without ``SIG``, such as ``USR1,USR2``. An
+    empty string means none.
 
     Raises:
-        ValueError: the value is invalid. The text says what is expected.
+        ValueError: the value is invalid. The message says what is expected.
     """
     import signal
 
@@ -266,14 +272,14 @@ def parse_forwarded(names: str) -> tuple[int, ...]:
 
 
 def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
-    """Return the signals that are passed on.
+    """Return the signals that are passed on to the workers.
 
     Args:
-        given: requested signals; ``None`` for those of SIGUSR1 and SIGUSR2 that do not stop the job.
+        given: requested signals. If ``None``, SIGUSR1 and SIGUSR2 are passed on, except if they stop the job.
         handled: signals that stop the job.
 
     Raises:
-        ValueError: a signal is in both sets.
+        ValueError: a signal is in both arguments.
     """
     import signal
 
@@ -286,11 +292,11 @@ def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tu
 
 
 def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the signals that a program wants to have passed on to the workers; ``None`` if ``names`` is
-    ``None``.
+    """Return the signals that a program has requested to be passed on to the workers; ``None`` if ``names``
+    is ``None``.
 
     Raises:
-        ValueError: the value is invalid. The text contains the value and what is expected.
+        ValueError: the value is invalid. The message contains the value and what is expected.
     """
     if names is None:
         return None
@@ -301,10 +307,10 @@ def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, .
 
 
 def health_port(text: str) -> int:
-    """Read a port of the health check server.
+    """Parse the port of the health check server.
 
     Raises:
-        ValueError: the value is invalid. The text says what is expected.
+        ValueError: the value is invalid. The message says what is expected.
     """
     limit = 65535
     if not (text.isascii() and text.isdecimal()) or int(text) > limit:
@@ -313,7 +319,7 @@ def health_port(text: str) -> int:
 
 
 def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
-    """Seconds from ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or the default.
+    """Return the number of seconds in ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or the default.
 
     Raises:
         UsageError: the variable has an invalid value.
@@ -322,7 +328,7 @@ def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
 
 
 def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
-    """Seconds from ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``, or the default.
+    """Return the number of seconds in ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``, or the default.
 
     Raises:
         UsageError: the variable has an invalid value.
@@ -343,8 +349,8 @@ def log_prefix_from(environ: Mapping[str, str]) -> str:
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the seconds from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``. Return 0, which disables the
-    check, by default and, as in torch, for a value that is not a number.
+    """Return the number of seconds in ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``. Return 0, which
+    disables the check, if the variable is not set or, as in torch, if its value is not a number.
     """
     try:
         return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
@@ -368,7 +374,7 @@ def parse_streams(text: str) -> int | dict[int, int]:
     several digits.
 
     Raises:
-        ValueError: the value is invalid. The text says what is expected.
+        ValueError: the value is invalid. The message says what is expected.
     """
     if text in ("0", "1", "2", "3"):
         return int(text)
@@ -382,27 +388,29 @@ def parse_streams(text: str) -> int | dict[int, int]:
 
 
 def check_start_method(name: str) -> None:
-    """Check a start method that was given by name.
+    """Check that a start method exists.
 
     Raises:
-        ValueError: there is no such method.
+        ValueError: there is no start method with this name.
     """
     if name not in START_METHODS:
         raise ValueError(f"start_method: got {name!r}, expected one of {', '.join(START_METHODS)}")
 
 
 def default_stop_scope(entrypoint: object) -> str:
-    """Return the default receiver of the first signal of a stop.
+    """Return the default for the processes that receive the first signal of a stop.
 
     ``"worker"`` for functions and Python programs, because a worker may need its helper processes while it
-    saves. ``"group"`` for other programs, such as shells, because they do not pass on signals.
+    saves. ``"group"`` for other programs, such as shells, because they do not pass signals on.
     """
     is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
     return "worker" if is_python or _is_named_python(entrypoint) else "group"
 
 
 def _is_named_python(program: object) -> bool:
-    """Return true for the usual names of interpreters: ``python``, ``/usr/bin/python3``, ``python3.13t``."""
+    """Return true if the name is usual for an interpreter: ``python``, ``/usr/bin/python3``,
+    ``python3.13t``.
+    """
     if not isinstance(program, str):
         return False
     name = os.path.basename(program)
@@ -411,8 +419,8 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Return the limit between two heartbeats (``None`` if it is learned) and the minimum of a learned limit.
-    The argument is a number of seconds, ``"auto"`` or ``"auto:SECONDS"``.
+    """Return the maximum number of seconds between two heartbeats (``None`` if it is learned), and the
+    minimum of a learned limit. The argument is a number of seconds, ``"auto"`` or ``"auto:SECONDS"``.
 
     Raises:
         ValueError: the value has another form.
@@ -426,7 +434,7 @@ def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
 
 
 def seconds(text: str) -> float:
-    """Read a span of time.
+    """Parse a number of seconds.
 
     Raises:
         ValueError: the text is negative, infinite or not a number. The message says what is expected.

@@ -1,9 +1,10 @@
-"""Table of the command-line options: names, conversions and help. The parsing is elsewhere.
+"""Table of the command-line options: names, conversions and help. This module does not parse the command
+line.
 
-Each option is declared once: its flag and variable, its default, its kind of value, its help, and the values
-that a program may pass instead (:func:`check`). The parser, ``--help``, the argparse parser for programs, and
-:class:`~elasticrs.launcher.LaunchConfig` read the table. It replaces :mod:`argparse` on the launch path,
-because argparse takes 13 ms with this many options.
+Each option is declared once, with its flag and environment variable, its default, its kind of value, its
+help, and the values that a program may pass instead (:func:`check`). The table is used by the parser, by
+``--help``, by the argparse parser for programs, and by :class:`~elasticrs.launcher.LaunchConfig`. It replaces
+:mod:`argparse` when a job is launched, because argparse takes 13 ms with this many options.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from dataclasses import KW_ONLY
 
 OURS = "elasticrs"
-"""The group of options that torchrun does not have."""
+"""Name of the group of options that torchrun does not have."""
 NEWER = frozenset(("exit-barrier-timeout",))
-"""Options that torch has in its sources but not in a release yet."""
+"""Options that exist in torch's source code but not in a release yet."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -28,9 +29,9 @@ class Kind(Value):
     """Kind of value that an option takes.
 
     Args:
-        convert: converts text to a value. Raises ``ValueError`` with what is expected.
+        convert: converts text to a value. It raises ``ValueError`` with a message that says what is expected.
         metavar: placeholder for the value in ``--help``.
-        needs: description of valid values for programs; see :func:`check`.
+        needs: text that describes valid values to programs; see :func:`check`.
     """
 
     convert: Callable[[str], object]
@@ -39,17 +40,17 @@ class Kind(Value):
 
 
 class Option(Value):
-    """One option.
+    """A command-line option.
 
     Args:
         name: long name with dashes. Underscores are accepted as well.
         help: text for ``--help``.
-        default: value if neither the option nor its variable is given.
-        kind: kind of its values; ``None`` for a flag.
-        short: letter of the short form.
+        default: value if neither the option nor its environment variable is set.
+        kind: kind of value that the option takes; ``None`` for a flag.
+        short: letter of the short form; ``None`` if there is none.
         group: :data:`OURS` for an option that torchrun does not have.
-        has_variable: true if ``PET_<NAME>`` sets it.
-        typed: default as text, for options that torchrun keeps as text.
+        has_variable: true if the environment variable ``PET_<NAME>`` also sets the option.
+        typed: default as text, if torchrun stores the value of this option as text; otherwise ``None``.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Option(Value):
 
     @property
     def dest(self) -> str:
-        """The name of its attribute."""
+        """Name of the option's attribute in a namespace."""
         return self.name.replace("-", "_")
 
     @property
@@ -74,16 +75,16 @@ class Option(Value):
 
     @property
     def default_as_typed(self) -> object:
-        """The default in torchrun's namespaces."""
+        """Default value in the form that torchrun's namespaces contain."""
         if self.typed is not None:
             return self.typed
         return list(self.default) if isinstance(self.default, tuple) else self.default
 
     def converted(self, text: str) -> object:
-        """Return the value of a text.
+        """Convert text to a value of this option.
 
         Raises:
-            ValueError: the value is invalid. The text says what is expected.
+            ValueError: the value is invalid. The message says what is expected.
             TypeError: a flag takes no value.
         """
         if self.kind is None:
@@ -92,12 +93,12 @@ class Option(Value):
 
     @property
     def flag(self) -> str:
-        """Its name as it is typed."""
+        """Name of the option as it is typed, such as ``--tee``."""
         return "--" + self.name
 
     @property
     def variable(self) -> str:
-        """Name of the environment variable that sets the default."""
+        """Name of the environment variable that sets the option."""
         return "PET_" + self.dest.upper()
 
 
@@ -150,7 +151,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _workers(text: str) -> int | str:
-    # Accept other names, because extensions of torch can add devices.
+    # Accept any identifier, because extensions of torch can add devices.
     return text if text.isidentifier() else _whole("a whole number from 1, cpu, gpu, xpu or auto", 1)(text)
 
 
@@ -158,7 +159,7 @@ def _pairs(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     text = text.strip()
     if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1] and text[0] not in text[1:-1]:
-        # Remove quotes that no shell has removed, because the arguments came as a list, for example from
+        # Remove quotes that no shell has removed, because the arguments were given as a list, for example in
         # YAML.
         text = text[1:-1]
     for entry in filter(None, text.split(",")):
@@ -344,7 +345,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
     ),
 }
 # fmt: on
-"""All options, as ``--help`` shows them."""
+"""All options, in the sections and the order in which ``--help`` shows them."""
 
 OPTIONS = tuple(option for options in SECTIONS.values() for option in options)
 
@@ -352,18 +353,18 @@ _BY_DEST = {option.dest: option for option in OPTIONS}
 
 
 def check(**values: object) -> None:
-    """Check values that a program has passed, by the option's name and the rules of the command line.
-    ``None`` is always allowed.
+    """Check values that a program has passed, by the rules of the command line. The names are those of the
+    options' attributes. ``None`` is always allowed.
 
     Raises:
-        ValueError: a value is invalid. The text contains what is expected and the value.
+        ValueError: a value is invalid. The message contains the value and what is expected.
     """
     for name, value in values.items():
         kind = _BY_DEST[name].kind
         if kind is None or value is None:
             continue
         try:
-            # Accept numbers as text only on the command line.
+            # Reject numbers that are passed as text, because they are allowed only on the command line.
             is_right = isinstance(kind.convert(str(value)), str) == isinstance(value, str)
         except ValueError:
             is_right = False

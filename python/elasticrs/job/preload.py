@@ -1,4 +1,4 @@
-"""The modules that are imported once, before the workers are forked (``--warm``)."""
+"""Modules that are imported once, before the workers are forked (``--warm``)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from elasticrs.job.value import Value
 
 
 class Preload(Value):
-    """What is imported before the workers are forked; see :mod:`elasticrs.workers.warm` for the forms of the
-    names.
+    """Imports that are made before the workers are forked. See :mod:`elasticrs.workers.warm` for the form of
+    the steps.
 
     Args:
-        steps: preload steps in order. If there are none, workers start cold.
+        steps: preload steps in order. If they contain no modules, workers start cold.
         is_explicit: true if the user has named the modules.
         remarks: messages to the user, one line each.
-        folders: folders of the user's own modules, which may not be preloaded; see
-        :mod:`elasticrs.workers.warm`.
+        folders: folders of the user's own modules, which are not preloaded; see
+            :mod:`elasticrs.workers.warm`.
     """
 
     steps: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
-"""Assigns ranks: pure, with the same result on every node, as in torch.
+"""Assign ranks to workers. The functions are pure and have the same result on every node, as in torch.
 
-Global ranks are in the order of group ranks. Role ranks are in the same order among the nodes of a role.
+Global ranks are in the order of group ranks. Role ranks are in the same order, among the nodes with the same
+role.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class NodeShare(Value):
-    """Contribution of a node to a round: the role and the number of its workers."""
+    """Contribution of a node to a round: the role of its workers and their number."""
 
     role: str
     local_world_size: int
 
 
 class WorkerRanks(Value):
-    """The ranks of one worker."""
+    """Ranks of one worker, and the world sizes that belong to them."""
 
     role: str
     local_rank: int
@@ -34,11 +35,11 @@ class WorkerRanks(Value):
 
 
 def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
-    """Return the ranks of a node's workers by local rank. ``nodes`` lists the nodes of the round by group
-    rank.
+    """Return the ranks of a node's workers, by local rank. ``nodes`` contains the nodes of the round, in the
+    order of their group ranks.
 
     Raises:
-        IndexError: the node does not exist.
+        IndexError: no node has this group rank.
     """
     if not 0 <= group_rank < len(nodes):
         raise IndexError(f"group rank {group_rank} of {len(nodes)} nodes")
@@ -46,7 +47,7 @@ def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
 
 
 class NodeRanks(Value):
-    """First ranks of a node's workers, and the world sizes of the round.
+    """Ranks of a node's first worker, and the world sizes of the round.
 
     Args:
         group_rank: group rank of the node.
@@ -54,7 +55,7 @@ class NodeRanks(Value):
         first_rank: global rank of the node's first worker.
         world_size: number of workers in the round.
         first_role_rank: role rank of the node's first worker.
-        role_world_size: number of workers of its role.
+        role_world_size: number of workers in the round that have the same role.
     """
 
     group_rank: int
@@ -85,7 +86,7 @@ class NodeRanks(Value):
 
 
 def node_ranks(nodes: Sequence[NodeShare]) -> list[NodeRanks]:
-    """Return the first ranks of each node, by group rank, in linear time."""
+    """Return the ranks of each node's first worker, in the order of group ranks. Takes linear time."""
     sizes: dict[str, int] = {}
     for node in nodes:
         sizes[node.role] = sizes.get(node.role, 0) + node.local_world_size

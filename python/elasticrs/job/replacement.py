@@ -6,14 +6,14 @@ _ALL = "only all workers can be restarted"
 
 
 def why_not(start_method: str = "spawn", back_end: str | None = None) -> str | None:
-    """Return why single workers cannot be replaced; ``None`` if they can.
+    """Return the reason why single workers cannot be replaced; ``None`` if they can be replaced.
 
-    A program that does not use ``elasticrs.train`` is not refused, because it may use it in an installed
-    package. The agent says at the end of the job that no worker used it.
+    A program that does not seem to use ``elasticrs.train`` is not rejected, because an installed package may
+    use it. If no worker has used it, the agent prints a message at the end of the job.
 
     Args:
         start_method: start method of function workers.
-        back_end: name of the rendezvous back end, if workers cannot use it by themselves. ``None`` otherwise.
+        back_end: name of the rendezvous back end if workers cannot use it themselves; otherwise ``None``.
     """
     if start_method != "spawn":
         return f"with start method {start_method} {_ALL}; use spawn"

@@ -1,9 +1,9 @@
-"""Base classes for records, like dataclasses, but without the 15 ms that importing ``dataclasses`` takes. The
-annotations of a class are its fields.
+"""Base classes for records. They are similar to dataclasses, but without the 15 ms that importing
+``dataclasses`` takes. The annotations of a class are its fields.
 
 A module that uses these classes needs ``from __future__ import annotations``. A field may have a default, or
-:func:`fresh`. Fields after ``_: KW_ONLY`` (from :mod:`dataclasses`, for type checkers only) are keyword-only.
-A class may define its own ``__init__``.
+:func:`fresh`. Fields after ``_: KW_ONLY`` (which is imported from :mod:`dataclasses` for type checkers only)
+are keyword-only. A class may define its own ``__init__``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_: object) -> Callable[[type], type]:
-        """Return a decorator that does nothing. It only informs type checkers. Python's own version needs
-        Python 3.11 and a slow import.
+        """Return a decorator that does nothing at run time, because it only informs type checkers. Python's
+        own version requires Python 3.11 and a slow import.
         """
         return lambda made: made
 
@@ -34,15 +34,15 @@ class _Fresh:
 
 
 def fresh(*, factory: Callable[[], Any]) -> Any:
-    """Return a default that is made anew for each object, such as a list."""
+    """Return a default for a field that is created anew for each object, such as a list."""
     return _Fresh(factory)
 
 
 class _Fields(type):
-    """Makes the annotations of a class its slots."""
+    """Metaclass that turns the annotations of a class into its slots."""
 
     def __new__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]) -> _Fields:
-        """Turn the annotations in a class body into fields, and order them after the fields of the base
+        """Create a class. The annotations in its body become fields, which come after the fields of the base
         class.
         """
         above, inherited, by_name = (
@@ -58,8 +58,8 @@ class _Fields(type):
         defaults = {field: namespace.pop(field) for field in own if field in namespace}
         names, all_defaults = (*above, *own), {**inherited, **defaults}
         is_plain = not bases or ("__init__" not in namespace and bases[0]._objects is not None)
-        # Use the generic methods instead of the inherited ones, because those were compiled for the fields of
-        # the base class.
+        # Use the generic methods instead of the inherited methods, because the inherited methods may be
+        # compiled for the fields of the base class.
         general = {"__init__": _Made.__init__, "values": _Made.values} if is_plain and bases else {}
         return super().__new__(cls, name, bases, {
             **general,
@@ -74,7 +74,7 @@ class _Fields(type):
 
 def _compile(kind: type[_Made]) -> None:
     """Compile ``__init__`` and ``values`` for the fields of a class. The compiled methods are as fast as
-    hand-written ones, about five times faster than the generic ones.
+    hand-written methods, which is about five times as fast as the generic methods.
     """
     names, defaults, by_name = kind._names, kind._defaults, kind._by_name
     order = [*(name for name in names if name not in by_name), *(name for name in names if name in by_name)]
@@ -95,13 +95,14 @@ def _compile(kind: type[_Made]) -> None:
 
 
 _TEMPLATES: dict[tuple[bool, ...], tuple[FunctionType, FunctionType]] = {}
-"""Compiled templates by shape of the class. Copying a template with other names takes a fifth of the time of
-compiling."""
+"""Compiled templates, by whether each field has a :func:`fresh` default. Copying a template with other names
+takes a fifth of the time that compiling takes.
+"""
 
 
 def _template(fresh_ones: tuple[bool, ...]) -> tuple[FunctionType, FunctionType]:
-    """Return ``__init__`` and ``values`` for a class with the fields ``f0``, ``f1``, …. ``__init__`` calls
-    the factory of each :func:`fresh` default.
+    """Return ``__init__`` and ``values`` for a class with the fields ``f0``, ``f1``, and so on. ``__init__``
+    calls the factory of each :func:`fresh` default.
     """
     made: dict[str, Any] = {}
     sets = [
@@ -121,7 +122,9 @@ def _template(fresh_ones: tuple[bool, ...]) -> tuple[FunctionType, FunctionType]
 
 
 _MANY = 8
-"""Number of objects after which a class is compiled. A launch creates only a few objects of each class."""
+"""Number of objects of a class after which its methods are compiled. A launch creates only a few objects of
+each class.
+"""
 
 
 class _Made(metaclass=_Fields):
@@ -140,10 +143,10 @@ class _Made(metaclass=_Fields):
             setattr(self, name, value)
 
     def _complete(self, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
-        """The values of all fields in their order.
+        """Return the values of all fields, in order.
 
         Raises:
-            TypeError: the arguments do not fit the fields.
+            TypeError: the arguments do not match the fields.
         """
         kind, names = type(self).__name__, self._names
         positional = [name for name in names if name not in self._by_name]
@@ -162,7 +165,7 @@ class _Made(metaclass=_Fields):
         return default.factory() if type(default) is _Fresh else default
 
     def fields(self) -> dict[str, Any]:
-        """Return all values by the name of their field, in the order of the fields."""
+        """Return all values by the names of their fields, in the order of the fields."""
         return dict(zip(self._names, self.values(), strict=True))
 
     def values(self) -> tuple[Any, ...]:
@@ -170,7 +173,7 @@ class _Made(metaclass=_Fields):
         return tuple(getattr(self, name) for name in self._names)
 
     def replaced(self, **changes: Any) -> Self:
-        """Return a copy with other values in some fields."""
+        """Return a copy in which some fields have other values."""
         return type(self)(**{**self.fields(), **changes})
 
     def __repr__(self) -> str:
@@ -180,7 +183,9 @@ class _Made(metaclass=_Fields):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(fresh,))
 class Value(_Made):
-    """Immutable record, compared and hashed by its fields. Only type checkers enforce the immutability."""
+    """Base class of immutable records, which are compared and hashed by their fields. Only type checkers
+    enforce the immutability.
+    """
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -193,4 +198,4 @@ class Value(_Made):
 
 @dataclass_transform(eq_default=False, field_specifiers=(fresh,))
 class Record(_Made):
-    """Mutable record, compared by identity."""
+    """Base class of mutable records, which are compared by identity."""

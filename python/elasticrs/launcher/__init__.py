@@ -1,4 +1,4 @@
-"""Launching jobs: :class:`LaunchConfig`, :class:`elastic_launch`, :func:`launch_agent`."""
+"""Launch jobs: :class:`LaunchConfig`, :class:`elastic_launch`, :func:`launch_agent`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 
 def __getattr__(name: str) -> object:
-    # Import the API lazily. The command line imports this package and must not load dataclasses.
+    # Import the API lazily, because the command line imports this package and must not load `dataclasses`.
     return lazy(__name__, name, {"elasticrs.launcher.api": tuple(__all__)}, ("api",))

@@ -1,1 +1,1 @@
-"""Text for people: the console, the wording of messages, and short forms of tracebacks."""
+"""Text for people: the console, the wording of messages, and summaries of tracebacks."""

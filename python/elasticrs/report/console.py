@@ -1,8 +1,8 @@
-"""Console of the agent: writes lines to stderr and never blocks.
+"""Console of the agent, which writes lines to stderr and never blocks.
 
-A console that is not read (a stopped terminal, a full pipe) may not delay a restart. The descriptor cannot be
-made non-blocking, because the workers share it. So a line is written only when the descriptor accepts it at
-once, and is queued here until then.
+A console that nobody reads (a stopped terminal, a full pipe) must not delay a restart. The file descriptor
+cannot be made non-blocking, because the workers share it. So each line is queued until the descriptor accepts
+it without blocking.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# POLLOUT promises room for this many bytes in a pipe, and the kernel writes them in one piece
+# POLLOUT guarantees room for this many bytes in a pipe, and the kernel writes them as one piece.
 _PIPE_BUF = 4096
 _KEPT = 1000
 
 
 def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = None) -> str:
     """Return the prefix of a line: ``elasticrs: ``, or ``elasticrs[time node:pid group rank]: `` with the
-    parts that are known.
+    known parts.
 
     Args:
         time_ns: wall-clock time of the line, in nanoseconds since 1970; ``None`` for a line without a time.
@@ -45,11 +45,11 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
 
 
 def has_time(log_prefix: str | None, fd: int) -> bool:
-    """Return true if lines on this descriptor have a time in their prefix.
+    """Return true if lines on this file descriptor have a time in their prefix.
 
     Args:
-        log_prefix: value of ``--log-prefix``; ``None`` if it is not known here, for ``PET_LOG_PREFIX``.
-        fd: a descriptor. With ``auto``, lines on a terminal have no time.
+        log_prefix: value of ``--log-prefix``; the value of ``PET_LOG_PREFIX`` if ``None``.
+        fd: file descriptor. With ``auto``, lines on a terminal have no time.
     """
     if log_prefix is None:
         log_prefix = os.environ.get("PET_LOG_PREFIX")
@@ -57,16 +57,16 @@ def has_time(log_prefix: str | None, fd: int) -> bool:
 
 
 class Console:
-    """Queue of lines for a descriptor. Each line gets a prefix.
+    """Queues lines for a file descriptor, each with a prefix, and writes them without blocking.
 
     Args:
-        fd: the descriptor.
+        fd: file descriptor to write to.
         log_prefix: see :func:`has_time`.
-        is_one_of_several: true if the agents of several nodes may share a console. Their lines name the node
-            and the pid of the agent.
+        is_one_of_several: true if the agents of several nodes may share a console. The prefix then contains
+            the name of the node and the pid of the agent.
 
     Attributes:
-        group_rank: group rank of the node while it has one; part of the prefix.
+        group_rank: group rank of the node, which is part of the prefix; ``None`` while the node has none.
     """
 
     __slots__ = ("_fd", "_has_time", "_is_gone", "_lines", "_node", "_poll", "group_rank")
@@ -85,17 +85,17 @@ class Console:
 
     @property
     def waiting(self) -> int:
-        """Number of pieces that are not written yet."""
+        """Number of queued pieces of text that have not been written yet."""
         return 0 if self._is_gone else len(self._lines)
 
     def prefixed(self, text: str) -> str:
-        """Return a text with the prefix of a console line in front of it. A time in the prefix is the current
-        time.
+        """Return a text with the prefix of a console line in front. If the prefix contains a time, it is the
+        current time.
         """
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Queue one line with the prefix. A line that is too long for one write to a pipe is cut."""
+        """Queue one line with the prefix. A line that is too long for one write to a pipe is truncated."""
         line = _encode(visible(self.prefixed(" ".join(text.splitlines()))))
         if len(self._lines) < _KEPT:
             self._lines.append(line[: _PIPE_BUF - 1] + b"\n")
@@ -119,17 +119,16 @@ class Console:
         wake_fd: int | None = None,
         is_enough: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Write a text of any length after the queued lines, and wait until it is written.
+        """Write a text of any length after the queued lines, and wait until everything is written.
 
         Args:
             text: text to write. Control characters in it are made visible.
-            patience: maximum number of seconds to wait while the reader reads nothing.
+            patience: maximum number of seconds to wait while the reader does not read.
             wake_fd: file descriptor that interrupts the wait when it is readable.
-            is_enough: function that is called when ``wake_fd`` is readable. If it returns true, the wait
-                ends.
+            is_enough: called when ``wake_fd`` is readable. If it returns true, the wait is interrupted.
 
         Returns:
-            False if the time ran out while lines were still waiting.
+            False if the wait was interrupted or timed out before everything was written.
         """
         data = _encode(visible(text))
         self._lines += [data[start : start + _PIPE_BUF] for start in range(0, len(data), _PIPE_BUF)]
@@ -149,12 +148,15 @@ class Console:
         try:
             os.write(self._fd, line)
         except OSError:
-            # Stop writing, because stderr is closed or broken. There is nowhere left to report the error.
+            # Stop writing, because stderr is closed or broken, and there is no other place to report the
+            # error.
             self._is_gone = True
 
 
 def _encode(text: str) -> bytes:
-    """Encode with the file system's encoding, so that file names are unchanged; escape the rest."""
+    """Encode text with the file system's encoding, so that file names are unchanged. Escape other
+    characters.
+    """
     try:
         return os.fsencode(text)
     except UnicodeEncodeError:

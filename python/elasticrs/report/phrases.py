@@ -1,4 +1,4 @@
-"""Messages of the agent to the user. Pure functions that return one line each."""
+"""Messages of the agent to the user. The functions are pure and return one line each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from elasticrs._core import TimerExpired, WorkersKilled
 
 NAME = "elasticrs"
-"""First word of the launcher's lines."""
+"""First word of the lines that the launcher prints."""
 
 AGAIN = " (send it again to kill them at once)"
 """Hint that a second stop signal kills the workers at once."""
@@ -25,9 +25,9 @@ _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range
 
 
 def visible(text: str) -> str:
-    """Return a text with its control characters escaped, except newlines and tabs.
+    """Return the text with its control characters escaped, except newlines and tabs.
 
-    Names of nodes and roles, and output of workers, may contain sequences that clear the screen, set the
+    Names of nodes and roles, and the output of workers, may contain sequences that clear the screen, set the
     terminal's title, or change the direction of text.
     """
     return text.translate(_CONTROLS)
@@ -44,12 +44,12 @@ def signal_name(signum: int) -> str:
 
 
 SILENT = "exited with code 0 before the function returned"
-"""Text for a process that exited with 0 although its function has not returned."""
+"""Text about a process that exited with 0 although its function has not returned."""
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Describe the end of a process by its exit code, as a phrase that follows its name. A negative code is a
-    signal.
+    """Describe how a process ended, as a phrase that follows its name. A negative exit code is the number of
+    a signal.
     """
     if exitcode is None:
         return "was lost"
@@ -59,7 +59,9 @@ def how_it_ended(exitcode: int | None) -> str:
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Describe an exit code. A negative code is a signal, and ``None`` means that the status is unknown."""
+    """Describe an exit code. A negative code is the number of a signal; ``None`` is an unknown exit
+    status.
+    """
     if exitcode is None:
         return "unknown exit status"
     if exitcode < 0:
@@ -70,28 +72,34 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
-    """Describe the end of the nursery, as a phrase that follows its name. ``hung`` means that the agent
-    killed it because it did not respond.
+    """Describe how the nursery ended, as a phrase that follows its name. ``hung`` means that the agent killed
+    the nursery because it did not respond.
     """
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
 def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int, when: str) -> str:
-    """Return the line that announces a restart: its ``cause``, the time of the cause (``when``), the number
-    of other workers ``stopped`` for it, and the restarts left.
+    """Return the line that announces a restart.
+
+    Args:
+        cause: the failed worker and the reason.
+        stopped: number of other workers that were stopped for the restart.
+        restarts_left: number of restarts left.
+        max_restarts: maximum number of restarts.
+        when: time of the failure.
     """
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
     return f"{cause}{others}; restarting, {restarts_left} of {max_restarts} left ({when})"
 
 
 def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left: str, when: str) -> str:
-    """Say that a worker was replaced.
+    """Return the line that reports that a worker was replaced.
 
     Args:
         cause: the failed worker and the reason.
         others: number of other workers, which keep running.
         pid: pid of the replacement.
-        span_ns: nanoseconds from the failure to the start of the replacement.
+        span_ns: nanoseconds between the failure and the start of the replacement.
         restarts_left: number of restarts left, as in "2 of 3 left".
         when: time of the failure.
     """
@@ -102,7 +110,7 @@ def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left:
 
 
 def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:
-    """Return the line that reports a worker whose rate is lower than that of the other workers on its
+    """Return the line that reports a worker whose rate is lower than the rates of the other workers on its
     node.
     """
     who = f"rank {rank} (pid {pid})"
@@ -113,7 +121,7 @@ def checkpoint_line(result: str, ns: int) -> str:
     """Return the line that reports the result of a requested checkpoint.
 
     Args:
-        result: result as in :mod:`elasticrs.workers.node_page`.
+        result: result of the save, as in :mod:`elasticrs.workers.node_page`.
         ns: nanoseconds since the request.
     """
     if result == "saved":
@@ -124,12 +132,12 @@ def checkpoint_line(result: str, ns: int) -> str:
 
 
 def checkpoint_requested(signum: int) -> str:
-    """Return the line that confirms a received signal as a request for a checkpoint."""
+    """Return the line that confirms that a received signal was understood as a request for a checkpoint."""
     return f"{signal_name(signum)} received: asking the workers for a checkpoint at the end of a step"
 
 
 CHECKPOINT_NOT_MADE = "no checkpoint was saved after the last request: the workers ended first"
-"""Message at the end of the job if the last request for a checkpoint was not fulfilled."""
+"""Message at the end of the job if no checkpoint was saved after the last request."""
 
 
 NOBODY_TRAINED = (
@@ -139,19 +147,20 @@ NOBODY_TRAINED = (
 
 
 def checkpoint_is_late(seconds: float, workers: int) -> str:
-    """Return the line that reports that a requested checkpoint is late. ``workers`` is the number of workers
-    on this node that use ``elasticrs.train``.
+    """Return the line that reports that a requested checkpoint is not saved yet. ``workers`` is the number of
+    workers on this node that use ``elasticrs.train``.
     """
     who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
     return f"the checkpoint that was asked for {seconds:g} s ago is not there yet ({who} in elasticrs.train)"
 
 
 def passed_on(signum: int, held: Sequence[int]) -> str:
-    """Say that a signal is passed on to the workers.
+    """Return the line that reports that a signal is passed on to the workers.
 
     Args:
-        signum: the signal.
-        held: local ranks of the workers that have no handler for it yet.
+        signum: number of the signal.
+        held: local ranks of the workers for which the signal is held, because they have no handler for it
+            yet.
     """
     line = f"{signal_name(signum)} received: passing it on to the workers"
     if held:
@@ -171,16 +180,19 @@ def signal_not_passed_on(signum: int) -> str:
 
 
 def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
-    """Say that workers were not sent a signal, because they had no handler for it."""
+    """Return the line that reports that a held signal was never delivered, because there was no handler for
+    it.
+    """
     ranks = ", ".join(map(str, local_ranks))
     return f"{signal_name(signum)} was dropped for local rank {ranks}: no handler was installed {when}"
 
 
 def stop_line(asked: int | None, signum: int, grace: float) -> str:
-    """Say that the job is being stopped.
+    """Return the line that reports that the job is being stopped.
 
     Args:
-        asked: first signal that the agent received.
+        asked: number of the first stop signal that the agent received.
+        signum: number of the signal that is sent to the workers now.
         signum: signal that is sent to the workers now.
         grace: seconds until SIGKILL.
     """
@@ -190,10 +202,8 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
 
 
 def killed(who: str, event: WorkersKilled) -> str:
-    """Return a line that names workers that were killed because they did not exit in time, and warns of
-    incomplete files.
-
-    ``who`` names the workers.
+    """Return the line that names workers that were killed because they did not exit in time, and that warns
+    of incomplete files. ``who`` names the workers.
     """
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
     if event.reason == "stalled exit":
@@ -206,13 +216,16 @@ def killed(who: str, event: WorkersKilled) -> str:
 
 
 def stuck(local_ranks: Iterable[int]) -> str:
-    """Return why a node is unfit after SIGKILL did not end these workers."""
+    """Return the reason why a node cannot be used again: these workers did not exit after SIGKILL."""
     return f"SIGKILL did not end local rank(s) {', '.join(map(str, local_ranks))}"
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:
-    """Return why a node is unfit whose workers are in uninterruptible sleep: their time asleep in seconds, by
-    local rank, and the limit.
+    """Return the reason why a node cannot be used again: its workers are in uninterruptible sleep.
+
+    Args:
+        seconds: time in uninterruptible sleep in seconds, by local rank.
+        limit: maximum time in seconds.
     """
     who = ", ".join(f"{rank} ({span:.1f} s)" for rank, span in seconds.items())
     return f"local rank(s) {who} in uninterruptible sleep (state D), longer than the {limit:g} s allowed"
@@ -224,18 +237,20 @@ def not_restarted(why: str) -> str:
 
 
 def milliseconds(span_ns: int) -> str:
-    """Write a span for people."""
+    """Format a duration in nanoseconds for people."""
     return f"{span_ns / 1e6:.1f} ms"
 
 
 def phases(phases_ms: Mapping[str, float]) -> str:
-    """Return the durations of a restart's phases, to append to the total duration; empty if none is known."""
+    """Return text with the durations of a restart's phases, to append to the total. Empty if none is
+    known.
+    """
     shown = [f"{name} {span:.1f}" for name, span in phases_ms.items() if span >= 0.05]
     return f" ({', '.join(shown)})" if shown else ""
 
 
 def duration(seconds: float) -> str:
-    """Format a long duration: ``12.3 s``, ``5 min 20 s``, ``27 h 12 min``."""
+    """Format a long duration for people: ``12.3 s``, ``5 min 20 s``, ``27 h 12 min``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -245,7 +260,7 @@ def duration(seconds: float) -> str:
 def goodput(productive_ns: int, total_ns: int) -> str:
     """Return text with the percentage of productive time, to append to the summary line.
 
-    Empty for a job shorter than a minute, because its start takes up most of that time.
+    The text is empty for a job shorter than a minute, because starting it took most of that time.
     """
     if total_ns < 60_000_000_000:
         return ""
@@ -253,7 +268,7 @@ def goodput(productive_ns: int, total_ns: int) -> str:
 
 
 def timer_expired(timer: TimerExpired) -> str:
-    """Return the line that reports an expired timer. Texts from the worker are escaped, because they may hold
+    """Return the line that reports an expired timer. Text from the worker is escaped, because it may contain
     any characters.
     """
     at = f" at {printable(timer.at)}" if timer.at else ""
@@ -269,15 +284,14 @@ def _clock(seconds: float) -> str:
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Cut a text of a worker, which may hold anything, to ``limit`` characters, with ``?`` for unprintable
-    ones.
+    """Truncate text from a worker to ``limit`` characters, and replace unprintable characters with ``?``.
     """
     shown = "".join(character if character.isprintable() else "?" for character in text[:limit])
     return f"{shown}…" if len(text) > limit else shown
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Write ascending ranks as ``rank 3``, ``ranks 0, 1``, ``ranks 0-6, 8``."""
+    """Format ascending ranks as ``rank 3``, ``ranks 0, 1``, or ``ranks 0-6, 8``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:

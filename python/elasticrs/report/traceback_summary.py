@@ -1,4 +1,4 @@
-"""One-line summary of a traceback for people. Pure. Imported only after a failure."""
+"""Summarize a traceback in one line for people. The functions are pure. Imported only after a failure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 from elasticrs.report.phrases import printable
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
-"""Parts of paths that show that code is not the user's."""
+"""Parts of paths which show that code is not the user's own code."""
 
 _LIMIT = 300
-"""Maximum length of the exception, in characters."""
+"""Maximum number of characters of the exception's text."""
 
 
 def headline(text: str) -> str | None:
-    """Return the exception and its location in the user's code: ``FileNotFoundError: data.bin
+    """Return the exception and its location in the user's code, such as ``FileNotFoundError: data.bin
     (train.py:41)``.
 
     The location is the innermost frame outside of installed packages and the standard library, or the
-    innermost frame if all are inside. ``None`` if the text is empty. The text may be a traceback as Python
-    prints it, the end of a traceback, or any other message.
+    innermost frame if there is no such frame. The text may be a traceback as Python prints it, the end of a
+    traceback, or any other message. Return ``None`` if the text is empty.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if not lines:
@@ -28,7 +28,7 @@ def headline(text: str) -> str | None:
     block = lines[last + 1 :]
     frames = [frame for frame in map(_frame, block) if frame is not None]
     is_traceback = last >= 0 or bool(frames)
-    # The first line of an exception is the most informative one. In other messages it is the last line.
+    # The first line of an exception is the most informative line. In other messages, the last line is.
     said = next((line for line in block if not line.startswith((" ", "…"))), None) if is_traceback else None
     said = printable((said or lines[-1]).strip(), _LIMIT)
     if not frames:
