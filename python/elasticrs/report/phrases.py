@@ -284,8 +284,7 @@ def _clock(seconds: float) -> str:
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Truncate text from a worker to ``limit`` characters, and replace unprintable characters with ``?``.
-    """
+    """Truncate text from a worker to ``limit`` characters, and replace unprintable characters with ``?``."""
     shown = "".join(character if character.isprintable() else "?" for character in text[:limit])
     return f"{shown}…" if len(text) > limit else shown
 
