@@ -27,21 +27,21 @@ _SUBMODULES = (
 def lazy(
     module: str, name: str, homes: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> Any:
-    """Import the module or object behind a package attribute when the attribute is first used (lazy module
-    ``__getattr__``).
+    """Return a package attribute, and import the module or object behind it at its first use. Called by the
+    ``__getattr__`` functions of packages.
 
-    Torch's packages import their submodules eagerly, so that a program can use
-    ``elastic.multiprocessing.errors`` after importing only the package. Our packages import a submodule when
-    it is first used.
+    Torch's packages import their submodules immediately, so that a program can use
+    ``elastic.multiprocessing.errors`` after importing only the package. The packages of elasticrs import a
+    submodule when it is first used.
 
     Args:
         module: full name of the module.
         name: name of the attribute.
-        homes: names that other modules define, by the full name of the module.
+        homes: names that other modules define, by the full name of the defining module.
         submodules: submodules of the package.
 
     Raises:
-        AttributeError: the module has no attribute of this name.
+        AttributeError: the module has no attribute with this name.
     """
     import sys
 
@@ -54,5 +54,6 @@ def lazy(
 
 
 def __getattr__(name: str) -> Any:
-    # Import submodules lazily, so that the command line and workers that use only `record` start fast.
+    # Import submodules lazily, so that the command line starts fast, and so do workers that only use
+    # `record`.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

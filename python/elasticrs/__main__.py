@@ -1,4 +1,4 @@
-"""``python -m elasticrs``: the same as ``python -m elasticrs.launch``."""
+"""Entry point ``python -m elasticrs``, which is the same as ``python -m elasticrs.launch``."""
 
 from elasticrs.launch import main
 

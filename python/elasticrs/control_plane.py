@@ -1,7 +1,7 @@
-"""Debug server of a worker, which returns its stacks and its flight recorder on request.
+"""Debug server in a worker, which returns the worker's stacks and its flight recorder on request.
 
-The server is torch's (HTTP on a Unix socket; ``GET /handler/``, ``POST /handler/ping``). Torch is imported
-only if ``TORCH_WORKER_SERVER_SOCKET`` requests the server. No agent sets this variable by itself.
+The server itself is part of torch (HTTP on a Unix socket; ``GET /handler/``, ``POST /handler/ping``). Torch
+is imported only if ``TORCH_WORKER_SERVER_SOCKET`` requests the server. The agent does not set this variable.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 
 
 def worker_main() -> _WorkerMain:
-    """Wrap the main function of a worker: answer requests while it runs, and record how it fails.
+    """Wrap the main function of a worker: run the debug server while the function runs, and record its
+    failure.
 
-    Use ``@worker_main()`` before a function, or ``with worker_main():``. Unlike in torch, an exception of the
-    function is recorded. Torch records only an exception of the creation of the context manager.
+    Use ``@worker_main()`` before a function, or ``with worker_main():``. Unlike in torch, exceptions in the
+    function are recorded. Torch records only an exception that is raised when the context manager is created.
 
     Returns:
         A decorator that is also a context manager.
@@ -64,8 +65,8 @@ class _WorkerMain:
         traceback: TracebackType | None,
     ) -> None:
         _shutdown(self._server)
-        # Record no `ChildFailedError`, because the job that this worker launched has written an error file of
-        # its own.
+        # Do not record a `ChildFailedError`, because the job that this worker launched has written its own
+        # error file.
         if isinstance(error, Exception) and not isinstance(error, ChildFailedError):
             self._handler.record_exception(error)
 

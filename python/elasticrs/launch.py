@@ -1,4 +1,4 @@
-"""Entry points ``python -m elasticrs.launch`` and ``elasticrun``, with the names of
+"""Entry points ``python -m elasticrs.launch`` and ``elasticrun``, with the function names of
 ``torch.distributed.launch``.
 
 The implementation is in :mod:`elasticrs.launcher.command_line`.
@@ -14,11 +14,12 @@ _program = "/" + (sys.argv or [""])[0]
 _is_command = __name__ == "__main__" or _program.endswith(("/elasticrun", "/elasticrs/__main__.py"))
 _ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 if _ends_by_sigint:
-    # Until signal handlers are installed, Ctrl-C kills this process without a traceback, as other signals do.
+    # Until signal handlers are installed, let Ctrl-C kill this process without a traceback, as other signals
+    # do.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 if _is_command:
-    # Collect garbage less often. An agent creates few objects and hardly any cycles, and the default
-    # threshold of 700 objects costs 2 ms per launch.
+    # Collect garbage less often. The agent creates few objects and hardly any reference cycles, and the
+    # default threshold of 700 objects costs 2 ms per launch.
     gc.set_threshold(20_000)
 
 from elasticrs import lazy  # noqa: E402
@@ -37,12 +38,12 @@ def __getattr__(name: str) -> object:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Launch a job and wait for its end.
+    """Launch a job and wait until it has ended.
 
     Args:
-        args: the command line without the program. The job then runs as in :func:`launch`, and every failure
-            is raised. With ``None``, the calling process is the launcher: this function reads ``sys.argv``,
-            prints errors, and exits with the launcher's exit code if that is not 0.
+        args: command line without the program name. The job then runs as in :func:`launch`, and every failure
+            is raised as an exception. If ``None``, the calling process is the launcher: this function reads
+            ``sys.argv``, prints errors, and exits with the launcher's exit code if that is not 0.
 
     Raises:
         ChildFailedError: workers failed.
@@ -58,10 +59,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. A mistake raises ``SystemExit`` with exit code 2, as in argparse.
+    """Parse a command line. A mistake in it raises ``SystemExit`` with exit code 2, as in argparse.
 
     Args:
-        args: arguments without the program; ``sys.argv[1:]`` if ``None``.
+        args: arguments without the program name; ``sys.argv[1:]`` if ``None``.
     """
     from elasticrs.run import get_args_parser
 
@@ -78,7 +79,7 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 def launch(args: Any) -> None:
     """Run the job that a namespace from :func:`parse_args` describes.
 
-    Without ``use_env``, ``--local-rank=N`` is inserted before the arguments of each script.
+    Unless ``use_env`` is set, ``--local-rank=N`` is inserted before the arguments of the script.
 
     Raises:
         ValueError: the program is not a Python script and ``use_env`` is not set (as in torch).

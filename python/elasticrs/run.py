@@ -1,12 +1,13 @@
-"""``python -m elasticrs.run``, and torch's functions behind its command line (``torch.distributed.run``).
+"""Entry point ``python -m elasticrs.run``, and torch's functions behind its command line
+(``torch.distributed.run``).
 
-This module is for programs that build on torchrun: they take its parser, fill in a namespace and call
-:func:`run`, or pass a list to :func:`main`. The command line itself uses :mod:`elasticrs.launch`, which does
-not need argparse.
+This module is for programs that extend torchrun. They use its parser, fill in a namespace and call
+:func:`run`, or pass a list of arguments to :func:`main`. The command line itself uses
+:mod:`elasticrs.launch`, which does not need argparse.
 
-A namespace has the same contents as in torchrun: options that torchrun keeps as text (``nnodes``, ``tee``, …)
-are checked when the namespace is used. A namespace that was filled in by hand may leave out options, and may
-contain numbers.
+A namespace has the same contents as in torchrun: options that torchrun stores as text (``nnodes``, ``tee``,
+…) are checked when the namespace is used. A namespace that a program has created itself may omit options, and
+may contain numbers.
 """
 
 from __future__ import annotations
@@ -57,23 +58,23 @@ _HOMES = {
     "elasticrs.utils.api": ("macros",),
     "elasticrs.multiprocessing.errors": ("record",),
 }
-"""Names that programs import from torchrun's module although they are defined in other modules."""
+"""Names that programs import from torchrun's module although other modules define them."""
 
 _ANY_PORT = "localhost:0"
 
 
 def __getattr__(name: str) -> object:
     if name == "metadata":
-        # Programs patch `metadata.entry_points`, which finds classes of log specs.
+        # Some programs patch `metadata.entry_points`, which finds the classes for `--logs-specs`.
         return importlib.import_module("importlib.metadata")
     return lazy(__name__, name, _HOMES)
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. A mistake raises ``SystemExit`` with exit code 2, as in argparse.
+    """Parse a command line. A mistake in it raises ``SystemExit`` with exit code 2, as in argparse.
 
     Args:
-        args: arguments without the program; ``sys.argv[1:]`` if ``None``.
+        args: arguments without the program name; ``sys.argv[1:]`` if ``None``.
     """
     return get_args_parser().parse_args(args)
 
@@ -91,19 +92,20 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def _check_parts(nnodes: str) -> None:
-    # Torch raises this type for too many parts, and a ValueError for every other mistake.
+    # Torch raises a RuntimeError for too many parts, and a ValueError for every other mistake.
     if nnodes.count(":") > 1:
         raise RuntimeError(f'nnodes={nnodes} is not in "MIN:MAX" format')
 
 
 def determine_local_world_size(nproc_per_node: str | int) -> int:
-    """Return the number of workers that ``--nproc-per-node`` means on this machine.
+    """Return the number of workers for a value of ``--nproc-per-node`` on this machine.
 
     Args:
-        nproc_per_node: number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or a device from an extension of torch.
+        nproc_per_node: a number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or the name of a device from an
+            extension of torch.
 
     Raises:
-        ValueError: the device is missing on this machine, or the word is unknown.
+        ValueError: this machine has no such device, or the word is unknown.
     """
     from elasticrs.host import devices
 
@@ -116,8 +118,8 @@ def determine_local_world_size(nproc_per_node: str | int) -> int:
 
 
 def get_rdzv_endpoint(args: Any) -> str:
-    """Return the endpoint of the rendezvous. With ``static`` and no endpoint, it is the address and port of
-    rank 0.
+    """Return the endpoint of the rendezvous. For ``static`` without an endpoint, it is the address and port
+    of rank 0.
     """
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
         port = defaults.DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
@@ -126,8 +128,8 @@ def get_rdzv_endpoint(args: Any) -> str:
 
 
 def get_use_env(args: Any) -> bool:
-    """Return true if workers find their local rank in the environment alone, unless ``args.use_env`` says
-    otherwise.
+    """Return true if workers find their local rank only in the environment. This is the default unless
+    ``args.use_env`` is set.
     """
     return bool(getattr(args, OLD_LAUNCHERS, True))
 
@@ -146,7 +148,7 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
 
     Raises:
         RuntimeError: ``nnodes`` has more than two parts.
-        ValueError: a value is invalid. The text names the option.
+        ValueError: a value is invalid. The message names the option.
     """
     from elasticrs.launcher.api import LaunchConfig
 
@@ -156,7 +158,7 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
         _say(values, "OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
         os.environ["OMP_NUM_THREADS"] = "1"
-    # Most options have the same name as a field of the configuration.
+    # Most options have the same name as a field of `LaunchConfig`.
     names = {field.name for field in fields(LaunchConfig)} & {option.dest for option in OPTIONS}
     configuration = LaunchConfig(**{
         **values_of(values, names),
@@ -177,11 +179,11 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
 
 
 def run(args: Any) -> None:
-    """Run a job to its end.
+    """Run a job until it has ended.
 
     Args:
-        args: namespace as for :func:`config_from_args`. As in torch, ``standalone`` and a default launch
-            change its rendezvous options, and a missing ``master_port`` becomes 29500.
+        args: namespace, as for :func:`config_from_args`. As in torch, its rendezvous options are changed with
+            ``standalone`` and with the default options, and a missing ``master_port`` is set to 29500.
 
     Raises:
         ChildFailedError: workers failed.
@@ -207,12 +209,12 @@ def run(args: Any) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Torchrun's entry point.
+    """Run torchrun's entry point: launch a job and wait until it has ended.
 
     Args:
-        args: the command line without the program. With ``None``, the calling process is the launcher: this
-            function reads ``sys.argv``, prints errors, and exits with the launcher's exit code if that is
-            not 0.
+        args: command line without the program name. If ``None``, the calling process is the launcher: this
+            function reads ``sys.argv``, prints errors, and exits with the launcher's exit code if that is not
+            0.
 
     Raises:
         ChildFailedError: workers failed.
@@ -230,7 +232,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _values(args: Any) -> Namespace:
-    """Return the converted values of all options. Options that the namespace leaves out get their
+    """Return the converted values of all options. Options that are missing in the namespace get their
     defaults.
     """
     found: dict[str, object] = {}
@@ -246,7 +248,7 @@ def _values(args: Any) -> Namespace:
             except ValueError as error:
                 raise UsageError(f"{option.flag}: got {value!r}, expected {error}") from None
         found[option.dest] = value
-    # The launcher's API takes names.
+    # The launcher's API expects names of signals.
     found["signals_to_handle"] = getattr(args, "signals_to_handle", None) or defaults.DEFAULT_SIGNALS
     found["signals_to_forward"] = getattr(args, "signals_to_forward", None)
     script = getattr(args, "training_script", "")
@@ -256,7 +258,7 @@ def _values(args: Any) -> Namespace:
 
 def _health_check_server(values: Namespace) -> HealthCheckServer | None:
     if values.health_check_port is None:
-        # The agent itself looks at the variable.
+        # The agent itself reads `TORCHELASTIC_HEALTH_CHECK_PORT`.
         return None
     from elasticrs.agent.observer_factory import open_server
 
@@ -272,7 +274,7 @@ def _rdzv_configs(values: Namespace) -> dict[str, Any]:
     if values.rdzv_backend == "static":
         configs["rank"] = values.node_rank
     elif values.node_rank != 0:
-        # Use the node rank to order the nodes. Torch ignores it here.
+        # Use the node rank to order the nodes. Torch ignores it for this back end.
         configs.setdefault("order_hint", values.node_rank)
     if values.drain is not None:
         configs["drain"] = values.drain

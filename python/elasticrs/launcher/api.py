@@ -1,7 +1,7 @@
-"""Launching from Python: torch's names and signatures (``torch.distributed.launcher``).
+"""Launch jobs from Python, with torch's names and signatures (``torch.distributed.launcher``).
 
-Can be used inside a host application: outside of the main thread no signal handlers are installed, and the
-application's own children are never touched.
+This module can be used inside a host application: outside of the main thread no signal handlers are
+installed, and the application's own children are never touched.
 """
 
 from __future__ import annotations
@@ -51,48 +51,53 @@ class LaunchConfig:
         run_id: name of the job; a random name if empty.
         role: role of the workers.
         rdzv_endpoint: ``HOST[:PORT]`` of the rendezvous.
-        rdzv_backend: kind of the rendezvous.
+        rdzv_backend: name of the rendezvous back end.
         rdzv_configs: settings of the rendezvous.
-        rdzv_timeout: value in seconds for ``rdzv_configs["timeout"]``; -1 for the default of 900.
+        rdzv_timeout: value for ``rdzv_configs["timeout"]``, in seconds; -1 for the default of 900.
         max_restarts: number of restarts before the job fails.
-        monitor_interval: seconds between two polls of an agent that the user wrote; the agent of elasticrs
-            reacts at once.
-        start_method: start method of function workers.
-        log_line_prefix_template: prefix of tee'd lines.
+        monitor_interval: seconds between two polls by an agent class of the user. The agent of elasticrs does
+            not poll.
+        start_method: start method of function workers: ``spawn``, ``fork`` or ``forkserver``.
+        log_line_prefix_template: template of the prefix of workers' lines on the console.
         metrics_cfg: configuration for :func:`elasticrs.metrics.initialize_metrics`.
         local_addr: address of this node.
         event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
-        numa_options: binds workers to CPUs; see :class:`elasticrs.host.numa.NumaOptions`.
-        signals_to_handle: names, separated by commas.
-        duplicate_stdout_filters: tee'd lines that contain one of these are copied to one more file.
-        duplicate_stderr_filters: the same for standard error.
-        virtual_local_rank: each worker sees only its own GPU, and has local rank 0.
-        shutdown_timeout: seconds between the signal and SIGKILL; ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` or 30.
-        exit_barrier_timeout: seconds to wait for other nodes at the end; from ``rdzv_configs``,
-            ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
+        numa_options: binding of the workers to CPUs; see :class:`elasticrs.host.numa.NumaOptions`.
+        signals_to_handle: names of signals that stop the job, separated by commas.
+        duplicate_stdout_filters: texts. Lines on the console that contain one of these texts are also copied
+            to ``filtered_stdout.log``.
+        duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
+        virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
+        shutdown_timeout: seconds between the stop signal and SIGKILL. If ``None``, the value comes from
+            ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``; the default is 30.
+        exit_barrier_timeout: seconds to wait for other nodes at the end. If ``None``, the value comes from
+            ``rdzv_configs`` or ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``; the default is 300.
         signals_to_forward: names of signals, separated by commas. The agent passes these signals on to the
-            workers, without any other effect. ``None`` means those of SIGUSR1 and SIGUSR2 that do not stop
-            the job and for which the program has no handler.
-        stop_scope: receiver of the first signal of a stop: ``"worker"`` for the worker alone (the rest of its
-            process group is signalled once it has exited), or ``"group"`` for its whole process group.
+            workers, without any other effect. If ``None``, SIGUSR1 and SIGUSR2 are passed on, except if they
+            stop the job or the program has a handler for them.
+        stop_scope: processes that receive the first signal of a stop. ``"worker"``: the worker, and the rest
+            of its process group once the worker has exited. ``"group"``: the worker's whole process group.
             ``None`` means ``"worker"`` for functions and for programs run by a Python interpreter, and
             ``"group"`` for other programs. This field and all later fields do not exist in torch.
         hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
-            the limit from its steps, ``"auto:SECONDS"`` also sets a minimum (default 60), and ``None``
-            disables the check.
-        hang_startup_timeout: seconds from the start of the workers to the first heartbeat.
+            the limit from the duration of its steps, ``"auto:SECONDS"`` also sets a minimum (default 60), and
+            ``None`` disables the check.
+        hang_startup_timeout: seconds from the start of the workers to the first heartbeat; ``None`` for no
+            limit.
         hang_exit_timeout: seconds from the return of a worker's program or function to the exit of its
             process; 0 for no limit.
-        exit_timeout: seconds in which a worker must exit after an uncaught exception; it is considered failed
-            if it takes longer; 0 for no limit.
-        warm: modules to import once, before the workers are forked: ``"auto"``, or names separated by commas.
-        warm_timeout: time limit for these imports, in seconds. Workers start cold if it is exceeded.
-        on_failure: reaction to a failed worker: ``"restart"`` all workers, or ``"replace"`` only this one.
-            Replacement is for functions and scripts that use :mod:`elasticrs.train`; it is not possible with
-            ``fork`` and ``forkserver``.
-        log_prefix: ``"time"`` puts the time into the prefix of elasticrs's own lines, ``"none"`` does not,
-            and ``"auto"`` does so unless they go to a terminal. ``None`` means ``PET_LOG_PREFIX``, or
-            ``"auto"``.
+        exit_timeout: seconds within which a worker must exit after an uncaught exception. If it takes longer,
+            it is considered failed. 0 for no limit.
+        warm: modules to import once, before the workers are forked: ``"auto"``, or names separated by commas;
+            ``"off"`` for none.
+        warm_timeout: time limit for importing these modules, in seconds. Workers start cold if it is
+            exceeded.
+        on_failure: reaction to a failed worker: ``"restart"`` restarts all workers, ``"replace"`` replaces
+            only the failed worker. Replacement is for functions and scripts that use :mod:`elasticrs.train`;
+            it is not possible with ``fork`` and ``forkserver``.
+        log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
+            ``"auto"`` adds it unless the lines are written to a terminal. If ``None``, the value comes from
+            ``PET_LOG_PREFIX``; the default is ``"auto"``.
 
     Raises:
         ValueError: a time is negative, or a time limit is invalid.
@@ -162,7 +167,7 @@ class LaunchConfig:
 
 
 _OF_WORKERS = {each.name for each in fields(LaunchConfig)} & {each.name for each in fields(WorkerSpec)}
-"""Fields for the workers, which both classes have."""
+"""Fields about the workers, which :class:`LaunchConfig` and :class:`WorkerSpec` have in common."""
 
 
 class elastic_launch:  # noqa: N801 -- torch's name
@@ -170,7 +175,7 @@ class elastic_launch:  # noqa: N801 -- torch's name
 
     Args:
         config: configuration of the job.
-        entrypoint: function that can be imported by name, or program.
+        entrypoint: program, or function that can be imported by name.
         health_check_server: see :class:`~elasticrs.agent.server.LocalElasticAgent`.
     """
 
@@ -185,7 +190,7 @@ class elastic_launch:  # noqa: N801 -- torch's name
         self._health_check_server = health_check_server
 
     def __call__(self, *args: Any) -> dict[int, Any]:
-        """Run the job; see :func:`launch_agent`."""
+        """Run the job with these arguments of the entrypoint; see :func:`launch_agent`."""
         return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
 
 
@@ -198,19 +203,20 @@ def launch_agent(
     """Run the agent of this node until the job has ended.
 
     Args:
-        config: configuration of the job. Its ``run_id`` is set if it is empty.
+        config: configuration of the job. If its ``run_id`` is empty, it is set to a random name.
         entrypoint: function or program that the workers run.
         args: arguments of the entrypoint.
         health_check_server: see :class:`~elasticrs.agent.server.LocalElasticAgent`.
 
     Returns:
-        Return values of the functions on this node, by global rank; ``None`` for programs.
+        Return values of the functions on this node, by global rank. The values are ``None`` for programs.
 
     Raises:
         ChildFailedError: workers failed.
         SignalException: a signal stopped the job.
         ValueError: the configuration is invalid.
-        SystemExit: a function worker imports the main module, which has no ``__name__`` guard.
+        SystemExit: this process is a worker that is still importing the main module, because the main module
+            has no ``__name__`` guard.
     """
     refuse_while_main_is_imported()
     if not config.run_id:
@@ -246,7 +252,7 @@ def launch_agent(
         signals_to_forward=config.signals_to_forward,
         stop_scope=config.stop_scope,
     )
-    # Set the variable for agents and contexts that this program or its children create later, as in torch.
+    # As in torch, set the variable for agents and contexts that this program or its children create later.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     alive_callback = getattr(health_check_server, "alive_callback", None)
     if isinstance(alive_callback, _AliveCallbackProxy):
@@ -266,8 +272,8 @@ def launch_agent(
 
 
 def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
-    """Run an agent and record its outcome. As in torch, this is the last event of a job and the launcher
-    records it.
+    """Run an agent and record an event for its outcome. As in torch, this is the last event of a job, and the
+    launcher records it.
     """
     try:
         result = agent.run()
@@ -280,9 +286,9 @@ def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
 
 @contextmanager
 def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
-    """Close a rendezvous after its job. Leave it open if a signal stopped this node, because closing would
-    end the job on all nodes. An error of the handler is only a warning, because the outcome of the job is
-    already known.
+    """Return a context manager that shuts down a rendezvous handler after its job. The handler stays open if
+    a signal stopped this node, because shutting it down would end the job on all nodes. An error in the
+    handler only causes a warning, because the outcome of the job is already known.
     """
     is_signalled = False
     try:

@@ -1,8 +1,8 @@
-"""Parsing of the command line and of ``PET_*`` variables into a :class:`Launch`.
+"""Parse the command line and the ``PET_*`` environment variables into a :class:`Launch`.
 
-The grammar is that of argparse, as far as users of torchrun can notice: ``--name value``, ``--name=value``,
-``-r3``, ``-r 3``, unambiguous abbreviations, and ``--`` before the script. Everything after the script
-belongs to the script.
+The grammar is the same as argparse's, as far as users of torchrun can notice: ``--name value``,
+``--name=value``, ``-r3``, ``-r 3``, unambiguous abbreviations, and ``--`` before the script. Everything after
+the script's name belongs to the script.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help all lists the options"
 _MANY = 32
-"""Maximum number of workers per CPU. A larger number is most likely a mistake."""
+"""Number of workers per CPU above which the launcher warns, because a larger number is most likely a
+mistake.
+"""
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
@@ -45,11 +47,11 @@ LOG_OPTIONS = ("log_dir", "redirects", "tee", "local_ranks_filter", "capture_std
 
 
 class HelpRequested(Exception):  # noqa: N818 -- not an error
-    """The user asked for ``--help``, ``--version`` or ``--print-completion``.
+    """Raised if the user has asked for ``--help``, ``--version`` or ``--print-completion``.
 
     Args:
         what: ``help``, ``version``, or the name of the shell to print completions for.
-        topic: the word after ``--help``; empty if there is none.
+        topic: topic after ``--help``; empty if there is none.
     """
 
     def __init__(self, what: str, topic: str = "") -> None:
@@ -63,15 +65,16 @@ class Launch(Value):
 
     Args:
         job: configuration for the agent.
-        logs: settings for the output.
+        logs: settings for the workers' output.
         command: program and arguments of each worker.
-        notices: lines for the user, such as a default that was chosen.
+        notices: lines for the user, for example about a default that was chosen.
         variables: variables that are added to the environment of each worker.
         observe: settings for events, metrics and health checks.
-        runs_path: true if the command is a script and its arguments, for :func:`run_script_path`.
-        start_method: start method for such a command: ``spawn``, ``fork`` or ``forkserver``.
-        rendezvous: how and where the agent meets the agents of other nodes; ``None`` without other nodes.
-        handler: settings of a polled rendezvous handler; ``None`` if there is none.
+        runs_path: true if ``command`` is a script with its arguments, to be run by :func:`run_script_path`.
+        start_method: start method of function workers: ``spawn``, ``fork`` or ``forkserver``.
+        rendezvous: rendezvous in which the agent meets the agents of other nodes; ``None`` without other
+            nodes.
+        handler: settings of a rendezvous handler that is polled; ``None`` if there is none.
     """
 
     job: JobConfig
@@ -87,15 +90,16 @@ class Launch(Value):
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
-    """Read the command line.
+    """Parse the command line.
 
     Args:
-        argv: the arguments, without the program.
-        environ: environment with ``PET_*`` defaults. An argument overrides its variable.
+        argv: arguments of the launcher, without its program name.
+        environ: environment with defaults in ``PET_*`` variables. An argument takes precedence over its
+            variable.
 
     Raises:
-        UsageError: the command line has a mistake. The text is one line for the user.
-        HelpRequested: ``--help``, ``--version`` or ``--print-completion``.
+        UsageError: the command line has a mistake. The message is one line for the user.
+        HelpRequested: the user has asked for ``--help``, ``--version`` or ``--print-completion``.
     """
     values: dict[str, object] = {}
     script: str | None = None
@@ -116,10 +120,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
-    """Convert the options into a job, and check everything that can be checked before any process is started.
+    """Convert the options into a job. Check everything that can be checked before any process is started.
 
     Raises:
-        UsageError: the command line has a mistake. The text is one line for the user.
+        UsageError: the command line has a mistake. The message is one line for the user.
     """
     notices: list[str] = []
     command = _command(args, environ)
@@ -189,7 +193,7 @@ def _observe(
         args.event_log_handler,
         os.path.basename(command[0]),
         "c10d" if meeting.rendezvous is None else meeting.rendezvous.backend,
-        # This file is the only way in which a command-line job can receive metrics; see `elasticrs.metrics`.
+        # A command-line job can receive metrics only through this file; see `elasticrs.metrics`.
         has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
         health_port=_health_port(args, environ, notices),
         health_host=args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK,
@@ -235,8 +239,8 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     found = _BY_LETTER.get(letter)
     if found is None:
         near = _suggestion(argument[1:])
-        # Name only the first letter in the error, because several letters may be written as one word. Name
-        # the whole word if it resembles a long option.
+        # Name only the first letter in the error, because several short options may be written as one word.
+        # Name the whole word if it resembles a long option.
         raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
     if found.is_flag:
         more = _read("-" + tail, arguments) if tail else {}
@@ -246,14 +250,14 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 
 def _help(word: str, *, is_exact: bool) -> HelpRequested:
-    """Return the request for help on a topic.
+    """Create the exception for a request for help on a topic.
 
     Args:
-        word: the text after ``--help=``, or the argument after ``--help``, which may be the script instead.
-        is_exact: true if the word is the value of ``--help=``, so that it has to be a topic.
+        word: text after ``--help=``, or the argument after ``--help``, which may be the script instead.
+        is_exact: true if the word is the value of ``--help=``, so that it must be a topic.
 
     Raises:
-        UsageError: there is no such topic.
+        UsageError: the topic does not exist.
     """
     from elasticrs.launcher.help import TOPICS
 
@@ -269,7 +273,8 @@ def _find(typed: str) -> Option:
     if name in ("help", "version"):
         raise HelpRequested(name)
     candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
-    # An abbreviation that is unambiguous in torchrun stays unambiguous, although elasticrs has more options.
+    # An abbreviation that is unambiguous in torchrun must stay unambiguous, although elasticrs has more
+    # options.
     torchs = [option for option in candidates if option.group != OURS]
     if not torchs and name and "help".startswith(name):
         raise HelpRequested("help")
@@ -291,8 +296,8 @@ def _suggestion(name: str) -> str:
 
 def _value(option: Option, arguments: Iterator[str]) -> str:
     text = next(arguments, None)
-    # As in argparse, text that looks like an option is not a value, unless it is a negative number or
-    # contains a space.
+    # As in argparse, text that looks like an option is not accepted as a value, unless it is a negative
+    # number or contains a space.
     if text is None or (text.startswith("-") and len(text) > 1 and " " not in text and not _is_number(text)):
         example = f"{option.flag} {option.kind.metavar if option.kind is not None else ''}"
         raise UsageError(f"{option.flag}: a value is missing, as in {example}")
@@ -315,7 +320,7 @@ def _convert(option: Option, name: str, text: str) -> object:
 
 
 def _defaults(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[str, object]:
-    """Return the default of each option. Do not read the environment variables of options that were given."""
+    """Return the default of each option. Ignore the environment variables of options that were given."""
     found: dict[str, object] = {}
     for option in OPTIONS:
         found[option.dest] = option.default
@@ -376,10 +381,10 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
 
 
 def _check_replace(args: Namespace, meeting: Meeting) -> None:
-    """Check that this job supports replacing single workers.
+    """Check that single workers of this job can be replaced.
 
     Raises:
-        UsageError: the job does not support it.
+        UsageError: the job does not support replacement.
     """
     from elasticrs.job import replacement
 
@@ -444,7 +449,7 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
             raise UsageError(f"-m: got {script!r}, but {why}")
         return [python, "-u", "-m", script, *args.training_script_args]
     _check_script(script)
-    # Prepend `./`, because Python would treat a name that begins with `-` as an option.
+    # Prepend `./` to the name, because Python would treat a name that starts with `-` as an option.
     path = os.path.join(os.curdir, script) if script.startswith("-") else script
     return [python, "-u", path, *args.training_script_args]
 

@@ -1,12 +1,12 @@
-"""Choice of the rendezvous back end of a command line by torch's rules. It decides where workers meet, and
-which nodes the agent meets.
+"""Choose the rendezvous back end for a command line, by torch's rules. The back end determines the address of
+the workers' store, and the nodes that take part.
 
 ::
 
-    --standalone, or one node without an endpoint and a port    alone: the node meets nobody
-    static                                                      ranks by hand
-    c10d, elasticrs, etcd                                       nodes meet, ranks are given
-    anything else, or c10d in a file                            a handler that polls
+    --standalone, or one node without an endpoint and a port    no rendezvous
+    static                                                      the user assigns the ranks of the nodes
+    c10d, elasticrs, etcd                                       the rendezvous assigns the ranks
+    anything else, or c10d in a file                            a rendezvous handler that is polled
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Meeting(Value):
     Args:
         run_id: name of the job.
         master_addr: address at which rank 0 hosts the workers' store.
-        master_port: port of that store; ``None`` for a new one in every attempt.
-        rendezvous: rendezvous with the other nodes; ``None`` if there are none.
-        handler: settings of a polled handler that replaces our own rendezvous.
+        master_port: port of that store; a new port for every attempt if ``None``.
+        rendezvous: rendezvous with the other nodes; ``None`` if there are no other nodes.
+        handler: settings of a polled handler that replaces elasticrs's own rendezvous; ``None`` if there is
+            none.
     """
 
     run_id: str
@@ -43,15 +44,16 @@ class Meeting(Value):
 
     @property
     def lets_workers_meet(self) -> bool:
-        """True if workers can have a rendezvous of their own in the same store as the nodes."""
+        """True if the workers can have their own rendezvous, in the same store as the nodes' rendezvous."""
         return self.handler is None and (self.rendezvous is None or not self.rendezvous.is_static)
 
 
 def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
-    """Choose the back end of a command line and check its settings. ``notices`` receives lines for the user.
+    """Choose the back end for a command line and check its settings. Lines for the user are added to
+    ``notices``.
 
     Raises:
-        UsageError: the command line has a mistake. The text is one line for the user.
+        UsageError: the command line has a mistake. The message is one line for the user.
     """
     if is_alone(args):
         return _alone(args, environ, grace, notices)
@@ -66,10 +68,11 @@ def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notice
 
 
 def is_alone(args: Any) -> bool:
-    """Return true if the job has a single node and no rendezvous: with ``--standalone``, or by default.
+    """Return true if the job has a single node and no rendezvous, either because of ``--standalone`` or by
+    default.
 
     Raises:
-        UsageError: ``--standalone`` with several nodes.
+        UsageError: ``--standalone`` is combined with several nodes.
     """
     low, high = args.nnodes
     if args.standalone and low > 1:
@@ -81,7 +84,7 @@ def is_alone(args: Any) -> bool:
 
 def _alone(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
     if args.rdzv_conf or args.node_rank != 0:
-        # Check the settings although there is no rendezvous. The back end and the endpoint are not checked,
+        # Check the settings although there is no rendezvous. Do not check the back end and the endpoint,
         # because torch would replace them.
         _describe("static", args, environ, grace, notices)
     return Meeting(config.random_run_id(), args.local_addr or "localhost")
@@ -105,8 +108,8 @@ def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices:
     rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
     if args.master_port is not None:
         notices.append("--master-port has no effect here: it is for the static rendezvous")
-    # Choose no port for the workers' store here. The endpoint belongs to the nodes' rendezvous, and the store
-    # has a port of its own.
+    # Do not choose a port for the workers' store, because the endpoint belongs to the nodes' rendezvous and
+    # the store has its own port.
     return Meeting(args.rdzv_id, args.local_addr or "localhost", None, rendezvous)
 
 

@@ -1,8 +1,9 @@
-"""Jobs of the command line whose rendezvous handler is polled.
+"""Run jobs from the command line whose rendezvous handler is polled.
 
-These are handlers of packages (``--rdzv-backend`` with the name of an entry point, or of a handler that a
-program has registered), and ``c10d`` with ``store_type=file``. The agent runs torch's loop with our workers;
-see :class:`~elasticrs.agent.server.LocalElasticAgent`. Imported for such jobs only.
+Such a handler comes from a package (``--rdzv-backend`` is the name of an entry point, or of a handler that a
+program has registered), or is ``c10d`` with ``store_type=file``. The agent uses torch's polling loop with the
+workers of the command line; see :class:`~elasticrs.agent.server.LocalElasticAgent`. Imported only for such
+jobs.
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ def run_by_handler(
     signals: SignalPipe | None,
     write: Callable[[str], object],
 ) -> int:
-    """Run the job to its end; return the exit code.
+    """Run the job until it has ended, and return the exit code.
 
     Args:
         launch: job to run.
         handler: settings of the handler.
         workers: starts the processes.
-        console: console for lines to the user.
-        signals: caught signals. Earlier ones are handled here; from now on they raise exceptions.
+        console: prints lines for the user.
+        signals: caught signals. This function handles the signals that have already arrived. Later signals
+            raise exceptions.
         write: prints the failure report.
 
     Raises:
@@ -110,7 +112,7 @@ def run_by_handler(
 
 
 class _Lines(logging.Handler):
-    """Prints warnings of the agent as lines for the user."""
+    """Logging handler that prints the agent's warnings as lines for the user."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -141,7 +143,7 @@ def _make_agent(
     )
     agent = LocalElasticAgent(
         spec,
-        # The agent does not use these specs, because the workers below come with their own log files.
+        # The agent does not use this object, because the workers that are set below have their own log files.
         DefaultLogsSpecs(os.devnull),
         exit_barrier_timeout=settings.exit_barrier_timeout,
         shutdown_timeout=job.shutdown_timeout,
@@ -179,8 +181,8 @@ def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
 
 
 def _is_no_place_for_a_file(error: BaseException | None, settings: HandlerSettings) -> TypeGuard[OSError]:
-    """Return true if the error shows that the user's path can never work. Return false if the file system
-    failed.
+    """Return true if the error shows that the path that the user has given can never work. Return false if
+    the file system failed.
     """
     is_given = settings.backend == C10D and is_in_file(settings.config) and settings.endpoint.strip()
     return bool(is_given) and isinstance(error, OSError) and error.errno in _MISTAKES

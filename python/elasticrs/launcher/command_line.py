@@ -1,9 +1,9 @@
-"""Implementation of the command line: parses options, runs the job, and returns an exit code. See
+"""Implementation of the command line, which parses options, runs the job, and returns an exit code. See
 :mod:`elasticrs.launch`.
 
-The exit code is 0 if every worker exited with 0, and 1 if the job failed or a signal ended it. It is 2 for a
-mistake in the command line or its environment: then nothing was started, and stderr has a line that describes
-the mistake.
+The exit code is 0 if every worker exited with 0, and 1 if the job failed or a signal stopped it. The exit
+code is 2 if the command line or its environment contains a mistake. In this case nothing was started, and a
+line on stderr describes the mistake.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     AttemptLogs = Callable[[str, dict[int, dict[str, str]]], LogPaths]
 
 _PATIENCE = 10.0
-"""Seconds for which the end waits for a stderr that is not read."""
+"""Seconds for which the launcher waits if nobody reads its stderr."""
 
 _FIRST_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
@@ -39,21 +39,21 @@ _FIRST_SIGNALS = (
 
 
 def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> int:
-    """Launch a job and wait for its end; return the exit code.
+    """Launch a job, wait until it has ended, and return the exit code.
 
     Args:
-        args: command line without the program; ``sys.argv[1:]`` if ``None``.
-        ends_by_sigint: true if SIGINT has its default action until handlers are installed; see
+        args: command line without the program name; ``sys.argv[1:]`` if ``None``.
+        ends_by_sigint: true if SIGINT has its default action until signal handlers are installed; see
             :mod:`elasticrs.launch`.
     """
     _open_standard_descriptors()
-    # Catch signals before slow imports, so that from here on no signal kills the process half-way.
+    # Catch signals before the slow imports, so that no signal can kill the process in the middle of its work.
     signals = _catch_first_signals(ends_by_sigint)
     try:
         return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
     finally:
         if signals is not None:
-            # Ignore signals from now on, because a signal during the interpreter's shutdown would replace the
+            # Ignore signals from now on, because a signal while the interpreter shuts down would change the
             # exit code.
             signals.close(ignore=args is None)
 
@@ -61,8 +61,8 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
 def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
     if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
-    # Install Python's default handler first, because forked functions get it back. Block the signal
-    # meanwhile, because otherwise Ctrl-C would raise here.
+    # Install Python's default handler first, because it is restored in forked functions. Block the signal
+    # while doing so, because otherwise Ctrl-C would raise an exception here.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,8 +94,8 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
 
 def _look_here_last() -> None:
-    """Move the working directory to the end of the path. ``python -m`` has put it first, and this process
-    would import a ``json.py`` beside the user's script.
+    """Move the working directory to the end of ``sys.path``. ``python -m`` has put it first, so that this
+    process would import a ``json.py`` beside the user's script instead of the standard module.
     """
     try:
         here = os.getcwd()
@@ -179,7 +179,7 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
 
 
 def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Callable[[str], bool]) -> None:
-    """Print the failure report, and below it the summary line, which repeats the root cause."""
+    """Print the failure report, and below it a summary line that repeats the root cause."""
     headline = None
     is_read = True
 
@@ -195,19 +195,19 @@ def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Ca
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
         if is_read:
-            # Wait until the summary line is written, because `say` only queues it. Do not wait if the reader
-            # did not read the report either.
+            # Wait until the summary line has been written, because `say` only queues it. Do not wait if the
+            # reader has not read the report either.
             write("")
 
 
 def _has_raised(result: JobResult) -> bool:
-    """Return true if the job was stopped while a rank was still exiting after an exception."""
+    """Return true if the job was stopped while a rank was still exiting because of an exception."""
     return bool(result.attempts and result.attempts[-1].raised and result.attempts[-1].first_failure is None)
 
 
 def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
     """Return a function that creates the files of an attempt, and a function that removes the temporary
-    folder at the end if it has no files.
+    folder at the end of the job if it contains no files.
     """
     if launch.logs.specs is None:
         from elasticrs.agent.workers import directory_logs
@@ -218,7 +218,7 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
     from elasticrs.multiprocessing.plugins import attempt_logs, make_logs_specs
 
     specs = make_logs_specs(launch.logs, launch.job.nproc)
-    # If the user's own log class has no `_remove_if_empty`, an empty log folder is not removed.
+    # If the user's log class has no `_remove_if_empty`, an empty log folder is not removed.
     return attempt_logs(specs), getattr(specs, "_remove_if_empty", lambda: None)
 
 
@@ -287,10 +287,11 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
 
 
 def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequence[int]) -> bool:
-    """Write a text and wait until it is written. Return False if the reader took too long or a signal came.
+    """Write a text and wait until it has been written. Return false if the reader took too long or a signal
+    arrived.
 
-    Any signal except SIGTSTP and ``others`` stops the wait, so that a reader that does not read cannot block
-    the launcher.
+    Any signal except SIGTSTP and the signals in ``others`` interrupts the wait, so that a reader that does
+    not read cannot block the launcher.
     """
     if signals is None:
         return console.write(text, _PATIENCE)
@@ -306,10 +307,10 @@ def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequ
 
 
 def _open_standard_descriptors() -> None:
-    """Open standard descriptors that are closed. Otherwise the next opened file would get such a number, and
-    workers would inherit the file.
+    """Open the standard file descriptors (0 to 2) that are closed. Otherwise the next opened file would get
+    one of these numbers, and workers would inherit the file.
     """
-    # The kernel assigns the lowest free descriptor number.
+    # The kernel assigns the lowest free number to a new file descriptor.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

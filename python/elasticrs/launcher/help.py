@@ -1,4 +1,4 @@
-"""Text of ``--help``, generated from the tables of options and settings. Imports nothing slow."""
+"""Text of ``--help``, generated from the tables of options and settings. This module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMMON = frozenset(
         *("shutdown-timeout", "hang-timeout"),
     )
 )
-"""Options that plain ``--help`` explains. It lists only the names of all others."""
+"""Options that plain ``--help`` explains. It lists only the names of the other options."""
 
 TOPICS = ("all", "rdzv")
 """Topics that the user may give after ``--help``."""
@@ -47,9 +47,9 @@ def help_text(program: str, topic: str = "") -> str:
     """Return the text that ``--help`` prints, at most :data:`WIDTH` columns wide.
 
     Args:
-        program: name with which the launcher was called.
-        topic: ``""`` for the common options, ``"all"`` for all of them, ``"rdzv"`` for the settings of
-            ``--rdzv-conf``.
+        program: name under which the launcher was called.
+        topic: an empty string for the common options, ``"all"`` for all options, or ``"rdzv"`` for the
+            settings of ``--rdzv-conf``.
     """
     lines = _settings() if topic == "rdzv" else _overview(program, shows_all=topic == "all")
     return os.linesep.join(lines) + os.linesep
@@ -109,7 +109,7 @@ def _settings() -> Iterator[str]:
 
 def _rows(keys: Iterable[Key]) -> Iterator[str]:
     for key in keys:
-        # Skip torch's own settings with defaults, because they are described below.
+        # Skip torch's own settings that have defaults, because the text after the table describes them.
         if key.is_stored or key.default is None:
             yield from _row(f"  {key.name}", key.help + _default(key.default))
 
@@ -131,8 +131,8 @@ def _row(head: str, text: str) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str) -> Iterator[str]:
-    """Yield the text in lines of whole words. ``textwrap`` would do the same but imports ``re``, which takes
-    milliseconds.
+    """Yield the text in lines of whole words. ``textwrap`` is not used, because it imports ``re``, which
+    takes milliseconds.
     """
     line = indent
     for word in text.split():

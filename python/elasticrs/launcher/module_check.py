@@ -1,4 +1,4 @@
-"""Check that the module given with ``-m`` exists before any worker is started, without importing it."""
+"""Check without importing it that the module given with ``-m`` exists, before any worker is started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def why_no_module(name: str) -> str | None:
-    """Return why ``python -m NAME`` cannot run; ``None`` if it can run, or if that is unknown.
+    """Return the reason why ``python -m NAME`` cannot run; ``None`` if it can run, or if that is unknown.
 
     Args:
         name: name of the module.
@@ -20,9 +20,9 @@ def why_no_module(name: str) -> str | None:
     try:
         return _why_not(name)
     except Exception:
-        # The check failed, but the module may be importable: an import hook of another package raised, or a
-        # file cannot be read, for example in a zip archive. If the module cannot be imported, the worker's
-        # Python will report that.
+        # The check itself failed, for example because an import hook of another package raised an exception,
+        # or because a file in a zip archive cannot be read. The module may still be importable. If it is not,
+        # Python will report that in the worker.
         return None
 
 
@@ -39,7 +39,8 @@ def _why_not(name: str) -> str | None:
         if depth == len(parts):
             break
         if places is None:
-            # Do not reject names such as `os.path`: some modules register submodules when they are imported.
+            # Do not reject names such as `os.path`, because some modules register submodules when they are
+            # imported.
             return f"{part!r} is a file, not a package{_hint(name)}" if name.endswith(".py") else None
         if _changes_its_path(found):
             return None
@@ -58,7 +59,7 @@ def _changes_its_path(package: ModuleSpec) -> bool:
 
 def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
     for finder in sys.meta_path:
-        # For a top-level module, pass `path` only to `PathFinder`: other finders expect `None` there.
+        # For a top-level module, pass `path` only to `PathFinder`, because other finders expect `None`.
         is_of_files = getattr(finder, "__name__", "") == "PathFinder"
         path = places if is_of_files or "." in name else None
         spec = finder.find_spec(name, path)

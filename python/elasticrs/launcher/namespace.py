@@ -1,4 +1,4 @@
-"""The values of all options of a command line."""
+"""Values of all options of a command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 
 class Namespace:
-    """The values of all options by their name with underscores, like argparse's."""
+    """Values of all options, as attributes named like the option with underscores. Similar to argparse's
+    class.
+    """
 
     def __init__(self, **values: object) -> None:
         self.__dict__.update(values)

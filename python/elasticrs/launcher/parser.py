@@ -1,4 +1,4 @@
-"""Argparse parser with all options, for programs that build on torchrun's parser and for shell completion."""
+"""Argparse parser with all options, for programs that extend torchrun's parser and for shell completion."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OLD_LAUNCHERS = "use_env"
-"""Option that, in torch, only the launcher before torchrun has."""
+"""Option that exists in torch only in the launcher that was used before torchrun."""
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """Return an argparse parser with all options in both spellings, and defaults from ``PET_*`` variables.
+    """Return an argparse parser with all options, spelled with dashes and with underscores. ``PET_*``
+    variables set the defaults.
 
-    As in torch, options that torchrun keeps as text may contain any text. Their values are checked when the
-    namespace is used, and wrong values raise there.
+    As in torch, options that torchrun stores as text accept any text. Their values are checked when the
+    namespace is used; a wrong value raises an exception then.
     """
     parser = argparse.ArgumentParser(prog="elasticrun")
     for option in OPTIONS:
@@ -50,7 +51,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def completion(shell: str) -> str:
-    """Return a script that completes the command line in bash, zsh or tcsh.
+    """Return a shell script that completes the command line in bash, zsh or tcsh.
 
     Raises:
         ImportError: the package ``shtab`` is not installed.

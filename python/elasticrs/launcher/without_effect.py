@@ -1,6 +1,6 @@
-"""Warnings about settings without effect or with an unexpected effect.
+"""Warn of settings that have no effect or an unexpected effect.
 
-The job starts anyway, because only the user knows whether the setting was a mistake.
+The job is started anyway, because only the user knows whether a setting is a mistake.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HARDLY_OF_A_SCRIPT = frozenset((
 ))  # fmt: skip
 """Launcher options that a script is unlikely to define itself.
 
-Other launcher options after the script's name, such as ``--log-dir``, may well be meant for the script.
+Other launcher options after the script's name, such as ``--log-dir``, may well be options of the script.
 """
 
 
@@ -104,7 +104,9 @@ def _unknown_names(template: str) -> Iterator[str]:
 
 
 def hint_for_missing_script(script: str) -> str:
-    """Return a hint at what the user may have meant by a script that does not exist; may be empty."""
+    """Return a hint about what the user may have meant by a script that does not exist. The hint may be
+    empty.
+    """
     if script[:1] in {"\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212"}:
         plain = script.lstrip("\u2010\u2011\u2012\u2013\u2014\u2212-")
         return f"; it begins with a dash that is not '-', as word processors write it: type --{plain}"
