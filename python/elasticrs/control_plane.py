@@ -76,7 +76,7 @@ def _start() -> Any:
     if path is None:
         return None
     try:
-        import torch.distributed  # noqa: F401 -- loads the libraries of the next one
+        import torch.distributed  # noqa: F401 -- loads the libraries that the next import needs
         from torch._C._distributed_c10d import _WorkerServer
     except ImportError as error:
         raise ImportError(

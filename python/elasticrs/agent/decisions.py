@@ -71,7 +71,7 @@ class Decisions(ABC):
         """Return the actions that are due because time has passed."""
         return []
 
-    def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- for others
+    def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- subclasses use it
         """Handle a readable file descriptor and return the actions to take. Return ``None`` if the descriptor
         does not belong to this object.
         """
@@ -86,7 +86,7 @@ class Decisions(ABC):
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
         """Set the attempt that the following events belong to."""
 
-    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- for others
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- subclasses use it
         """Agree on ranks and addresses, and return the event that reports the result of the action
         :class:`~elasticrs.agent.state_machine.Rendezvous`. If this agent hosts the workers' store, the
         supervisor serves it.
@@ -102,7 +102,7 @@ class Decisions(ABC):
         if plan is not None:
             plan.close()
 
-    def close_rendezvous(self) -> None:  # noqa: B027 -- not everybody has one
+    def close_rendezvous(self) -> None:  # noqa: B027 -- nothing to do for one node
         """Close the rendezvous, because there will be no further attempt."""
 
     def close(self) -> None:  # noqa: B027 -- nothing to do for one node

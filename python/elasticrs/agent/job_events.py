@@ -289,11 +289,11 @@ class WatchdogRecorder(EventRecorder):
     def running(self, result: JobResult) -> None:
         """Do nothing, because the agent's hooks record the start of the workers."""
 
-    def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's
+    def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
         """Record that the watchdog stops until the next attempt."""
         self._record_watching(False)
 
-    def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's
+    def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature
         """Record that the watchdog stops."""
         self._record_watching(False)
         self._write_all()

@@ -24,7 +24,7 @@ class Observer:
     def opened(self, supervisor: _core.Supervisor) -> None:
         """Handle the start of the loop. The supervisor is the same for the whole job."""
 
-    def fd_ready(self, fd: int) -> bool:  # noqa: ARG002 -- for others
+    def fd_ready(self, fd: int) -> bool:  # noqa: ARG002 -- subclasses use it
         """Handle a readable file descriptor. Return true if the descriptor belongs to this observer."""
         return False
 

@@ -60,7 +60,7 @@ class Story(Observer):
         self._failed: tuple[Attempt, AnnounceRestart] | None = None
         self._is_restart = False
 
-    def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the attempt has it
+    def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
         """Keep an announced restart, to print it after its workers have been started."""
         if isinstance(action, AnnounceRestart):
             self._failed = self._result.attempts[-1], action

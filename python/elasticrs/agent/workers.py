@@ -153,24 +153,24 @@ class Workers(ABC):
     # The following methods are for subclasses that have more than the core's processes, such as a keeper or
     # return values.
 
-    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- see above
+    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- optional to override
         """Handle the start of all workers that the core starts."""
 
-    def replaced(self, supervisor: _core.Supervisor, local_rank: int) -> None:  # noqa: B027 -- see above
+    def replaced(self, supervisor: _core.Supervisor, local_rank: int) -> None:  # noqa: B027 -- optional to override
         """Handle the start of the process that :meth:`replacement` described."""
 
-    def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- see above
+    def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- optional to override
         """Handle a readable file descriptor that belongs to this object."""
 
-    def stop(self) -> None:  # noqa: B027 -- see above
+    def stop(self) -> None:  # noqa: B027 -- optional to override
         """Handle a stop of the workers. The core already knows about the stop."""
 
-    def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- see above
+    def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- optional to override
         """Handle the end of the attempt, after all processes that the core started have exited or their start
         has failed.
         """
 
-    def close(self) -> None:  # noqa: B027 -- see above
+    def close(self) -> None:  # noqa: B027 -- optional to override
         """Kill the remaining processes and release all resources, because no further attempt follows.
         Idempotent.
         """
@@ -313,7 +313,7 @@ def _streams(setup: WorkerSetup, attempt: Attempt, paths: LogPaths) -> list[_cor
 def variables_of(
     job: JobConfig,
     plan: Plan,
-    round: int,  # noqa: A002 -- the field's own word
+    round: int,  # noqa: A002 -- the usual name for this number
     restarts: int,
     inherited: Mapping[str, str],
     timer_file: str | None = None,

@@ -283,7 +283,7 @@ class RunProcsResult:
         return len(self.failures) > 0
 
 
-def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- a signal handler
+def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- signal handler's signature
     """Raise :class:`SignalException` as soon as that cannot lose an event. If the program is already cleaning
     up after such an exception, speed up the clean-up instead.
     """
@@ -389,7 +389,7 @@ class PContext(ABC):
     """
 
     # Declare this attribute on the class as well, for mocks that are created from the class.
-    _caught: list[int] = []  # noqa: RUF012 -- each object has its own
+    _caught: list[int] = []  # noqa: RUF012 -- `__init__` sets it for each object
 
     def __init__(
         self,

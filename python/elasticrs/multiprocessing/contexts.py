@@ -98,7 +98,7 @@ class _SupervisedContext(PContext):
             result.return_values = self._return_values()
         return result
 
-    def _is_told(self, ended: WorkerExited) -> bool:  # noqa: ARG002 -- for functions
+    def _is_told(self, ended: WorkerExited) -> bool:  # noqa: ARG002 -- a subclass uses it
         return True
 
     def _failure(

@@ -72,7 +72,7 @@ def call_kept() -> None:
     while _kept:
         try:
             _kept.pop(0)()
-        except BaseException as error:  # noqa: PERF203 -- all are called
+        except BaseException as error:  # noqa: PERF203 -- an error must not stop the loop
             raised = raised or error
     if raised is not None:
         raise raised

@@ -28,7 +28,7 @@ def worker_env(
     run_id: str,
     master_addr: str,
     master_port: int,
-    round: int,  # noqa: A002 -- the field's own word
+    round: int,  # noqa: A002 -- the usual name for this number
     restarts: int,
     max_restarts: int,
     inherited: Mapping[str, str],

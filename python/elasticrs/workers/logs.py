@@ -300,7 +300,7 @@ def make_again(run_directory: str, *, is_temporary: bool) -> None:
     for path in (os.path.dirname(run_directory), run_directory):
         try:
             os.mkdir(path, 0o700)
-        except FileExistsError:  # noqa: PERF203 -- two of them
+        except FileExistsError:  # noqa: PERF203 -- only two iterations
             found = os.lstat(path)
             if not stat.S_ISDIR(found.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "the log folder was replaced", path) from None

@@ -95,7 +95,7 @@ def _bind_one_of(first: int, last: int) -> _socket.socket:
     for port in range(first, last):
         try:
             return _bind(port)
-        except OSError as error:  # noqa: PERF203 -- a system call costs more
+        except OSError as error:  # noqa: PERF203 -- the system call costs more than `try`
             if error.errno != errno.EADDRINUSE:
                 raise
     return _bind(last)

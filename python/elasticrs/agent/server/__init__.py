@@ -1,6 +1,6 @@
 """Agents under the names that they have in torch, for programs that launch jobs or subclass agents."""
 
-from elasticrs.agent.server import health_check_server  # noqa: F401 -- as torch's package has it
+from elasticrs.agent.server import health_check_server  # noqa: F401 -- torch's package imports it as well
 from elasticrs.agent.server.api import (
     ElasticAgent,
     RunResult,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs.agent.health_check_server import HealthCheckServer as OurServer
 from elasticrs.agent.health_check_server import (
-    _AliveCallbackProxy,  # noqa: F401 -- here in torch
+    _AliveCallbackProxy,  # noqa: F401 -- torch exports it here
     server_of_environment,
 )
 from elasticrs.agent.observer_factory import make_observers_of_hooks

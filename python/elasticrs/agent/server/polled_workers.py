@@ -134,7 +134,7 @@ class PolledWorkers:
         attempt = self.attempt
         return attempt is not None and attempt.first_failure is not None
 
-    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's signature
         """Wait until all workers have exited, and return the result. Return ``None`` if workers are still
         running.
 

@@ -29,7 +29,7 @@ from elasticrs.agent.server.worker_group import (
     _RoleInstanceInfo,
 )
 from elasticrs.events import STATUS, Event, EventSource, details_of_worker, record, status_metadata
-from elasticrs.events.hostname import fq_hostname as _get_fq_hostname  # noqa: F401 -- here in torch
+from elasticrs.events.hostname import fq_hostname as _get_fq_hostname  # noqa: F401 -- torch exports it here
 from elasticrs.job import config as defaults
 from elasticrs.job.ranks import NodeShare, node_ranks
 from elasticrs.metrics import prof, put_metric
