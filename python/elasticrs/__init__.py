@@ -27,8 +27,8 @@ _SUBMODULES = (
 def lazy(
     module: str, name: str, homes: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> Any:
-    """Return a package attribute, and import the module or object behind it at its first use. Called by the
-    ``__getattr__`` functions of packages.
+    """Return a package attribute. Import the module that defines it, because this is its first use. The
+    ``__getattr__`` functions of packages call this function.
 
     Torch's packages import their submodules immediately, so that a program can use
     ``elastic.multiprocessing.errors`` after importing only the package. The packages of elasticrs import a

@@ -473,8 +473,8 @@ class GroupEnded:
         """True if the nursery was lost because it did not respond and the supervisor killed it."""
     @property
     def stuck_ranks(self) -> list[int]:
-        """Local ranks of workers that did not exit after SIGKILL (state D). The node must not be used
-        again.
+        """Local ranks of workers that did not exit after SIGKILL (state D). The node is unfit for another
+        attempt.
         """
     @property
     def wait_channels(self) -> list[str]:
@@ -1076,7 +1076,7 @@ class Connected:
 
     @property
     def revision(self) -> int:
-        """Revision of the store."""
+        """Revision of the store when the session was opened."""
     @property
     def session(self) -> int:
         """Number of the session, which is never used again."""
@@ -1135,7 +1135,7 @@ class StoreNotice:
 
     @property
     def message(self) -> str:
-        """One line for the user."""
+        """One line for the user, which says whether the store responds."""
 
 @final
 class ConnectionLost:
@@ -1163,7 +1163,7 @@ class ConnectionLost:
     ]: ...
     @property
     def message(self) -> str:
-        """One line for the user."""
+        """One line for the user, which says why the session has ended."""
 
 StoreEvent: TypeAlias = Connected | Reply | Changes | StoreNotice | ConnectionLost
 

@@ -209,7 +209,7 @@ def run(args: Any) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run torchrun's entry point: launch a job and wait until it has ended.
+    """Launch a job and wait until it has ended. This is torchrun's entry point.
 
     Args:
         args: command line without the program name. If ``None``, the calling process is the launcher: this

@@ -59,7 +59,7 @@ class Attempt(Record):
         raised: uncaught exception that each worker reported, by local rank.
         expired: the exceeded time limit because of which the agent stopped a worker, by local rank: a timer,
             a missed heartbeat deadline, or a slow exit.
-        heartbeats: last heartbeat of each worker that has exited and had sent heartbeats.
+        heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
         oom_kills: counters of the kernel's OOM killer at the start of the attempt.
         oom_kills_after: the same counters after the attempt failed.
         signalled: number of other workers that were signalled because of the first failure.
@@ -157,8 +157,8 @@ class Attempt(Record):
         return f"{span} after {since}{phrases.phases(self.phases)}{how}"
 
     def why_expired(self, local_rank: int) -> str | None:
-        """Describe the time limit because of which the agent killed this worker. Return ``None`` if it did
-        not.
+        """Describe the time limit because of which the agent killed this worker. Return ``None`` if the
+        agent did not kill it.
         """
         event = self.expired.get(local_rank)
         if event is None:

@@ -49,7 +49,7 @@ class Decisions(ABC):
     @property
     @abstractmethod
     def phase(self) -> machine.Phase:
-        """Phase of the agent."""
+        """Current phase of the agent, which decides how it reacts to events."""
 
     @property
     @abstractmethod

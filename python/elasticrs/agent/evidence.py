@@ -94,7 +94,7 @@ def parse_oom_kill(text: str) -> int | None:
     return None
 
 
-# --- before and after ---
+# --- comparison of the counters ---
 
 
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:

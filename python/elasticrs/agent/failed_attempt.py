@@ -83,8 +83,7 @@ def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
 
 
 def earlier_causes(attempts: Sequence[Attempt]) -> list[str]:
-    """Return the reasons for which workers were replaced and for which all attempts except the last one
-    ended, in order.
+    """Return the reasons why workers were replaced and why all attempts before the last one ended, in order.
 
     Consecutive equal reasons are merged into one line.
     """

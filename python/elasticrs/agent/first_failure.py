@@ -1,5 +1,4 @@
-"""Find out which failure of an attempt was the first, as soon as that is known, from the supervisor's events
-alone.
+"""Determine the first failure of an attempt as soon as possible, from the supervisor's events alone.
 
 No file is read, because stopping the other workers and notifying the other nodes cannot wait for a file
 system. The final report applies the same rule (:mod:`elasticrs.multiprocessing.errors.root_cause`), but also

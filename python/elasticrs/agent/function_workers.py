@@ -83,7 +83,7 @@ class FunctionWorkers(Workers):
         if setup.preload is not None and not BY_METHOD[start_method].has_keeper:
             self.warm_command = command_line(0, 0)
         self._start: FunctionStart | None = None
-        # Starts of the replacement workers, by local rank.
+        # Objects that start the replacement workers, by local rank.
         self._late: dict[int, FunctionStart] = {}
         # Pickled return values, by local rank.
         self._values: dict[int, bytes] = {}

@@ -146,7 +146,7 @@ def stack(path: str, *, others: int = 0) -> str | None:
         with open(path, encoding="utf-8", errors="replace") as file:
             lines = file.read(_MAX_READ).splitlines()
     except OSError:
-        return None  # The file is missing. The user has already been notified.
+        return None  # The hang file is missing. The user has already been notified.
     frames, *rest = _answered(lines) or [_spied(lines)]
     if not frames:
         return None

@@ -110,7 +110,7 @@ class EventRecorder(Observer):
             self._failed = attempt, self._restarts
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """Record an expired timer, and that its worker was killed if it was."""
+        """Record an expired timer, and the kill of its worker if there was one."""
         claim: dict[str, object] = {
             "worker_pid": str(timer.pid),
             "scope_id": timer.scope,
@@ -143,8 +143,8 @@ class EventRecorder(Observer):
         self._record_hung(worker.local_rank, attempt)
 
     def started(self) -> None:
-        """Record how the workers ended whose failure caused this restart. Reading the causes no longer delays
-        the restart.
+        """Record how the workers of a failed attempt ended. This is done after the restart, because
+        reading the causes of the failures takes time.
         """
         if self._failed is None:
             return

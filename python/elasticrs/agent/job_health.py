@@ -1,4 +1,4 @@
-"""Publish the health of the job, as the health check server shows it, with an observer in the agent's loop.
+"""Observer in the agent's loop that publishes the health of the job for the health check server.
 
 Important changes are published when they happen, so that the server can show them even if the loop hangs.
 Frequent changes, such as exits of workers, are published only when a client requests the status.

@@ -37,8 +37,8 @@ class Observer:
         """Handle an attempt whose log files are ready and whose workers will be started next."""
 
     def started(self) -> None:
-        """Handle the moment after the core was asked to start the workers, or after their start failed. From
-        now on, slow work does not delay the start.
+        """Do slow work that would have delayed the start. Called after the workers have been started, or
+        after their start has failed.
         """
 
     def running(self, result: JobResult) -> None:

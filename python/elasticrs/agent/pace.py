@@ -4,8 +4,8 @@ All workers of a data-parallel job make the same number of steps per second, bec
 worker. So the number of steps does not identify the slowest worker. The rates of ``WorkerStats`` do, if they
 count only a worker's own work.
 
-- **PACE-1** A worker is reported only after it was slow at every check for :data:`SPAN` seconds. It is not
-  reported again until it has been as fast as the others in between.
+- **PACE-1** A worker is reported only after it was slow at every check for :data:`SPAN` seconds. After
+  that, it is reported again only if it was as fast as the others in the meantime.
 - **PACE-2** If fewer than two workers report a rate, there is no slowest worker.
 """
 

@@ -258,7 +258,8 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # Nothing reads this descriptor any more, so it would stay readable.
+                # Stop watching this descriptor, because nothing reads from it any more and it would stay
+                # readable.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
@@ -318,7 +319,7 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # A group that was started without workers adopts them later.
+        # If the group was started without workers, it adopts them later, so use the current time.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         if "imported" in attempt.stamps:
             # The nursery's report may arrive after the core has started the workers, so do not let the

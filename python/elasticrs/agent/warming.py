@@ -140,7 +140,7 @@ class Warming:
         if self._is_over:
             return False
         if self._sources is None:
-            return True  # The first imports are not done or failed, or the files cannot be compared.
+            return True  # The first imports are unfinished or failed, or the files cannot be compared.
         changed = self._look(self._sources.changes)
         beside = self._beside
         if changed and beside is not None and self._look(beside.changes) == {} and supervisor.take_over():

@@ -60,11 +60,11 @@ class WorkerSetup(Value):
         job: configuration of the job.
         logs: creates the files of an attempt, from its name and from its workers' environment variables by
             local rank. It adds the path of the error file to the variables.
-        prefix_template: template of the prefix of console lines.
+        prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
         environ: environment that all workers inherit.
         keep_ignored: signals that stay ignored in the workers.
-        filters: texts for standard output and for standard error. Lines that contain any of these texts are
-            also copied to a separate file.
+        filters: texts to search for in standard output and in standard error. Tee'd lines that contain any of
+            these texts are also copied to a separate file.
         consoles: descriptors (1, 2) on which the core prints the workers' output.
     """
 
@@ -93,8 +93,8 @@ class Leftovers(Value):
         was_stopped: true if leftover processes were allowed to continue for a while, but the workers were
             stopped during that time.
         silent: local ranks of workers that should have returned a value but did not.
-        why_not_started: reason for which workers could not be started that the core does not start itself;
-            ``None`` if they were started.
+        why_not_started: reason why the workers could not be started, if a keeper starts them; ``None`` if
+            they were started.
     """
 
     ended: Sequence[tuple[int, str]] = ()

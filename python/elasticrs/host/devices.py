@@ -162,7 +162,7 @@ def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA
         if index is None:
             break
         if index in found:
-            # In this case, CUDA shows no devices at all.
+            # If the variable lists a device twice, CUDA shows no devices at all.
             return []
         found.append(index)
     return found
@@ -267,7 +267,7 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
         return 0
     finally:
         pynvml.nvmlShutdown()
-    # Old versions of the package return bytes.
+    # Old versions of `pynvml` return bytes.
     return len(_visible(environ, [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in found]))
 
 

@@ -58,7 +58,7 @@ def _after_in_parent() -> None:
         return
     taken: list[int] = []
     try:
-        # This is true in the main thread, which runs Python's signal handlers.
+        # The condition is true in the main thread, which runs Python's signal handlers.
         if _thread.get_native_id() == os.getpid():
             ours = set(signal.pthread_sigmask(signal.SIG_BLOCK, ())) - mask
             while (info := signal.sigtimedwait(ours, 0)) is not None:

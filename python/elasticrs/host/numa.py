@@ -151,7 +151,7 @@ class _Machine:
         return int(self._read(f"devices/system/cpu/cpu{min(cpus)}/topology/physical_package_id"))
 
     def _node_of_gpu(self, address: str) -> int:
-        # The value is -1 on machines with a single NUMA node.
+        # sysfs reports -1 on machines with a single NUMA node.
         return max(0, int(self._read("bus/pci/devices", address, "numa_node")))
 
     def _read(self, *path: str) -> str:

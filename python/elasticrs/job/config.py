@@ -50,8 +50,8 @@ SAFETY_TICK = 5.0
 
 
 class UsageError(ValueError):
-    """Raised for a mistake of the user. The text is one line that names the option, the given value, and the
-    accepted values.
+    """Raised if the user has made a mistake. The message is one line that names the option, the given
+    value, and the accepted values.
     """
 
 
@@ -63,7 +63,7 @@ class OnFailure(str, Enum):
     REPLACE = "replace"
     """Replace only the failed worker, and leave the others running."""
 
-    # The option's values are checked and printed as text.
+    # `str()` of a member is the option's value, because options are checked and printed as text.
     __str__ = str.__str__
 
 
@@ -149,10 +149,10 @@ class LogSettings(Value):
             plain number applies to all ranks.
         tee: the same, for streams that are written to a file and to the console.
         local_ranks_filter: local ranks whose output is printed on the console; ``None`` for all.
-        prefix_template: template of the prefix of lines on the console; ``None`` for the default.
+        prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
         capture_stderr: true to write stderr of all ranks to a file and to the console.
-        stdout_filters: texts. Lines of standard output on the console that contain any of these texts are
-            also copied to another file.
+        stdout_filters: texts to search for. Tee'd lines of standard output that contain any of them are also
+            copied to another file.
         stderr_filters: the same for standard error.
         specs: name of a user's class that chooses all destinations instead; ``None`` for none.
     """
@@ -398,7 +398,7 @@ def check_start_method(name: str) -> None:
 
 
 def default_stop_scope(entrypoint: object) -> str:
-    """Return the default for the processes that receive the first signal of a stop.
+    """Return the default of ``stop_scope``, the processes that receive the first signal of a stop.
 
     ``"worker"`` for functions and Python programs, because a worker may need its helper processes while it
     saves. ``"group"`` for other programs, such as shells, because they do not pass signals on.
@@ -408,7 +408,7 @@ def default_stop_scope(entrypoint: object) -> str:
 
 
 def _is_named_python(program: object) -> bool:
-    """Return true if the name is usual for an interpreter: ``python``, ``/usr/bin/python3``,
+    """Return true if a program has a usual name of a Python interpreter: ``python``, ``python3``,
     ``python3.13t``.
     """
     if not isinstance(program, str):

@@ -31,7 +31,7 @@ class Kind(Value):
     Args:
         convert: converts text to a value. It raises ``ValueError`` with a message that says what is expected.
         metavar: placeholder for the value in ``--help``.
-        needs: text that describes valid values to programs; see :func:`check`.
+        needs: description of valid values, for programs; see :func:`check`.
     """
 
     convert: Callable[[str], object]

@@ -28,5 +28,5 @@ def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
 
 
 def without(then: Meetings, place: int) -> Meetings:
-    """Return the meetings with the entry of one worker set to ``None``, because the worker was replaced."""
+    """Return the rounds with the entry of one worker set to ``None``, because the worker was replaced."""
     return tuple(None if each == place else at for each, at in enumerate(then))

@@ -58,14 +58,14 @@ class LaunchConfig:
         monitor_interval: seconds between two polls by an agent class of the user. The agent of elasticrs does
             not poll.
         start_method: start method of function workers: ``spawn``, ``fork`` or ``forkserver``.
-        log_line_prefix_template: template of the prefix of workers' lines on the console.
+        log_line_prefix_template: template of the prefix of tee'd lines.
         metrics_cfg: configuration for :func:`elasticrs.metrics.initialize_metrics`.
         local_addr: address of this node.
         event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
         numa_options: binding of the workers to CPUs; see :class:`elasticrs.host.numa.NumaOptions`.
         signals_to_handle: names of signals that stop the job, separated by commas.
-        duplicate_stdout_filters: texts. Lines on the console that contain one of these texts are also copied
-            to ``filtered_stdout.log``.
+        duplicate_stdout_filters: texts to search for. Tee'd lines that contain one of them are also copied to
+            ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
         virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
         shutdown_timeout: seconds between the stop signal and SIGKILL. If ``None``, the value comes from

@@ -1,4 +1,4 @@
-"""Check without importing it that the module given with ``-m`` exists, before any worker is started."""
+"""Check that the module given with ``-m`` exists, without importing it and before any worker is started."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 class Namespace:
-    """Values of all options, as attributes named like the option with underscores. Similar to argparse's
-    class.
+    """Values of all options, as attributes with the options' names in underscore form. Similar to
+    ``argparse.Namespace``.
     """
 
     def __init__(self, **values: object) -> None:

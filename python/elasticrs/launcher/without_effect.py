@@ -1,4 +1,4 @@
-"""Warn of settings that have no effect or an unexpected effect.
+"""Warn about settings that have no effect or an unexpected effect.
 
 The job is started anyway, because only the user knows whether a setting is a mistake.
 """

@@ -69,8 +69,8 @@ def start_processes(
         log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
         start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
         numa_options: binding of the processes to CPUs.
-        duplicate_stdout_filters: texts. Lines on the console that contain any of these texts are also copied
-            to ``filtered_stdout.log``.
+        duplicate_stdout_filters: texts to search for. Tee'd lines that contain any of them are also copied to
+            ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
 
     Raises:

@@ -50,15 +50,15 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 IS_WINDOWS = False
-"""Constant of torch's module that programs read."""
+"""Constant that exists in torch's module, for programs that read it."""
 
 _NO_HANDLERS = (
     "Failed to register signal handlers since torchelastic is running on a child thread. "
     "This could lead to orphaned worker processes if the torchrun is terminated."
 )
-"""The text is torch's, because programs and tests compare it. It applies to subclasses that start processes
-in their own way. The workers of this package's own classes are stopped by the core even if this process is
-killed.
+"""Torch's warning about missing signal handlers. The text is unchanged, because programs and tests compare
+it. It applies to subclasses that start processes in their own way. The workers of this package's own
+classes are stopped by the core even if this process is killed.
 """
 
 _HOMES = {
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
 
 
 class SignalException(Exception):  # noqa: N818 -- torch's name
-    """Raised when a signal asks the agent to stop the workers.
+    """Raised when a signal asks the program to stop the workers.
 
     Args:
         msg: message for the user.
@@ -380,8 +380,8 @@ class PContext(ABC):
             file.
         logs_specs: destination of the output.
         log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
-        duplicate_stdout_filters: texts. Lines on the console that contain any of these texts are also copied
-            to ``filtered_stdout.log``.
+        duplicate_stdout_filters: texts to search for. Tee'd lines that contain any of them are also copied to
+            ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
 
     Raises:

@@ -14,8 +14,7 @@ def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] 
     """Return the CPUs of each worker by local rank. Return ``None`` if workers are not bound to CPUs.
 
     Raises:
-        ValueError, OSError: the workers cannot be bound, and the options do not allow to continue without
-            binding.
+        ValueError, OSError: the workers cannot be bound, and the options require that they are.
     """
     if options is None:
         return None

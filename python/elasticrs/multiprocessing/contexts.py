@@ -39,8 +39,8 @@ _LOOK = 0.1
 
 
 class _SupervisedContext(PContext):
-    """Base class of both contexts: a process group that the core's supervisor runs. ``how`` contains the
-    positional arguments of :class:`PContext`.
+    """Base class of the contexts for programs and for functions. It runs a process group under the core's
+    supervisor. ``how`` contains the positional arguments of :class:`PContext`.
     """
 
     def __init__(self, *how: Any, numa_options: NumaOptions | None = None) -> None:

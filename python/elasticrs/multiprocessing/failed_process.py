@@ -19,7 +19,7 @@ _TAIL_LINES = 50
 def failure_of(
     ended: WorkerExited, stdout: str | None, stderr: str | None, error_file: str, **known: Any
 ) -> ProcessFailure:
-    """Return the description of a process's failure.
+    """Create the :class:`ProcessFailure` of a failed process.
 
     Args:
         ended: exit of the process.

@@ -17,7 +17,7 @@ AGAIN = " (send it again to kill them at once)"
 """Hint that a second stop signal kills the workers at once."""
 
 NOT_STARTED = "the workers could not be started"
-"""Text before the reason of a failed start."""
+"""Text before the reason why the workers could not be started."""
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -193,7 +193,6 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
     Args:
         asked: number of the first stop signal that the agent received.
         signum: number of the signal that is sent to the workers now.
-        signum: signal that is sent to the workers now.
         grace: seconds until SIGKILL.
     """
     if asked != signum:

@@ -52,8 +52,8 @@ def start_by(
 
 
 class GivenContext:
-    """Wraps a context that the user's ``start_processes`` returned, and holds the plan's port. All other
-    attributes come from the wrapped context. Failures are unknown until all workers have exited.
+    """Wraps a context that the user's ``start_processes`` returned, and keeps the plan's port reserved.
+    All other attributes come from the wrapped context. Failures are unknown until all workers have exited.
     """
 
     has_failed = False

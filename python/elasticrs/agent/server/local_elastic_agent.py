@@ -93,7 +93,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
         exit_barrier_timeout: seconds to wait for other nodes at the end. If ``None``, the value comes from
             the environment; the default is 300.
-        log_line_prefix_template: template of the prefix of workers' lines on the console.
+        log_line_prefix_template: template of the prefix of tee'd lines.
         shutdown_timeout: seconds between the stop signal and SIGKILL. If ``None``, the value comes from the
             environment; the default is 30.
         health_check_server: any object with methods ``start`` and ``stop``. It is started before the workers

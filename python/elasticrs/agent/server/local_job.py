@@ -89,7 +89,7 @@ class LocalJob:
 
     @property
     def prefix_template(self) -> str | None:
-        """Template of the prefix of the workers' lines on the console; ``None`` for the default prefix."""
+        """Template of the prefix of tee'd lines; ``None`` for the default prefix."""
         return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
     def config(self, *, is_multi_node: bool = False) -> JobConfig:
@@ -153,8 +153,8 @@ class LocalJob:
         return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
 
     def with_console(self, observers: Sequence[Observer]) -> Sequence[Observer]:
-        """Add an observer that prints the workers' lines to ``sys.stdout`` or ``sys.stderr``, if the program
-        has replaced one of these streams.
+        """Add an observer that prints the workers' tee'd lines to ``sys.stdout`` or ``sys.stderr``, if the
+        program has replaced one of these streams.
         """
         streams = replaced_streams()
         if not streams:

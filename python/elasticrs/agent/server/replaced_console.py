@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class ReplacedConsole(Observer):
-    """Observer that copies the workers' lines to the replaced streams while the workers of an attempt run."""
+    """Observer that copies the workers' tee'd lines to the replaced streams while the workers of an
+    attempt run.
+    """
 
     def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
         self._streams = streams
@@ -46,7 +48,7 @@ class ReplacedConsole(Observer):
         self._stop()
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- as above
-        """Copy the remaining lines."""
+        """Copy the remaining lines at the end of the job."""
         self._stop()
 
     def _stop(self) -> None:

@@ -242,7 +242,7 @@ class SimpleElasticAgent(ElasticAgent):
                 if not is_kind(error, RendezvousError):
                     self._tell_failure(error)
                 raise
-            # Torch returns nothing here, but its launcher does not expect that.
+            # Torch's agent returns `None` in this case, but torch's own launcher cannot handle that.
             _log.info("%s", error)
             self._worker_group.state = WorkerState.SUCCEEDED
             return RunResult(WorkerState.SUCCEEDED)

@@ -41,8 +41,8 @@ class WorkerSpec:
         local_addr: address of this node.
         event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
         numa_options: binding of the workers to CPUs; see :class:`elasticrs.host.numa.NumaOptions`.
-        duplicate_stdout_filters: texts. Lines on the console that contain one of these texts are also copied
-            to ``filtered_stdout.log``.
+        duplicate_stdout_filters: texts to search for. Tee'd lines that contain one of them are also copied to
+            ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error.
         virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
         hang_timeout: see :class:`elasticrs.launcher.LaunchConfig`.

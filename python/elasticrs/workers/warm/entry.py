@@ -43,11 +43,11 @@ class Entry(Value):
 
 
 def entry_of_command(command: Sequence[str]) -> Entry:
-    """Return the entry of workers that run a program.
+    """Find the code that workers run first, if they run a program.
 
     Args:
-        command: program and arguments. If the program is a Python interpreter, the arguments determine the
-            entry.
+        command: program and arguments. If the program is a Python interpreter, its arguments determine the
+            code.
     """
     program, *arguments = command
     name = os.path.basename(program)
@@ -76,15 +76,15 @@ def _is_script(program: str) -> bool:
         with open(shutil.which(program) or program, "rb") as file:
             return file.read(4) != b"\x7fELF"
     except OSError:
-        return False  # Such a program cannot be started either.
+        return False  # A program that cannot be read cannot be started either.
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:
-    """Return the entry of workers that run a function.
+    """Find the code that workers run first, if they run a function.
 
     Args:
-        function: function that the workers call. For :func:`elasticrs.run.run_script_path`, the entry is the
-            script that it runs.
+        function: function that the workers call. For :func:`elasticrs.run.run_script_path`, the script that
+            it runs counts.
         arguments: arguments of the function.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
     """
@@ -105,7 +105,7 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
 
 
 def entry_of_script(path: str, interpreter: str | None = None, *, start_method: str = "spawn") -> Entry:
-    """Return the entry of workers that run a script.
+    """Find the code that workers run first, if they run a script.
 
     Args:
         path: path of the script, or of a folder with a ``__main__.py``.
@@ -151,7 +151,7 @@ def _what_runs(arguments: Sequence[str]) -> tuple[str, str]:
 
 
 def _entry_of_module(name: str, interpreter: str | None) -> Entry:
-    """Return the entry of workers that run ``python -m``.
+    """Find the code that workers run first, if they run ``python -m``.
 
     Parent packages are not imported, so a package that changes where its modules are found is not supported.
     """

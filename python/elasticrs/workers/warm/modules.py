@@ -41,7 +41,7 @@ LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
         ),
         "torch._dynamo",
     ),
-    # About 400 more modules, without the code generators.
+    # `torch.compile` imports about 400 more modules, not counting its code generators.
     ((b"torch.compile", b"torch_compile"), "torch._inductor.compile_fx"),
 )
 """Modules that torch imports only when they are used. Each entry contains words that may occur in a source
@@ -127,7 +127,7 @@ def _of_source(entry: Entry) -> Preload:
     # Do not mention modules that are not installed, because the script may import them only optionally.
     late = [top for top in tops if entry.interpreter is not None or found_spec(top) is not None]
     if plan.unknown is not None and late:
-        late.sort(key=sys.stdlib_module_names.__contains__)  # Modules that take long to import come first.
+        late.sort(key=sys.stdlib_module_names.__contains__)  # Installed packages come first.
         remarks.append(
             f"{plan.unknown} may change what later imports do, so each worker imports {_listed(late)} by "
             "itself; to preload them, import them before that line"
