@@ -943,7 +943,7 @@ class HealthServer:
             ValueError: the activity is unknown.
         """
     def was_hung(self, seconds: float) -> None:
-        """Count this much of the productive time as hung instead."""
+        """Reclassify this many seconds of productive time as hung time."""
     def restarted(self, cause: RestartCause) -> None:
         """Count a restart of the workers.
 
@@ -953,7 +953,7 @@ class HealthServer:
     def recovered(self, seconds: float) -> None:
         """Record that the workers are running again, this many seconds after a failure."""
     def put(self, group: str, name: str, value: float) -> None:
-        """Record a value of ``put_metric``."""
+        """Record a metric that was passed to ``put_metric``."""
     def take_notices(self) -> list[str]:
         """Return the lines for the user since the last call."""
     def close(self) -> None:
@@ -1213,7 +1213,7 @@ class CoordinationServer:
     ) -> CoordinationServer: ...
     @property
     def port(self) -> int:
-        """Port of the first address."""
+        """Port of the first address on which the store listens."""
     @property
     def fd(self) -> int:
         """File descriptor that is readable while :meth:`take_notices` has lines. It is created at the first

@@ -54,7 +54,7 @@ class Decisions(ABC):
     @property
     @abstractmethod
     def signum(self) -> int | None:
-        """The first signal that asked the agent to stop."""
+        """First signal that asked the agent to stop; ``None`` if there was none."""
 
     @abstractmethod
     def step(self, event: machine.Event) -> list[machine.Action]:

@@ -37,8 +37,8 @@ class Observer:
         """Handle an attempt whose log files are ready and whose workers will be started next."""
 
     def started(self) -> None:
-        """Do slow work that would have delayed the start. Called after the workers have been started, or
-        after their start has failed.
+        """Do slow work that would have delayed the start. Called when the workers are already being
+        started, or when their start has failed.
         """
 
     def running(self, result: JobResult) -> None:

@@ -72,7 +72,7 @@ class Story(Observer):
             self._say(f"logs in {folder}")
 
     def started(self) -> None:
-        """Print the line about the restart. This is called after the workers have been started, so that it
+        """Print the line about a restart. Called when the workers are already being started, so that it
         does not delay them.
         """
         if self._failed is None:

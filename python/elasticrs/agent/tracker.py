@@ -111,7 +111,7 @@ class AttemptTracker:
 
     @property
     def is_open(self) -> bool:
-        """True if the supervisor exists."""
+        """True if the supervisor exists, which is the case between :meth:`open` and :meth:`close`."""
         return self._supervisor is not None
 
     @property
