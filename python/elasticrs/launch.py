@@ -6,7 +6,7 @@ The implementation is in :mod:`elasticrs.launcher.command_line`.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` has to import more
+import _signal  # type: ignore[import-not-found]  # `signal` would import more modules
 import gc
 import sys
 

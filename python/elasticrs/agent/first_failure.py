@@ -59,7 +59,7 @@ def first_seen(attempt: Attempt) -> int:
             None if raised is None else raised.pid,
             "" if raised is None else raised.text,
         )
-    return root_cause(seen)  # type: ignore[arg-type]  # `_Seen` has all fields that are read
+    return root_cause(seen)  # type: ignore[arg-type]  # `_Seen` has all fields that `root_cause` reads
 
 
 def how_it_failed(attempt: Attempt, local_rank: int) -> str:

@@ -412,7 +412,7 @@ def _filled_in(argument: str, local_rank: int) -> str:
     if "$" not in argument:
         return argument
     from elasticrs.workers.arguments import (
-        macros,  # imports `re`, which is needed only for arguments with macros
+        macros,  # this module imports `re`, which only macros need
     )
 
     return str(macros.substitute([argument], str(local_rank))[0])

@@ -55,8 +55,8 @@ class StorePort:
             self.number = self._reserved.number
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
-        """Start to answer clients if this process hosts the store. Uses the thread of ``supervisor``, or a
-        new thread if it is ``None``.
+        """Start to answer clients if this process hosts the store. With a supervisor, messages for the user
+        are reported as events of the supervisor.
         """
         if self.store is not None:
             self.store.serve(supervisor)

@@ -63,7 +63,7 @@ class ProcessFailure:
     """
 
     __match_args__ = ("local_rank", "pid", "exitcode", "error_file")
-    __hash__ = None  # type: ignore[assignment]  # as for any mutable value
+    __hash__ = None  # type: ignore[assignment]  # mutable objects have no hash
 
     def __init__(
         self,
