@@ -24,7 +24,7 @@ _LOOKS = 4
 """Minimum number of checks within the time for which a worker may sleep."""
 
 _LONGEST = 1.0
-"""Maximum number of seconds between two checks."""
+"""Maximum number of seconds between two checks for sleeping workers."""
 
 
 def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -> dict[int, float]:
@@ -63,7 +63,7 @@ class Sleepers:
         self._next = 0.0
         self._first_seen: dict[int, float] = {}
         self.interval = min(_LONGEST, limit / _LOOKS) if limit > 0 else float("inf")
-        """Seconds between two checks."""
+        """Seconds between two checks for sleeping workers."""
 
     def look(self, pids: Mapping[int, int]) -> dict[int, float]:
         """Return the local ranks of the workers that have slept for too long, with the number of seconds.
