@@ -4,16 +4,18 @@
 //! the port on 127.0.0.1, gives the connection to the nursery, starts the workers and says `nursery PID workers PID …`.
 //! Requests come as lines on standard input: `fence MILLISECONDS` answers `fence at NANOSECONDS` (`CLOCK_BOOTTIME`),
 //! `release` answers `released`; `beside` connects once more, has the nursery hold that connection, too, and answers
-//! `held`; `beside-full` does the same while the agent may open no more descriptors, and answers `not held`; `older` and
-//! `newest` release the first or the last connection and answer `let go`. The agent prints one line for each event. It
-//! runs until it is killed or its input ends.
+//! `held`; `beside-one-left` and `beside-full` do the same while the agent may open only one more descriptor, or none,
+//! and answer `not held`; `hold-full` and `link-full` connect once more and have the nursery hold that connection as a
+//! session or as a link while the agent may open no descriptor, and answer `asked`; `older` and `newest` release the
+//! first or the last connection and answer `let go`. The agent prints one line for each event. It runs until it is
+//! killed or its input ends.
 
 use std::error::Error;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -71,32 +73,55 @@ fn tell(event: Event, supervisor: &Supervisor) -> Result<()> {
     Ok(())
 }
 
+/// Calls `body` while the agent may open only this number of further descriptors. `poll` still works.
+fn with_descriptors_left<T>(count: Option<i32>, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    let Some(count) = count else { return body() };
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let lowest_free = File::open("/dev/null")?.as_raw_fd();
+    setrlimit(Resource::RLIMIT_NOFILE, (lowest_free + count).try_into()?, hard)?;
+    let result = body();
+    setrlimit(Resource::RLIMIT_NOFILE, soft, hard)?;
+    result
+}
+
 fn serve(request: &str, supervisor: &Supervisor, connections: &mut Vec<TcpStream>) -> Result<()> {
-    if request == "beside" || request == "beside-full" {
+    let keeper = supervisor.keeper();
+    if let Some(left) = request.strip_prefix("beside") {
         let second = TcpStream::connect(connections[0].peer_addr()?)?;
-        let (keeper, copy) = (supervisor.keeper(), OwnedFd::from(second.try_clone()?));
+        let copy = OwnedFd::from(second.try_clone()?);
         connections.push(second);
-        let (held, is_held) = channel();
-        let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-        if request == "beside-full" {
-            // The lowest free number: no descriptor can be added, and `poll` still works.
-            let free = File::open("/dev/null")?.as_raw_fd();
-            setrlimit(Resource::RLIMIT_NOFILE, free.try_into()?, hard)?;
-        }
-        Spawn::spawn(
-            supervisor,
-            Box::new(move || {
-                Box::pin(async move {
-                    let _ = held.send(keeper.hold_beside(copy).await);
-                })
-            }),
-        );
-        let is_held = is_held.recv()?;
-        setrlimit(Resource::RLIMIT_NOFILE, soft, hard)?;
+        let left = match left {
+            "-one-left" => Some(1),
+            "-full" => Some(0),
+            _ => None,
+        };
+        let is_held = with_descriptors_left(left, || {
+            let (held, is_held) = channel();
+            Spawn::spawn(
+                supervisor,
+                Box::new(move || {
+                    Box::pin(async move {
+                        let _ = held.send(keeper.hold_beside(copy.as_fd()).await);
+                    })
+                }),
+            );
+            Ok(is_held.recv()?)
+        })?;
         say(if is_held { "held" } else { "not held" })?;
+    } else if request == "hold-full" || request == "link-full" {
+        let second = TcpStream::connect(connections[0].peer_addr()?)?;
+        with_descriptors_left(Some(0), || {
+            if request == "hold-full" {
+                keeper.hold(second.as_fd());
+            } else {
+                keeper.hold_link(second.as_fd(), [7; 32], true);
+            }
+            Ok(())
+        })?;
+        say("asked")?;
     } else if request == "older" || request == "newest" {
         let is_older = request == "older";
-        supervisor.keeper().release(if is_older { Release::Older } else { Release::Newest });
+        keeper.release(if is_older { Release::Older } else { Release::Newest });
         supervisor.drain(Duration::ZERO)?;
         connections.remove(if is_older { 0 } else { connections.len() - 1 });
         say("let go")?;

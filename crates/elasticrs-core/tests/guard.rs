@@ -140,7 +140,7 @@ fn when_a_session_has_moved_only_its_new_connection_is_held() {
 fn the_agent_knows_that_a_second_connection_could_not_be_held() {
     let mut guarded = Guarded::start(&["sleep"]);
     let nursery = guarded.agent.tree.nursery;
-    assert_eq!(guarded.ask("beside-full"), "not held");
+    assert_eq!(guarded.ask("beside-one-left"), "not held");
     let (_second, _) = guarded.listener.accept().unwrap();
     let said = guarded.agent.lines.next().unwrap();
     assert!(said.starts_with("Degraded"), "{said}");
@@ -150,6 +150,30 @@ fn the_agent_knows_that_a_second_connection_could_not_be_held() {
     assert_eq!(guarded.ask("newest"), "let go");
     wait_readable(&third, "the end of the third connection");
     assert!(has_ended(&mut third));
+    let held = hold(nursery);
+    guarded.agent.process.kill().unwrap();
+    guarded.agent.process.wait().unwrap();
+    assert!(!guarded.connection_has_ended());
+    ptrace::detach(held, None).unwrap();
+    wait_readable(&guarded.peer, "the end of the first connection");
+    guarded.agent.kill();
+}
+
+#[test]
+fn the_user_is_told_of_a_socket_that_could_not_be_duplicated_for_the_nursery() {
+    let mut guarded = Guarded::start(&["sleep"]);
+    let nursery = guarded.agent.tree.nursery;
+    let connection = "the connection to the store: Too many open files";
+    let link = "the link of another agent: Too many open files";
+    for (request, answer, subject) in
+        [("hold-full", "asked", connection), ("beside-full", "not held", connection), ("link-full", "asked", link)]
+    {
+        assert_eq!(guarded.ask(request), answer);
+        let said = guarded.agent.lines.next().unwrap();
+        let expected = format!("the nursery cannot guard {subject}");
+        assert!(said.starts_with("Degraded") && said.contains(&expected), "{request}: {said}");
+    }
+    // The nursery must still hold the connection that was held before.
     let held = hold(nursery);
     guarded.agent.process.kill().unwrap();
     guarded.agent.process.wait().unwrap();

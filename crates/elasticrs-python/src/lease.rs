@@ -21,21 +21,14 @@ struct Nursery {
 
 impl Guard for Nursery {
     fn connected(&self, socket: BorrowedFd<'_>) {
-        // Ignore a failure to duplicate the descriptor. The connection then closes when this process exits, but the
-        // nursery still knows the deadline by which it must kill the workers.
-        if let Ok(duplicate) = socket.try_clone_to_owned() {
-            self.keeper.hold(duplicate);
-        }
+        // If the descriptor cannot be duplicated, the connection closes when this process exits, and an event reports
+        // that. The nursery still knows the deadline by which it must kill the workers.
+        self.keeper.hold(socket);
     }
 
     fn resuming(&self, socket: BorrowedFd<'_>) -> Pin<Box<dyn Future<Output = ()>>> {
-        let (keeper, has_two) = (self.keeper.clone(), Arc::clone(&self.has_two));
-        let duplicate = socket.try_clone_to_owned();
-        Box::pin(async move {
-            if let Ok(duplicate) = duplicate {
-                has_two.store(keeper.hold_beside(duplicate).await, Ordering::Relaxed);
-            }
-        })
+        let (is_held, has_two) = (self.keeper.hold_beside(socket), Arc::clone(&self.has_two));
+        Box::pin(async move { has_two.store(is_held.await, Ordering::Relaxed) })
     }
 
     fn resumed(&self) {
@@ -51,11 +44,9 @@ impl Guard for Nursery {
     }
 
     fn linked(&self, socket: BorrowedFd<'_>, word: [u8; 32], is_first: bool) {
-        // Ignore a failure to duplicate the descriptor. The other agents then notice the death of this agent only when
-        // its lease expires.
-        if let Ok(duplicate) = socket.try_clone_to_owned() {
-            self.keeper.hold_link(duplicate, word, is_first);
-        }
+        // If the descriptor cannot be duplicated, the other agent only notices the death of this agent when its lease
+        // expires, and an event reports that.
+        self.keeper.hold_link(socket, word, is_first);
     }
 
     fn says_words(&self) -> bool {

@@ -122,6 +122,11 @@ pub(super) enum Guarded {
     /// sends false if the socket cannot be duplicated, because no descriptor is free. It drops the channel if there is
     /// no nursery or if the link to the nursery is closed.
     Beside(OwnedFd, oneshot::Sender<bool>),
+    /// Report that the nursery does not hold a socket, because the socket could not be duplicated.
+    NotDuplicated {
+        errno: i32,
+        is_link: bool,
+    },
     Release(Release),
 }
 

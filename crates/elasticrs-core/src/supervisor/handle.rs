@@ -1,6 +1,6 @@
 //! The supervisor's handle, through which the agent controls the runtime thread.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
@@ -37,33 +37,47 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Same as [`Supervisor::guard_connection`]. All methods except [`Self::fence`] do nothing if the supervisor has
-    /// ended.
-    pub fn hold(&self, connection: OwnedFd) {
-        self.send(Guarded::Hold(connection));
+    /// Same as [`Supervisor::guard_connection`], with a duplicate of `connection`. If no descriptor is free for the
+    /// duplicate, an [`super::Event::Degraded`] reports that the nursery does not hold the connection. All methods
+    /// except [`Self::fence`] do nothing if the supervisor has ended.
+    pub fn hold(&self, connection: BorrowedFd<'_>) {
+        self.send_duplicate(connection, false, Guarded::Hold);
     }
 
-    /// Gives the nursery a link to another agent. The nursery sends `word` on this link once all processes of this
-    /// agent are gone. The first link of a session (`is_first`) replaces the links of the previous session.
-    pub fn hold_link(&self, link: OwnedFd, word: LastWord, is_first: bool) {
-        self.send(Guarded::Link { link, word, is_first });
+    /// Gives the nursery a duplicate of a link to another agent. The nursery sends `word` on this link once all
+    /// processes of this agent are gone. The first link of a session (`is_first`) replaces the links of the previous
+    /// session.
+    pub fn hold_link(&self, link: BorrowedFd<'_>, word: LastWord, is_first: bool) {
+        self.send_duplicate(link, true, |link| Guarded::Link { link, word, is_first });
     }
 
-    /// Gives the nursery a second connection to hold, because the session is about to move to it. Returns once the
-    /// request is in the kernel's socket buffer. From then on, the nursery receives the connection even if this process
-    /// is killed. Returns immediately if there is no nursery. Returns false if the nursery does not hold the
-    /// connection, because no descriptor was free for a duplicate.
-    pub async fn hold_beside(&self, connection: OwnedFd) -> bool {
+    /// Gives the nursery a duplicate of a second connection to hold, because the session is about to move to it. The
+    /// future completes once the request is in the kernel's socket buffer. From then on, the nursery receives the
+    /// connection even if this process is killed. The future completes immediately if there is no nursery. It returns
+    /// false if the nursery does not hold the connection, because no descriptor was free for a duplicate.
+    pub fn hold_beside(&self, connection: BorrowedFd<'_>) -> impl Future<Output = bool> + use<> {
         let (held, is_held) = oneshot::channel();
-        self.send(Guarded::Beside(connection, held));
+        let is_sent = self.send_duplicate(connection, false, |connection| Guarded::Beside(connection, held));
         // An error means that there is no nursery, or that the nursery is exiting together with its workers. In both
         // cases, the next nursery gets the connection.
-        is_held.await.unwrap_or(true)
+        async move { is_sent && is_held.await.unwrap_or(true) }
     }
 
     /// Makes the nursery close some or all of the connections that it holds.
     pub fn release(&self, which: Release) {
         self.send(Guarded::Release(which));
+    }
+
+    /// Sends a request with a duplicate of `socket`. Returns false if no descriptor was free for the duplicate. The
+    /// supervisor then reports that the nursery does not hold the socket.
+    fn send_duplicate(&self, socket: BorrowedFd<'_>, is_link: bool, request: impl FnOnce(OwnedFd) -> Guarded) -> bool {
+        let duplicate = socket.try_clone_to_owned();
+        let is_duplicated = duplicate.is_ok();
+        self.send(match duplicate {
+            Ok(duplicate) => request(duplicate),
+            Err(error) => Guarded::NotDuplicated { errno: error.raw_os_error().unwrap_or(libc::EMFILE), is_link },
+        });
+        is_duplicated
     }
 
     fn send(&self, guarded: Guarded) {

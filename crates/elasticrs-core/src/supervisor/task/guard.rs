@@ -31,6 +31,10 @@ impl Task {
                     nursery.tell_sent(held);
                 }
             }
+            Guarded::NotDuplicated { errno, is_link: false } => self.tell_not_guarded(errno),
+            Guarded::NotDuplicated { errno, is_link: true } => {
+                self.tell_link_not_guarded(Errno::from_raw(errno).desc());
+            }
             Guarded::Release(which) => {
                 self.guard.release(which);
                 self.send_to_both(&Request::Release(which), Ok(Vec::new()));
@@ -46,11 +50,7 @@ impl Task {
         match self.guard.hold(held, beside) {
             Ok(()) => self.send_to_both(&request, copy),
             Err(reason) => {
-                let message = format!(
-                    "the nursery cannot guard the link of another agent: {reason}. If this node is lost, that agent \
-                     learns it only when the lease of this node expires"
-                );
-                self.shared.queue.push(Event::Degraded { message });
+                self.tell_link_not_guarded(&reason.to_string());
                 false
             }
         }
@@ -97,6 +97,14 @@ impl Task {
     pub(super) fn tell_not_guarded(&self, errno: i32) {
         let reason = Errno::from_raw(errno).desc();
         let message = format!("the nursery cannot guard the connection to the store: {reason}");
+        self.shared.queue.push(Event::Degraded { message });
+    }
+
+    fn tell_link_not_guarded(&self, reason: &str) {
+        let message = format!(
+            "the nursery cannot guard the link of another agent: {reason}. If this node is lost, that agent learns it \
+             only when the lease of this node expires"
+        );
         self.shared.queue.push(Event::Degraded { message });
     }
 }
