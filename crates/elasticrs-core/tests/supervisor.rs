@@ -17,7 +17,7 @@ use elasticrs_core::spec::{Descendants, PassedFd, ProcessSpec, Stdio, StopPolicy
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
 use elasticrs_core::sys::stage::Stage;
 use elasticrs_core::sys::wait::{Waited, any_child};
-use elasticrs_testkit::{assert_no_children, wait_for_state, wait_until};
+use elasticrs_testkit::{assert_no_children, wait_for_state, wait_until, worker_program};
 
 const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
 
@@ -385,6 +385,38 @@ fn an_adopted_child_is_a_member_like_the_others() {
     assert_eq!(outcome(&end), Outcome::Failed);
     assert_eq!(fails.wait().unwrap().code(), Some(7), "the status is left for whoever started it");
     waits.wait().unwrap();
+    close(supervisor);
+}
+
+#[test]
+fn a_process_that_sent_a_notice_before_it_was_adopted_may_send_another() {
+    let supervisor = supervisor();
+    let name = supervisor.watch_exits(None).unwrap();
+    supervisor.start(group(vec![])).unwrap();
+    assert!(matches!(event(&supervisor), Event::GroupStarted { .. }));
+    let mut sender = std::process::Command::new(worker_program())
+        .args(["notify", &name])
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = io::BufReader::new(sender.stdout.take().unwrap()).lines();
+    assert_eq!(lines.next().unwrap().unwrap(), "READY");
+    let mut send_notice = || {
+        writeln!(sender.stdin.as_ref().unwrap()).unwrap();
+        assert_eq!(lines.next().unwrap().unwrap(), "SENT");
+    };
+    send_notice();
+    // The supervisor receives all notices before it handles a command.
+    supervisor.drain(Duration::ZERO).unwrap();
+    let pid = i32::try_from(sender.id()).unwrap();
+    supervisor.adopt(0, pid, None, None).unwrap();
+    send_notice();
+    let raised = event(&supervisor);
+    assert!(matches!(&raised, Event::WorkerRaised(raised) if raised.pid == pid), "{raised:?}");
+    supervisor.stop(KILL).unwrap();
+    until_end(&supervisor);
+    sender.wait().unwrap();
     close(supervisor);
 }
 

@@ -128,6 +128,7 @@ fn run() -> Result<ExitCode, Problem> {
         "chain" => forking::chain()?,
         "tree" => forking::tree(&mut request)?,
         "lines" => output::lines(&mut request)?,
+        "notify" => output::notify(&mut request)?,
         "alloc" => state::allocate(&mut request)?,
         "env" => state::environment()?,
         "cwd" => state::directory()?,

@@ -1,8 +1,10 @@
 //! Commands of the test worker that write output.
 
 use std::io::{self, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-use crate::{Problem, Request, ready};
+use crate::{Problem, Request, ready, say};
 
 /// `lines N BYTES`: prints N lines of BYTES bytes each, including the newline. Each line starts with its number.
 pub fn lines(request: &mut Request) -> Result<(), Problem> {
@@ -15,5 +17,18 @@ pub fn lines(request: &mut Request) -> Result<(), Problem> {
         writeln!(out, "{number}{}", ".".repeat(padding))?;
     }
     out.flush()?;
+    Ok(())
+}
+
+/// `notify NAME`: for each line on standard input, sends an empty datagram to this abstract socket and prints `SENT`.
+pub fn notify(request: &mut Request) -> Result<(), Problem> {
+    let address = SocketAddr::from_abstract_name(request.next()?)?;
+    let socket = UnixDatagram::unbound()?;
+    ready()?;
+    for line in io::stdin().lines() {
+        line?;
+        socket.send_to_addr(&[], &address)?;
+        say("SENT")?;
+    }
     Ok(())
 }

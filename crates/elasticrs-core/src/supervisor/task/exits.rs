@@ -5,15 +5,17 @@
 //! a worker or one of its descendants. The text is only for the user, and no decision of the core depends on it. The
 //! exception can be reported even if a file system hangs, because the agent reads no file for it.
 
+use std::collections::HashSet;
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use elasticrs_runtime::clock::Stamp;
 use nix::sys::socket::{
     AddressFamily, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, UnixCredentials, bind, getsockname,
     recvmsg, setsockopt, socket, sockopt,
 };
+use nix::unistd::{Uid, getuid};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::task::JoinSet;
@@ -32,6 +34,10 @@ const MAX_TEXT: usize = 4096;
 /// Maximum number of notices to receive at once. It is limited because any process in the network namespace may send
 /// notices, and finding the worker that a sender descends from requires reading `/proc`.
 const SLICE: usize = 64;
+
+/// Maximum time for which a sender that is not a worker is remembered. The time is short, because the kernel may give
+/// the pid to a process of a worker.
+const STRANGER_LIFETIME: Duration = Duration::from_secs(1);
 
 /// Opens the socket for notices in the abstract namespace, under a name chosen by the kernel. The socket needs no file
 /// and disappears when its descriptor is closed.
@@ -52,6 +58,7 @@ pub(super) struct Exits {
     notices: Option<AsyncFd<OwnedFd>>,
     /// Processes that have recorded an uncaught exception.
     raised: Vec<Raised>,
+    strangers: Strangers,
     /// Samples in progress, each with the local rank of its worker. The sample is `None` if sampling timed out.
     sampling: JoinSet<(u32, Option<Sample>)>,
 }
@@ -71,6 +78,33 @@ struct Raised {
     is_sampled: bool,
     /// Last sample of the worker. `None` if there is none, or if sampling timed out.
     sample: Option<Sample>,
+}
+
+/// Senders that are neither workers nor descendants of workers.
+#[derive(Debug, Default)]
+struct Strangers {
+    pids: HashSet<i32>,
+    /// When the first pid of `pids` was added.
+    since: Option<Instant>,
+}
+
+impl Strangers {
+    /// Returns the local rank of the worker to which the process belongs. `None` if there is no such worker. Calls `look_up` unless the process is a known
+    /// stranger, because finding the worker of a process requires reading `/proc`.
+    fn worker_of(&mut self, pid: i32, now: Instant, look_up: impl FnOnce(i32) -> Option<u32>) -> Option<u32> {
+        if self.since.is_some_and(|since| now.saturating_duration_since(since) >= STRANGER_LIFETIME) {
+            *self = Self::default();
+        }
+        if self.pids.contains(&pid) {
+            return None;
+        }
+        let local_rank = look_up(pid);
+        if local_rank.is_none() {
+            self.since.get_or_insert(now);
+            self.pids.insert(pid);
+        }
+        local_rank
+    }
 }
 
 impl Exits {
@@ -101,16 +135,20 @@ impl Exits {
         }
     }
 
-    /// Receives up to [`SLICE`] of the notices that have arrived. Keeps only the first notice from each sender.
+    /// Receives up to [`SLICE`] of the notices that have arrived. Keeps only the first notice from each sender
+    /// that may be a worker.
     fn take(&self) -> Vec<Notice> {
         let mut found: Vec<Notice> = Vec::new();
         let Some(notices) = &self.notices else { return found };
+        let own = getuid();
         for _ in 0..SLICE {
             // Call `receive` directly first, because the reactor may not have noticed yet that a notice has arrived. If
             // there is none, the second call through `try_io` clears the readiness.
             let again = |_| notices.try_io(Interest::READABLE, |notices| Ok(receive(notices)?));
             match receive(notices.get_ref()).or_else(again) {
-                Ok(Some(notice)) if notice.may_be_a_worker() && found.iter().all(|other| other.pid != notice.pid) => {
+                Ok(Some(notice))
+                    if notice.may_be_a_worker(own) && found.iter().all(|other| other.pid != notice.pid) =>
+                {
                     found.push(notice);
                 }
                 Ok(_) => {}
@@ -139,6 +177,12 @@ impl Exits {
             (Some(before), Some(after)) => Some(progressed(&before, &after, ticks_per_second())),
             _ => Some(false),
         }
+    }
+
+    /// Looks up all senders again, because a process has become a worker. An earlier stranger may have had its pid, or
+    /// it may have sent a notice before it was adopted.
+    pub(super) fn forget_strangers(&mut self) {
+        self.strangers = Strangers::default();
     }
 
     pub(super) fn has_ended(&self, local_rank: u32) -> bool {
@@ -171,11 +215,10 @@ impl Notice {
         }
     }
 
-    /// Returns false if the sender belongs to another user, because such a process cannot be a worker. If the agent
-    /// runs as root, any user is accepted, because workers may have dropped their privileges. A sender that runs as
-    /// root is always accepted, because a worker may use `sudo`.
-    fn may_be_a_worker(&self) -> bool {
-        let own = nix::unistd::getuid();
+    /// Returns false if the sender belongs to another user than `own`, the user of the agent, because such a process
+    /// cannot be a worker. If the agent runs as root, any user is accepted, because workers may have dropped their
+    /// privileges. A sender that runs as root is always accepted, because a worker may use `sudo`.
+    fn may_be_a_worker(&self, own: Uid) -> bool {
         own.is_root() || [own.as_raw(), 0].contains(&self.uid)
     }
 }
@@ -227,7 +270,8 @@ impl Task {
         for Notice { pid, recorded, text, .. } in self.exits.take() {
             let Current::Running(running) = &self.current else { return };
             // Ignore notices from processes that do not belong to a worker.
-            let Some(local_rank) = running.worker_of(pid) else { continue };
+            let worker = self.exits.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid));
+            let Some(local_rank) = worker else { continue };
             let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
             // Apply the time limit only to a process that is alive. If several processes of one worker record an
             // exception, watch only the first of them as long as it is alive.
@@ -291,10 +335,47 @@ mod tests {
         ];
         for (said, recorded, text) in cases {
             UnixDatagram::unbound().expect("a socket").send_to_addr(said.as_bytes(), &address).expect("sent");
-            let (pid, uid) = (std::process::id().cast_signed(), nix::unistd::getuid().as_raw());
+            let (pid, uid) = (std::process::id().cast_signed(), getuid().as_raw());
             let expected = Notice { pid, uid, recorded, text: text.to_owned() };
-            assert!(expected.may_be_a_worker());
             assert_eq!(receive(&notices), Ok(Some(expected)));
         }
+    }
+
+    #[test]
+    fn a_notice_of_another_user_is_refused_unless_either_is_root() {
+        let (root, own, other) = (0, 1000, 1001);
+        let is_accepted = |agent, sender| Notice::new(7, sender, b"").may_be_a_worker(Uid::from_raw(agent));
+        assert!(!is_accepted(own, other));
+        assert!(is_accepted(own, own) && is_accepted(own, root));
+        assert!(is_accepted(root, root) && is_accepted(root, other));
+    }
+
+    #[test]
+    fn a_stranger_is_looked_up_once_in_a_while() {
+        let (mut strangers, start) = (Strangers::default(), Instant::now());
+        let look_up = |strangers: &mut Strangers, pid, now, worker| {
+            let mut count = 0;
+            let found = strangers.worker_of(pid, now, |_| {
+                count += 1;
+                worker
+            });
+            (found, count)
+        };
+        let late = start + STRANGER_LIFETIME.saturating_sub(Duration::from_nanos(1));
+        assert_eq!(look_up(&mut strangers, 7, start, None), (None, 1));
+        assert_eq!(look_up(&mut strangers, 8, late, None), (None, 1));
+        for pid in [7, 8] {
+            assert_eq!(look_up(&mut strangers, pid, late, Some(0)), (None, 0));
+        }
+        for _ in 0..2 {
+            assert_eq!(look_up(&mut strangers, 9, late, Some(1)), (Some(1), 1));
+        }
+        // Forget all of them together, because a pid may belong to another process now.
+        let end = start + STRANGER_LIFETIME;
+        for pid in [7, 8] {
+            assert_eq!(look_up(&mut strangers, pid, end, Some(0)), (Some(0), 1));
+        }
+        assert_eq!(look_up(&mut strangers, 7, end, None), (None, 1));
+        assert_eq!(look_up(&mut strangers, 7, end, None), (None, 0));
     }
 }

@@ -43,6 +43,7 @@ impl Task {
         let leads_a_group = getpgid(Some(Pid::from_raw(pid))).is_ok_and(|group| group.as_raw() == pid);
         running.members.push(Member { pid, pidfd: Arc::clone(&pidfd), adopted: true, leads_a_group });
         self.watched.spawn(watch::until_exit(pid, pidfd, status));
+        self.exits.forget_strangers();
         self.input(Input::Adopted { local_rank, pid });
         if is_watched {
             self.begin_watch();

@@ -87,6 +87,7 @@ impl Task {
         if let Some(member) = running.members.get_mut(local_rank as usize) {
             *member = Member { pid, pidfd: Arc::new(pidfd), adopted: false, leads_a_group: true };
         }
+        self.exits.forget_strangers();
         self.input(Input::Replaced { local_rank, pid, started: Stamp::now() });
     }
 
