@@ -3,10 +3,12 @@
 
 mod common;
 
+use std::cell::OnceCell;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use common::{Lines, image, pipe, process, with_stdout, worker};
@@ -17,7 +19,7 @@ use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Outcome, Supervisor, SupervisorError, TimerExpired};
 use elasticrs_runtime::clock::Stamp;
-use elasticrs_testkit::{assert_no_children, is_running};
+use elasticrs_testkit::{assert_no_children, is_running, wait_until};
 
 /// A guard against hanging, never what is measured.
 const HANG: Duration = Duration::from_secs(20);
@@ -291,18 +293,73 @@ fn a_suspended_group_has_no_deadlines() {
 #[test]
 fn there_is_one_fifo_for_a_supervisor() {
     let job = Job::sleepers(1);
-    assert!(matches!(job.supervisor.watch_timers(None), Err(SupervisorError::Timers { .. })));
+    for path in [None, Some(&*job.path)] {
+        let Err(SupervisorError::Timers { source, .. }) = job.supervisor.watch_timers(path) else {
+            panic!("there is a FIFO already");
+        };
+        assert_eq!(source.raw_os_error(), Some(libc::EALREADY));
+    }
     job.close();
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("taken");
     std::fs::write(&path, "").unwrap();
     let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap();
-    let Err(SupervisorError::Timers { path: named, .. }) = supervisor.watch_timers(Some(path.clone())) else {
+    let Err(SupervisorError::Timers { path: named, .. }) = supervisor.watch_timers(Some(&path)) else {
         panic!("a file is no FIFO");
     };
     assert_eq!(named, path);
     supervisor.close(false).unwrap();
     assert!(path.exists());
+    let late = directory.path().join("late");
+    assert!(matches!(supervisor.watch_timers(Some(&late)), Err(SupervisorError::Ended)));
+    assert!(!late.exists());
+}
+
+/// Sends whether `path` exists when the thread that owns this value exits.
+struct AtExit {
+    path: PathBuf,
+    exists: Sender<bool>,
+}
+
+impl Drop for AtExit {
+    fn drop(&mut self) {
+        // Ignore an error, which occurs if the test has failed.
+        let _ = self.exists.send(self.path.exists());
+    }
+}
+
+thread_local! {
+    static AT_EXIT: OnceCell<AtExit> = const { OnceCell::new() };
+}
+
+#[test]
+fn the_thread_that_supervises_neither_makes_nor_removes_the_fifo() {
+    let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("fifo");
+    // Block the runtime thread until the FIFO exists.
+    let ((block, is_blocked), (go_on, blocked)) = (channel(), channel::<()>());
+    let (exists, existed) = channel();
+    let at_exit = AtExit { path: path.clone(), exists };
+    let block = move || {
+        block.send(()).unwrap();
+        assert!(blocked.recv().is_err());
+        AT_EXIT.with(|cell| assert!(cell.set(at_exit).is_ok()));
+    };
+    supervisor.spawn(Box::new(|| Box::pin(async move { block() }))).unwrap();
+    is_blocked.recv().unwrap();
+    std::thread::scope(|scope| {
+        let watching = scope.spawn(|| supervisor.watch_timers(Some(&path)));
+        // Release the thread even if the FIFO does not appear.
+        let go_on = go_on;
+        wait_until("the FIFO", || path.exists());
+        drop(go_on);
+        assert_eq!(watching.join().unwrap().unwrap(), path);
+    });
+    supervisor.close(false).unwrap();
+    assert_eq!(existed.try_iter().collect::<Vec<_>>(), [true], "the FIFO is still there when the thread exits");
+    assert!(!path.exists());
+    assert_no_children();
 }
 
 #[test]

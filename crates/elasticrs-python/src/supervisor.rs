@@ -133,7 +133,7 @@ impl Supervisor {
 
     #[pyo3(signature = (path=None))]
     fn watch_timers(&self, py: Python<'_>, path: Option<PathBuf>) -> PyResult<OsString> {
-        Ok(py.detach(|| self.inner.watch_timers(path)).map_err(Error)?.into_os_string())
+        Ok(py.detach(move || self.inner.watch_timers(path.as_deref())).map_err(Error)?.into_os_string())
     }
 
     #[pyo3(signature = (limit, *, startup=None, exit_limit=None, least=None))]

@@ -96,7 +96,8 @@ pub(super) enum Command {
     Drain(Duration, Reply<Vec<NotDrained>>),
     Spawn(Task),
     Guard(Guarded),
-    WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
+    /// Read the records of expiration timers from this descriptor of a FIFO.
+    WatchTimers(OwnedFd, Reply<io::Result<()>>),
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
     WatchExits(OwnedFd, Option<Duration>),

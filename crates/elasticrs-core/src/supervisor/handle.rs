@@ -1,15 +1,16 @@
 //! The supervisor's handle, through which the agent controls the runtime thread.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use elasticrs_runtime::runtime::{self, Spawn, Task};
 use elasticrs_runtime::{lock, threads};
+use nix::errno::Errno;
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
@@ -26,6 +27,7 @@ use crate::nursery::fence::Fence;
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, ProcessSpec, StopPolicy};
 use crate::sys::pidfd;
+use crate::timer::fifo::Fifo;
 use crate::timer::hang::{Elsewhere, Limits};
 
 /// Handle to the supervisor for tasks on the runtime thread that hold the agent's lease. Through it, such a task
@@ -95,13 +97,17 @@ impl Keeper {
 
 /// Starts, watches and stops the workers of one agent, one group at a time.
 ///
-/// All methods return immediately, except [`Self::next`], [`Self::drain`] and [`Self::close`]. In a child made by
-/// `fork`, they fail with [`SupervisorError::Forked`]. Methods that need the runtime fail with
-/// [`SupervisorError::Ended`] once the runtime has ended.
+/// All methods return immediately, except [`Self::next`], [`Self::drain`] and [`Self::close`]. [`Self::watch_timers`] and
+/// [`Self::follow`] block if a file system hangs. In a child made by `fork`, methods that return a `Result` fail with
+/// [`SupervisorError::Forked`]. Methods that need the runtime fail with [`SupervisorError::Ended`] once the runtime has
+/// ended.
 pub struct Supervisor {
     commands: UnboundedSender<Command>,
     shared: Shared,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// The FIFO of the timers. The runtime thread has only a descriptor of it, because creating and removing a file may
+    /// block on a file system.
+    timers: Mutex<Option<Fifo>>,
     owner: u32,
 }
 
@@ -128,7 +134,7 @@ impl Supervisor {
             Err(_) => return Err(SupervisorError::Ended),
         }
         let (thread, owner) = (Mutex::new(Some(thread)), std::process::id());
-        Ok(Self { commands, shared, thread, owner })
+        Ok(Self { commands, shared, thread, timers: Mutex::default(), owner })
     }
 
     /// Returns the pid of the nursery. `None` if there is no nursery.
@@ -248,8 +254,24 @@ impl Supervisor {
     /// Starts to read the expiration timers of the workers from a FIFO, until [`Self::close`] removes the FIFO. Creates
     /// the FIFO at `path`, or in a new directory if `path` is `None`, and returns its path. See [`crate::timer`].
     /// [`super::Event::TimerExpired`] reports expired timers, and [`super::Event::Degraded`] reports rejected records.
-    pub fn watch_timers(&self, path: Option<PathBuf>) -> Result<PathBuf, SupervisorError> {
-        self.ask(|reply| Command::WatchTimers(path, reply))?
+    ///
+    /// Creates the FIFO on the calling thread, so it may block on a file system. Only a descriptor of the FIFO goes to
+    /// the runtime thread.
+    #[allow(clippy::disallowed_methods, reason = "runs on the caller's thread")]
+    pub fn watch_timers(&self, path: Option<&Path>) -> Result<PathBuf, SupervisorError> {
+        self.check_owner()?;
+        let mut timers = lock(&self.timers);
+        if self.commands.is_closed() {
+            return Err(SupervisorError::Ended);
+        }
+        let failed = |source| SupervisorError::Timers { path: path.map(Path::to_owned).unwrap_or_default(), source };
+        if timers.is_some() {
+            return Err(failed(Errno::EALREADY.into()));
+        }
+        let fifo = Fifo::create(path).map_err(failed)?;
+        let input = fifo.descriptor().map_err(failed)?;
+        self.ask(|reply| Command::WatchTimers(input, reply))?.map_err(failed)?;
+        Ok(timers.insert(fifo).path().to_owned())
     }
 
     /// Watches the workers of all later groups for hangs, and gives each of them a page for its heartbeats
@@ -344,6 +366,8 @@ impl Supervisor {
             let _ = self.commands.send(Command::Close { keep_descendants });
             // Ignore an error, because a panic of the thread was already reported as an event.
             let _ = thread.join();
+            // Remove the FIFO of the timers on this thread.
+            drop(lock(&self.timers).take());
             self.shared.logs.close();
         }
         Ok(())
@@ -378,6 +402,9 @@ impl Drop for Supervisor {
         if self.close(false).is_err() {
             // Leak the logs, because dropping them would wait for a thread that only exists in the parent process.
             std::mem::forget(Arc::clone(&self.shared.logs));
+            // Leak the FIFO, because dropping it would remove the file that the parent process uses.
+            let timers = self.timers.get_mut().unwrap_or_else(PoisonError::into_inner);
+            std::mem::forget(timers.take());
         }
     }
 }
@@ -390,12 +417,16 @@ mod tests {
     use crate::nursery::launch::NurseryImage;
     use crate::supervisor::Event;
 
-    #[test]
-    fn a_panic_of_the_runtime_is_an_error_and_not_a_hang() {
-        // A nursery that does nothing and exits when its link is closed.
+    /// Starts a supervisor whose nursery does nothing and exits when its link is closed.
+    fn idle_supervisor() -> Supervisor {
         let args = ["sh", "-c", "cat <&3 >/dev/null"].map(Into::into).to_vec();
         let nursery = vec![NurseryImage::Program { path: "/bin/sh".into(), args }];
-        let supervisor = Supervisor::new(Config { nursery, owns_process: true }).unwrap();
+        Supervisor::new(Config { nursery, owns_process: true }).unwrap()
+    }
+
+    #[test]
+    fn a_panic_of_the_runtime_is_an_error_and_not_a_hang() {
+        let supervisor = idle_supervisor();
         supervisor.tell(Command::Panic).unwrap();
         let hang = Some(Duration::from_secs(60));
         let Next::Event(Event::Panicked { message }) = supervisor.next(hang).unwrap() else {
@@ -407,5 +438,18 @@ mod tests {
         supervisor.close(false).unwrap();
         wait().unwrap();
         assert_eq!(wait(), Err(nix::errno::Errno::ECHILD), "a process was left behind");
+    }
+
+    #[test]
+    fn a_forked_child_leaves_the_fifo_of_its_parent_alone() {
+        let mut supervisor = idle_supervisor();
+        let directory = tempfile::tempdir().unwrap();
+        let path = supervisor.watch_timers(Some(&directory.path().join("fifo"))).unwrap();
+        // The process that created a supervisor is known by its pid.
+        supervisor.owner += 1;
+        drop(supervisor);
+        assert!(path.exists());
+        // The nursery exits, because the runtime thread ends when the last handle is gone.
+        wait().unwrap();
     }
 }

@@ -347,7 +347,7 @@ impl Task {
                 // future.
                 self.tasks.spawn_local(async move { task().await });
             }
-            Command::WatchTimers(path, reply) => answer(&reply, self.watch_timers(path.as_deref())),
+            Command::WatchTimers(fifo, reply) => answer(&reply, self.watch_timers(fifo)),
             Command::WatchHangs(limits) => self.hangs.limits = Some(limits),
             Command::KeepEvidence(files, py_spy) => (self.hangs.files, self.hangs.py_spy) = (files, py_spy),
             Command::WatchExits(notices, limit) => self.watch_exits(notices, limit),

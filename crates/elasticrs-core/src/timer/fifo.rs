@@ -30,7 +30,8 @@ impl Fifo {
     ///
     /// Takes over a FIFO that was left behind by a killed process. Such a FIFO belongs to this user, no other user may
     /// open it, and no process reads it. Any other existing file is left unchanged: fails with `EEXIST` if another file
-    /// is at `path`, and with `EBUSY` if another process reads the FIFO.
+    /// is at `path`, and with `EBUSY` if another process reads the FIFO. Creating and dropping a FIFO blocks if the file
+    /// system hangs.
     pub fn create(path: Option<&Path>) -> io::Result<Self> {
         let Some(path) = path else {
             let directory = make_directory()?;

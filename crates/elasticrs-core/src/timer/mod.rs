@@ -4,8 +4,9 @@
 //! A worker writes a line to the FIFO when it enters a block that may hang, and another line when it leaves the block.
 //! The format is that of `torch.distributed.elastic.timer.FileTimerClient`. All code for timers except [`fifo`] is
 //! pure: [`lines`] splits bytes into lines, [`record`] parses them, [`table`] keeps the deadlines, and [`complaints`]
-//! counts rejected records. The supervisor's runtime thread owns one of each, finds the process of each record, and
-//! signals processes whose timer has expired.
+//! counts rejected records. The supervisor's runtime thread owns one of each except the FIFO, for which it has a
+//! descriptor. It finds the process of each record, and signals processes whose timer has expired. The thread that calls
+//! the supervisor creates and removes the FIFO, because that blocks if the file system hangs.
 //!
 //! Invariants, cited by the tests:
 //!
@@ -22,7 +23,10 @@
 //! To detect hangs, a worker stores heartbeats in a page of memory ([`pages`]), and [`hang`] finds the workers that
 //! missed their heartbeat deadline.
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 pub mod complaints;
+#[allow(clippy::disallowed_methods, reason = "runs on the caller's thread")]
 pub mod fifo;
 pub mod hang;
 pub mod lines;

@@ -7,7 +7,6 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -25,7 +24,6 @@ use super::{Current, Running, Task};
 use crate::nursery::tree::Status;
 use crate::signal::Signal;
 use crate::stat::{START_TIME, Stat};
-use crate::supervisor::command::SupervisorError;
 use crate::supervisor::counters::TimerCounts;
 use crate::supervisor::event::{Event, TimerExpired};
 use crate::supervisor::state::Input;
@@ -33,7 +31,7 @@ use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
 use crate::timer::complaints::{Complaints, INTERVAL, MAX_TOLD, excerpt, more_timers};
-use crate::timer::fifo::{CAPACITY, Fifo};
+use crate::timer::fifo::CAPACITY;
 use crate::timer::lines::Lines;
 use crate::timer::record::{self, Record, Refusal, Request};
 use crate::timer::table::{Due, Terms, Timers, on_monotonic};
@@ -77,7 +75,7 @@ pub(super) enum Ring {
 }
 
 pub(super) struct Watchdog {
-    fifo: Fifo,
+    /// The FIFO. The handle owns its file, because creating and removing a file may block on a file system.
     input: AsyncFd<OwnedFd>,
     alarm: TimerFd,
     rings: AsyncFd<OwnedFd>,
@@ -96,14 +94,12 @@ pub(super) struct Watchdog {
 }
 
 impl Watchdog {
-    fn new(path: Option<&Path>, counts: Arc<TimerCounts>) -> io::Result<Self> {
-        let fifo = Fifo::create(path)?;
+    fn new(fifo: OwnedFd, counts: Arc<TimerCounts>) -> io::Result<Self> {
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         let alarm = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags)?;
         Ok(Self {
-            input: register(fifo.descriptor()?, Interest::READABLE)?,
+            input: register(fifo, Interest::READABLE)?,
             rings: register(alarm.as_fd().try_clone_to_owned()?, Interest::READABLE)?,
-            fifo,
             alarm,
             armed: None,
             lines: Lines::default(),
@@ -377,15 +373,9 @@ impl Running {
 }
 
 impl Task {
-    pub(super) fn watch_timers(&mut self, path: Option<&Path>) -> Result<PathBuf, SupervisorError> {
-        let failed = |source| SupervisorError::Timers { path: path.map(Path::to_owned).unwrap_or_default(), source };
-        if self.watchdog.is_some() {
-            return Err(failed(Errno::EALREADY.into()));
-        }
-        let watchdog = Watchdog::new(path, Arc::clone(&self.shared.counters.timers)).map_err(failed)?;
-        let path = watchdog.fifo.path().to_owned();
-        self.watchdog = Some(watchdog);
-        Ok(path)
+    pub(super) fn watch_timers(&mut self, fifo: OwnedFd) -> io::Result<()> {
+        self.watchdog = Some(Watchdog::new(fifo, Arc::clone(&self.shared.counters.timers))?);
+        Ok(())
     }
 
     pub(super) async fn on_ring(&mut self, ring: &Ring) {
