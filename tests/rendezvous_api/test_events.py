@@ -3,12 +3,12 @@
 import logging
 
 import pytest
-from elasticrs.rendezvous.dynamic.recording import Recorder
 
 from elasticrs.events import NodeState, RdzvEvent, _events_loggers, handlers
 from elasticrs.rendezvous import RendezvousConnectionError, RendezvousParameters, c10d_rendezvous_backend
 from elasticrs.rendezvous.c10d_rendezvous_backend import create_backend, create_file_backend
 from elasticrs.rendezvous.dynamic.actions import Action
+from elasticrs.rendezvous.dynamic.recording import Recorder
 from elasticrs.rendezvous.dynamic.rendezvous_state import Node, Place, Standing, State
 from elasticrs.rendezvous.dynamic_rendezvous import create_handler
 from elasticrs.store.file_store import FileStore

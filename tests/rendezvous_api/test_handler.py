@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, Operation, SharedState
 
 from elasticrs.rendezvous import (
     RendezvousClosedError,
@@ -25,6 +24,7 @@ from elasticrs.rendezvous.dynamic.rendezvous_state import (
     decode,
     encode,
 )
+from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, Operation, SharedState
 from elasticrs.rendezvous.dynamic_rendezvous import create_handler
 from elasticrs.store.file_store import FileStore
 

@@ -3,7 +3,6 @@
 from datetime import timedelta
 
 import pytest
-from elasticrs.rendezvous.dynamic.turns import Operation, SharedState
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from elasticrs.rendezvous import RendezvousConnectionError, RendezvousError
 from elasticrs.rendezvous.dynamic import actions
 from elasticrs.rendezvous.dynamic.rendezvous_settings import RendezvousSettings, RendezvousTimeout
 from elasticrs.rendezvous.dynamic.rendezvous_state import Node, Place, decode
+from elasticrs.rendezvous.dynamic.turns import Operation, SharedState
 
 from .backends import MemoryBackend
 
