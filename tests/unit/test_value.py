@@ -65,15 +65,11 @@ class Named(Value):
     names: list[str] = fresh(factory=list)
 
 
-def test_a_compiled_record_is_like_the_others():
-    for number in range(100):
-        assert Hot(number).x == number
-    assert Hot.__init__ is not Hotter.__init__
+def test_records_with_bases_keywords_or_no_fields():
     assert Hotter(1, z=2).values() == (1, 0, [], 2)
-    for _ in range(100):
-        assert Named(1, colour="red", size=2).values() == (1, 2, "red", [])
-        assert Empty() == Empty()
-    with pytest.raises(TypeError, match="positional"):
+    assert Named(1, colour="red", size=2).values() == (1, 2, "red", [])
+    assert Empty() == Empty()
+    with pytest.raises(TypeError, match="got 4 values for 1 fields"):
         Named(1, 2, "red", [])
     assert Hot(1, names=["a"]) == Hot(1, 0, ["a"]) != Hot(1)
     assert Hot(1).values() == (1, 0, [])
