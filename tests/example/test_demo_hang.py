@@ -11,7 +11,7 @@ GOOD = [
     "resumed after epoch 2\n",
     "final accuracy on held-out data: 98.61%\n",
 ]
-EVIDENCE = """no sign of life for 3.000 s
+EVIDENCE = """no activity for 3.000 s
 
 Current thread 0x00007f0000000002 (most recent call first):
   File "distributed_c10d.py", line 5000 in barrier

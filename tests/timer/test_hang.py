@@ -406,7 +406,7 @@ def test_a_start_has_a_limit_when_it_is_given_one(launch, worker_script):
     """)
     launched = launch("--nproc-per-node=2", "--hang-timeout=60", "--hang-startup-timeout=3", script).exits(1)
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
-    assert re.search(r"hung: no sign of life since its start for [\d.]+ s \(limit 3 s\)", launched.stderr)
+    assert re.search(r"hung: no activity since its start for [\d.]+ s \(limit 3 s\)", launched.stderr)
 
 
 WITHOUT_AN_END = {"a line": "one line\\n", "a bar": "\\r 20%|###", "a prompt": "step 2 ..."}

@@ -51,7 +51,7 @@ def test_what_is_not_known_is_left_out():
     assert hangs.hung(hung(alone), RANKS).endswith("(limit 60 s); it waits for a device")
     alone = [seen(1, None, wait_channel="futex_do_wait")]
     text = hangs.hung(hung(alone, missed="startup"), RANKS)
-    assert text.startswith("hung: no sign of life since its start for 61.0 s (limit 60 s); ")
+    assert text.startswith("hung: no activity since its start for 61.0 s (limit 60 s); ")
     assert text.endswith("; it waits in the kernel's futex_do_wait")
 
 
@@ -77,7 +77,7 @@ def test_last_heartbeats_are_told_by_step():
 def test_the_stack_is_that_of_the_thread_that_answered(tmp_path):
     path = tmp_path / "hang.txt"
     assert hangs.stack(str(path)) is None
-    path.write_text("no sign of life\n\nno Python stacks\n")
+    path.write_text("no activity\n\nno Python stacks\n")
     assert hangs.stack(str(path)) is None
     frames = "".join(f'  File "train.py", line {line} in f\n' for line in range(20))
     thread = 'Thread 0x1 (most recent call first):\n  File "other.py", line 1 in g\n\n'
@@ -96,7 +96,7 @@ def test_a_rank_that_is_stopped_may_have_a_place():
 
 
 SPIED = """\
-no sign of life for 1.000 s
+no activity for 1.000 s
 pid 7, state S
 
 no Python stacks: it has no handler for the signal, or it did not answer

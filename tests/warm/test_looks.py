@@ -11,7 +11,7 @@ from helpers import procs
 from elasticrs.agent.warming import Warming
 from elasticrs.workers.warm import sources
 
-SAID = "warm: the files of imported modules cannot be looked at within 0.5 s: an edited one goes unnoticed"
+SAID = "warm: the files of imported modules could not be checked within 0.5 s; edits may go undetected"
 NOTHING_BESIDE = SimpleNamespace(take_over=lambda: False)
 
 

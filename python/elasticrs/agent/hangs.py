@@ -47,7 +47,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     beat = own.heartbeat if own is not None else None
     section = printable(beat.section) if beat is not None and beat.section else ""
     what = {
-        "startup": "no sign of life since its start",
+        "startup": "no activity since its start",
         "step": "no heartbeat",
         "section": f"no end of its section '{section}'",
         "exit": "its program had returned, and it had not exited",
@@ -72,7 +72,7 @@ def _stopped_at(event: WorkerHung, own: RankSeen | None, others: Sequence[RankSe
     before = (min((beat.at_ns for beat in beats), default=0) - event.since_ns) / 1e9
     is_earlier = f"{seconds(before)} before the others" if before >= _EARLIER else ""
     if step is None:
-        return f"its last sign of life came {is_earlier}" if is_earlier else ""
+        return f"its last heartbeat came {is_earlier}" if is_earlier else ""
     steps = [beat.step for beat in beats if beat.step is not None]
     behind = min(steps, default=step) - step
     is_behind = f"{behind:,} step{'s' if behind != 1 else ''} behind them" if behind > 0 else ""

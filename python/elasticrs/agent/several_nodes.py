@@ -129,7 +129,7 @@ class SeveralNodes(Decisions):
         if self._names is not None and not self._is_told:
             self._is_told = True
             name = self._rendezvous.host if self._rendezvous.etcd is None else node_name()
-            self._console.say(f"waiting for the name service: what is {name}?")
+            self._console.say(f"waiting for DNS to resolve {name}")
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:

@@ -174,7 +174,7 @@ class Story(Observer):
         first = first_seen(attempt)
         who = attempt.who(first, attempt.pids[first]) + how_it_failed(attempt, first)
         others = "the other rank" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks"
-        self._say(f"{who}; stopping {others}: errors that follow here are a consequence")
+        self._say(f"{who}; stopping {others}: errors below are side effects")
 
     def _cause(self, attempt: Attempt) -> str:
         """Return the reason why an attempt ended, and store it for the report."""

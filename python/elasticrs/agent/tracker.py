@@ -227,7 +227,7 @@ class AttemptTracker:
         """
         if not are_running or self.attempt is None:
             name = phrases.signal_name(signum)
-            self._console.say(f"{name} received: no workers run, so nobody gets it")
+            self._console.say(f"{name} received and ignored: no workers are running")
             return
         self._passed.pass_on(signum, self.attempt.running())
 

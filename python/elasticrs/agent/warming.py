@@ -221,8 +221,8 @@ class Warming:
         was_stuck, self._is_stuck = self._is_stuck, not asked.wait(0 if self._is_stuck else _PATIENCE)
         if self._is_stuck and not was_stuck:
             self._say(
-                f"warm: the files of imported modules cannot be looked at within {_PATIENCE:g} s: "
-                "an edited one goes unnoticed"
+                f"warm: the files of imported modules could not be checked within {_PATIENCE:g} s; "
+                "edits may go undetected"
             )
         return not self._is_stuck
 

@@ -434,7 +434,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 self._run(actions.keep_alive, self._settings.timeout.heartbeat.total_seconds())
         except Exception as error:
             # Continue after any exception from the user's back end, because the next heartbeat may succeed.
-            _log.warning("node %s could not give a sign of life: %s", self._this_node, error or repr(error))
+            _log.warning("node %s could not send a heartbeat: %s", self._this_node, error or repr(error))
 
 
 def _rank_0(nodes: dict[Node, Any]) -> str:

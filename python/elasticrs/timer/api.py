@@ -180,7 +180,7 @@ class TimerServer(ABC):
             if self._reap_worker_no_throw(worker_id):
                 reaped.add(worker_id)
             else:
-                _logger().error("worker %s could not be ended; it is tried again", worker_id)
+                _logger().error("worker %s could not be stopped; retrying", worker_id)
         self.clear_timers(reaped)
 
     def _reap_worker_no_throw(self, worker_id: Any) -> bool:

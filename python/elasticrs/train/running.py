@@ -515,7 +515,7 @@ class _Run:
             return Event.BROKE
         is_broken_off = self._plain.was_broken_off(is_meeting=self._is_meeting)
         _log.warning(
-            "rank %d: %s%s: %s; the workers meet anew, and go on from the last step",
+            "rank %d: %s%s: %s; regrouping; resuming from the last completed step",
             self._rank,
             "broken off by others: " if is_broken_off else "",
             type(error).__name__,
@@ -553,7 +553,7 @@ class _Run:
             return Event.ENDED
         error = RuntimeError(
             f"Exceeded max number of recoverable failures: {self._loop.failures} of this worker and "
-            f"{self._loop.broken_off} collectives that were broken off, without a step in between"
+            f"{self._loop.broken_off} interrupted collectives with no completed step"
         )
         self._plain.on_error(error)
         raise error from self._error

@@ -82,7 +82,7 @@ KEYS = (
     Key("user", None, _name, "user of etcd"),
     Key("password_file", None, path, "file that contains the user's password"),
     Key("etcd_prefix", "/torchelastic/p2p", _prefix, "put before the names of all keys"),
-    Key("lease_ttl", 5, _ttl, "seconds without a sign of life after which a node is lost, 2 or more"),
+    Key("lease_ttl", 5, _ttl, "seconds without a keep-alive after which a node is lost, 2 or more"),
     Key("read_timeout", 60.0, seconds(0, above=True), "seconds for an answer of etcd"),
     Key("host", False, truth, "1: the agents of the endpoints host etcd for the job; 1, 3 or 5 of them"),
     Key("peer_port", None, whole(1),
@@ -312,7 +312,7 @@ def _seats(
     if len(endpoints) not in _SIZES:
         raise UsageError(
             f"{option}: got {len(endpoints)} endpoints, expected 1, 3 or 5 with host=1: most members have to "
-            "be up, so an even number bears no more losses than one less, and more than 5 are only slower"
+            "be up, so an even count tolerates no more failures, and more than 5 are only slower"
         )
     if "user" in read:
         raise UsageError(f"{source}: host=1 and user cannot be combined: hosted members have none")

@@ -70,7 +70,7 @@ impl Then {
             Self::Hung(Look { late, at, .. }) => {
                 let first = late.iter().find(|overdue| overdue.is_due);
                 let silent = first.map_or(0, |overdue| at.0.saturating_sub(overdue.since)) / 1_000_000;
-                format!("no sign of life for {}.{:03} s", silent / 1000, silent % 1000)
+                format!("no activity for {}.{:03} s", silent / 1000, silent % 1000)
             }
             Self::Stop(..) => "a rank on another node hangs".to_owned(),
         }
