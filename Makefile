@@ -1,7 +1,7 @@
 # Everything a developer runs. Each target is quick when nothing has changed.
 #
 #   make setup PYTHON=python3.12     choose the interpreter of .venv
-#   make test ALL=1                  also what is slow or needs root; nothing may be skipped (but for want of a GPU)
+#   make test ALL=1                  also the tests marked slow, with thorough random examples; no skips, except for want of a GPU
 #   make test PYTEST="-k logs -x"    arguments for pytest, in one process
 #   make test JOBS=8                 processes of pytest; 0: one that runs them all itself
 #   make bench BENCH="--only launch --quick"
@@ -28,6 +28,8 @@ GPU_KIT_SOURCES := $(addprefix tests/gpu_kit/,job.py checks.py __main__.py)
 
 BENCH ?=
 PYTEST ?=
+# What `make check` runs of the tests in Python.
+CHECKED := tests/unit tests/errors tests/rendezvous/test_rounds.py tests/e2e/test_launcher.py
 # Most tests wait rather than compute: one process more than there are processors, up to 8, since the longest tests end no
 # sooner with more. Who picks tests looks at them, and may want -s or --pdb.
 JOBS ?= $(if $(strip $(PYTEST)),0,$(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8))))
@@ -47,7 +49,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint bench wheel clean force
+.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint bench wheel clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,7 +87,24 @@ demo-etcd: build ## three agents meet in an etcd of three members; the one with 
 demo-multinode: build ## three hosts train; one is cut off, comes back; their store is killed, comes back (namespaces if root)
 	@$(PY) examples/ddp_multinode/demo.py
 
-test: test-rust test-python ## all tests but those marked slow, then a list of what took longest; ALL=1: every test
+test: test-rust test-python ## all tests except those marked slow, then a list of the slowest; ALL=1: every test
+
+# Checks of the language, the types and the pure parts, in less than two minutes once everything is built.
+check: build ## a meaningful part of lint and tests, in under two minutes: for each save of a file
+	@cargo fmt --all --check
+	@$(PY) -m ruff check --no-cache --quiet $(PYTHON_TREES)
+	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	@cargo nextest run --locked --workspace --lib --no-fail-fast --status-level fail --final-status-level fail
+	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow" $(CHECKED)
+
+# The rest of the tests, for hours. A random test that fails prints how to repeat its example.
+nightly: ## every test with thorough random examples, then soaks, other releases of torch, and the comparison with torchrun
+	@$(MAKE) test ALL=1
+	@$(MAKE) soak SOAK="--seconds 1800 --seed $$(date +%s)"
+	@$(MAKE) soak-store soak-train soak-hosted
+	@$(MAKE) interop TORCH='2.6.*'
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal tests/e2e --launcher torchrun \
+	    --junitxml=benchmarks/results/torchrun-$$($(PY) -c 'import torch; print(torch.__version__)').xml
 
 # The groups of these suites once more, as forks of a warm nursery; the slow ones, which wait for a nursery that does not wake
 # up, are left out.
@@ -130,11 +149,12 @@ soak-train: build ## workers of elasticrs.train are killed at random moments: st
 soak-hosted: build ## nodes that host etcd are killed, stopped and cut off (root); ROUNDS=200
 	@ELASTICRS_HOSTED_ROUNDS=$(or $(ROUNDS),200) $(PY) -m pytest -q -n0 -s tests/network/hosted_etcd_monkey.py
 
+# Ruff's cache does not notice new modules, which decide how imports are sorted.
 lint: build ## formatters, linters, types, the stub of the extension, floors and circles, rules of the tree
 	@cargo fmt --all --check
 	@cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
-	@$(PY) -m ruff check --quiet $(PYTHON_TREES)
-	@$(PY) -m ruff format --quiet --check $(PYTHON_TREES)
+	@$(PY) -m ruff check --no-cache --quiet $(PYTHON_TREES)
+	@$(PY) -m ruff format --no-cache --quiet --check $(PYTHON_TREES)
 	@$(PY) -m mypy python tools tests/helpers tests/conftest.py benchmarks $(GPU_KIT_SOURCES)
 	@$(PY) -m mypy.stubtest --concise --allowlist tools/stubtest-allowlist.txt elasticrs._core
 	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }

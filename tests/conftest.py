@@ -1,9 +1,9 @@
 """Fixtures and rules for all tests.
 
-``ELASTICRS_REQUIRE_ALL=1`` (set by ``make test ALL=1``) makes every skip a failure, but for want of a GPU.
-``ELASTICRS_HYPOTHESIS_PROFILE`` is ``fast`` (the default) or ``thorough``.
-``pytest tests/e2e --launcher torchrun`` runs the same black-box tests against the reference, but for those
-marked ``beyond_torchrun``: so that a test of compatibility is known to be one.
+``ELASTICRS_REQUIRE_ALL=1`` (set by ``.ci/run`` and ``make test ALL=1``) makes every skip a failure, except
+for tests that need a GPU. ``ELASTICRS_HYPOTHESIS_PROFILE`` is ``fast`` (the default) or ``thorough`` (``make
+nightly``). ``pytest tests/e2e --launcher torchrun`` runs the same black-box tests against the reference, but
+for those marked ``beyond_torchrun``: so that a test of compatibility is known to be one.
 """
 
 import importlib.util
@@ -24,9 +24,10 @@ __all__ = ["formed", "hosts", "impair", "multinode", "network", "no_leaks"]
 
 pytest_plugins = ["pytester", "helpers.etcd_fixtures"]
 
-hypothesis.settings.register_profile("fast", max_examples=50, deadline=None)
-# What has to pass before a change is taken must not depend on luck; new examples are those of the quick runs.
-hypothesis.settings.register_profile("thorough", max_examples=1000, deadline=None, derandomize=True)
+# Use the same examples in every run, because a change must not be rejected by chance. The nightly runs use
+# new ones.
+hypothesis.settings.register_profile("fast", max_examples=100, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("thorough", max_examples=1000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("ELASTICRS_HYPOTHESIS_PROFILE", "fast"))
 
 REQUIRE_ALL = os.environ.get("ELASTICRS_REQUIRE_ALL") == "1"

@@ -24,6 +24,9 @@ SCRIPT = """
     def say(what):
         os.write(1, f"{what}\\n".encode())
 
+    def wait_at(gate):
+        os.read(os.open(os.environ[gate], os.O_RDONLY), 1)
+
     class Plain(State):
         step, weights = 0, zeros(2)
 
@@ -53,12 +56,10 @@ SCRIPT = """
     say(f"RETURNED rank={rank} world={os.environ['WORLD_SIZE']} pid={os.getpid()} life={life}"
         f" step={state.step} weights={state.weights.tolist()}")
     if life == "0" and rank == victim:
-        with open(os.environ["ALL_HAVE_RETURNED"]) as fifo:
-            fifo.read()
+        wait_at("ALL_HAVE_RETURNED")
         os.kill(os.getpid(), signal.SIGKILL)
     if everybody_exits == "no":
-        with open(os.environ["MAY_EXIT"]) as fifo:
-            fifo.read()
+        wait_at("MAY_EXIT")
 """
 
 RETURNED = r"RETURNED rank=(\d) world=(\d) pid=(\d+) life=(\d) step=(\d) weights=\[([\d.]+), "
@@ -66,7 +67,7 @@ RETURNED = r"RETURNED rank=(\d) world=(\d) pid=(\d+) life=(\d) step=(\d) weights
 
 @pytest.fixture
 def job(launch, worker_script, tmp_path):
-    """Return a function that starts 3 workers, one of which dies at a gate, and one that opens a gate."""
+    """Yield a function that starts 3 workers, one of which dies at a gate, and one that opens a gate."""
     gates = {name: tmp_path / name for name in ("ALL_HAVE_RETURNED", "MAY_EXIT")}
     for path in gates.values():
         os.mkfifo(path)
@@ -79,10 +80,16 @@ def job(launch, worker_script, tmp_path):
             env={name: str(path) for name, path in gates.items()},
         )
 
-    def open_gate(name):
-        gates[name].open("w").close()
+    opened = []
 
-    return start, open_gate
+    def open_gate(name):
+        # Leave a byte for each worker, because some may come to the gate later.
+        opened.append(os.open(gates[name], os.O_RDWR))
+        os.write(opened[-1], b"x" * 8)
+
+    yield start, open_gate
+    for gate in opened:
+        os.close(gate)
 
 
 def returned(job, count):
