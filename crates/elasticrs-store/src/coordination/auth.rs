@@ -5,7 +5,8 @@ use sha2::Sha256;
 
 use super::protocol::{Digest, Secret};
 
-/// The side that proves that it knows the token. A proof of one side is not valid for the other side.
+/// The side that makes a proof. It is part of the data of the proof, so that one side's proof is not valid for the
+/// other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     /// The client answers the store's challenge.
@@ -40,7 +41,7 @@ pub(super) fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id
     mac(token, challenge, run_id, direction).verify_slice(answer).is_ok()
 }
 
-/// Returns unpredictable bytes for a challenge, the secret of a session, or the ID of a store.
+/// Returns unpredictable bytes, for use as a challenge, as the secret of a session, or as the ID of a store.
 pub(crate) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes)?;
@@ -69,7 +70,7 @@ mod tests {
 
     #[test]
     fn the_digest_is_hmac_sha256() {
-        // Computed with Python's hmac module over 32 bytes of 7, then "run" and "client".
+        // Computed with Python's hmac module over 32 bytes with the value 7, followed by "run" and "client".
         let answer = proof(b"token", &[7; 32], "run", Direction::Client);
         let known = [
             0x60, 0x0f, 0xa1, 0x49, 0x8f, 0xaa, 0x04, 0x80, 0x20, 0x05, 0xf4, 0x27, 0x44, 0xdf, 0xf7, 0x48, 0xb1, 0x8c,

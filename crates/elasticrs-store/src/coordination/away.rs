@@ -11,11 +11,11 @@ pub(super) const LAST_PAUSE: Duration = Duration::from_millis(250);
 
 /// Shortest outage that is reported to the user, in nanoseconds.
 const UNNOTICED: u64 = 1_000_000_000;
-/// Minimum time between two outage notices, in nanoseconds. If the session is about to expire, a notice is sent
-/// earlier, so that an unstable store does not flood the user but a serious outage is reported in time.
+/// Minimum time between two outage notices, in nanoseconds, so that an unstable store does not flood the user. A notice
+/// is sent earlier if half of the time until the session expires has passed.
 const QUIET: u64 = 60_000_000_000;
 
-/// An outage of the store, from the loss of the connection. All times are nanoseconds of the boot clock.
+/// An outage of the store. It starts when the connection is lost. All times are nanoseconds of the boot clock.
 #[derive(Debug)]
 pub(crate) struct Away {
     /// Name of the store in messages, such as "the store at HOST:PORT".
@@ -32,14 +32,14 @@ pub(crate) struct Away {
 }
 
 impl Away {
-    /// `unanswered` is the time at which the oldest unanswered request was sent. `told` is the time of the last notice
-    /// about an earlier outage.
+    /// Starts an outage. `unanswered` is the time at which the oldest unanswered request was sent. `told` is the time
+    /// of the last notice about an earlier outage.
     pub(crate) fn new(what: String, now: u64, unanswered: Option<u64>, deadline: u64, told: Option<u64>) -> Self {
         let silent = unanswered.map_or(now, |sent| sent.min(now));
         Self { what, begun: now, silent, deadline, next_pause: Duration::ZERO, is_told: false, told }
     }
 
-    /// Returns the time since which the store has not answered.
+    /// Returns the time at which the store stopped answering.
     pub(crate) fn silent(&self) -> u64 {
         self.silent
     }
@@ -57,14 +57,14 @@ impl Away {
         half_by_chance(most)
     }
 
-    /// Returns the reason to report if the session is not resumed. `answered` is the time at which the last request
-    /// that the store answered was sent.
+    /// Returns the reason to report if the session is lost in this outage. `answered` is the send time of the last
+    /// request that the store answered.
     pub(super) fn trouble(&self, kind: LostKind, why: &str, answered: u64) -> (LostKind, String) {
         let seconds = seconds(self.deadline - answered);
         (kind, format!("{} has not answered for {seconds} s ({why})", self.what))
     }
 
-    /// Returns the time at which the next notice is due. `u64::MAX` if this outage was already reported.
+    /// Returns the time at which a notice about this outage is due. `u64::MAX` if the user was already notified.
     pub(crate) fn next_news(&self) -> u64 {
         if self.is_told {
             return u64::MAX;
@@ -74,7 +74,7 @@ impl Away {
         quiet.max(self.begun + UNNOTICED)
     }
 
-    /// Returns a notice for the user when it is due. Each outage is reported only once.
+    /// Returns a notice for the user if one is due. Each outage is reported only once.
     pub(crate) fn news(&mut self, now: u64, why: &str) -> Option<String> {
         if now < self.next_news() {
             return None;
@@ -85,7 +85,7 @@ impl Away {
         Some(format!("{} does not answer ({why}); nothing is stopped for up to {left} s", self.what))
     }
 
-    /// Returns the notice that the store answers again. `None` if the user was not notified of the outage.
+    /// Returns a notice that the store answers again. `None` if the user was not notified of the outage.
     pub(crate) fn over(&self, now: u64) -> Option<String> {
         let was = seconds(now.saturating_sub(self.silent));
         self.is_told.then(|| format!("{} answers again after {was} s; nothing was restarted", self.what))
@@ -113,7 +113,7 @@ mod tests {
 
     proptest! {
         /// The notices are neither late nor too frequent, no matter how often the store fails and how rarely the client
-        /// checks for due notices.
+        /// checks whether a notice is due.
         #[test]
         fn the_user_is_told_in_time_and_not_flooded(
             times in prop::collection::vec((0..20 * SECOND, 0..20 * SECOND), 1..100), lease in 10..100_u64,

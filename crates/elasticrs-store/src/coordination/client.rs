@@ -2,9 +2,9 @@
 //!
 //! - **CLIENT-1** requests are sent in the order in which they were made, and nothing is sent after the session has
 //!   ended;
-//! - **CLIENT-2** the client gives up its session one interval before the store would end it. It counts on the boot
-//!   clock, from the time at which it sent the last keep-alive that was answered. Messages that arrive after that
-//!   moment are ignored;
+//! - **CLIENT-2** the client gives up its session one interval before the store would end it. This deadline is on the
+//!   boot clock and is computed from the time at which the last answered keep-alive was sent. Messages that arrive
+//!   after the deadline are ignored;
 //! - **CLIENT-3** the end of the session is reported once, as the last event;
 //! - **CLIENT-4** a session with [`Options::resume`] survives the loss of its connection until its lease expires.
 
@@ -40,7 +40,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Starts to connect. [`Event::Connected`] or [`Event::Lost`] follows.
+    /// Starts connecting in the background. [`Event::Connected`] or [`Event::Lost`] follows.
     pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
         let resume = options.resume;
         let handle = Handle::start(runtime, move |ending, inbox| {
@@ -49,7 +49,7 @@ impl Client {
         Ok(Self { handle, resume })
     }
 
-    /// Returns the events of this client.
+    /// Returns the queue of events from this client.
     pub fn events(&self) -> &Events {
         self.handle.events()
     }
@@ -65,7 +65,7 @@ impl Client {
             return Err(Unsendable::Past);
         }
         let kind = Kind::Watch { watch: watch.clone(), wants_snapshot: snapshot };
-        // A session that can be resumed always needs the snapshot. Without it, the client could not compute which
+        // Always request the snapshot if the session can be resumed, because the client needs it to compute which
         // changes it missed while the connection was broken.
         let snapshot = snapshot || self.resume;
         self.send(kind, &Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
@@ -85,8 +85,8 @@ impl Client {
         Ok(())
     }
 
-    /// Ends the session, even if another process holds a duplicate of its socket, and blocks until that is done. No
-    /// event follows.
+    /// Ends the session and blocks until it has ended. Also works if another process holds a duplicate of the socket.
+    /// No event follows.
     pub fn close(&self) {
         self.handle.close();
     }

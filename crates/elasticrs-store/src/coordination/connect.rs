@@ -27,22 +27,23 @@ pub struct Options {
     pub host: String,
     pub port: u16,
     pub run_id: String,
-    /// The store's token or, with `scope`, the token of that scope.
+    /// The token of `scope`, or the store's token if `scope` is `None`.
     pub token: Option<Vec<u8>>,
-    /// The keys that this client may use. Sent to the store together with the proof of the token.
+    /// The keys that this client may use. The client sends them to the store together with the proof that it knows the
+    /// token.
     pub scope: Scope,
     pub interval: Duration,
     /// Number of intervals without a keep-alive after which the session ends.
     pub attempts: u16,
     /// Total time limit for name lookup, connection and handshake.
     pub connect_timeout: Duration,
-    /// Time after which keep-alives stop if the user takes no events. `None` if they never stop.
+    /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
     pub stall_timeout: Option<Duration>,
     /// True if the session survives a broken connection. The client then reconnects until the lease expires, and may
     /// send a request twice.
     pub resume: bool,
-    /// Store that this user connected to before. The connection fails unless it leads to the same store, or to one that
-    /// has restored that store's state.
+    /// Store that this user connected to before. Connecting fails if a different store answers, unless it has restored
+    /// this store's state.
     pub met: Option<MetStore>,
 }
 
@@ -96,13 +97,13 @@ pub(super) struct Met {
 }
 
 impl Opened {
-    /// Returns the time until which the session lasts for certain if no further message arrives.
+    /// Returns the time at which the client gives up the session if no keep-alive is answered.
     pub(super) fn deadline(&self) -> u64 {
         deadline(self.met.sent, self.met.pace)
     }
 }
 
-/// Returns the time one interval before the store would end the session, in nanoseconds of the boot clock.
+/// Returns the time that is one interval before the store would end the session, in nanoseconds of the boot clock.
 pub(super) fn deadline(sent: u64, pace: Pace) -> u64 {
     sent + u64::from(pace.ttl_ms.saturating_sub(pace.interval_ms)) * 1_000_000
 }
@@ -169,8 +170,8 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
     };
     let met = match met {
         Ok(met) => met,
-        // A `TCPStore` closes the connection like this, but so does an agent that hosts the store and is exiting. Probe
-        // again to tell them apart.
+        // A `TCPStore` closes the connection without an answer, but so does an agent that hosts the store and is
+        // exiting. Probe the port to tell them apart.
         Err(lost) if lost.kind == LostKind::Closed && greeter.frames.is_untouched() => {
             return Err(if is_tcp_store(peer).await { not_ours(options, TCP_STORE) } else { lost });
         }
@@ -180,7 +181,7 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
     Ok(Opened { stream, frames, local, peer, met })
 }
 
-/// Resumes a session on a new connection, within `patience`.
+/// Resumes a session on a new connection. Fails if that takes longer than `patience`.
 pub(super) async fn reopen(
     options: &Options,
     guard: &dyn Guard,
@@ -219,7 +220,7 @@ thread_local! {
 }
 
 /// Returns all addresses of the host. The lookup runs on its own thread, because a resolver may hang for longer than
-/// any caller waits.
+/// the caller can wait.
 pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Lost> {
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);
@@ -238,7 +239,8 @@ pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Lo
     }
 }
 
-/// Connects to the first address that accepts, within `patience` for all addresses. Calls `begun` before each attempt.
+/// Connects to the first address that accepts, with the time limit `patience` for all addresses together. Calls `begun`
+/// before each attempt.
 pub(crate) async fn connect(
     at: &str,
     addresses: &[SocketAddr],
@@ -277,7 +279,7 @@ fn kind_of(error: &io::Error) -> LostKind {
     }
 }
 
-/// Returns the error message of the kernel without the error number.
+/// Returns the kernel's error message without the error number.
 pub(crate) fn plain(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(errno) => nix::errno::Errno::from_raw(errno).desc().to_lowercase(),
@@ -369,7 +371,7 @@ impl Greeter<'_> {
     }
 
     async fn send(&self, bytes: &[u8]) {
-        // Ignore the error, because reading from the connection shows the reason.
+        // Ignore the error, because the next read reports why the connection broke.
         let _ = stream::write_all(&self.stream, bytes).await;
     }
 
@@ -387,8 +389,8 @@ impl Greeter<'_> {
             }
             match stream::read(&self.stream, &mut chunk).await {
                 Ok(0) if self.frames.is_untouched() => {
-                    // The peer may be another program, or a proxy in front of a store that is not running yet. Report
-                    // `Closed`, because it is worth retrying in the second case.
+                    // The peer may be another program, or a proxy whose store is not running yet. Report `Closed`,
+                    // because a retry may succeed if it is a proxy.
                     let what =
                         "closed the connection during the handshake: another program, or a proxy without a store";
                     return Err(Lost::new(LostKind::Closed, format!("{} {what}", self.options.endpoint())));
@@ -410,7 +412,8 @@ fn not_ours(options: &Options, why: &str) -> Lost {
     Lost::new(LostKind::NotOurs, message)
 }
 
-/// Returns once the peer is known to be a `TCPStore`. Most releases of torch do not answer an unknown client at all.
+/// Probes the peer after a delay. Returns if it is a `TCPStore`, and never otherwise. The probe is needed because most
+/// releases of torch send no answer to an unknown client.
 async fn until_suspicious(options: &Options, peer: SocketAddr) {
     tokio::time::sleep((options.connect_timeout / 4).min(Duration::from_secs(1))).await;
     if !is_tcp_store(peer).await {

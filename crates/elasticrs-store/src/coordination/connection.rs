@@ -26,19 +26,19 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Time for which a refused connection stays open, so that the client can read the reason.
 const PARTING: Duration = Duration::from_secs(2);
 
-/// Maximum number of bytes that are read and discarded from a refused client, because they were already in transit when
-/// it was refused.
+/// Maximum number of bytes that are read and discarded from a refused client. They were already in transit when the
+/// client was refused.
 const MAX_DROPPED: usize = 4 * MAX_REQUEST;
 
 /// Reason why a connection ended.
 enum End {
-    /// The peer closed the connection, or has been sent the reason why the connection ends.
+    /// The peer closed the connection, or this side has told the peer why it closes the connection.
     Gone,
     /// The connection was reset or timed out, so the state of the peer is unknown.
     Broken,
-    /// The bytes are from another program.
+    /// The first bytes are not those of this protocol, so the peer is another program.
     Foreign,
-    /// This side closes the connection and sends the reason.
+    /// This side will send the reason and then close the connection.
     Refused(Refusal),
 }
 
@@ -63,7 +63,7 @@ impl From<Broken> for End {
     }
 }
 
-/// Time limit of a request that has partly arrived.
+/// Time limit for receiving the rest of a request that has partly arrived.
 #[derive(Clone, Copy)]
 struct Begun {
     until: Instant,
@@ -102,7 +102,7 @@ pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
     connection.part(end).await;
 }
 
-/// Notifies the hub of the end of the connection when it is dropped, whatever the cause.
+/// Notifies the hub when it is dropped, which happens whenever the connection ends.
 struct User {
     hub: Rc<Hub>,
     outbox: Rc<Outbox>,
@@ -162,7 +162,7 @@ impl Connection {
         self.ready(&hello, Some(own))
     }
 
-    /// Returns the run that this client takes part in, or the reason to refuse the client.
+    /// Returns the client's run, or the reason to refuse the client.
     fn check(&self, hello: &Hello) -> Result<String, End> {
         if !Leases::is_allowed(hello.interval_ms, hello.attempts) {
             let (interval, attempts) = (hello.interval_ms, hello.attempts);
@@ -195,7 +195,7 @@ impl Connection {
         self.outbox.push(self.outbox.message(message));
     }
 
-    /// Carries out requests and sends answers until the connection ends.
+    /// Executes requests and sends answers until the connection ends.
     async fn converse(&mut self, session: SessionId) -> End {
         let mut begun = None;
         loop {
@@ -282,7 +282,7 @@ impl Connection {
             }
             if let Some(is_more) = self.receive()? {
                 if is_more {
-                    // Yield, because a client that sends without a pause may not keep the other clients waiting.
+                    // Yield, so that a client that sends without a pause does not keep the other clients waiting.
                     yield_now().await;
                 }
                 return Ok(());
@@ -309,7 +309,7 @@ impl Connection {
         match end {
             End::Gone | End::Broken => {}
             // Do not report this peer. It is a client of this store that received no answer while the store was paused,
-            // and that now checks what is listening here.
+            // and that now probes for a `TCPStore`.
             End::Foreign if self.frames.unread() == QUESTION => {}
             End::Foreign => {
                 let what = describe(self.frames.unread());
@@ -322,7 +322,7 @@ impl Connection {
         }
         if self.outbox.is_closing() {
             self.frames = Frames::new(0);
-            // Close the connection after this time, even if the client has not read the reason.
+            // Close the connection after this time even if the client has not read the reason.
             let _ = timeout(PARTING, self.say_why()).await;
         }
     }
@@ -335,7 +335,7 @@ impl Connection {
     }
 }
 
-/// Describes a program by the first bytes that it sent.
+/// Describes a foreign program, based on the first bytes that it sent.
 fn describe(bytes: &[u8]) -> &'static str {
     const HTTP: [&[u8]; 7] = [b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PRI "];
     if HTTP.iter().any(|method| bytes.starts_with(method)) {

@@ -1,8 +1,9 @@
 //! The file with the state of a store, from which a restarted store continues.
 //!
 //! The file has a head, followed by records. A record is a batch of changes, and the first records contain a whole
-//! state. Each commit appends a record. When the file has doubled, and at each start, the store replaces it by a new
-//! file with the current state. The store locks its file; it locks a new file before it moves the file into place.
+//! state. Each commit appends a record. At each start, and when the file has doubled in size, the store replaces the
+//! file with a new one that contains only the current state. The store keeps its file locked, and it locks a new file
+//! before moving it into place.
 //!
 //! - **DISK-1** a change survives any crash of the process or the machine once `StateFile::commit` has returned; if
 //!   the file was damaged after that, it is refused, or the loss is reported;
@@ -38,7 +39,7 @@ const SYNCED_AT: u64 = 12;
 /// Number of bytes that a record takes besides its contents: its length and its digest.
 const AROUND: u64 = 4 + 32;
 
-/// Maximum number of bytes for the sessions of one record.
+/// Maximum number of bytes that the sessions in one record may take.
 const MAX_SESSIONS: u64 = 16 << 20;
 /// Approximate number of bytes per record when a whole state is written.
 const CHUNK: usize = 1 << 20;
@@ -89,8 +90,7 @@ pub(super) struct Granted {
 /// An item of a record in the state file: a part of the store's state, or a change to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Item {
-    /// The only run that the store serves (`None`: any run), and the IDs of the store and its predecessors, newest
-    /// first.
+    /// The run that the store serves (`None` for any run), and the IDs of the store and its predecessors, newest first.
     Store {
         run_id: Option<String>,
         ids: Vec<StoreId>,
@@ -171,7 +171,7 @@ fn set<K: Ord, V>(map: &mut BTreeMap<K, V>, key: K, value: Option<V>) {
 /// Sticky bit of a folder: users may remove or replace only their own files in it.
 const STICKY: u32 = 0o1000;
 const WRITABLE: u32 = 0o0002;
-/// Only the owner may read the file, because its secrets allow a reader to resume sessions.
+/// Only the owner may read the file, because anyone who knows its secrets can resume the sessions.
 const MODE: u32 = 0o600;
 
 /// Outcome of [`StateFile::replace`].
@@ -188,7 +188,7 @@ pub(super) struct StateFile {
     path: PathBuf,
     file: Flock<File>,
     end: u64,
-    /// Number of bytes at the end of the previous file that were not a whole record. They were not copied to this file.
+    /// Number of bytes of an incomplete record at the end of the previous file. They were not copied to this file.
     pub(super) dropped: u64,
     /// Chained digest of all records written so far.
     digest: Digest,
@@ -197,8 +197,8 @@ pub(super) struct StateFile {
 }
 
 impl StateFile {
-    /// Opens the state at `path`, or starts an empty one, for the store `id`, which serves the run `run_id` and whose
-    /// keys take at most `limit` bytes.
+    /// Opens the state file at `path`, or creates one if there is none. `id` is the ID of the new store, `run_id` is
+    /// the run that it serves, and `limit` is the maximum number of bytes for its keys.
     pub(super) fn open(
         path: &Path,
         run_id: Option<&str>,
@@ -229,10 +229,10 @@ impl StateFile {
         Ok((Self { dropped, ..begun.map_err(|(error, _)| error)? }, image))
     }
 
-    /// Appends these items as one batch, and returns when they are on disk. After an error the contents of the file are
-    /// unknown, so the store has to stop.
+    /// Appends these items as one batch, and returns when they are on disk. If this fails, the store has to stop,
+    /// because the contents of the file are unknown.
     pub(super) fn commit(&mut self, items: &[Item]) -> Result<(), StateError> {
-        // Raise the synced length last. If the store crashes before that, an incomplete record lies behind the synced
+        // Raise the synced length last. If the store crashes before that, the incomplete record begins at the synced
         // length, so `load` drops it instead of reporting damage.
         let written = self.append(items).and_then(|()| self.file.sync_data()).and_then(|()| self.note_synced());
         written.map_err(|source| self.failed(source))
@@ -243,8 +243,9 @@ impl StateFile {
         self.end - self.begun > self.begun.max(GROWTH)
     }
 
-    /// Replaces the file by a new one with this whole state, and returns when the new file is on disk. If the new file
-    /// cannot be written, the old file stays in use, and the next attempt is due when the old file has doubled in size.
+    /// Replaces the file with a new one that contains this whole state, and returns when the new file is on disk. If
+    /// the new file cannot be written, the old file stays in use until it has doubled in size, which is when the next
+    /// attempt is due.
     ///
     /// # Errors
     /// Fails if the old file is no longer at its path, or if it is unknown which file is at that path.
@@ -268,8 +269,8 @@ impl StateFile {
         self.note_synced().and_then(|()| self.file.sync_data()).map_err(|source| self.failed(source))
     }
 
-    /// Writes a new file with this whole state and moves it to `path`. There it replaces `held`; if `held` is `None`,
-    /// no file may exist at `path`. After an error, `held` may still be in place.
+    /// Writes a new file with this whole state and moves it to `path`, where it replaces the file `held`. If `held` is
+    /// `None`, no file may exist at `path`. After an error, `held` may still be in place.
     fn begin(
         path: PathBuf,
         held: Option<&File>,
@@ -354,7 +355,7 @@ impl StateFile {
     }
 }
 
-/// Effect of a failed replacement on the old file.
+/// Effect of a failed replacement on the file that should have been replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Harm {
     None,
@@ -373,8 +374,8 @@ fn chained(before: &Digest, record: &[u8]) -> Digest {
     Sha256::new().chain_update(before).chain_update(record).finalize().into()
 }
 
-/// Opens and locks the file at `at`. If another process replaces the file at the same time, opens the new file instead.
-/// Returns `None` if there is no file. Errors name the path `state`.
+/// Opens and locks the file at `at`. Retries if another process replaces the file in between. Returns `None` if there
+/// is no file. Error messages contain the path `state`.
 fn lock(at: &Path, state: &Path, options: &mut OpenOptions) -> Result<Option<Flock<File>>, StateError> {
     loop {
         let file = match options.read(true).write(true).open(at) {
@@ -429,8 +430,8 @@ fn put_in_place(next: &Path, path: &Path) -> io::Result<()> {
     File::open(folder_of(path))?.sync_all()
 }
 
-/// Reads the state from a file whose keys take about `limit` bytes at most. Also returns the number of bytes at the end
-/// that are not a whole record. Returns `None` if the file is empty.
+/// Reads the state from a file. Also returns the number of bytes after the last complete record. Returns `None` if the
+/// file is empty. `limit` is the approximate maximum number of bytes that the keys take.
 fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, StateError> {
     let cannot_read = |source| failed("read", path, source);
     let foreign = || StateError::Foreign(path.to_owned());
@@ -456,7 +457,7 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
     }
     let mut image = Image::default();
     let mut digest = Digest::default();
-    // A record has each key at most once: with its value, or only its name if the key was deleted.
+    // A record contains each key at most once, either with its value or, if the key was deleted, only by name.
     let most = u64::try_from(limit).unwrap_or(u64::MAX).saturating_mul(2).saturating_add(MAX_SESSIONS);
     let mut at = HEAD;
     loop {
@@ -472,8 +473,8 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
     }
 }
 
-/// Reads the next record. Returns `None` if the `left` remaining bytes do not start with an intact record of at most
-/// `most` bytes.
+/// Reads the next record. `left` is the number of bytes that remain in the file. Returns `None` if they do not start
+/// with an intact record of at most `most` bytes.
 fn next_record(reader: &mut impl Read, left: u64, most: u64, digest: &mut Digest) -> io::Result<Option<Vec<u8>>> {
     let mut length = [0; 4];
     if left < AROUND {

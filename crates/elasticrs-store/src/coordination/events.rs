@@ -1,4 +1,4 @@
-//! Queue of the events that a client reports to its user.
+//! Queue of events that a client reports to its user.
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,7 +23,7 @@ pub enum Event {
     Connected {
         revision: u64,
         session: u64,
-        /// Time from the last keep-alive to the end of the session.
+        /// Session timeout, which each keep-alive restarts.
         ttl: Duration,
         interval: Duration,
         /// Local address of the connection, without the port.
@@ -43,7 +43,7 @@ pub enum Event {
 #[derive(Debug, Default)]
 struct State {
     events: VecDeque<Event>,
-    /// Total length of the messages from which these events were decoded, in bytes.
+    /// Total length in bytes of the messages from which these events were decoded.
     bytes: usize,
     /// Time at which the client gives up the session, in nanoseconds of the boot clock.
     deadline: Option<u64>,
@@ -54,7 +54,7 @@ struct State {
     met: Option<MetStore>,
 }
 
-/// ID of the last store that the client connected to, and the highest revision that it has received from that store.
+/// ID of the store that the client last connected to, and the highest revision received from it.
 pub type MetStore = (StoreId, u64);
 
 /// Event queue between the runtime thread and the user's threads.
@@ -66,14 +66,14 @@ pub struct Events {
     asked: AtomicU64,
     /// Number of threads that are currently in [`Self::wait`].
     waiting: AtomicUsize,
-    /// Wakes the client's task because the session was ended on this side, or because the queue has room again.
+    /// Wakes the client's task because this side has ended the session, or because the queue has room again.
     pub(crate) wake_task: Notify,
 }
 
-/// Maximum number of bytes of queued events. One more message may exceed it.
+/// Number of bytes of queued events above which the client stops reading.
 const MAX_UNTAKEN: usize = 64 << 20;
 
-/// Message to the user when the store did not answer in time.
+/// Message to the user after the store did not answer in time.
 pub(crate) const SILENT: &str = "the store did not answer keep-alives in time: its host or the network may be down";
 
 impl Events {
@@ -93,7 +93,7 @@ impl Events {
         self.wake.as_fd()
     }
 
-    /// Adds an event whose message had this number of bytes, unless the session is over.
+    /// Adds an event, unless the session is over. `bytes` is the length of the message that contained the event.
     pub(crate) fn push(&self, event: Event, bytes: usize) {
         let mut state = lock(&self.state);
         if state.is_over {
@@ -110,12 +110,12 @@ impl Events {
         self.wake.set();
     }
 
-    /// Returns true if so many events are queued that the client should stop reading from its socket.
+    /// Returns true if the queue is full, so that the client should stop reading from its socket.
     pub(crate) fn is_full(&self) -> bool {
         lock(&self.state).bytes > MAX_UNTAKEN
     }
 
-    /// Records that a keep-alive was answered, so that the session lasts at least until `deadline`.
+    /// Records that a keep-alive was answered, so that the session now lasts at least until `deadline`.
     pub(crate) fn renewed(&self, deadline: u64, sent: u64, received: u64, wall: Option<u64>) {
         let mut state = lock(&self.state);
         state.deadline = Some(deadline);
@@ -134,7 +134,7 @@ impl Events {
         lock(&self.state).met
     }
 
-    /// Sets the reason why the store does not answer, as far as it is known.
+    /// Sets the reason why the store does not answer. `None` if it is unknown.
     pub(crate) fn set_trouble(&self, trouble: Option<(LostKind, String)>) {
         lock(&self.state).trouble = trouble;
     }
@@ -157,8 +157,8 @@ impl Events {
         self.wake_task.notify_one();
     }
 
-    /// Returns all queued events without blocking. If the session has missed its deadline, adds [`Event::Lost`] here,
-    /// even if the runtime has not run since.
+    /// Returns all queued events without blocking. If the deadline of the session has passed, adds [`Event::Lost`]
+    /// here, so that the user is notified even if the runtime thread has not run since.
     pub fn take(&self) -> VecDeque<Event> {
         let now = boot_now();
         self.asked.store(now, Ordering::Relaxed);
@@ -219,7 +219,8 @@ impl Events {
         self.waiting.load(Ordering::Relaxed) == 0 && u128::from(since) > limit.as_nanos()
     }
 
-    /// Returns how far the store's wall clock is ahead of the local one, and the maximum error. Both in nanoseconds.
+    /// Returns how far the store's wall clock is ahead of the local one, and the maximum error of this estimate, in
+    /// nanoseconds.
     pub fn clock(&self) -> Option<(i64, u64)> {
         lock(&self.state).offset.estimate(boot_now(), wall_now())
     }

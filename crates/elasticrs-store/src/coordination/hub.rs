@@ -3,8 +3,8 @@
 //! - **HUB-1** the changes of a revision are queued for all watching clients before the reply of that revision is
 //!   queued;
 //! - **HUB-2** all sessions that end in one wake-up end in one revision;
-//! - **HUB-3** the memory that the server holds for clients stays below its limit. The server ends the session that
-//!   holds the most;
+//! - **HUB-3** the memory that the server holds for clients stays below its limit. If it would exceed the limit, the
+//!   server ends the session that holds the most memory;
 //! - **HUB-4** a session lasts as long as its lease, not as long as its connection. If the current connection is
 //!   closed, the session ends, because only the exit of the client's process closes it. If the connection breaks, the
 //!   session is absent until it is resumed or its time to live expires.
@@ -41,13 +41,13 @@ const MAX_WATCHES: usize = 1024;
 /// Bytes that an absent session takes in addition to its keys.
 const ABSENT_COST: usize = 512;
 
-/// Time for which freed memory stays with the allocator, because it may be needed again soon.
+/// Time for which the allocator keeps freed memory, because it may be needed again soon.
 const TRIM_AFTER: Duration = Duration::from_millis(100);
 
 /// Configuration of a server.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// The only run that the server serves. `None` to serve any run; then all runs share the same keys.
+    /// The only run that the server serves. `None` to serve any run. In that case, all runs share the same keys.
     pub run_id: Option<String>,
     pub token: Option<Vec<u8>>,
     pub max_connections: usize,
@@ -64,12 +64,12 @@ pub struct Config {
 pub struct Durable {
     /// Path of the state file.
     pub file: PathBuf,
-    /// Minimum time to live of a session. Sessions survive a store outage of this length.
+    /// Minimum time to live of a session. Sessions survive an outage of the store that is shorter than this.
     pub grace: Duration,
 }
 
 impl Durable {
-    /// Returns the number of keep-alive intervals that make up the grace period.
+    /// Returns the number of keep-alive intervals that cover the grace period.
     fn attempts_at(&self, interval_ms: u32) -> u16 {
         let attempts = self.grace.as_millis().div_ceil(u128::from(interval_ms));
         u16::try_from(attempts).unwrap_or(u16::MAX)
@@ -80,8 +80,7 @@ impl Durable {
 pub const MAX_CONNECTIONS: usize = 16_384;
 /// Default of [`Config::max_bytes`].
 pub const MAX_BYTES: usize = 256 << 20;
-/// Default of [`Config::request_timeout`]. Enough for the largest request over a slow line that gives this client 0.2
-/// Mbit/s.
+/// Default of [`Config::request_timeout`]. It is long enough to transfer the largest request at 0.2 Mbit/s.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A session that has not ended.
@@ -166,11 +165,11 @@ impl Hub {
         }
     }
 
-    /// Restores the state of a previous store. Its sessions are not connected, and each has its full time to live from
-    /// now on to reconnect.
+    /// Restores the state of a previous store. None of its sessions has a connection. Each session has its full time to
+    /// live, starting now, to reconnect.
     pub(super) fn going_on_with(mut self, file: StateFile, mut image: Image) -> Self {
         self.shared.get_mut().next_session = image.next_session;
-        // Use the same start time for all sessions, so that all sessions that do not reconnect expire together, in one
+        // Use the same start time for all sessions, so that those that do not reconnect expire together, in one
         // revision.
         let now = boot_now();
         self.shared.get_mut().leases.look(now);
@@ -221,7 +220,7 @@ impl Hub {
         Ok(Entered { session, secret, revision: shared.state.revision(), pace })
     }
 
-    /// Resumes a session for a client that has its secret. If the session still has a connection, that connection is
+    /// Resumes a session for a client that knows its secret. If the session still has a connection, that connection is
     /// dropped.
     fn resume(&self, outbox: &Rc<Outbox>, session: SessionId, secret: &Secret) -> Result<Entered, Refusal> {
         let mut shared = self.shared.borrow_mut();
@@ -260,9 +259,9 @@ impl Hub {
         Some(pace)
     }
 
-    /// Handles the end of a connection. If the session still uses this connection, the session ends, and its keys are
-    /// deleted with those of all sessions that end in the same wake-up. If the connection broke and there is room, the
-    /// session becomes absent instead.
+    /// Handles the end of a connection. Does nothing if the session has moved to another connection. If the connection
+    /// broke and there is room, the session becomes absent. Otherwise the session ends, and its keys are deleted
+    /// together with those of all sessions that end in the same wake-up.
     pub(super) fn leave(&self, session: SessionId, outbox: &Rc<Outbox>, is_broken: bool) {
         let mut shared = self.shared.borrow_mut();
         let uses = |known: &Session| known.outbox.as_ref().is_some_and(|current| Rc::ptr_eq(current, outbox));
@@ -279,8 +278,8 @@ impl Hub {
         self.keep_within_limit(&mut shared);
     }
 
-    /// Returns true if there is room for one more absent session, so that clients that only connect and disconnect
-    /// cannot end the sessions of others.
+    /// Returns true if there is room for one more absent session. The limit prevents clients that only connect and
+    /// disconnect from ending the sessions of others.
     fn may_wait(&self, shared: &Shared) -> bool {
         shared.absent < self.config.max_connections && self.has_room_in(shared)
     }
@@ -292,8 +291,8 @@ impl Hub {
         }
     }
 
-    /// Returns true if there is room for one more connection. An eighth of the memory stays reserved for the requests
-    /// of open connections, so that strangers that only connect cannot end any session.
+    /// Returns true if there is room for one more connection. An eighth of the memory is reserved for the requests of
+    /// open connections, so that strangers cannot end a session merely by connecting.
     pub(super) fn has_room(&self) -> bool {
         self.has_room_in(&self.shared.borrow())
     }
@@ -302,7 +301,7 @@ impl Hub {
         self.used(shared) + CONNECTION_COST <= shared.state.shared_limit() / 8 * 7
     }
 
-    /// Records the number of bytes that a client has sent of an incomplete request.
+    /// Records how many bytes of an incomplete request a client has sent.
     pub(super) fn hold(&self, outbox: &Outbox, unparsed: usize) {
         outbox.set_unparsed(unparsed);
         self.keep_within_limit(&mut self.shared.borrow_mut());
@@ -312,8 +311,8 @@ impl Hub {
         self.held.get() + shared.watches.bytes() + shared.state.entry_bytes() + shared.absent * ABSENT_COST
     }
 
-    /// Ends sessions until the limit of HUB-3 is kept. This always succeeds, because the keys have a lower limit of
-    /// their own.
+    /// Ends sessions until the memory is within the limit of HUB-3. Ending sessions is always enough, because the keys
+    /// have a lower limit of their own.
     fn keep_within_limit(&self, shared: &mut Shared) {
         let limit = shared.state.shared_limit();
         while self.used(shared) > limit {
@@ -400,7 +399,7 @@ impl Hub {
         let revision = shared.state.revision();
         let first = from_revision.unwrap_or(revision + 1);
         let Some(history) = shared.state.history_from(first) else {
-            // The history no longer has the requested revision. Reply with the oldest revision that it has.
+            // The requested revision is no longer in the history. Reply with the oldest revision that is.
             let results = vec![OpResult::Count(shared.state.oldest())];
             return answer_to(outbox, &Answer::Reply { tag, ok: false, revision, results });
         };
@@ -446,8 +445,8 @@ impl Hub {
     pub(super) async fn reap(self: Rc<Self>) {
         loop {
             self.reap.notified().await;
-            // Yield first, because the connections that end in the same wake-up were woken before this task and will
-            // run now.
+            // Yield first, so that the tasks of all connections that ended in this wake-up have run, and the keys of
+            // their sessions are deleted together.
             yield_now().await;
             let mut shared = self.shared.borrow_mut();
             let ended = std::mem::take(&mut shared.ended);
@@ -461,15 +460,14 @@ impl Hub {
         }
     }
 
-    /// Waits until the queued messages may be sent. Because of JOURNAL-1, this is when the changes made before them are
-    /// on disk.
+    /// Waits until the queued messages may be sent, which is when the changes made before them are on disk (JOURNAL-1).
     pub(super) async fn settled(&self) {
         if let Some(journal) = &self.journal {
             journal.settled().await;
         }
     }
 
-    /// Saves changes to disk, one batch at a time, until a save fails. After that the store has to stop.
+    /// Saves changes to disk, one batch at a time, until a save fails. The store has to stop after such a failure.
     pub(super) async fn save(self: Rc<Self>) -> StateError {
         let Some(journal) = &self.journal else { return pending().await };
         loop {
@@ -502,7 +500,7 @@ impl Hub {
         }
     }
 
-    /// Ends the sessions whose keep-alive deadline has passed. Never returns.
+    /// Ends sessions when their keep-alive deadline has passed. Never returns.
     pub(super) async fn expire(self: Rc<Self>) {
         loop {
             let now = boot_now();
@@ -512,7 +510,7 @@ impl Hub {
                 () = tokio::time::sleep(Duration::from_nanos(planned.map_or(0, |at| at.saturating_sub(now)))), if planned.is_some() => {}
             }
             self.shared.borrow_mut().leases.look(boot_now());
-            // Yield before sessions expire, so that keep-alives that have already arrived are read.
+            // Yield before expiring sessions, so that keep-alives that have already arrived are read.
             yield_now().await;
             yield_now().await;
             let mut shared = self.shared.borrow_mut();

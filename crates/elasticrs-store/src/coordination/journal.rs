@@ -1,6 +1,6 @@
-//! Tracks the changes that are not on disk yet, and lets tasks wait until they are.
+//! Tracks which changes are not on disk yet, and lets tasks wait until they are.
 //!
-//! - **JOURNAL-1** the store sends a message only when the changes made before it are on disk, so a crash loses only
+//! - **JOURNAL-1** the store sends a message only when all changes made before it are on disk, so a crash loses only
 //!   changes that no client has seen.
 
 use std::cell::{Cell, RefCell};
@@ -27,7 +27,7 @@ pub(super) struct Journal {
 #[derive(Debug)]
 struct Kept {
     file: StateFile,
-    /// The state except the keys, which [`State`] holds.
+    /// The state without the keys, which are in [`State`].
     image: Image,
     /// Keys and sessions that have changed since the last save.
     keys: BTreeSet<Arc<str>>,
@@ -55,7 +55,7 @@ impl Journal {
         });
     }
 
-    /// Records the time to live that is announced to a session, if it is the longest so far.
+    /// Records the time to live that is announced to a session if it is longer than all earlier ones.
     pub(super) fn extend(&self, session: SessionId, ttl_ms: u32) {
         let is_longer = |kept: &Kept| kept.image.sessions.get(&session).is_some_and(|granted| granted.ttl_ms < ttl_ms);
         if is_longer(&self.kept.borrow()) {
@@ -103,8 +103,8 @@ impl Journal {
         }
     }
 
-    /// Writes all unsaved changes to disk. Returns a message for the user if the state file should have been replaced
-    /// by a shorter one, but the new file could not be written. The store then continues with the old file.
+    /// Writes all unsaved changes to disk. If the state file was due to be replaced but the new file could not be
+    /// written, the store continues with the old file, and a message for the user is returned.
     pub(super) fn save(&self, state: &State, next_session: SessionId) -> Result<Option<String>, StateError> {
         let Kept { file, image, keys, sessions } = &mut *self.kept.borrow_mut();
         (image.revision, image.next_session) = (state.revision(), next_session);

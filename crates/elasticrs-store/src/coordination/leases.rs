@@ -9,11 +9,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use super::protocol::Pace;
 use super::state::SessionId;
 
-/// Keep-alives per second that the store answers at most. With more sessions, clients are asked to send them less
-/// often.
+/// Maximum number of keep-alives per second that the store answers. If there are too many sessions for this, clients
+/// are asked to send keep-alives less often.
 pub(super) const MAX_PER_SECOND: u64 = 5_000;
 
-/// Intervals that a client may request.
+/// Keep-alive intervals that a client may request.
 const INTERVALS_MS: std::ops::RangeInclusive<u32> = 10..=3_600_000;
 const ATTEMPTS: std::ops::RangeInclusive<u16> = 3..=1_000;
 
@@ -54,8 +54,8 @@ impl Leases {
         pace
     }
 
-    /// Adds a session of a previous store. Its time to live starts anew and is at least `ttl_ms`, which the previous
-    /// store granted.
+    /// Adds a session of a previous store. Its time to live starts anew. It is at least `ttl_ms`, the longest one that
+    /// the previous store granted.
     pub(super) fn restore(&mut self, session: SessionId, interval_ms: u32, attempts: u16, ttl_ms: u32, now: u64) {
         let pace = self.begin(session, interval_ms, attempts, now);
         if let Some(lease) = self.held.get_mut(&session) {
@@ -65,7 +65,7 @@ impl Leases {
         }
     }
 
-    /// Handles a keep-alive. Returns the keep-alive settings of the session from now on.
+    /// Handles a keep-alive. Returns the keep-alive settings that apply to the session from now on.
     pub(super) fn renew(&mut self, session: SessionId, now: u64) -> Option<Pace> {
         let mut lease = self.held.remove(&session)?;
         let pace = self.extend(session, &mut lease, now);
@@ -95,12 +95,12 @@ impl Leases {
         }
     }
 
-    /// Returns the time for the next call of [`Self::look`]: the first deadline, or one shortest interval from now if
-    /// that is earlier. So a time during which the store does not run is known to within that interval. Remembers the
-    /// returned time, so that the next call can measure its delay.
+    /// Returns the time at which [`Self::look`] has to be called next: at the first deadline, or after the shortest
+    /// interval of any session if that is earlier. Calling it that often limits the error in measuring how long the
+    /// store did not run. Remembers the returned time, so that the next call can measure its delay.
     ///
-    /// Call this after [`Self::look`]. If the last look was longer ago than an interval, the store did not run in
-    /// between.
+    /// Call this right after [`Self::look`]. If the last look was longer ago than that interval, the store did not run
+    /// in between.
     pub(super) fn plan(&mut self, now: u64) -> Option<u64> {
         let (deadline, _) = self.deadlines.first()?;
         let (&shortest, _) = self.wishes.first_key_value()?;
@@ -114,7 +114,7 @@ impl Leases {
         Some(look)
     }
 
-    /// Records the current time. If this call comes later than planned, moves all deadlines by the delay.
+    /// Records the current time. If this call is later than planned, postpones all deadlines by the delay.
     pub(super) fn look(&mut self, now: u64) {
         if let Some(planned) = self.next_look.take() {
             self.late += now.saturating_sub(planned);

@@ -1,6 +1,6 @@
 //! Accounting of the memory that a server holds for clients in addition to the keys.
 //!
-//! - **MEM-1** each charge is released exactly once, when its holder is dropped. Memory that several clients share is
+//! - **MEM-1** each charge is released exactly once, when its owner is dropped. Memory that several clients share is
 //!   counted once.
 
 use std::cell::Cell;
@@ -15,7 +15,7 @@ const MESSAGE_COST: usize = 96;
 /// Number of bytes that are held for all connections of a server.
 pub(super) type Held = Cell<usize>;
 
-/// Share of a [`Held`] counter. The share is subtracted again when the charge is dropped.
+/// Bytes that one owner has added to a [`Held`] counter. Dropping this subtracts them again.
 #[derive(Debug)]
 pub(super) struct Charge {
     all: Rc<Held>,
@@ -58,8 +58,8 @@ impl Message {
         Rc::new(Self { bytes, _charge: charge })
     }
 
-    /// Creates a message that gives the reason for the end of a connection. Such a message is short and is dropped
-    /// soon. It is not counted, because otherwise ending a connection would not free memory.
+    /// Creates a message with the reason why a connection ends. Such a message is short and is dropped soon. It is not
+    /// counted, because ending a connection is meant to free memory.
     pub(super) fn last(all: &Rc<Held>, bytes: Vec<u8>) -> Rc<Self> {
         Rc::new(Self { bytes, _charge: Charge::new(all, 0) })
     }

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-/// A keep-alive that was answered.
+/// Measurement of the clock offset from one answered keep-alive.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     /// The store's wall clock minus the local boot clock, in nanoseconds.
@@ -16,7 +16,7 @@ struct Sample {
     taken: u64,
 }
 
-/// Assumed drift between two working clocks, in nanoseconds per second.
+/// Assumed maximum drift between two working clocks, in nanoseconds per second.
 const DRIFT_PER_SECOND: u64 = 100_000;
 /// Maximum number of samples that are kept.
 const SAMPLES: usize = 16;
@@ -28,8 +28,8 @@ pub(super) struct Offset {
 }
 
 impl Offset {
-    /// Adds a sample. `sent` and `received` are times on the local boot clock. `wall` is the store's wall clock at a
-    /// time between them.
+    /// Adds a sample. `sent` and `received` are times on the local boot clock, and `wall` is a time on the store's wall
+    /// clock between the two.
     pub(super) fn add(&mut self, sent: u64, received: u64, wall: u64) {
         let error = received.saturating_sub(sent) / 2;
         let offset = i128::from(wall) - i128::from(received) + i128::from(error);
@@ -43,7 +43,7 @@ impl Offset {
         self.samples.push_back(sample);
     }
 
-    /// Returns the store's wall clock minus the local one, and the maximum error. Both in nanoseconds.
+    /// Returns the store's wall clock minus the local one, and the maximum error of this difference, in nanoseconds.
     pub(super) fn estimate(&self, boot: u64, wall: u64) -> Option<(i64, u64)> {
         let best = self.samples.iter().min_by_key(|sample| error_at(sample, boot))?;
         let theirs = best.offset + i128::from(boot);

@@ -14,7 +14,7 @@ use super::protocol::Answer;
 use super::types::LostKind;
 use super::wire::MAGIC;
 
-/// Maximum number of unread bytes before a client is dropped. One message that is longer may be queued in addition.
+/// A client with more than this number of unread bytes is dropped. One message that is longer than this is not counted.
 const MAX_UNREAD: usize = 8 << 20;
 
 /// Maximum number of messages per system call.
@@ -31,14 +31,14 @@ pub(super) struct Outbox {
     /// Number of bytes of the first message that have been sent.
     sent: Cell<usize>,
     unread: Cell<usize>,
-    /// Number of unread bytes of the one message that is longer than [`MAX_UNREAD`].
+    /// Number of unread bytes of the only queued message that is longer than [`MAX_UNREAD`].
     unread_of_long: Cell<usize>,
     /// True if the kernel has accepted at least one byte.
     has_begun: Cell<bool>,
     is_closing: Cell<bool>,
     pub(super) wake: Notify,
     all: Rc<Held>,
-    /// Memory charge for the connection and for the received part of an incomplete request.
+    /// Memory charge for the connection, including the received part of an incomplete request.
     connection: Charge,
 }
 
@@ -64,7 +64,7 @@ impl Outbox {
         Message::new(&self.all, bytes)
     }
 
-    /// Queues a message. Returns false if the client has too many unread bytes.
+    /// Queues a message. Returns false, without queueing it, if the client has too many unread bytes.
     pub(super) fn push(&self, message: Rc<Message>) -> bool {
         if self.is_closing.get() {
             return true;
@@ -88,7 +88,7 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Returns the number of messages queued so far. Pass it to [`Self::flush`] to send only these messages.
+    /// Returns the number of messages queued so far. To send only these messages, pass it to [`Self::flush`].
     pub(super) fn pushed(&self) -> u64 {
         self.next.get()
     }
@@ -98,18 +98,18 @@ impl Outbox {
         self.connection.set(CONNECTION_COST + bytes);
     }
 
-    /// Returns about how many bytes the store holds for this client. Messages that are shared with other clients are
-    /// counted in full.
+    /// Returns the approximate number of bytes that the store holds for this client. Messages shared with other clients
+    /// are counted in full.
     pub(super) fn holds(&self) -> usize {
         self.connection.bytes() + self.unread.get()
     }
 
-    /// Replaces the unsent messages with the reason why the connection ends. Later messages are dropped.
+    /// Replaces the unsent messages with the reason why the connection ends, and drops all later messages.
     pub(super) fn refuse(&self, kind: LostKind, message: String) {
         if self.is_closing.replace(true) {
             return;
         }
-        // Keep a message that was partly sent, because the client would otherwise read the next message as the rest of
+        // Keep a message that was partly sent, because the client would otherwise take the next message for the rest of
         // it.
         self.queue.borrow_mut().truncate(usize::from(self.sent.get() > 0));
         let mut last = if self.has_begun.get() { Vec::new() } else { MAGIC.to_vec() };
@@ -117,8 +117,8 @@ impl Outbox {
         self.append(Message::last(&self.all, last));
     }
 
-    /// Same as [`Self::refuse`], but frees the memory at once. If a message was partly sent, the client does not
-    /// receive the reason.
+    /// Same as [`Self::refuse`], but frees the memory at once. The client does not receive the reason if a message was
+    /// partly sent.
     pub(super) fn abandon(&self, kind: LostKind, message: String) {
         // Stop counting this connection, because it is about to be closed. Otherwise it could cause the server to end
         // other sessions.
@@ -129,7 +129,8 @@ impl Outbox {
         self.discard();
     }
 
-    /// Drops all messages and closes without a reason, because the session has moved to another connection.
+    /// Drops all messages and closes the connection without a reason, because the session has moved to another
+    /// connection.
     pub(super) fn discard(&self) {
         self.sent.set(0);
         self.queue.take();
@@ -142,8 +143,8 @@ impl Outbox {
         self.is_closing.get()
     }
 
-    /// Writes as much of the messages numbered below `pushed` as the kernel accepts. Returns true if all of them have
-    /// been sent.
+    /// Writes the messages with numbers below `pushed`, as far as the kernel accepts them. Returns true if all of them
+    /// have been sent.
     pub(super) fn flush(&self, stream: &TcpStream, pushed: u64) -> io::Result<bool> {
         let mut queue = self.queue.borrow_mut();
         while queue.front().is_some_and(|(number, _)| *number < pushed) {
@@ -207,7 +208,7 @@ mod tests {
         let outbox = Outbox::new(&all, peer);
         let push = |length| outbox.push(Message::new(&all, vec![0; length]));
         assert!(push(50 << 20) && push(MAX_UNREAD));
-        // The kernel accepts only a part of the messages.
+        // The kernel accepts only part of the messages.
         assert!(!outbox.flush(&stream, u64::MAX).unwrap());
         assert!(push(1) && !push(1));
         drop(client);

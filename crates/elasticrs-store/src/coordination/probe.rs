@@ -1,4 +1,4 @@
-//! Detects a `TCPStore` of torch on a port that does not answer like a coordination store.
+//! Checks whether a port that does not answer like a coordination store belongs to a `TCPStore` of torch.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,14 +8,14 @@ use elasticrs_runtime::stream;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-/// Handshake of a client of torch's `TCPStore` and a request for the number of keys, which all releases of torch
-/// understand. Sent in one write, because some releases close the connection if the handshake arrives in pieces.
+/// Handshake of a `TCPStore` client, followed by a request for the number of keys. All releases of torch understand
+/// both. They are sent in one write, because some releases close the connection if the handshake arrives in pieces.
 pub(super) const QUESTION: [u8; 6] = [0, 0xce, 0xf7, 0x85, 0x3c, 7];
 /// Time limit for the answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Returns true if a `TCPStore` of torch listens on this address, or a worker store of an agent, which has the same
-/// protocol.
+/// Returns true if a `TCPStore` of torch listens on this address. An agent's worker store counts as one, because it has
+/// the same protocol.
 pub(crate) async fn is_tcp_store(address: SocketAddr) -> bool {
     matches!(timeout(PATIENCE, number_of_keys(address)).await, Ok(Ok(0..=0xffff_ffff)))
 }

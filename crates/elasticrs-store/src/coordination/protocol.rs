@@ -34,8 +34,8 @@ pub struct Hello {
     pub challenge: Digest,
     /// Session to resume. `None` to open a new session.
     pub resume: Option<(u64, Secret)>,
-    /// Store that this client connected to before. The store refuses the client unless it is this store or has restored
-    /// its state.
+    /// Store that this client connected to before. A store refuses the client unless it is that store or has restored
+    /// that store's state.
     pub confirmed: Option<StoreId>,
 }
 
@@ -43,7 +43,7 @@ pub struct Hello {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
     pub interval_ms: u32,
-    /// Time from a keep-alive to the end of the session.
+    /// Session timeout, which each keep-alive restarts.
     pub ttl_ms: u32,
 }
 
@@ -62,10 +62,10 @@ pub struct WatchFrom {
 pub enum Request {
     /// Always the first message of a client.
     Hello(Hello),
-    /// Answers the store's challenge. The proof is made with the token of `scope`, or with the store's token if `scope`
-    /// is `None`.
+    /// Answers the store's challenge. The proof is made with the token of `scope`, or with the store's own token if
+    /// `scope` is `None`.
     Prove { proof: Digest, scope: Scope },
-    /// A transaction: its reads and writes are carried out together or not at all.
+    /// A transaction. Its reads and writes are carried out together or not at all.
     Txn { tag: u64, txn: Txn },
     /// Starts a watch: the store reports changes from now on.
     Watch { tag: u64, watch: WatchFrom },
@@ -73,7 +73,7 @@ pub enum Request {
     Unwatch(Watch),
     /// Extends the lease of the session.
     KeepAlive {
-        /// The client's clock when it sent this message. The answer has the same value.
+        /// Client's clock when it sent this message. The answer contains the same value.
         sent: u64,
     },
 }
@@ -107,10 +107,10 @@ pub enum Answer {
         tag: u64,
         /// True if the conditions of the transaction held, or if the watch was started.
         ok: bool,
-        /// Revision of the store after the request.
+        /// Revision of the store after it has executed the request.
         revision: u64,
-        /// One result for each op of a transaction. For a watch: the current entries, one by one, if the client asked
-        /// for them. For a refused watch: the oldest revision in the history.
+        /// For a transaction, one result per op. For a watch, the current entries, if the client asked for them. For a
+        /// refused watch, the oldest revision in the history.
         results: Vec<OpResult>,
     },
     /// Changes that one revision made to keys that this client watches.
@@ -165,7 +165,7 @@ impl Answer {
     }
 }
 
-/// Encodes an [`Answer::Changes`] from borrowed changes, so that the caller needs no list of its own.
+/// Encodes an [`Answer::Changes`] from borrowed changes, so that the caller does not have to build a list.
 pub fn encode_changes<'a>(revision: u64, changes: impl ExactSizeIterator<Item = &'a Change>) -> Vec<u8> {
     Writer::frame(|w| {
         w.u8(CHANGES);

@@ -50,13 +50,13 @@ pub enum ServerError {
 pub struct Server {
     commands: UnboundedSender<Command>,
     sessions: Arc<AtomicUsize>,
-    /// Addresses on which the server listens, for [`listen_at_all`].
+    /// Addresses on which the server listens, in the form that [`listen_at_all`] takes.
     addresses: Vec<(String, u16)>,
 }
 
 impl Server {
-    /// Binds and listens on the named addresses and starts the server. `tell` receives a line for the user when the
-    /// server refuses a client or when another program connects.
+    /// Binds and listens on the named addresses, then starts the server. `tell` is called with a line for the user when
+    /// the server refuses a client or when another program connects.
     pub fn start(
         runtime: &dyn Spawn,
         named: &[(String, u16)],
@@ -89,7 +89,7 @@ impl Server {
         if is_running { Ok(Self { commands, sessions, addresses }) } else { Err(ServerError::Ended) }
     }
 
-    /// Returns the port of the first address. The server listens on it, or did until it stopped listening.
+    /// Returns the port of the first address, even while the server is not listening on it.
     pub fn port(&self) -> u16 {
         self.addresses[0].1
     }
@@ -112,7 +112,7 @@ impl Server {
 
     /// Listens on the same addresses again.
     pub fn listen_again(&self) -> Result<(), ServerError> {
-        // Close the old sockets first, because binding the same port twice is an error.
+        // Close the old sockets first, because a port cannot be bound twice.
         self.stop_listening();
         let listeners = listen_at_all(&self.addresses)?;
         ask(&self.commands, |reply| Command::Listen(listeners, reply))
@@ -129,12 +129,12 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let (reply, _) = sync_channel(1);
-        // Close as in `close`, but do not wait for it.
+        // Close the server as `close` does, but without waiting.
         let _ = self.commands.send(Command::Close(reply));
     }
 }
 
-/// Runs the server until its handle is dropped, or until a task fails that the server cannot work without.
+/// Runs the server until its handle is dropped or one of its essential tasks fails.
 pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: UnboundedReceiver<Command>) {
     let mut keepers = JoinSet::new();
     keepers.spawn_local(Rc::clone(&hub).reap());
@@ -151,7 +151,7 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
             biased;
             command = inbox.recv() => command,
             // These tasks finish only after a panic or a disk error. Stop the store in that case, because a store that
-            // no longer expires sessions or accepts connections is worse than none.
+            // can no longer save changes, expire sessions or accept connections is worse than none.
             Some(ended) = keepers.join_next() => break tell_end(&hub, &mut inbox, ended.err()),
             Some(ended) = accepting.join_next() => break tell_end(&hub, &mut inbox, ended.err()),
             Some(ended) = saving.join_next() => {
@@ -179,13 +179,13 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
         // waits until its lease expires.
         yield_now().await;
     }
-    // Stop these tasks first, so that closing the connections does not end any session.
+    // Stop these tasks first, because otherwise closing the connections would end their sessions.
     keepers.shutdown().await;
     saving.shutdown().await;
     if closed.is_some() {
         hub.finish();
     }
-    // Move the tasks out of the hub first, because the connections access the hub when they are dropped.
+    // Move the tasks out of the hub first, because the connections access the hub while they are dropped.
     let mut tasks = std::mem::take(&mut *hub.tasks.borrow_mut());
     tasks.shutdown().await;
     if let Some(reply) = closed {
@@ -193,8 +193,7 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
     }
 }
 
-/// Closes the command channel, which makes [`Server::has_ended`] return true. Reports the error to the user, if there
-/// is one.
+/// Closes the command channel, so that [`Server::has_ended`] returns true. Reports the error, if any, to the user.
 fn tell_end(
     hub: &Hub,
     inbox: &mut UnboundedReceiver<Command>,
@@ -232,8 +231,8 @@ fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
     let said = if tasks.len() >= limit {
         format!("the store has reached its limit of {limit} connections")
     } else if hub.has_room() {
-        // Create the outbox here instead of in the task, so that the memory limit includes it before the next
-        // connection is accepted.
+        // Create the outbox here instead of in the task, so that its memory is counted before the next connection is
+        // accepted.
         let outbox = Rc::new(Outbox::new(&hub.held, peer));
         tasks.spawn_local(connection::serve(Rc::clone(hub), stream, outbox));
         return;

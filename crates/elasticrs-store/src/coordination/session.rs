@@ -34,8 +34,8 @@ enum Turn {
     Time,
 }
 
-/// Current or last connection. It stays open until the session has moved to a new one, because closing it would end the
-/// session.
+/// The current connection or, after it broke, the last one. It stays open until the session has moved to a new one,
+/// because closing it would end the session.
 struct Connection {
     stream: TcpStream,
     frames: Frames,
@@ -57,13 +57,14 @@ pub(super) struct Session<'a> {
     number: u64,
     secret: Secret,
     connection: Connection,
-    /// Unanswered requests and state of the watches. `None` if the session ends with its connection.
+    /// Unanswered requests and the state of the watches. `None` if the session cannot outlive its connection.
     unanswered: Option<Unanswered>,
     pace: Pace,
     /// Time at which this side gives up the session, in nanoseconds of the boot clock.
     deadline: u64,
     next_beat: u64,
-    /// Send time of the last answered keep-alive, or of the hello if there is none. Boot clock, in nanoseconds.
+    /// Send time of the last answered keep-alive, or of the hello if no keep-alive was answered, in nanoseconds of the
+    /// boot clock.
     answered: u64,
     is_stalled: bool,
     /// Time of the last outage notice to the user, in nanoseconds of the boot clock.
@@ -74,7 +75,8 @@ pub(super) struct Session<'a> {
 /// Maximum number of bytes per read.
 const CHUNK: usize = 16 * 1024;
 
-/// Maximum time that a connection may leave a keep-alive unanswered, in milliseconds. A longer interval overrides it.
+/// Upper bound on the time limit for answering a keep-alive, in milliseconds. The time limit is at least two keep-alive
+/// intervals, even if that exceeds this bound.
 const MAX_PATIENCE_MS: u32 = 3_000;
 
 impl<'a> Session<'a> {
@@ -177,14 +179,14 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Returns the time for which a connection may leave a keep-alive unanswered.
+    /// Returns the time limit for answering a keep-alive. The client leaves a connection that exceeds it.
     fn patience(&self) -> Duration {
         let Pace { interval_ms, ttl_ms } = self.pace;
         Duration::from_millis((ttl_ms / 5).min(MAX_PATIENCE_MS).max(interval_ms.saturating_mul(2)).into())
     }
 
-    /// Returns the time at which an unanswered keep-alive makes the client leave the connection. There is no such time
-    /// while the event queue is full, because then nothing is read.
+    /// Returns the time at which the client leaves the connection because a keep-alive was not answered. `u64::MAX`
+    /// while the event queue is full, because then the client reads no answers.
     fn overdue(&self) -> u64 {
         match self.connection.beats.front() {
             Some(sent) if self.unanswered.is_some() && !self.events.is_full() => sent + nanoseconds(self.patience()),
@@ -220,7 +222,7 @@ impl<'a> Session<'a> {
 
     fn commands(&mut self, command: Option<Command<Asked>>, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
         self.command(command)?;
-        // Send requests that were made together in one write.
+        // Collect all requests that are already queued, so that they are sent in one write.
         while let Ok(command) = inbox.try_recv() {
             self.command(Some(command))?;
         }
@@ -245,15 +247,15 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Ends the session permanently, even if another process holds a duplicate of the socket.
+    /// Ends the session, even if another process holds a duplicate of the socket.
     fn close(&mut self, reply: Option<SyncSender<()>>) -> Halt {
         self.flush();
-        // Ignore the error, which means that the socket is no longer connected.
+        // Ignore the error, because it means that the socket is no longer connected.
         let _ = shutdown(self.connection.stream.as_raw_fd(), Shutdown::Both);
         Halt::Ended(Ended::Closed(reply))
     }
 
-    /// Writes as much as the kernel accepts. Returns true if nothing remains.
+    /// Writes as many bytes as the kernel accepts. Returns true if none remain.
     fn flush(&mut self) -> bool {
         let Connection { stream, unsent, .. } = &mut self.connection;
         let mut sent = 0;
@@ -369,7 +371,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Extends the deadline. The store counts from a moment after `sent`, so the deadline is early enough.
+    /// Extends the deadline. It cannot be too late, because the store starts counting only after `sent`.
     fn renew(&mut self, sent: u64, pace: Pace) {
         self.answered = sent;
         self.pace = pace;
@@ -377,8 +379,8 @@ impl<'a> Session<'a> {
         self.guard.deadline(self.deadline);
     }
 
-    /// Resumes the session on another connection, retrying until the lease expires. The last connection stays open
-    /// until then.
+    /// Resumes the session on another connection. Retries until the lease expires. The old connection stays open until
+    /// the session has moved.
     async fn move_on(&mut self, lost: Lost, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
         let what = format!("the store at {}", self.options.endpoint());
         let unanswered = self.connection.beats.front().copied();
@@ -392,7 +394,7 @@ impl<'a> Session<'a> {
                     self.resume(opened, &away);
                     return Ok(());
                 }
-                // The store has identified this client and refuses it, so a retry would not help.
+                // A retry would not help, because the store has identified this client and refuses it.
                 Err(lost @ Lost { kind: LostKind::Gone | LostKind::Other | LostKind::Run | LostKind::Token, .. }) => {
                     return Err(lost.into());
                 }
@@ -413,7 +415,7 @@ impl<'a> Session<'a> {
         let events = self.events;
         let attempt = async move {
             tokio::time::sleep(pause).await;
-            // Do not reconnect while the user takes no events, because that would renew the lease.
+            // Do not reconnect while the user fetches no events, because reconnecting would renew the lease.
             while events.is_stalled(options.stall_timeout) {
                 tokio::time::sleep(LAST_PAUSE).await;
             }

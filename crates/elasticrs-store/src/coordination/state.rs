@@ -1,11 +1,11 @@
 //! Keys, revisions, transactions and sessions of the store. Pure: uses no clock and no socket.
 //!
 //! - **STATE-1** a transaction is applied completely, at one revision, or not at all;
-//! - **STATE-2** the revision rises by one when a transaction or an end of sessions changes at least one key, and never
-//!   otherwise;
-//! - **STATE-3** a leased key exists only while the session that leased it last exists;
+//! - **STATE-2** the revision rises by one when a transaction or the end of sessions changes at least one key, and
+//!   never otherwise;
+//! - **STATE-3** a leased key exists only as long as the session that most recently leased it;
 //! - **STATE-4** the stored bytes, including the history, never exceed the limit;
-//! - **STATE-5** a transaction searches a bounded number of keys, in addition to those that it changes or returns.
+//! - **STATE-5** a transaction visits a bounded number of keys in addition to those that it changes or returns.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Bound;
@@ -21,11 +21,11 @@ pub(super) type SessionId = u64;
 /// Bytes that a key takes in addition to its name and value: its places in two trees, and the place of its last change
 /// in the history.
 const ENTRY_COST: usize = 256;
-/// Bytes that a revision takes in the history in addition to its changes.
+/// Bytes that a revision takes in the history, not counting its changes.
 const REVISION_COST: usize = 64;
 
-/// Maximum number of keys that the searches of one transaction may visit. That takes about 100 ms, during which no
-/// other client is served. A single search in a store with twice this number of keys stays below the limit.
+/// Maximum number of steps that the searches of one transaction may take. They take about 100 ms, during which no other
+/// client is served. A single search reaches the limit only if the store has more than twice this number of keys.
 const MAX_SEARCHED: usize = 1 << 20;
 
 /// A revision with all its changes.
@@ -41,8 +41,7 @@ pub(super) enum Exceeded {
     /// The transaction would make the store too large. Nothing was changed.
     #[error("the store is full: it holds {held} of at most {limit} bytes")]
     Full { held: usize, limit: usize },
-    /// The transaction was applied, but its results are larger than this number of bytes, which is the limit for an
-    /// answer.
+    /// The transaction was applied, but its results exceed the limit for an answer, which is this number of bytes.
     #[error("the answer is larger than {0} bytes")]
     Answer(usize),
     /// The transaction was applied, but its searches were stopped at the limit, so its results are incomplete.
@@ -50,7 +49,7 @@ pub(super) enum Exceeded {
     Searched,
 }
 
-/// Remaining limits of a transaction. `None` means that the limit was exceeded.
+/// What remains of a transaction's limits. `None` means that the limit was exceeded.
 #[derive(Debug)]
 struct Budget {
     /// Bytes that the answer may still take.
@@ -96,7 +95,7 @@ pub(super) struct State {
     by_creation: BTreeSet<(u64, Arc<str>)>,
     sessions: HashMap<SessionId, BTreeSet<Arc<str>>>,
     history: VecDeque<Rc<Revision>>,
-    /// The history no longer has this revision and those before it.
+    /// The history contains only the revisions after this one.
     compacted: u64,
     entry_bytes: usize,
     history_bytes: usize,
@@ -135,7 +134,7 @@ impl State {
         self.revision
     }
 
-    /// Returns the first revision whose changes are still in the history.
+    /// Returns the first revision whose changes are in the history.
     pub(super) fn oldest(&self) -> u64 {
         self.compacted + 1
     }
@@ -144,9 +143,9 @@ impl State {
         self.entry_bytes
     }
 
-    /// Returns the limit for the keys together with all else that the server holds for clients. The rest of `max_bytes`
-    /// is for the history. The keys alone may take at most three quarters of this limit, so that there is always room
-    /// for messages.
+    /// Returns the limit for the keys and everything else that the server holds for clients, except the history, which
+    /// may take the rest of `max_bytes`. The keys alone may take at most three quarters of this limit, so that there is
+    /// always room for messages.
     pub(super) fn shared_limit(&self) -> usize {
         self.max_bytes - self.max_bytes / 5
     }
@@ -170,7 +169,7 @@ impl State {
         self.commit(changes)
     }
 
-    /// Executes a transaction. Nothing has changed after [`Exceeded::Full`].
+    /// Executes a transaction. [`Exceeded::Full`] means that nothing was changed.
     pub(super) fn txn(&mut self, session: SessionId, txn: &Txn) -> Result<Done, Exceeded> {
         let ok = txn.compares.iter().all(|compare| self.holds(compare));
         let ops = if ok { &txn.then } else { &txn.otherwise };
@@ -182,7 +181,8 @@ impl State {
         let mut changes = Vec::new();
         let most = self.room();
         let mut budget = Budget { room: Some(most), most, searched: Some(MAX_SEARCHED) };
-        // Apply every op even if the results are already too large, because a transaction must be applied completely.
+        // Apply every op even if the results are already too large, because a transaction is applied completely or not
+        // at all.
         let results = ops.iter().map(|op| self.apply(session, op, &mut changes, &mut budget)).collect();
         let results = budget.exceeded().map_or(Ok(results), Err);
         Ok(Done { ok, results, revision: self.commit(changes) })
@@ -200,13 +200,13 @@ impl State {
         if room.is_some() { Ok(found) } else { Err(Exceeded::Answer(most)) }
     }
 
-    /// Returns the revisions from `first` on. `None` if some of them are no longer in the history, or if `first` is
-    /// more than one ahead of the current revision.
+    /// Returns all revisions from `first` on. `None` if some of them are no longer in the history, or if `first` is
+    /// after the next revision.
     pub(super) fn history_from(&self, first: u64) -> Option<impl Iterator<Item = &Rc<Revision>>> {
         if first <= self.compacted || first > self.revision + 1 {
             return None;
         }
-        // Revision numbers are consecutive, so their difference is the number of revisions to skip.
+        // Revision numbers are consecutive, so the difference of two revisions is the number of revisions to skip.
         let skip = usize::try_from(first - self.compacted - 1).ok()?;
         Some(self.history.iter().skip(skip))
     }
@@ -245,7 +245,7 @@ impl State {
     }
 
     fn put(&mut self, key: &Arc<str>, value: &Arc<[u8]>, lease: Option<SessionId>, changes: &mut Vec<Change>) -> bool {
-        // Ignore a leased put of a session that has ended, because no session end would delete the key.
+        // Ignore a leased put of a session that has ended, because nothing would ever delete the key.
         if lease.is_some_and(|session| !self.sessions.contains_key(&session)) {
             return false;
         }
@@ -305,9 +305,9 @@ impl State {
         self.under(prefix).take(limit).map_while(|(key, stored)| told(key, stored, room)).collect()
     }
 
-    /// Runs two searches in alternation and returns the result of the first one that finishes. One goes through all
-    /// keys from newest to oldest, which is fast if many keys have the prefix. The other goes through the keys with the
-    /// prefix, which is fast if there are few of them.
+    /// Runs two searches alternately and returns the result of the first one that finishes. The first visits all keys
+    /// from newest to oldest, which is fast if many keys have the prefix. The second visits the keys with the prefix,
+    /// which is fast if there are few of them.
     fn predecessor(&self, prefix: &str, key: &str, searched: &mut Option<usize>) -> Option<Arc<str>> {
         let own = self.entries.get(key)?.create_revision;
         let mut by_age = self.by_creation.range(..(own, Arc::from(""))).rev().map(|(_, key)| key);
@@ -358,7 +358,7 @@ fn told(key: &Arc<str>, stored: &Stored, room: &mut Option<usize>) -> Option<Ent
     })
 }
 
-/// Returns the maximum number of bytes that all keys of a store of this size may take.
+/// Returns the maximum number of bytes that the keys of a store with this `max_bytes` may take.
 pub(super) fn entry_limit(max_bytes: usize) -> usize {
     max_bytes / 5 * 3
 }

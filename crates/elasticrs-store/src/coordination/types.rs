@@ -9,7 +9,7 @@ pub const MAX_KEY: usize = 1024;
 /// Maximum length of a run ID, in bytes of UTF-8.
 pub const MAX_RUN_ID: usize = 512;
 
-/// Maximum number of conditions of a transaction, and of ops in each of its branches.
+/// Maximum number of conditions in a transaction, and of ops in each of its branches.
 pub const MAX_STEPS: usize = 4096;
 
 /// A key and its value.
@@ -22,7 +22,7 @@ pub struct Entry {
     pub mod_revision: u64,
 }
 
-/// Change that a revision made to one key.
+/// A change that a revision made to one key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     pub key: Arc<str>,
@@ -61,16 +61,15 @@ pub enum Op {
         /// Maximum number of keys. 0 means no limit.
         limit: u32,
     },
-    /// Among the keys with this prefix whose create revision is below that of `key`, reads the one with the highest
-    /// create revision. If several keys have it, reads the last of them by name. The result is empty if `key` does not
-    /// exist.
+    /// Reads the newest key with this prefix that is older than `key`, by create revision. If several keys were created
+    /// at that revision, reads the last of them by name. The result is empty if `key` does not exist.
     Predecessor { prefix: Arc<str>, key: Arc<str> },
 }
 
 /// Result of an [`Op`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OpResult {
-    /// Number of keys that a write changed.
+    /// Number of keys that the op changed.
     Count(u64),
     /// Result of [`Op::Get`] and [`Op::Predecessor`].
     Entry(Option<Entry>),
@@ -128,13 +127,13 @@ named_enum! {
         Closed = "closed",
         /// Keep-alives went unanswered.
         Silent = "silent",
-        /// This client read its messages too slowly.
+        /// This client was too slow in reading its messages.
         Slow = "slow",
         /// A message violated the protocol.
         Protocol = "protocol",
         /// A limit of the store was reached.
         Limit = "limit",
-        /// The session that the client wanted to resume has ended in the store.
+        /// The store has ended the session that the client wanted to resume.
         Gone = "gone",
         /// This is a different store from the one that the client connected to before.
         Other = "other",
@@ -150,7 +149,7 @@ impl LostKind {
         self as u8
     }
 
-    /// Returns the kind for a code. An unknown code, which only a newer store sends, counts as a protocol violation.
+    /// Returns the kind for a code. A code that only a newer store sends counts as a protocol violation.
     pub(super) fn of_code(code: u8) -> Self {
         Self::ALL.get(usize::from(code)).copied().unwrap_or(Self::Protocol)
     }

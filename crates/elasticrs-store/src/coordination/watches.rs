@@ -18,8 +18,8 @@ const WATCH_COST: usize = 192;
 #[derive(Debug, Default)]
 pub(super) struct Watches {
     exact: HashMap<Arc<str>, Vec<SessionId>>,
-    /// Prefix watches, grouped by the length of the prefix. There are few different lengths, so finding the watchers of
-    /// a key takes only a few lookups, no matter how many watches there are.
+    /// Prefix watches, grouped by the length of the prefix. Finding the watchers of a key takes one lookup per length,
+    /// and there are few different lengths, no matter how many watches there are.
     prefixes: BTreeMap<usize, HashMap<Arc<str>, Vec<SessionId>>>,
     of_client: HashMap<SessionId, Vec<Watch>>,
     bytes: usize,
@@ -84,8 +84,8 @@ impl Watches {
         }
     }
 
-    /// Returns the clients to notify of a revision, grouped by the changes that their watches cover. Changes are given
-    /// by their positions in the revision, in ascending order.
+    /// Returns the clients to notify of a revision, grouped by the changes that their watches cover. A change is
+    /// identified by its position in the revision, and positions are in ascending order.
     pub(super) fn deliveries(&self, revision: &Revision) -> BTreeMap<Vec<usize>, Vec<SessionId>> {
         let mut of_client: BTreeMap<SessionId, Vec<usize>> = BTreeMap::new();
         for (position, change) in revision.changes.iter().enumerate() {
@@ -115,7 +115,7 @@ fn cost(watch: &Watch) -> usize {
     WATCH_COST + watch.prefix.len()
 }
 
-/// Returns the changes of a past revision that a new watch covers.
+/// Returns the changes in a past revision that a new watch covers.
 pub(super) fn covered<'a>(revision: &'a Revision, watch: &Watch) -> Vec<&'a Change> {
     revision.changes.iter().filter(|change| watch.covers(&change.key)).collect()
 }

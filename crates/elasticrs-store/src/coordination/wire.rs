@@ -1,14 +1,14 @@
-//! Frames and fields, from which the messages of the protocol are built.
+//! Frames and fields, the building blocks of the protocol's messages.
 //!
 //! A frame consists of a length (u32) and that number of bytes, of which the first is the kind. All numbers are
 //! little-endian. A string consists of a length (u16) and UTF-8; a blob consists of a length (u32) and bytes.
 //!
-//! - **WIRE-1** memory for a length that a peer announces is only allocated as the bytes arrive;
+//! - **WIRE-1** memory is allocated only as bytes arrive, regardless of the length that the peer announces;
 //! - **WIRE-2** every byte of a frame must be used: extra bytes are an error.
 
 use std::sync::Arc;
 
-/// First bytes that each side sends. The first byte is not ASCII, so that no text protocol starts like this.
+/// First bytes that each side sends. The first byte is not ASCII, because no text protocol starts with such a byte.
 pub const MAGIC: [u8; 8] = *b"\x93ERS\r\n\x1a\n";
 
 /// Maximum length of a frame before the peer is authenticated, in bytes.
@@ -61,13 +61,13 @@ impl<'a> Cursor<'a> {
         str::from_utf8(self.take(length)?).map_err(|_| Malformed("a text is not UTF-8"))
     }
 
-    /// Reads a blob. Its length is limited only by the frame.
+    /// Reads a blob. Its length is limited only by that of the frame.
     fn blob(&mut self) -> Result<&'a [u8], Malformed> {
         let length = u32::read(self)?;
         self.take(usize::try_from(length).map_err(|_| Malformed("a field ends beyond its frame"))?)
     }
 
-    /// Decodes a frame that contains exactly this message.
+    /// Decodes a frame that contains exactly one value of this type.
     pub(super) fn whole<T: Field>(frame: &'a [u8]) -> Result<T, Malformed> {
         let mut cursor = Self::new(frame);
         let message = T::read(&mut cursor)?;
@@ -103,7 +103,7 @@ impl Writer {
         u32::try_from(count).unwrap_or(u32::MAX).write(self);
     }
 
-    /// Writes a string. Cuts it off after 65,535 bytes, which does not happen because the length is checked before.
+    /// Writes a string. Truncates it to 65,535 bytes, which is never necessary because the length was checked before.
     pub(super) fn text(&mut self, text: &str) {
         let mut end = text.len().min(usize::from(u16::MAX));
         while !text.is_char_boundary(end) {
@@ -134,7 +134,7 @@ impl Writer {
     }
 }
 
-/// A part of a message that can be read and written. Each type declares both in one place.
+/// A part of a message that can be read and written. Each type implements both in one place.
 pub(super) trait Field: Sized {
     /// Maximum length of a list of this type.
     const MOST: usize = usize::MAX;
@@ -295,7 +295,7 @@ impl<T: Field> Field for Option<T> {
 impl<T: Field> Field for Vec<T> {
     fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
         let count = usize::try_from(u32::read(c)?).unwrap_or(usize::MAX);
-        // Each item takes at least one byte.
+        // Each item takes at least one byte, so a larger count is invalid.
         if count > c.rest.len() {
             return Err(Malformed("a list is longer than its frame"));
         }
@@ -342,7 +342,7 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// Starts at the beginning of a stream. `limit` is the maximum length of a frame.
+    /// Creates a splitter for the start of a stream. `limit` is the maximum length of a frame.
     pub fn new(limit: usize) -> Self {
         Self { buffer: Vec::new(), start: 0, limit, is_greeted: false }
     }
@@ -376,7 +376,7 @@ impl Frames {
         &self.buffer[self.start..]
     }
 
-    /// Returns the next complete frame, without its length. `None` until more bytes have arrived.
+    /// Returns the next complete frame without its length. `None` if more bytes have to arrive first.
     pub fn cut(&mut self) -> Result<Option<&[u8]>, Broken> {
         if !self.is_greeted {
             let seen = self.buffer.len().min(MAGIC.len());
@@ -402,7 +402,7 @@ impl Frames {
         Ok(Some(&self.buffer[begin..begin + length]))
     }
 
-    /// Drops the frames that were returned, and frees most of the buffer if the stream is idle.
+    /// Drops the frames that were already returned, and frees most of the buffer if the stream is idle.
     pub(super) fn rest(&mut self) {
         self.buffer.drain(..self.start);
         self.start = 0;

@@ -82,8 +82,8 @@ proptest! {
             flipped
         };
         prop_assert_eq!(read(&bytes).unwrap(), kept(&image, 0));
-        // State after the second-to-last commit. Simulate a crash during the last commit: its synced length is not
-        // written.
+        // Simulate a crash during the last commit. The head still contains the synced length of the second-to-last
+        // commit, so the state is the one after that commit.
         let (noted, before) = &states[states.len() - 2];
         let synced = usize::try_from(*noted).unwrap();
         let mut on_its_way = bytes.clone();
@@ -91,8 +91,8 @@ proptest! {
         let at = synced + cut.index(bytes.len() - synced);
         prop_assert_eq!(read(&on_its_way[..at]).unwrap(), kept(before, at - synced));
         prop_assert_eq!(read(&flip(&on_its_way, at)).unwrap(), kept(before, bytes.len() - synced));
-        // DISK-1: damage in the records of a finished commit is detected, because the synced length covers them.
-        // This is also true if a later commit was interrupted.
+        // DISK-1: damage in the records of a finished commit is detected, because the synced length covers these
+        // records. It is also detected if a later commit was interrupted.
         let earlier = HEAD_LENGTH + flipped.index(synced - HEAD_LENGTH);
         for damaged in [
             bytes[..at].to_vec(),

@@ -104,7 +104,7 @@ proptest! {
         let path = folder.path().join("state");
         let mut kept = Life::from(&path);
         let mut plain = Life::new();
-        // Changes that are not on disk, so no client has seen them.
+        // Changes that are not on disk, so that no client has seen them.
         let mut unsaved = Vec::new();
         for step in steps {
             if let Step::Save = step {
@@ -150,7 +150,7 @@ fn who_waits_for_the_disk_is_not_overtaken_by_later_changes() {
     // Another client makes a change before the waiting task runs.
     change();
     assert!(settled.as_mut().poll(&mut context).is_ready());
-    // A new call of `settled` also waits for the change of the other client.
+    // A new call of `settled` also waits for the other client's change.
     assert!(std::pin::pin!(journal.settled()).poll(&mut context).is_pending());
 }
 

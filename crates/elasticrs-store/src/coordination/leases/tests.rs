@@ -27,7 +27,7 @@ fn time_in_which_the_store_did_not_run_is_not_counted() {
     let mut leases = Leases::default();
     leases.begin(1, 1000, 5, 0);
     assert_eq!(leases.plan(0), Some(S));
-    // The store is stopped from here on: the look planned for 1 s comes at 11 s.
+    // The store is stopped from 1 s to 11 s, so the look planned for 1 s is 10 s late.
     assert_eq!(expired(&mut leases, 11 * S), NOBODY);
     assert_eq!(expired(&mut leases, 15 * S - 1), NOBODY);
     assert_eq!(expired(&mut leases, 15 * S), [1]);
@@ -40,7 +40,7 @@ fn nor_is_a_stop_in_the_middle_of_a_look() {
     leases.begin(1, 1000, 5, 0);
     leases.plan(0);
     leases.look(S);
-    // The store is stopped before or after the next line.
+    // The store is stopped here until 11 s, before or after the next line.
     assert_eq!(leases.expired(), NOBODY);
     assert_eq!(leases.plan(11 * S), Some(12 * S));
     assert_eq!(expired(&mut leases, 12 * S), NOBODY);
@@ -77,7 +77,7 @@ fn what_cannot_work_is_not_allowed() {
     assert!(!Leases::is_allowed(9, 5) && !Leases::is_allowed(1000, 2) && !Leases::is_allowed(u32::MAX, 5));
 }
 
-/// Point of the store's loop at which the store is stopped.
+/// Point in the store's loop at which the store is stopped.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum At {
     Sleep,
@@ -87,8 +87,8 @@ enum At {
 
 proptest! {
     /// Stops the store at random moments for random times. A client that sends its keep-alives never expires. A silent
-    /// client expires at the latest after the total of its time to live, the stops and one look, and at the earliest
-    /// after its time to live plus the stops, less one interval for each stop.
+    /// client expires no later than after its time to live, plus all stops, plus one look. It expires no earlier than
+    /// after its time to live plus all stops, less one interval for each stop.
     #[test]
     fn stops_of_the_store_end_nobody(
         stops in vec((0..3_000_u64, 0..60_000_u64, prop_oneof![Just(At::Sleep), Just(At::Look), Just(At::Plan)]), 0..10),
@@ -107,7 +107,7 @@ proptest! {
                 let pause = |now: u64, here: At| if is_last && at == here { now + stop * MS } else { now };
                 now = pause(look.min(until), At::Sleep);
                 leases.look(now);
-                // Keep-alives that arrived during the stop are read late, after the look.
+                // Keep-alives that arrived during the stop are only read after the look.
                 now = pause(now, At::Look);
                 if now >= beat + S {
                     beat = now;

@@ -1,4 +1,4 @@
-//! Compares the store with a naive implementation that searches lists from end to end.
+//! Compares the store with a naive implementation that searches whole lists.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -226,8 +226,8 @@ proptest! {
         }
     }
 
-    /// Clients that start and stop watching receive every change that their watches cover, once, in order, and all
-    /// changes of a revision together.
+    /// A client receives every change that its watches cover, once and in order, and all changes of a revision
+    /// together. Clients start and stop watches in between.
     #[test]
     fn watchers_miss_nothing_and_hear_nothing_twice(
         schedule in vec(prop_oneof![

@@ -19,11 +19,11 @@ enum Step {
     Elsewhere(usize, bool),
     Watch(usize, bool),
     Unwatch(usize),
-    /// The store reads this number of requests in transit.
+    /// The store reads this number of the requests in transit.
     Serve(usize),
-    /// The client reads this number of answers in transit.
+    /// The client reads this number of the answers in transit.
     Read(usize),
-    /// The connection breaks, messages in transit are lost, and the session is resumed.
+    /// The connection breaks, the messages in transit are lost, and the session is resumed.
     Break,
 }
 
@@ -51,7 +51,7 @@ fn write(key: usize, is_put: bool) -> Txn {
     Txn { then: vec![op], ..Txn::default() }
 }
 
-/// A store, its connection with the client, and the events that the client's user has received.
+/// A store, its connection to the client, and the events that the client's user has received.
 struct World {
     state: State,
     watches: Watches,
