@@ -1,4 +1,4 @@
-//! Code shared by the clients of both stores: the handle of a session, and the end of a session.
+//! Code shared by the clients of both stores: the user's handle for a session, and the handling of a session's end.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
 use crate::coordination::types::LostKind;
 
-/// Time limit for [`Handle::close`]. A session takes at most 2 s to close; the remaining time allows for a runtime
-/// thread that is late.
+/// Time limit for [`Handle::close`]. A session takes at most 2 s to close. The rest allows for a runtime thread that is
+/// late.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
 /// A command that a caller sends to the client's background task.
@@ -35,14 +35,14 @@ pub(crate) struct Handle<R> {
 }
 
 impl<R: Send + 'static> Handle<R> {
-    /// Starts the task of the session. The end of the task is always reported, whatever the cause.
+    /// Starts the task of the session. When the task ends for any reason, this is reported as an event.
     pub(crate) fn start<F>(runtime: &dyn Spawn, session: F) -> std::io::Result<Self>
     where
         F: FnOnce(Ending, Inbox<R>) -> Pin<Box<dyn Future<Output = ()>>> + Send + 'static,
     {
         let events = Arc::new(Events::new()?);
         let (commands, inbox) = unbounded_channel();
-        // If the runtime has stopped, `spawn` drops this value, which reports the end.
+        // If the runtime has stopped, `spawn` drops this value, and its destructor reports the end.
         let ending = Ending(Arc::clone(&events));
         runtime.spawn(Box::new(move || session(ending, inbox)));
         Ok(Self { commands, events })
@@ -53,15 +53,14 @@ impl<R: Send + 'static> Handle<R> {
         &self.events
     }
 
-    /// Sends a request. A session that has ended does not answer requests, but reports its end as an event.
+    /// Sends a request. A session that has ended does not answer. It has already reported its end as an event.
     pub(crate) fn send(&self, request: R) {
         let _ = self.commands.send(Command::Request(request));
     }
 
-    /// Ends the session; no event follows. Blocks until the session has ended, or until [`CLOSE_LIMIT`] elapses.
+    /// Ends the session. No event follows. Blocks until the session has ended, or until [`CLOSE_LIMIT`] elapses.
     pub(crate) fn close(&self) {
-        // Ignore a missing answer: either the session has already ended, or it hangs, and then it ends when its lease
-        // expires.
+        // Ignore a missing answer. Either the session has already ended, or it hangs and ends when its lease expires.
         ask_within(&self.commands, Command::Close, CLOSE_LIMIT);
         self.events.finish();
     }
@@ -70,7 +69,7 @@ impl<R: Send + 'static> Handle<R> {
 impl<R> Drop for Handle<R> {
     fn drop(&mut self) {
         let (reply, _) = sync_channel(1);
-        // Close as in `close`, but do not wait for it.
+        // Close the session as `close` does, but without waiting.
         let _ = self.commands.send(Command::Close(reply));
     }
 }
@@ -88,7 +87,7 @@ impl Drop for Ending {
 /// Reason for the end of a session.
 pub(crate) enum Ended {
     Lost(Lost),
-    /// The user closed the session. The sender, if there is one, notifies the caller that waits for this.
+    /// The user closed the session. If a caller waits for this, the sender notifies it.
     Closed(Option<SyncSender<()>>),
 }
 
@@ -104,7 +103,7 @@ impl Ended {
     }
 }
 
-/// Stops the events of a session that the user closed, and notifies the waiting caller.
+/// Stops the events of a session that the user closed, and notifies the caller, if it is waiting.
 pub(crate) fn finish(events: &Events, reply: Option<SyncSender<()>>) {
     events.finish();
     // Ignore the error, because no caller waits if the client was dropped.
@@ -124,7 +123,7 @@ impl From<Lost> for Halt {
     }
 }
 
-/// Queues requests until they can be sent. Returns when the user closes the client.
+/// Collects early requests in `early` until the user closes the client, then returns.
 pub(crate) async fn until_close<R>(inbox: &mut Inbox<R>, early: &mut Vec<R>) -> Option<SyncSender<()>> {
     loop {
         match inbox.recv().await {

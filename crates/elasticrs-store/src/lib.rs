@@ -1,10 +1,10 @@
-//! The stores of a job. Their servers and clients run on threads that the caller provides.
+//! The stores of a job. The caller provides the threads on which their servers and clients run.
 //!
 //! The agents use the store [`coordination`], and torch's workers use the store [`worker`]. The two share only the code
 //! in [`elasticrs_runtime`]. [`etcd`] is a client that uses an existing etcd cluster instead of [`coordination`].
 //!
 //! All servers and clients are futures that stay on one thread, which [`elasticrs_runtime::runtime::Spawn`] provides.
-//! Servers do not run on the supervisor's thread, but the client that holds an agent's lease does. A handle
+//! The client that holds an agent's lease runs on the supervisor's thread. Servers run on other threads. A handle
 //! (`WorkerStore`, `Server`, `Client`) may be used from any thread. Sockets, keys and connections are used only by the
 //! thread on which they were created.
 //!

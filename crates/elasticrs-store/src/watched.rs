@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::coordination::types::{Change, Entry, Watch};
 
-/// Create revision and mod revision of a key.
+/// A key's create revision and mod revision.
 pub(crate) type Ages = (u64, u64);
 
 /// Changes of one revision.
@@ -36,7 +36,7 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Creates a watch that reports all revisions after `revision`. `there` has the entries at that revision.
+    /// Creates a watch that reports all revisions after `revision`. `there` contains the entries at that revision.
     pub(crate) fn new<'a>(watch: Watch, revision: u64, there: impl IntoIterator<Item = &'a Entry>) -> Self {
         let known = there.into_iter().map(|entry| (Arc::clone(&entry.key), ages(entry))).collect();
         Self { watch, next: revision + 1, known }
@@ -65,8 +65,8 @@ impl Watched {
         Change { key, value: Some(value), create_revision, mod_revision }
     }
 
-    /// Returns the differences between the entries at `revision` and the state that the watch last reported. `None` if
-    /// there are none.
+    /// Updates the watch to the entries at `revision`. Returns their differences from the state that the watch last
+    /// reported, or `None` if there are none.
     pub(crate) fn catch_up(&mut self, revision: u64, there: Vec<Entry>) -> Option<Told> {
         let alive: BTreeSet<_> = there.iter().map(|entry| Arc::clone(&entry.key)).collect();
         let gone: Vec<_> = self.known.keys().filter(|key| !alive.contains(*key)).cloned().collect();

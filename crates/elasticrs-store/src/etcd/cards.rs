@@ -1,4 +1,4 @@
-//! Data that a session publishes for its links: a card in etcd, and the first message on a link. Pure functions.
+//! Data that a session publishes for its links: its card in etcd, and the first message on a link. Pure functions.
 
 use std::fmt::Write;
 
@@ -11,12 +11,12 @@ use super::messages as pb;
 const CARDS: &str = "~sessions/links/";
 /// Secret of a session, known to all sessions that can read etcd.
 pub(super) type Nonce = [u8; 16];
-/// Secret that is sent on a session's links when no process of the session is running anymore.
+/// Secret that is sent on a session's links when no process that depends on the session is running anymore.
 pub(super) type LastWord = [u8; 32];
 /// SHA-256 hash of a [`LastWord`].
 pub(super) type Seal = [u8; 32];
 
-/// Returns the hash by which other sessions recognize this word.
+/// Returns the hash that is published for this word.
 pub(super) fn seal_of(word: &LastWord) -> Seal {
     Sha256::digest(word).into()
 }
@@ -27,7 +27,7 @@ pub(super) struct Card {
     pub(super) lease: i64,
     pub(super) nonce: Nonce,
     pub(super) port: u16,
-    /// Hash of the session's [`LastWord`], by which other sessions recognize that secret.
+    /// Hash of the session's [`LastWord`], with which other sessions recognize that secret.
     pub(super) seal: Seal,
     /// Host names or addresses of the session's machine.
     pub(super) hosts: Vec<String>,
@@ -40,7 +40,7 @@ impl Card {
         format!("{} {nonce} {seal} {}", self.port, self.hosts.join(" ")).into_bytes()
     }
 
-    /// Decodes a card. Returns `None` if the bytes, which any program may have written, are not a card.
+    /// Decodes a card. Returns `None` if the bytes are not a card, because any program may write to etcd.
     pub(super) fn decode(lease: i64, value: &[u8]) -> Option<Self> {
         let mut words = str::from_utf8(value).ok()?.split(' ');
         let port = words.next()?.parse().ok()?;
@@ -79,7 +79,7 @@ fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
 pub(super) const HELLO: usize = MAGIC.len() + 8 + 16;
 const MAGIC: [u8; 8] = *b"\x93ERSLNK\x01";
 
-/// First message of the session that opens a link. The other session answers with its nonce.
+/// First message on a link, from the session that opens it. The other session answers with its nonce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) lease: i64,
@@ -91,7 +91,7 @@ impl Hello {
         [&MAGIC[..], &self.lease.to_be_bytes(), &self.nonce].concat()
     }
 
-    /// Decodes a hello. `None` if the bytes come from another program.
+    /// Decodes a hello. `None` if another program sent the bytes.
     pub(super) fn decode(bytes: &[u8; HELLO]) -> Option<Self> {
         let rest = bytes.strip_prefix(&MAGIC)?;
         let (lease, nonce) = rest.split_first_chunk()?;
@@ -115,7 +115,7 @@ impl Keys {
         Region::key(self.card(scope, lease)).range()
     }
 
-    /// Returns the request for the newest card among those that are older than this create revision.
+    /// Returns the request for the newest card that was created before this revision.
     pub(super) fn card_before(&self, scope: &str, created: u64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,
@@ -126,7 +126,7 @@ impl Keys {
         }
     }
 
-    /// Returns the card in an answer, if it has one.
+    /// Returns the card in an answer, if there is one.
     pub(super) fn card_of(&self, scope: &str, answer: &pb::RangeResponse) -> Option<Card> {
         let found = answer.kvs.first()?;
         let lease = found.key.strip_prefix(&self.full(&format!("{CARDS}{scope}/"))[..])?;

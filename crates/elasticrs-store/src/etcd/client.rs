@@ -1,5 +1,5 @@
-//! Client of etcd. A client has one session with one lease, and uses any number of connections. It cannot be used after
-//! the session has ended.
+//! Client of etcd. A client has one session with one lease. During the session it may use several connections. It
+//! cannot be used after the session has ended.
 
 use std::convert::Infallible;
 use std::rc::Rc;
@@ -32,7 +32,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Starts to connect. [`Event::Connected`] or [`Event::Lost`] follows.
+    /// Starts connecting in the background. [`Event::Connected`] or [`Event::Lost`] follows.
     pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
         let handle = Handle::start(runtime, move |ending, inbox| {
             Box::pin(async move {
@@ -44,7 +44,7 @@ impl Client {
         Ok(Self { handle })
     }
 
-    /// Returns the events of this client.
+    /// Returns the queue of events from this client.
     pub fn events(&self) -> &Events {
         self.handle.events()
     }
@@ -67,7 +67,7 @@ impl Client {
     fn send(&self, request: Request) -> Result<(), Unsendable> {
         let size = match &request {
             Request::Txn { txn, .. } => size(txn),
-            // A watch request has only a key or prefix, which is always short enough.
+            // A watch request contains only a key or prefix, which is always short enough.
             Request::Watch { .. } | Request::Unwatch(_) => 0,
         };
         if size > MAX_REQUEST {
@@ -77,21 +77,22 @@ impl Client {
         Ok(())
     }
 
-    /// Finishes the pending requests, then ends the session and its lease. No event follows. Blocks until that is done,
-    /// or until a short time limit elapses because etcd does not answer.
+    /// Finishes the pending requests, then ends the session and its lease. No event follows. Blocks until the session
+    /// has ended. If etcd does not answer, gives up after a short time.
     pub fn close(&self) {
         self.handle.close();
     }
 }
 
-/// Returns the bytes of user data in a transaction. Their limit is two thirds of etcd's own limit for a whole request.
+/// Returns the number of bytes of user data in a transaction. The limit is two thirds of etcd's own limit for a
+/// request.
 fn size(txn: &Txn) -> usize {
     let compares = txn.compares.iter().map(|compare| match compare {
         Compare::Exists(key) | Compare::Missing(key) | Compare::Create(key, _) | Compare::Mod(key, _) => key.len(),
         Compare::Value(key, value) => key.len() + value.len(),
     });
     let ops = txn.then.iter().chain(&txn.otherwise).map(|op| match op {
-        // A put without a lease is encoded twice: for an existing key and for a missing one.
+        // A put without a lease is encoded twice, once for an existing key and once for a missing one.
         Op::Put { key, value, leased } => (key.len() + value.len()) * if *leased { 1 } else { 2 },
         Op::Delete(key)
         | Op::DeletePrefix(key)
@@ -102,7 +103,7 @@ fn size(txn: &Txn) -> usize {
     compares.chain(ops).sum()
 }
 
-/// Time limit for revoking the lease when a session is closed while it is being opened.
+/// Time limit for revoking the lease when the client is closed while the session is being opened.
 const REVOKE_LIMIT: Duration = Duration::from_secs(1);
 
 async fn run(
@@ -143,7 +144,7 @@ async fn run(
 }
 
 /// Opens the session's links. Returns `None` for a session without a nursery, because no process could send its last
-/// word. Also returns `None` if opening the links fails, because the session works without them: its lease still
+/// word. Also returns `None` if opening the links fails. The session works without them, because its lease still
 /// expires.
 fn open_links(
     options: &Options,

@@ -28,7 +28,7 @@ use crate::coordination::probe::is_tcp_store;
 use crate::coordination::types::LostKind;
 use crate::coordination::wire::MAX_ANSWER;
 
-/// Certificates and user with which this client authenticates.
+/// Certificates, and the user's name and password, with which this client authenticates.
 #[derive(Debug, Clone)]
 pub(super) struct Credentials {
     /// The files are read for each connection, because certificates are renewed in place.
@@ -45,7 +45,7 @@ pub(super) struct Link {
     pub(super) at: String,
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
-    /// Task that moves the connection's bytes. It ends with the connection, and dropping it closes the connection.
+    /// Task that drives the connection. It finishes when the connection ends. Dropping it closes the connection.
     driver: JoinSet<Result<(), h2::Error>>,
     heard: Rc<RefCell<Heard>>,
     tls: Option<Arc<Identity>>,
@@ -56,7 +56,7 @@ impl Link {
     pub(super) async fn ended(&mut self) -> Lost {
         let why = match self.driver.join_next().await {
             Some(Ok(Err(error))) => {
-                // Use the TLS error that was recorded, because the HTTP/2 library keeps only its text.
+                // Use the recorded TLS error, because the HTTP/2 library keeps only its text.
                 if let (Some(error), Some(identity)) = (&self.heard.borrow().tls, &self.tls) {
                     return tls_lost(&self.at, error, identity);
                 }
@@ -65,14 +65,13 @@ impl Link {
             Some(Ok(Ok(()))) | None => "it was closed".into(),
             Some(Err(error)) => error.to_string(),
         };
-        // Prefer the error of a write, because the kernel reports a socket error only once, and the write may have
-        // received it instead of the read.
+        // Prefer the error of a write, because the kernel reports a socket error only once, to the first read or write.
         let why = self.heard.borrow().unwritten.clone().unwrap_or(why);
         Lost::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
     }
 
-    /// Returns the TLS error of the connection, if there is one, instead of the error of a call. A server may reject a
-    /// certificate only after the handshake, so that the call reports only a broken connection.
+    /// Returns the TLS error of the connection if there is one, and otherwise `lost`, the error of a call. A server may
+    /// reject a certificate only after the handshake. In that case, the call reports only a broken connection.
     pub(super) async fn last_words(&mut self, lost: Lost) -> Lost {
         if lost.kind != LostKind::Closed {
             return lost;
@@ -88,10 +87,10 @@ impl Link {
         self.driver.shutdown().await;
     }
 
-    /// Finds the reason why a first call on this connection failed. The peer may be another program.
+    /// Finds the reason why the first call on this connection failed, which may be that the peer is another program.
     pub(super) async fn judge(&mut self, error: CallError) -> Trouble {
         let CallError::Broken(_) = error else { return Trouble::of(error, &self.at) };
-        // Prefer the error of the connection, because it is more specific than that of a call.
+        // Prefer the connection's error, because it is more specific than the call's.
         let lost = timeout(LAST_WORDS, self.ended()).await;
         let stranger = stranger(&self.heard.borrow().opening);
         match (lost, stranger) {
@@ -111,20 +110,21 @@ impl Link {
 }
 
 impl Link {
-    /// Returns true if the connection is not encrypted and no byte was received on it.
+    /// Returns true if the connection is not encrypted and no byte has been received on it.
     fn is_dumb(&self) -> bool {
         self.tls.is_none() && self.heard.borrow().opening.is_empty()
     }
 }
 
-/// Hint added to etcd's space alarm, because the member that reports the alarm may itself have enough space.
+/// Hint that is added to etcd's space alarm. It is needed because a member reports the alarm even if it has enough
+/// space itself.
 const NO_SPACE: &str = ". One of the members has raised this alarm (`etcdctl alarm list`), and all refuse writes until it is \
                         disarmed: free space there (compact, defrag), then `etcdctl alarm disarm`";
 
 /// Timeout for reading the error reason from a broken connection.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
-/// Reason for a failure, and whether a retry can succeed.
+/// A failure and its reason. The variant says whether a retry can succeed.
 #[derive(Debug)]
 pub(super) enum Trouble {
     /// A retry may succeed, later or with another member.
@@ -147,9 +147,9 @@ impl Trouble {
                     format!("the connection to etcd at {at} broke: {why}"),
                 ));
             }
-            // Retry, because a proxy may send such an answer while no member is running behind it.
+            // Retry, because a proxy may send such an answer while the member behind it is not running.
             CallError::Foreign(why) => return Self::Again(not_ours(at, &why)),
-            // Do not retry, because the answer would be too large again.
+            // Do not retry, because the next answer would also be too large.
             CallError::TooLarge(length) => {
                 let why = format!("etcd at {at} sent an answer of {length} bytes; the limit is {MAX_ANSWER}");
                 return Self::Fatal(Lost::new(LostKind::Limit, why));
@@ -171,8 +171,8 @@ impl Trouble {
             code::INVALID_ARGUMENT | code::NOT_FOUND | code::FAILED_PRECONDITION | code::OUT_OF_RANGE => {
                 LostKind::Protocol
             }
-            // All other codes are worth a retry: no leader, a new leader, a slow or stopping member, and codes that no
-            // version of etcd sends so far.
+            // Retry after all other codes. They report a missing or new leader, or a slow or stopping member. Also
+            // retry after codes that no version of etcd sends so far.
             _ => LostKind::Timeout,
         };
         let lost = Lost::new(kind, format!("etcd at {at}: {message}{hint}"));
@@ -181,7 +181,7 @@ impl Trouble {
     }
 }
 
-/// The step that a connection attempt has reached, for the message if it times out.
+/// Step that a connection attempt has reached, for the error message after a timeout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
     /// The certificates are being read.
@@ -193,7 +193,7 @@ pub(super) enum Stage {
     Calls(SocketAddr),
 }
 
-/// Connects to an endpoint, within `patience`.
+/// Connects to an endpoint and authenticates. `patience` is the time limit for the TCP connection only.
 pub(super) async fn dial(
     (host, port): &(String, u16),
     credentials: &Credentials,
@@ -203,7 +203,7 @@ pub(super) async fn dial(
     let at = endpoint(host, *port);
     stage.set(Stage::Files);
     let identity = match &credentials.tls {
-        // Retry, because the files may be only partly written.
+        // Retry, because the files may be only partly written at the moment.
         Some(files) => Some(tls::load(files).await.map_err(|why| Trouble::Again(Lost::new(LostKind::Tls, why)))?),
         None => None,
     };
@@ -266,7 +266,7 @@ async fn encrypted(
     TlsConnector::from(Arc::clone(&identity.config)).connect(name, stream).await.map_err(|error| {
         match tls_error(&error) {
             Some(error) => Trouble::Fatal(tls_lost(at, error, identity)),
-            // Retry, because a member that is just stopping looks the same as one without TLS.
+            // Retry, because a member that is stopping at this moment looks the same as one without TLS.
             None => Trouble::Again(Lost::new(
                 LostKind::Closed,
                 format!("etcd at {at} broke off the TLS handshake: {}", plain(&error)),
@@ -288,20 +288,20 @@ async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), 
     let asked = AuthenticateRequest { name, password };
     match link.channel.call::<AuthenticateResponse>("/etcdserverpb.Auth/Authenticate", &asked).await {
         Ok(answer) => link.channel.set_token(&answer.token).map_err(|error| Trouble::of(error, &link.at)),
-        // This etcd does not use authentication, so the password is not needed.
+        // This etcd does not use authentication, so no token is needed.
         Err(CallError::Status { message, .. }) if message.contains("authentication is not enabled") => Ok(()),
         Err(error) => Err(link.judge(error).await),
     }
 }
 
-/// Returns the error for certificates that could not be read within `patience`.
+/// Returns the error for certificates that were not read within `patience`.
 pub(super) fn unread(files: &Files, patience: Duration) -> Lost {
     let seconds = patience.as_secs_f64();
     let why = format!("could not read {files} within {seconds} s: their file system does not answer");
     Lost::new(LostKind::Timeout, why)
 }
 
-/// Returns the error for a connection attempt that timed out in this stage.
+/// Returns the error for a connection attempt that was in this stage when it timed out.
 pub(super) async fn too_late(
     (host, port): &(String, u16),
     credentials: &Credentials,
@@ -332,22 +332,22 @@ fn not_ours(at: &str, why: &str) -> Lost {
     Lost::new(LostKind::NotOurs, format!("no etcd with API v3 at {at}: {why}"))
 }
 
-/// Describes the program that sent these first bytes. `None` if it may be an HTTP/2 server.
+/// Describes the program that sent these first bytes. `None` if it may be an HTTP/2 server, or sent nothing.
 fn stranger(opening: &[u8]) -> Option<&'static str> {
     match opening {
         [] => None,
         _ if opening.starts_with(b"HTTP/") => Some("an HTTP server, or an etcd that only knows API v2"),
         [0x15, 3, ..] => Some("it asks for TLS"),
-        // The peer sent an HTTP/2 SETTINGS frame: three bytes of length, then kind 4.
+        // This is an HTTP/2 SETTINGS frame: three bytes of length, followed by kind 4.
         [_, _, _, 4, ..] => None,
         _ => Some("another program uses the port"),
     }
 }
 
-/// Data recorded from a connection, for better error messages than those of the HTTP/2 library.
+/// Data that is recorded from a connection, because the HTTP/2 library's error messages are not specific enough.
 #[derive(Debug, Default)]
 struct Heard {
-    /// The first bytes that the other side sent.
+    /// The first bytes that the peer sent.
     opening: Vec<u8>,
     tls: Option<TlsError>,
     /// Text of the first error of a write.
@@ -360,7 +360,7 @@ struct Overheard<S> {
     heard: Rc<RefCell<Heard>>,
 }
 
-/// Maximum number of first bytes that are recorded: the length of an HTTP/2 frame header.
+/// Maximum number of first bytes to record. This is the length of an HTTP/2 frame header.
 const OPENING: usize = 9;
 
 impl<S: AsyncRead + Unpin> AsyncRead for Overheard<S> {
@@ -380,8 +380,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Overheard<S> {
 impl<S: AsyncWrite + Unpin> AsyncWrite for Overheard<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         match Pin::new(&mut self.stream).poll_write(cx, bytes) {
-            // Pretend that the write succeeded, so that the HTTP/2 library continues to read. The reason why the
-            // connection ended may still arrive.
+            // Pretend that the write succeeded, so that the HTTP/2 library continues to read. The peer's reason for
+            // closing the connection may still arrive.
             Poll::Ready(Err(error)) => {
                 self.heard.borrow_mut().unwritten.get_or_insert_with(|| plain(&error));
                 Poll::Ready(Ok(bytes.len()))

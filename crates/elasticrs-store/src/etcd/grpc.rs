@@ -33,7 +33,7 @@ pub(super) enum CallError {
     Foreign(String),
     /// The answer has this number of bytes, which exceeds [`MAX_ANSWER`].
     TooLarge(usize),
-    /// The server has reset the stream of this call.
+    /// The answer is too large. It has this number of bytes, which exceeds [`MAX_ANSWER`].
     Reset(String),
     /// The connection is broken.
     Broken(String),
@@ -49,7 +49,7 @@ impl From<h2::Error> for CallError {
     }
 }
 
-/// A connection for calls. Cheap to clone.
+/// A connection on which calls can be made. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Channel {
     requests: SendRequest<Bytes>,
@@ -71,7 +71,7 @@ impl Channel {
         Ok(())
     }
 
-    /// Makes a call: sends one message and waits for its answer.
+    /// Makes a unary call: sends one message and waits for the answer.
     pub(super) async fn call<A: Message + Default>(&self, path: &str, question: &impl Message) -> Result<A, CallError> {
         let (response, mut body) = self.begin(path).await?;
         body.send_data(framed(question), true)?;
@@ -95,7 +95,7 @@ impl Channel {
         let headers = request.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         headers.insert(TE, HeaderValue::from_static("trailers"));
-        // Let a member without a leader return an error instead of waiting for one.
+        // With this header, a member that has no leader returns an error instead of waiting for one.
         headers.insert("hasleader", HeaderValue::from_static("true"));
         if let Some(token) = &self.token {
             headers.insert("token", token.clone());
@@ -104,7 +104,7 @@ impl Channel {
     }
 }
 
-/// A stream of messages in both directions, until either side closes it. Dropping it closes it.
+/// A stream of messages in both directions. It ends when either side closes it. Dropping it closes it.
 #[derive(Debug)]
 pub(super) struct Duplex<Q, A> {
     body: SendStream<Bytes>,
@@ -161,7 +161,8 @@ impl<A: Message + Default> Answers<A> {
                 Body::Open(stream) => match stream.data().await {
                     Some(bytes) => {
                         let bytes = bytes?;
-                        // Allow the server to send as many bytes again, because these bytes are moved to the buffer.
+                        // Allow the server to send that number of bytes again, because these bytes are moved to the
+                        // buffer.
                         stream.flow_control().release_capacity(bytes.len())?;
                         self.buffer.extend_from_slice(&bytes);
                     }
@@ -180,7 +181,8 @@ impl<A: Message + Default> Answers<A> {
     }
 }
 
-/// Encodes a message for gRPC: a flag that it is not compressed, its length, and the message.
+/// Encodes a message for gRPC. The message is preceded by a zero byte, which means that it is not compressed, and by
+/// its length.
 fn framed(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(5 + length);
@@ -191,7 +193,7 @@ fn framed(message: &impl Message) -> Bytes {
     bytes.freeze()
 }
 
-/// Removes the first message from the buffer and returns it. Returns `None` if it is incomplete.
+/// Removes the first message from the buffer and returns it. Returns `None` if the message is incomplete.
 fn cut(buffer: &mut BytesMut) -> Result<Option<Bytes>, CallError> {
     let Some(&[flag, a, b, c, d]) = buffer.first_chunk() else { return Ok(None) };
     let length = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);
@@ -215,7 +217,7 @@ fn checked(response: Response<RecvStream>) -> Result<RecvStream, CallError> {
     if head.status != StatusCode::OK || !is_grpc {
         return Err(CallError::Foreign(format!("it answers by HTTP status {}", head.status.as_u16())));
     }
-    // A call that fails immediately has the status in its headers and no body.
+    // If a call fails immediately, the status is in its headers, and there is no body.
     if head.headers.contains_key(STATUS) {
         status(Some(&head.headers))?;
     }

@@ -1,5 +1,5 @@
-//! Executes the user's requests on one connection. If the connection breaks, the session may execute a job again on the
-//! next one.
+//! Executes the user's requests on one connection. If the connection breaks, the session may execute the same job again
+//! on the next one.
 
 use std::rc::Rc;
 
@@ -18,8 +18,8 @@ use std::time::Duration;
 /// A unit of work for the session, executed with one or more calls.
 #[derive(Debug, Clone)]
 pub(super) enum Job {
-    /// Checks on a new connection that etcd still has the session's marker and has not gone back to an older revision,
-    /// which happens if it is restored from a backup.
+    /// Checks, on a new connection, that etcd still has the session's marker and has not gone back to an older
+    /// revision. It goes back if it is restored from a backup.
     Look,
     Txn {
         tag: u64,
@@ -29,7 +29,7 @@ pub(super) enum Job {
         tag: u64,
         watch: WatchFrom,
     },
-    /// Reads the keys that a watch covers, because etcd no longer has the history that the watch needs.
+    /// Reads the current keys that a watch covers, because the history that the watch needs was compacted.
     CatchUp {
         number: i64,
         watch: crate::coordination::types::Watch,
@@ -52,16 +52,16 @@ pub(super) struct Desk {
     pub(super) at: String,
     pub(super) keys: Rc<Keys>,
     pub(super) job_lease: Option<(i64, Duration)>,
-    /// Write number and marker revision for the next transaction that writes.
+    /// Number and marker revision for the next transaction that writes.
     pub(super) write: Write,
-    /// Highest revision that was known before the job started. Watches may report a later one while the job runs.
+    /// Highest revision known when the job started. While it runs, watches may report a higher one.
     pub(super) known: u64,
 }
 
 /// Reason why a job failed.
 enum Stop {
     Call(CallError),
-    /// The member has older data than an earlier answer.
+    /// The member's data are older than those of an earlier answer.
     Behind(Lost),
     Lost(Lost),
 }
@@ -81,8 +81,7 @@ impl From<Unexpected> for Stop {
 const GONE: &str = "the lease of this session is gone: etcd has not heard of it in time, or somebody revoked it";
 
 impl Desk {
-    /// Executes a job. Also returns the revision at which the session's marker was put, or `None` if the job did not
-    /// put it.
+    /// Executes a job. If it put the session's marker, also returns the revision at which that happened.
     pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Trouble> {
         let done = match job {
             Job::Look => self.look().await.map(|()| (Done::Looked, None)),
@@ -98,7 +97,7 @@ impl Desk {
         };
         done.map_err(|stop| match stop {
             Stop::Call(error) => Trouble::of(error, &self.at),
-            // Retry on another member: a member that was paused may answer reads from its old data before it receives
+            // Retry on another member. A member that was paused may answer reads from old data before it has received
             // the newer data (etcd issue 20418, fixed in the versions of 2026).
             Stop::Behind(lost) => Trouble::Again(lost),
             Stop::Lost(lost) => Trouble::Fatal(lost),
@@ -154,7 +153,7 @@ impl Desk {
         }
     }
 
-    /// Reconstructs the results of a transaction whose answer was lost with its connection.
+    /// Reconstructs the results of a transaction whose answer was lost when its connection broke.
     async fn recovered(&self, ops: &[Op], revision: i64) -> Result<Vec<OpResult>, Stop> {
         let mut results = Vec::new();
         for (at, op) in ops.iter().enumerate() {
@@ -189,8 +188,8 @@ impl Desk {
     }
 
     async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, Stop> {
-        // If etcd has compacted this revision, read the newest revision instead. The keys that were created before
-        // `created` are the same there, except that some may have been deleted.
+        // If etcd has compacted this revision, read the newest one instead. It contains the same keys from before
+        // `created`, except those that were deleted since.
         let (mut youngest, at) = match self.range(&self.keys.predecessor(prefix, created, revision)).await {
             Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
                 (self.range(&self.keys.predecessor(prefix, created, 0)).await?.1, 0)
@@ -208,15 +207,15 @@ impl Desk {
 
     async fn watch(&self, tag: u64, asked: WatchFrom) -> Result<Done, Stop> {
         let WatchFrom { watch, snapshot, from_revision } = asked;
-        // Also read the entries before the first change. The watch needs them to report later deletions, and all
-        // differences if etcd compacts the history.
+        // Also read the entries before the first revision to report. The watch needs them to report later deletions,
+        // and to report all differences if etcd compacts the history.
         let revision = from_revision.map_or(0, |from| i64::try_from(from).unwrap_or(i64::MAX) - 1);
         let range = pb::RangeRequest { revision, keys_only: !snapshot, ..self.keys.region(&watch).range() };
         let (newest, kvs) = match self.range(&range).await {
             Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
                 let (revision, _) = self.newest(&pb::RangeRequest { revision: 0, count_only: true, ..range }).await?;
-                // etcd does not report the oldest revision in its history, so return the next revision, which is
-                // certain to be available.
+                // etcd does not say which revision is the oldest in its history. Return the one after the newest,
+                // because it is certain to be available.
                 let results = vec![OpResult::Count(unsigned(revision) + 1)];
                 return Ok(Done::Replied { tag, ok: false, revision, results });
             }
@@ -231,7 +230,7 @@ impl Desk {
         Ok(Done::Watching { tag, watched, revision: newest, results })
     }
 
-    /// Same as [`Self::range`], but refuses an answer that is older than the highest known revision.
+    /// Same as [`Self::range`], but fails if the answer is older than the highest known revision.
     async fn newest(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), Stop> {
         let found = self.range(asked).await?;
         not_behind(self.known, found.0).map_err(Stop::Behind)?;
@@ -254,8 +253,8 @@ fn is_no_lease(error: &CallError) -> bool {
     matches!(error, CallError::Status { code: code::NOT_FOUND, message } if message.contains("lease"))
 }
 
-/// Fails if the store has gone back to a revision before `known`, because it has then lost data that this session
-/// relies on.
+/// Fails if `revision` is before `known`. etcd has then lost data that this session relies on, or the member has not
+/// received them yet.
 pub(super) fn not_behind(known: u64, revision: i64) -> Result<(), Lost> {
     if unsigned(revision) >= known {
         return Ok(());

@@ -16,13 +16,13 @@ use crate::coordination::events::{Events, SILENT};
 use crate::coordination::guard::Guard;
 use crate::coordination::types::LostKind;
 
-/// Number of keep-alive intervals in the time to live of a lease. The session is given up one interval before the lease
-/// ends.
+/// Number of keep-alive intervals in the lease's time to live. The client gives up the session one interval before the
+/// lease ends.
 const BEATS: u32 = 5;
-/// Maximum interval between keep-alives, even for a long lease, because only a missing answer shows that etcd no longer
-/// responds.
+/// Maximum interval between keep-alives. It also applies to long leases, because a missing answer is the only sign that
+/// etcd no longer responds.
 const MAX_INTERVAL: Duration = Duration::from_secs(15);
-/// Maximum time that a connection may leave a keep-alive unanswered.
+/// Maximum time limit for answering a keep-alive.
 const MAX_PATIENCE: Duration = Duration::from_secs(3);
 /// Minimum time limit for opening a new connection.
 const MIN_DIAL: Duration = Duration::from_secs(1);
@@ -48,7 +48,7 @@ pub(super) struct Lease<'a> {
     next_beat: u64,
     /// Time of the next keep-alive for the job's lease, in nanoseconds of the boot clock.
     next_job: u64,
-    /// Unanswered keep-alives of this connection: the ID of the lease, and the time at which the keep-alive was sent.
+    /// Unanswered keep-alives of this connection, each with its lease ID and send time.
     unanswered: VecDeque<(i64, u64)>,
     is_stalled: bool,
 }
@@ -76,12 +76,12 @@ impl<'a> Lease<'a> {
         self.ttl / BEATS
     }
 
-    /// Returns the time for which a connection may leave a keep-alive unanswered.
+    /// Returns the time limit for answering a keep-alive. The client leaves a connection that exceeds it.
     pub(super) fn patience(&self) -> Duration {
         self.interval().min(MAX_PATIENCE)
     }
 
-    /// Returns the time limit for opening a new connection. It has a minimum even for a short lease, because checking a
+    /// Returns the time limit for opening a new connection. It has a lower bound for short leases, because checking a
     /// password takes time.
     pub(super) fn dial_patience(&self) -> Duration {
         self.patience().max(MIN_DIAL)
@@ -91,7 +91,7 @@ impl<'a> Lease<'a> {
         self.deadline
     }
 
-    /// Returns the state of an outage that starts now. `told` is the time of the last notice about an earlier outage.
+    /// Starts an outage. `told` is the time of the last notice about an earlier outage.
     pub(super) fn away(&self, told: Option<u64>) -> Away {
         let endpoints = &self.options.endpoints;
         let members: Vec<_> = endpoints.iter().map(|(host, port)| endpoint(host, *port)).collect();
@@ -104,7 +104,7 @@ impl<'a> Lease<'a> {
         now >= self.deadline
     }
 
-    /// Returns the reason for the loss of the session.
+    /// Returns the reason why the session was lost.
     pub(super) fn lost(&self) -> Lost {
         if self.is_stalled {
             let seconds = self.options.stall_timeout.unwrap_or_default().as_secs_f64();
@@ -115,8 +115,7 @@ impl<'a> Lease<'a> {
         Lost::new(kind, message)
     }
 
-    /// Sets the reason why etcd does not answer. It is reported by the thread that first notices that the lease is
-    /// over.
+    /// Sets the reason why etcd does not answer. The thread that first notices the end of the lease reports it.
     pub(super) fn set_trouble(&self, trouble: &str) {
         self.events.set_trouble(Some((LostKind::Silent, format!("{SILENT} ({trouble})"))));
     }
@@ -130,7 +129,8 @@ impl<'a> Lease<'a> {
         self.unanswered.front().map_or(u64::MAX, |(_, sent)| sent + nanoseconds(self.patience()))
     }
 
-    /// Sends a keep-alive immediately on a new connection, because only an answer shows that etcd responds.
+    /// Prepares for a new connection, on which a keep-alive is sent immediately, because only an answer shows that etcd
+    /// responds.
     pub(super) fn begin_connection(&mut self) {
         self.unanswered.clear();
         self.next_beat = 0;
@@ -182,10 +182,10 @@ impl<'a> Lease<'a> {
         let Some(at) = self.unanswered.iter().position(|(id, _)| *id == answer.id) else {
             return Err(Lost::new(LostKind::Protocol, "etcd answered a keep-alive that was never sent"));
         };
-        // Answers for the same lease arrive in order.
+        // Remove the oldest entry for this lease, because answers for the same lease arrive in order.
         let sent = self.unanswered.remove(at).map_or(0, |(_, sent)| sent);
         if answer.id != self.id {
-            // If the job's lease has expired, the next write that needs it creates it again.
+            // Ignore it if the job's lease has expired. The next write that needs the lease creates it again.
             return Ok(false);
         }
         if answer.ttl <= 0 {

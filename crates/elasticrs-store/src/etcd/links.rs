@@ -1,13 +1,15 @@
-//! Links are connections between the sessions of a job. They detect a killed agent before its lease expires.
+//! Links are connections between the sessions of a job. They allow a killed agent to be detected before its lease
+//! expires.
 //!
-//! Each session listens for connections and connects to the session that was opened before it, which connects back. A
-//! caller stays connected, and reconnects when the connection closes. The agent's nursery holds a duplicate of each
-//! connection on which a caller waits. After the agent's death, the nursery cleans up the agent's processes and then
-//! sends the session's last word on these connections. The session's card has a hash of the word, so the caller
-//! recognizes the word and revokes the lease.
+//! Each session connects to the session that was opened just before it, and that session connects back. The session
+//! that opens a connection is its caller. It waits on the connection for the end of the other session, and reconnects
+//! when the connection closes. The other session's agent gives its nursery a duplicate of the connection. After the
+//! agent's death, the nursery cleans up the agent's processes and then sends the session's last word on all duplicates.
+//! The session's card in etcd contains a hash of the last word. The caller checks the word against this hash and then
+//! revokes the lease of the ended session.
 //!
-//! A session without a nursery (that of a worker or a plain program) has no last word, so it has no links. It ends when
-//! its program closes it or when its lease expires.
+//! The session of a worker or a plain program has no nursery. No process could send its last word, so it has no links.
+//! It ends when its program closes it or when its lease expires.
 //!
 //! - **LINK-1** a session revokes the lease of another session only after it has received that session's last word. A
 //!   refused or broken connection proves nothing, because a firewall or the network may be the cause;
@@ -42,16 +44,17 @@ use super::options::Site;
 use crate::coordination::connect::resolve;
 use crate::coordination::guard::Guard;
 
-/// Time limit for a connection attempt, and for the first message on a connection.
+/// Time limit for a connection attempt, and for the first message on a new connection.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Shortest and longest pause between two attempts to connect to a session, and between two attempts of a request.
+/// Shortest and longest pause between two attempts to connect to a session. The pause between two attempts of a request
+/// to etcd also starts with the shortest one.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(10));
-/// Interval at which a caller checks whether the session's card still exists.
+/// Interval at which a caller checks whether the other session's card still exists.
 const LOOK: Duration = Duration::from_secs(60);
-/// Maximum number of incoming links at the same time. A session expects two.
+/// Maximum number of incoming links at the same time. Normally there are at most two.
 const CALLERS: usize = 64;
 
-/// The links of one session, to and from other sessions.
+/// All links of one session, incoming and outgoing.
 pub(super) struct Links {
     keys: Rc<Keys>,
     scope: String,
@@ -60,15 +63,15 @@ pub(super) struct Links {
     /// Leases of the sessions that this session connects to.
     called: RefCell<BTreeSet<i64>>,
     guard: Rc<dyn Guard>,
-    /// Secret that the nursery sends on this session's links when no process of the session is running anymore.
+    /// Secret that the nursery sends on this session's links when the agent's processes are gone.
     word: LastWord,
-    /// True if the guard has received a link of this session.
+    /// True if the guard has received at least one link of this session.
     is_guarded: Cell<bool>,
 }
 
 impl Links {
-    /// Starts to listen for links from other sessions. `link` is an etcd connection, whose local address is published
-    /// in the session's card. `channel` always has the etcd connection in use.
+    /// Starts to listen for links from other sessions. `link` is a connection to etcd. Its local address is published
+    /// in the session's card. `channel` always contains the connection to etcd that is currently in use.
     pub(super) fn open(
         site: &Site,
         keys: Rc<Keys>,
@@ -103,10 +106,10 @@ impl Links {
                     Ok((stream, _)) if callers.len() < CALLERS => {
                         callers.spawn_local(Rc::clone(&self).answer(stream));
                     }
-                    // Close the link. The caller retries later, and until then depends on the lease alone (LINK-2).
+                    // Close the link. The caller retries later. Until then, it depends on the lease alone (LINK-2).
                     Ok(_) => {}
-                    // Wait after an error, for example if there are no free file descriptors, because retrying at once
-                    // would be a busy loop.
+                    // Wait before retrying, because an error such as a lack of free file descriptors would otherwise
+                    // cause a busy loop.
                     Err(_) => sleep(LIMIT).await,
                 },
                 Some(_) = callers.join_next() => {}
@@ -114,8 +117,8 @@ impl Links {
         }
     }
 
-    /// Publishes this session's card, then stays linked to the session that was opened before this one. When that
-    /// session is gone, continues with the session before it.
+    /// Publishes this session's card, then stays linked to the session that was opened just before this one. When that
+    /// session is gone, continues with the next older one.
     async fn follow(self: Rc<Self>) {
         let _: pb::PutResponse = self.ask("/etcdserverpb.KV/Put", &self.keys.put_card(&self.scope, &self.own)).await;
         let own: pb::RangeResponse = self.ask(RANGE, &self.keys.get_card(&self.scope, self.own.lease)).await;
@@ -139,8 +142,8 @@ impl Links {
         }
     }
 
-    /// Stays connected to a session until its card is gone. Revokes the session's lease when no process of the session
-    /// is running anymore.
+    /// Stays connected to the session `peer` until its card is gone. If the peer's last word arrives, revokes the
+    /// peer's lease.
     async fn stay_linked(&self, peer: &Card) {
         if !self.called.borrow_mut().insert(peer.lease) {
             return;
@@ -162,7 +165,7 @@ impl Links {
         let mut pause = PAUSES.0;
         loop {
             for address in addresses(peer, met).await {
-                // If the connection fails, the peer is unreachable or has ended. If it has ended, its lease expires.
+                // Ignore a failed connection. The peer may only be unreachable, and if it has ended, its lease expires.
                 let Ok(Ok(mut stream)) = timeout(LIMIT, TcpStream::connect(address)).await else { continue };
                 if self.meet(&mut stream, peer, met.is_some()).await {
                     (met, pause) = (Some(address), PAUSES.0);
@@ -176,8 +179,8 @@ impl Links {
         }
     }
 
-    /// Waits until the card of the session `peer` is gone from etcd. If the peer cannot be reached, this is the only
-    /// sign that its session has ended.
+    /// Waits until the card of the session `peer` is gone from etcd. This is the only sign of the peer's end if the
+    /// peer cannot be reached.
     async fn gone(&self, peer: &Card) {
         loop {
             sleep(LOOK).await;
@@ -187,9 +190,9 @@ impl Links {
         }
     }
 
-    /// Exchanges greetings on a new link. Returns true if the peer answered with the nonce from its card. Waits without
-    /// a time limit for a peer that has answered before (`is_known`). If the agent of that peer has died, its port
-    /// accepts connections until its nursery exits, but nothing answers on them.
+    /// Exchanges greetings on a new link. Returns true if the peer answered with the nonce from its card. There is no
+    /// time limit if the peer has answered before (`is_known`), because its agent may have died. In that case, its port
+    /// accepts connections until the nursery exits, but no process answers on them.
     async fn meet(&self, stream: &mut TcpStream, peer: &Card, is_known: bool) -> bool {
         let hello = Hello { lease: self.own.lease, nonce: self.own.nonce };
         let mut nonce = Nonce::default();
@@ -206,8 +209,8 @@ impl Links {
         self.keys.card_of(&self.scope, &answer)
     }
 
-    /// Sends a request to etcd and returns the answer. Retries after a temporary error, for example if etcd has no
-    /// leader, or if the connection broke. Returns the default value if etcd refuses the request.
+    /// Sends a request to etcd and returns the answer. Retries after a temporary error, such as a missing leader or a
+    /// broken connection. Returns the default value if etcd refuses the request.
     async fn ask<A: Message + Default>(&self, path: &str, question: &impl Message) -> A {
         let mut channel = self.channel.clone();
         let mut pause = PAUSES.0;
@@ -220,16 +223,16 @@ impl Links {
                     Err(Trouble::Fatal(_)) => return A::default(),
                 }
             }
-            // Retry on the session's next connection. If there is no new connection within `pause`, retry on the same
-            // one. The first pauses are short, because etcd usually has a new leader soon after the old one has exited,
-            // and the session's peers wait for this request if it revokes the lease of a killed agent.
+            // Retry on the session's next connection, or on the same one if there is no new one within `pause`. The
+            // first pauses are short for the request that revokes the lease of a killed agent: other sessions wait for
+            // it, and etcd usually has a new leader soon after the old one has exited.
             let _ = timeout(pause, channel.changed()).await;
             pause = (pause * 2).min(LIMIT);
         }
     }
 }
 
-/// Returns the address at which the session has answered before, otherwise all addresses of its machine.
+/// Returns the address at which the peer has answered before. If it never has, returns all addresses of its machine.
 async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
     if let Some(met) = met {
         return vec![met];
@@ -243,15 +246,14 @@ async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
     found
 }
 
-/// Reads from a link until the peer's nursery sends the secret [`LastWord`] or the link closes. Returns true if the
-/// secret was received.
+/// Reads from a link until the peer's [`LastWord`] arrives or the link closes. Returns true if the word arrived.
 async fn says_last_word(stream: &mut TcpStream, peer: &Card) -> bool {
     let mut word = LastWord::default();
     let came = stream.read_exact(&mut word).await.is_ok();
     came && peer.seal == seal_of(&word)
 }
 
-/// Waits until the other side closes the connection. Ignores any bytes that arrive.
+/// Waits until the other side closes the connection. Ignores all bytes that arrive.
 async fn ended(stream: &mut TcpStream) {
     let mut byte = [0];
     while let Ok(1..) = stream.read(&mut byte).await {}
@@ -274,7 +276,8 @@ mod tests {
         Links { keys, scope, own, channel, called, guard, word, is_guarded }
     }
 
-    /// Serves one connection: answers the first call that there is no leader, and further calls with an empty message.
+    /// Serves one connection. Answers the first call with an error, that there is no leader, and all further calls with
+    /// an empty message.
     async fn serve_after_an_election(stream: tokio::io::DuplexStream) {
         let mut connection = h2::server::handshake(stream).await.unwrap();
         let mut has_leader = false;
@@ -296,7 +299,8 @@ mod tests {
 
     #[test]
     fn a_request_is_retried_on_the_same_connection_soon_after_an_election() {
-        // The clock of this runtime only advances while all tasks wait, so `elapsed` is exactly the time spent waiting.
+        // The clock of this runtime advances only while all tasks are waiting, so `elapsed` is exactly the time spent
+        // waiting.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let (own, other) = tokio::io::duplex(1 << 16);
@@ -321,7 +325,7 @@ mod tests {
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
-            // Without a connection with etcd, no caller's card can be read, so every caller waits.
+            // Without a connection to etcd, no caller's card can be read, so every caller has to wait.
             let (_connections, channel) = watch::channel(None);
             let answering = tokio::task::spawn_local(links(channel).run(listener));
             let calls = tokio::task::spawn_blocking(move || {

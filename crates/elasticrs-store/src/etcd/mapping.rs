@@ -2,7 +2,7 @@
 //!
 //! - **MAP-1** etcd executes a transaction as a whole and at one revision, even if it is encoded as nested
 //!   transactions;
-//! - **MAP-2** a transaction that writes is executed only once, no matter how often it is sent, because it compares and
+//! - **MAP-2** a transaction that writes is executed only once, no matter how often it is sent, because it checks and
 //!   updates the session's marker.
 //!
 //! Encoding of a transaction that writes:
@@ -23,8 +23,8 @@ use super::messages as pb;
 use super::messages::{CompareResult, CompareTarget, Operand, Request, RequestOp, Response, ResponseOp};
 use crate::coordination::types::{Compare, Entry, Op, OpResult, Txn, Watch};
 
-/// Prefix of the keys for session markers, below the store's prefix. It sorts after all keys of users, so that each
-/// prefix of a user is a single range without markers.
+/// Prefix of the keys for session markers, below the store's prefix. It sorts after all keys of users, so that the keys
+/// with any user's prefix are a single range without markers.
 const SESSIONS: &str = "~sessions/";
 
 /// Error for an answer that does not match its request.
@@ -51,11 +51,11 @@ impl Region {
     }
 }
 
-/// Identifies a write among all writes of its session.
+/// Identifies one write among all writes of its session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Write {
     pub(super) number: u64,
-    /// Revision at which the marker was last put.
+    /// Revision at which the session's marker was last put.
     pub(super) marker: i64,
 }
 
@@ -64,16 +64,16 @@ pub(super) struct Write {
 pub(super) enum Written {
     /// etcd has executed the transaction now.
     Now { ok: bool, revision: i64, responses: Vec<ResponseOp> },
-    /// etcd had already executed an earlier copy of the transaction, at this revision.
+    /// etcd had already executed an earlier copy of the transaction. `revision` is that of the earlier execution.
     Before { ok: bool, revision: i64 },
-    /// etcd has executed no copy: the marker is missing, or has an unexpected value.
+    /// etcd has not executed any copy, because the marker is missing or has an unexpected value.
     Never,
 }
 
-/// Prefix and leases of a session's keys.
+/// Prefix of a session's keys, and the leases to which they are attached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Keys {
-    /// Prefix that is added to each key.
+    /// Prefix that is prepended to each key.
     pub(super) prefix: String,
     /// ID of the session's lease.
     pub(super) lease: i64,
@@ -86,7 +86,7 @@ impl Keys {
         [self.prefix.as_bytes(), key.as_bytes()].concat()
     }
 
-    /// Removes the prefix from a key. `None` if the key is not a user's key of this store.
+    /// Removes the store's prefix from a key. `None` if the key is not a user's key in this store.
     fn strip(&self, key: &[u8]) -> Option<Arc<str>> {
         let key = str::from_utf8(key.strip_prefix(self.prefix.as_bytes())?).ok()?;
         (key < SESSIONS).then(|| key.into())
@@ -102,7 +102,7 @@ impl Keys {
         let mut key = self.full(prefix);
         if SESSIONS.starts_with(prefix) {
             if key.is_empty() {
-                // etcd's encoding for the first of all keys.
+                // In etcd's encoding, a range from the first possible key starts with a zero byte.
                 key.push(0);
             }
             return Region { key, end: self.full(SESSIONS) };
@@ -115,7 +115,7 @@ impl Keys {
         Region { key, end }
     }
 
-    /// Converts a key and its value to an entry. `None` if the key is not a user's key of this store.
+    /// Converts a key and its value to an entry. `None` if the key is not a user's key in this store.
     pub(super) fn entry(&self, kv: pb::KeyValue) -> Option<Entry> {
         Some(Entry {
             key: self.strip(&kv.key)?,
@@ -144,7 +144,7 @@ impl Keys {
         Request::Put(put).into()
     }
 
-    /// Returns the request that puts the marker for the first time. The revision of its answer is that of the marker.
+    /// Returns the request that puts the marker for the first time. The answer's revision is that of the marker.
     pub(super) fn begin(&self) -> pb::TxnRequest {
         pb::TxnRequest { success: vec![self.put_marker(0, true)], ..pb::TxnRequest::default() }
     }
@@ -220,8 +220,8 @@ impl Keys {
         }
     }
 
-    /// Returns the region that an op reads or changes. For [`Op::Predecessor`], returns the key whose create revision
-    /// is read first.
+    /// Returns the region that an op reads or changes. For [`Op::Predecessor`], this is only the key whose predecessor
+    /// is to be found.
     fn region_of(&self, op: &Op) -> Region {
         match op {
             Op::Put { key, .. } | Op::Delete(key) | Op::Get(key) | Op::Predecessor { key, .. } => {
@@ -238,7 +238,7 @@ impl Keys {
             return Request::Put(pb::PutRequest { lease: self.lease, ..put }).into();
         }
         // Keep the lease when a put without a lease overwrites a leased key, so that the key does not outlive its
-        // session. etcd refuses `ignore_lease` for a missing key, so use a nested transaction.
+        // session. Use a nested transaction, because etcd refuses `ignore_lease` for a missing key.
         let kept = pb::PutRequest { ignore_lease: true, ..put.clone() };
         let made = pb::PutRequest { lease: self.job_lease, ..put };
         let nested = pb::TxnRequest {
@@ -249,8 +249,8 @@ impl Keys {
         Request::Txn(nested).into()
     }
 
-    /// Returns the results of the ops. The result of [`Op::Predecessor`] is the key itself; [`Self::predecessor`] then
-    /// finds its predecessor.
+    /// Returns the results of the ops. For [`Op::Predecessor`], the result is the key itself, for which
+    /// [`Self::predecessor`] finds the predecessor in a second step.
     pub(super) fn results(&self, ops: &[Op], responses: Vec<ResponseOp>) -> Result<Vec<OpResult>, Unexpected> {
         if ops.len() != responses.len() {
             return Err(Unexpected);
@@ -272,8 +272,9 @@ impl Keys {
         }
     }
 
-    /// Returns the request for the two newest keys with this prefix that were created before `created`, as of
-    /// `revision` (0 for the newest). Two are needed to detect keys that were created at the same revision.
+    /// Returns the request for the two newest keys with this prefix that were created before `created`. It reads the
+    /// state at `revision`, where 0 is the newest. Two keys are needed to detect that they were created at the same
+    /// revision.
     pub(super) fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 2,
@@ -285,7 +286,8 @@ impl Keys {
         }
     }
 
-    /// Returns the request for the last key by name among the keys with this prefix that were created at this revision.
+    /// Returns the request for the last key by name among those with this prefix that were created at the revision
+    /// `created`.
     pub(super) fn last_made(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,
@@ -296,8 +298,8 @@ impl Keys {
         }
     }
 
-    /// Returns the requests that read what is needed to reconstruct the result of an op, for a transaction that was
-    /// executed at `revision`. [`Self::recovered`] reconstructs it.
+    /// Returns the requests for the data from which [`Self::recovered`] reconstructs the result of an op. Its
+    /// transaction was executed at `revision`.
     pub(super) fn recover(&self, op: &Op, revision: i64) -> Vec<pb::RangeRequest> {
         let at = |revision| pb::RangeRequest { revision, ..self.region_of(op).range() };
         match op {
@@ -307,8 +309,8 @@ impl Keys {
         }
     }
 
-    /// Reconstructs the result of an op from the entries before and after its transaction. `before` are the ops that
-    /// precede it. Only deletions may write a key more than once in a transaction.
+    /// Reconstructs the result of an op from the entries before and after its transaction. `before` are the preceding
+    /// ops of the transaction. In a transaction, a key may be written more than once only by deletions.
     pub(super) fn recovered(&self, before: &[Op], op: &Op, mut there: Vec<Vec<pb::KeyValue>>) -> OpResult {
         let is_touched = |entry: &Entry| before.iter().any(|op| writes(op) && covers(op, &entry.key));
         let mut after = self.entries(there.pop().unwrap_or_default());
@@ -359,12 +361,12 @@ fn marker_of(value: &[u8]) -> Option<(u64, bool)> {
     Some((number.parse().ok()?, ok.parse().ok()?))
 }
 
-/// Converts a revision or count of etcd, which is never negative.
+/// Converts a revision or count from etcd, which is never negative.
 pub(super) fn unsigned(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
 }
 
-/// Converts a revision for etcd. A revision that etcd cannot represent becomes the maximum, which etcd never reaches.
+/// Converts a revision to etcd's type. If it is too large, returns the maximum, which etcd never reaches.
 pub(super) fn signed(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }

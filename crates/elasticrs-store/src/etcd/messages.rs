@@ -292,7 +292,7 @@ pub(super) struct WatchResponse {
     pub(super) watch_id: i64,
     #[prost(bool, tag = "4")]
     pub(super) canceled: bool,
-    /// Set together with `canceled` if the watch started before this revision, which is the oldest available one.
+    /// Oldest available revision. Set together with `canceled` if the watch asked for older ones.
     #[prost(int64, tag = "5")]
     pub(super) compact_revision: i64,
     #[prost(string, tag = "6")]

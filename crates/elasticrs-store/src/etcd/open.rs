@@ -32,10 +32,12 @@ pub(super) struct Opened {
     pub(super) marker: i64,
 }
 
-/// Connection and ID of the lease, once etcd has granted it, so that the lease can be revoked if opening is cancelled.
+/// The connection and the lease's ID, once etcd has granted the lease. With them, the lease can be revoked if opening
+/// is cancelled.
 pub(super) type Granted = RefCell<Option<(Channel, i64)>>;
 
-/// Kinds of failures, the most informative first: those that the user has to fix.
+/// Kinds of failures, in the order in which they are reported if every endpoint failed. Those that the user has to fix
+/// come first.
 const TELLING: [LostKind; 9] = [
     LostKind::Denied,
     LostKind::Tls,
@@ -48,11 +50,11 @@ const TELLING: [LostKind; 9] = [
     LostKind::Unreachable,
 ];
 
-/// Opens a session with the first endpoint that accepts one. Starts at a random endpoint, so that the agents do not all
-/// use the same one.
+/// Opens a session with the first endpoint that accepts one. Starts at a random endpoint, so that agents spread over
+/// the endpoints.
 pub(super) async fn open(options: &Options, credentials: &Credentials, granted: &Granted) -> Result<Opened, Lost> {
     if let Some(files) = &credentials.tls {
-        // Read the certificates first, so that unusable files are reported once instead of once per endpoint.
+        // Read the certificates first, so that unusable files are reported only once, not for every endpoint.
         match timeout(options.connect_timeout, tls::load(files)).await {
             Ok(read) => read.map_err(|why| Lost::new(LostKind::Tls, why))?,
             Err(_) => return Err(unread(files, options.connect_timeout)),
@@ -80,7 +82,7 @@ fn most_telling(mut lost: Vec<Lost>) -> Lost {
 
 /// Returns a random number.
 fn random() -> usize {
-    // If there is no randomness, all agents start at the same endpoint, which does no harm.
+    // Without random bytes, all agents start at the same endpoint, which does no harm.
     auth::random().map_or(0, usize::from_ne_bytes)
 }
 
@@ -137,7 +139,7 @@ async fn begin(options: &Options, channel: &Channel, known: &Granted) -> Result<
             marker,
         }),
         Err(error) => {
-            // Revoke the lease of a session that could not be opened. Ignore an error, because the lease expires by
+            // The session could not be opened, so revoke its lease. Ignore an error, because the lease expires by
             // itself.
             let _ = revoke(channel, granted.id).await;
             Err(error)
@@ -172,7 +174,7 @@ pub(super) async fn revoke(channel: &Channel, id: i64) -> Result<(), CallError> 
     channel.call::<pb::LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", &asked).await.map(drop)
 }
 
-/// Reconnects an open session to one of the endpoints.
+/// Opens another connection of a session, to the endpoint with the index `member`.
 pub(super) async fn again(
     options: &Options,
     credentials: &Credentials,
@@ -188,7 +190,7 @@ pub(super) async fn again(
     }
 }
 
-/// Checks that all other endpoints that answer belong to the same cluster.
+/// Checks that every other endpoint that answers belongs to the same cluster.
 pub(super) async fn compare(
     options: Rc<Options>,
     credentials: Rc<Credentials>,

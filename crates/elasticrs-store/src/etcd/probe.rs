@@ -1,4 +1,4 @@
-//! Identifies the program on a port that closed the connection without an answer.
+//! Identifies the program on a port that has closed a connection without an answer.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,19 +18,19 @@ pub(super) async fn speaks_tls(peer: SocketAddr) -> bool {
     matches!(answer(peer, &[0x16, 3, 1, 0, 4, 1, 0, 0, 0]).await, Some([0x15 | 0x16, 3, ..]))
 }
 
-/// Returns true if the peer speaks HTTP/2 without TLS. Such a server first sends a SETTINGS frame.
+/// Returns true if the peer speaks HTTP/2 without TLS, because such a server first sends a SETTINGS frame.
 pub(super) async fn speaks_plainly(peer: SocketAddr) -> bool {
     let greeting = [&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &[0, 0, 0, 4, 0, 0, 0, 0, 0]].concat();
     matches!(answer(peer, &greeting).await, Some([_, _, _, 4, ..]))
 }
 
-/// Returns true if the peer is a coordination store of this project. Such a store answers a frame of length zero with
-/// its own magic bytes.
+/// Returns true if the peer is a coordination store of this project, because such a store answers a frame of length
+/// zero with its own magic bytes.
 pub(super) async fn is_own_store(peer: SocketAddr) -> bool {
     answer(peer, &[&MAGIC[..], &[0; 4]].concat()).await == Some(MAGIC)
 }
 
-/// Returns the first bytes of the answer.
+/// Connects, sends `question`, and returns the first bytes of the answer.
 async fn answer(peer: SocketAddr, question: &[u8]) -> Option<[u8; 8]> {
     timeout(PATIENCE, ask(peer, question)).await.ok()?.ok()
 }
@@ -40,7 +40,7 @@ async fn ask(peer: SocketAddr, question: &[u8]) -> io::Result<[u8; 8]> {
     stream::write_all(&stream, question).await?;
     let mut answer = [0; 8];
     let mut length = 0;
-    // A TLS alert has seven bytes, after which the connection is closed.
+    // Seven bytes are enough, because a TLS server closes the connection after an alert of seven bytes.
     while length < answer.len() - 1 {
         match stream::read(&stream, &mut answer[length..]).await? {
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),

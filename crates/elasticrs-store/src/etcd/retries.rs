@@ -2,7 +2,8 @@
 //!
 //! - **RETRY-1** a request that never succeeds ends the session when its time limit is over, regardless of how many
 //!   connections it was tried on;
-//! - **RETRY-2** time during which etcd is unreachable does not count, because then the lease limits the wait;
+//! - **RETRY-2** time during which etcd is unreachable does not count toward the limit, because the lease limits the
+//!   wait during an outage;
 //! - **RETRY-3** the user is notified once of each request that keeps failing.
 
 use std::time::Duration;
@@ -19,16 +20,16 @@ const CALM: u64 = 30_000_000_000;
 pub(super) struct Outage {
     pub(super) begun: u64,
     pub(super) ended: u64,
-    /// Pause before the first reconnect. It counts toward the request's time limit, because a request that breaks its
-    /// connection causes an outage with each attempt.
+    /// Pause before the first reconnect. It counts toward the time limit of a request, because a request that breaks
+    /// its connection causes an outage with each attempt.
     pub(super) pause: u64,
 }
 
-/// The retries of one request: when to give up, and the reason of the last failure.
+/// State of one request that is retried: when to give up, and why the last attempt failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Retries {
     limit: Duration,
-    /// Time of the first attempt, plus the duration of the outages since then.
+    /// Time of the first attempt. It is moved forward by the duration of each outage that does not count.
     since: u64,
     /// Time and reason of the last failure.
     failed: Option<(u64, String)>,
@@ -65,7 +66,7 @@ impl Retries {
         }
     }
 
-    /// True if the last failure is so long ago that a new failure is unrelated to it.
+    /// True if the last failure was so long ago that it is unrelated to a new one.
     pub(super) fn is_over(&self, now: u64) -> bool {
         self.failed.as_ref().is_some_and(|(failed, _)| now.saturating_sub(*failed) > CALM)
     }

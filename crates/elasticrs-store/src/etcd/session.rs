@@ -47,7 +47,7 @@ impl From<Trouble> for Halt {
 }
 
 type Boxed<T> = Pin<Box<dyn Future<Output = T>>>;
-/// Result of a job, and the revision of the marker if the job put it.
+/// Result of a job. If the job put the marker, also the marker's revision.
 type Carried = Result<(Done, Option<i64>), Trouble>;
 
 /// The connection in use and the calls that run on it.
@@ -74,13 +74,13 @@ enum Turn {
 /// The user's request to close the session.
 struct Closing {
     reply: Option<SyncSender<()>>,
-    /// Time on the boot clock at which the session ends, even if requests are unfinished.
+    /// Time on the boot clock at which the session ends even if requests are unfinished.
     until: u64,
 }
 
-/// Time limit for `close`, in nanoseconds. Within this time, earlier requests are executed and the lease is revoked.
+/// Time limit for `close`, in nanoseconds, for executing earlier requests and revoking the lease.
 const CLOSE_LIMIT: u64 = 2_000_000_000;
-/// Nanoseconds after which a broken connection is no longer counted as a repetition of the previous one.
+/// Nanoseconds without a broken connection after which earlier breaks no longer count.
 const CALM: u64 = 10_000_000_000;
 
 pub(super) struct Session<'a> {
@@ -92,7 +92,7 @@ pub(super) struct Session<'a> {
     keys: Rc<Keys>,
     lease: Lease<'a>,
     tasks: Tasks,
-    /// Recent failures of the watches. `None` if there were none.
+    /// Recent failures of watches. `None` if there were none.
     watch_retries: Option<Retries>,
     write: Write,
     watches: Watches,
@@ -104,14 +104,13 @@ pub(super) struct Session<'a> {
     first_pause: u64,
     /// Time of the last outage notice to the user, on the boot clock.
     told_away: Option<u64>,
-    /// Number of connections that broke in quick succession, and the time at which the last one broke.
+    /// Number of connections that broke in quick succession, and the time at which the last of them broke.
     breaks: (u32, u64),
-    /// Highest revision of any answer.
+    /// Highest revision in any answer.
     seen: i64,
-    /// Highest revision reported to a watch. It may be higher than `seen`, because the answers may have older
-    /// revisions.
+    /// Highest revision that a watch has reported. It may be higher than `seen`, which covers only answers.
     told: u64,
-    /// Publishes the current connection to the links. `None` while there is no connection.
+    /// Tells the links which connection to use. `None` while there is no connection.
     channels: watch::Sender<Option<Channel>>,
 }
 
@@ -210,7 +209,7 @@ impl<'a> Session<'a> {
         Box::pin(compare(options, credentials, self.member, self.cluster, Rc::clone(&self.keys)))
     }
 
-    /// Closes a connection. If the user closed the session, revokes its lease first.
+    /// Closes a connection. Revokes the session's lease first if the user closed the session.
     async fn leave(&mut self, live: Live, halt: Halt) -> Halt {
         self.channels.send_replace(None);
         let Live { mut link, beats, watching, running, comparing } = live;
@@ -258,8 +257,8 @@ impl<'a> Session<'a> {
                 Ok(())
             }
             Turn::Watch(message) => {
-                // Count only errors that etcd itself sent as failures of the watch. A broken connection is not caused
-                // by the watch.
+                // Count only errors that etcd itself sent as failures of the watch, because the watch does not cause a
+                // broken connection.
                 let is_answer = !matches!(message, Err(CallError::Broken(_)));
                 match message.map_err(trouble) {
                     Ok(message) => self.hear(message),
@@ -334,8 +333,8 @@ impl<'a> Session<'a> {
 
     async fn done(&mut self, live: &mut Live, done: Done) -> Result<(), Halt> {
         match done {
-            // Do not record the revision of the check, because the next answer may be for a write that was executed
-            // before the connection broke, at an older revision.
+            // Do not record the revision of the check. The next answer may be for a write that was executed before the
+            // connection broke, and therefore have an older revision.
             Done::Looked => Ok(()),
             Done::Replied { tag, ok, revision, results } => {
                 self.advance(revision)?;
@@ -357,7 +356,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Requests the events that a watch has not reported yet.
+    /// Requests all events that a watch has not reported yet.
     async fn create(&mut self, live: &mut Live, number: i64) -> Result<(), Halt> {
         let Some(request) = self.watches.create(number, &self.keys) else { return Ok(()) };
         let trouble = |error| Trouble::of(error, &live.link.at);
@@ -376,8 +375,8 @@ impl<'a> Session<'a> {
                     self.tasks.insert_behind_attempted(Job::CatchUp { number, watch });
                 }
             }
-            // Reconnect after the first denial, because the connection's token may have expired. If a new token is
-            // denied, too, the denial is final.
+            // Reconnect after the first denial, because the connection's token may have expired. A denial with a new
+            // token is final.
             Heard::Ended(why) => {
                 let kind = if why.contains("permission denied") { LostKind::Denied } else { LostKind::Closed };
                 let lost = Lost::new(kind, format!("etcd has ended a watch: {why}"));
@@ -428,7 +427,8 @@ impl<'a> Session<'a> {
         self.tasks.push_back(what);
     }
 
-    /// Returns an error if the session, its closing or one of the attempted tasks has exceeded its time limit.
+    /// Returns an error if a time limit was exceeded: that of the session, of closing it, or of a task that has been
+    /// attempted.
     fn check(&mut self, now: u64) -> Result<(), Halt> {
         if self.lease.is_over(now) || self.events.is_over() {
             return Err(self.lease.lost().into());
@@ -441,7 +441,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Ends an outage, because a keep-alive was answered.
+    /// Ends the current outage, if there is one, because a keep-alive was answered.
     fn is_back(&mut self, now: u64) {
         let Some(away) = self.away.take() else { return };
         self.told_away = away.told();
@@ -452,7 +452,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Returns the time at which an attempted task is abandoned. There is no such limit during an outage, because then
+    /// Returns the time at which the first of the attempted tasks is abandoned. `u64::MAX` during an outage, because
     /// the lease limits the wait.
     fn overdue(&self) -> u64 {
         if self.away.is_some() {
@@ -462,7 +462,7 @@ impl<'a> Session<'a> {
     }
 
     /// Records that an attempt at the first task failed because the connection broke. Records nothing during an outage,
-    /// because then etcd is unreachable and the task is not the cause.
+    /// because the task is then not the cause.
     fn note_failure(&mut self, why: &str) {
         if self.away.is_some() {
             return;
@@ -473,8 +473,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Records that etcd answered a watch with an error. Returns `Halt::Broken` to retry on a new connection, or the
-    /// loss of the session if the watches have failed for too long.
+    /// Records that etcd answered a watch with an error. Returns `Halt::Broken` for a retry on a new connection or, if
+    /// the watches have failed for too long, the loss of the session.
     fn watch_failed(&mut self, lost: Lost) -> Halt {
         let now = boot_now();
         if self.watch_retries.as_ref().is_some_and(|retries| retries.is_over(now)) {
@@ -494,7 +494,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Reconnects. Keeps trying for as long as the lease lasts.
+    /// Reconnects to the next endpoint. The caller retries for as long as the lease lasts.
     async fn reconnect(&mut self, lost: Lost, inbox: &mut Inbox<Request>) -> Result<Link, Halt> {
         let now = boot_now();
         let count = if now.saturating_sub(self.breaks.1) > CALM { 1 } else { self.breaks.0 + 1 };
@@ -557,8 +557,8 @@ fn cancel(live: &mut Live, numbers: &[i64]) -> Result<(), Halt> {
     Ok(())
 }
 
-/// Returns the pause before the next reconnect, after `breaks` connections broke in succession. The pause doubles each
-/// time, up to one second. Half of it is random, so that many agents do not reconnect at the same time.
+/// Returns the pause before the next reconnect, after this number of connections broke in quick succession. The pause
+/// doubles each time, up to one second. Half of it is random, so that many agents do not reconnect at the same time.
 fn delay(breaks: u32) -> Duration {
     let most = 25_u64 << breaks.min(6);
     let most = if breaks <= 1 { 10 } else { most.min(1000) };

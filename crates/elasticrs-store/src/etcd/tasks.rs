@@ -8,14 +8,14 @@ use super::jobs::Job;
 use super::retries::Retries;
 use crate::coordination::types::Watch;
 
-/// Maximum number of tasks that have been attempted but are unfinished. On a new connection there may be two, because
-/// the session checks the connection before it repeats the task that was interrupted.
+/// Maximum number of attempted but unfinished tasks. There are two if the session checks a new connection before it
+/// repeats the task that was interrupted.
 const MOST_ATTEMPTED: usize = 2;
 
-/// A pending request, made by the user or by the session itself.
+/// A pending request of the user, or a job of the session itself.
 pub(super) struct Task {
     pub(super) what: What,
-    /// Failed attempts so far. `None` before the first attempt.
+    /// State of its attempts. `None` before the first attempt.
     pub(super) retries: Option<Retries>,
 }
 
@@ -30,7 +30,7 @@ impl From<What> for Task {
     }
 }
 
-/// Pending requests in the order in which the session carries them out. Only the first one can be running.
+/// Pending requests in the order in which the session executes them. Only the first one can be running.
 #[derive(Default)]
 pub(super) struct Tasks {
     queue: VecDeque<Task>,
@@ -53,21 +53,21 @@ impl Tasks {
         self.queue.push_back(what.into());
     }
 
-    /// Adds the check of a new connection, which runs before all other tasks. Does nothing if it is already there.
+    /// Adds a check of the new connection, to run before all other tasks. Does nothing if it is already in the queue.
     pub(super) fn check_connection(&mut self) {
         if !matches!(self.queue.front(), Some(Task { what: What::Job(Job::Look), .. })) {
             self.queue.push_front(What::Job(Job::Look).into());
         }
     }
 
-    /// Adds a job of the session itself, to run as early as possible: directly behind the attempted tasks, because
-    /// these are repeated first.
+    /// Adds a job of the session itself, to run as early as possible. It is inserted behind the attempted tasks,
+    /// because these are repeated first.
     pub(super) fn insert_behind_attempted(&mut self, job: Job) {
         let last = self.queue.iter().take(MOST_ATTEMPTED).rposition(|task| task.retries.is_some());
         self.queue.insert(last.map_or(0, |last| last + 1), What::Job(job).into());
     }
 
-    /// Returns the failures of the tasks that have been attempted.
+    /// Returns the retries of all tasks that have been attempted.
     pub(super) fn attempted(&self) -> impl Iterator<Item = &Retries> {
         self.queue.iter().take(MOST_ATTEMPTED).filter_map(|task| task.retries.as_ref())
     }

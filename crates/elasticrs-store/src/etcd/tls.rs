@@ -16,7 +16,8 @@ use tokio_rustls::rustls::{AlertDescription, CertificateError, ClientConfig, Err
 /// Paths of certificate files in PEM format.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Files {
-    /// Authority that signs the servers' certificates. `None` to use the authorities that the system trusts.
+    /// Certificate of the authority that signs the servers' certificates. `None` to use the authorities that the system
+    /// trusts.
     pub ca_cert: Option<PathBuf>,
     /// This client's certificate and its private key.
     pub client: Option<(PathBuf, PathBuf)>,
@@ -33,7 +34,7 @@ impl fmt::Display for Files {
     }
 }
 
-/// Lists of trusted authorities on Debian, Fedora, SUSE and Alpine.
+/// Paths of the list of trusted authorities on Debian, Fedora, SUSE and Alpine.
 const SYSTEM: [&str; 4] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -41,8 +42,8 @@ const SYSTEM: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// Result of reading [`Files`]: a configuration for connections, and the certificates. The certificates are examined
-/// when a server refuses the connection, to find the reason.
+/// Contents of [`Files`]: the configuration for connections, and the certificates. When a server refuses the
+/// connection, the certificates are examined to find the reason.
 #[derive(Debug)]
 pub(super) struct Identity {
     pub(super) config: Arc<ClientConfig>,
@@ -52,11 +53,11 @@ pub(super) struct Identity {
 }
 
 thread_local! {
-    /// Certificate files that are being read, by their paths.
+    /// Reads of certificate files that are in progress, by the files' paths.
     static READS: Rc<BlockingCalls<Files, Result<Arc<Identity>, String>>> = Rc::default();
 }
 
-/// Reads the files on a separate thread, because their file system may hang. Errors are messages for the user.
+/// Reads the files on a separate thread, because their file system may hang. An error is a message for the user.
 pub(super) async fn load(files: &Files) -> Result<Arc<Identity>, String> {
     let owned = files.clone();
     let read = READS.with(Rc::clone).run("elasticrs-tls", files.clone(), move || identity(&owned).map(Arc::new)).await;
@@ -116,7 +117,7 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
 
 /// Returns a message for the user if this client's certificate has expired or is not valid yet.
 ///
-/// The client checks this itself, because many servers send the same alert for every problem with a certificate.
+/// The client has to check this itself, because many servers send the same alert for every problem with a certificate.
 fn out_of_time(identity: &Identity) -> Option<String> {
     let (cert, chain) = identity.client.as_ref()?;
     let roots = Arc::clone(&identity.roots);
@@ -133,7 +134,7 @@ fn out_of_time(identity: &Identity) -> Option<String> {
     Some(format!("it refused this client, whose certificate {} {what}, or this host's clock is wrong", cert.display()))
 }
 
-/// Returns a message that explains a TLS error to the user who configured it.
+/// Returns a message that explains a TLS error to the user.
 pub(super) fn explain(error: &Error, identity: &Identity) -> String {
     if let (Error::AlertReceived(_), Some(hint)) = (error, out_of_time(identity)) {
         return format!("{hint} ({error})");
@@ -152,7 +153,7 @@ pub(super) fn explain(error: &Error, identity: &Identity) -> String {
         Error::InvalidCertificate(
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
         ) => "its certificate is for another name",
-        // Compare the text, because the error is an opaque object of another library.
+        // Compare the text, because the error is an opaque object of the other library.
         Error::InvalidCertificate(CertificateError::Other(_)) if error.to_string().contains("CaUsedAsEndEntity") => {
             "its certificate is that of an authority (CA:TRUE), which a server cannot use"
         }

@@ -1,6 +1,6 @@
-//! State of a session's watches, which survive a change of connection and a compaction of etcd's history. Pure.
+//! State of a session's watches. A watch survives a change of the connection and a compaction of etcd's history. Pure.
 //!
-//! - **RESUME-1** a watch reports each revision that it covers completely, once and in order. After a compaction it
+//! - **RESUME-1** a watch reports revisions once, in order, each with all changes that it covers. After a compaction it
 //!   reports the differences, see [`crate::watched`].
 
 use std::collections::BTreeMap;
@@ -38,7 +38,7 @@ pub(super) enum Heard {
     Told(Vec<Told>),
     /// etcd no longer has the history that this watch needs. Call [`Watches::catch_up`] with the current entries.
     Forgotten(i64),
-    /// etcd cancelled the watch for this reason.
+    /// etcd cancelled the watch, for this reason.
     Ended(String),
 }
 
@@ -76,7 +76,7 @@ impl Watches {
         self.watches.keys().copied().collect()
     }
 
-    /// Returns the request that makes etcd send all events that the watch has not reported yet.
+    /// Returns the request after which etcd sends all events that the watch has not reported yet.
     pub(super) fn create(&self, number: i64, keys: &Keys) -> Option<pb::WatchRequest> {
         let watched = self.watches.get(&number)?;
         let region = keys.region(&watched.watch);
@@ -101,8 +101,8 @@ impl Watches {
         Heard::Told(told(watched, keys, message.events))
     }
 
-    /// Updates a watch to the entries at `revision` instead of replaying the history. Returns its new ID and the
-    /// differences to report.
+    /// Updates a watch to the current entries, which were read at `revision`, instead of replaying the history. Returns
+    /// the watch's new ID and the differences to report.
     pub(super) fn catch_up(&mut self, number: i64, revision: i64, there: Vec<Entry>) -> Option<(i64, Option<Told>)> {
         let mut watched = self.watches.remove(&number)?;
         let told = watched.catch_up(unsigned(revision), there);

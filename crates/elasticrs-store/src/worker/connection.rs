@@ -18,26 +18,27 @@ use super::wire::{Parser, Request};
 
 /// Size in bytes of the read buffer that all connections share.
 pub(super) const CHUNK: usize = 128 * 1024;
-/// Number of unsent bytes above which no further request is executed.
+/// Number of unsent bytes above which no further requests are executed.
 const MAX_UNSENT: usize = 64 * 1024;
-/// Maximum capacity in bytes that an idle connection keeps in its buffers.
+/// Maximum capacity in bytes that each buffer of an idle connection keeps.
 const MAX_IDLE: usize = 16 * 1024;
 
-/// Point up to which a connection is served.
+/// Event until which a connection is served.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
     Greeted,
     Left,
 }
 
-/// A connection with the state of both of its directions. Dropping it closes the socket.
+/// A connection, with its input and output state. Dropping it closes the socket.
 pub(super) struct Connection {
     id: Id,
     stream: TcpStream,
     hub: Rc<RefCell<Hub>>,
     peer: Rc<Peer>,
     parser: Parser,
-    /// Start of an incomplete request, or requests that wait until the peer has accepted earlier replies.
+    /// The start of an incomplete request, or requests that cannot be executed until the peer has accepted earlier
+    /// replies.
     unparsed: Vec<u8>,
     /// Number of bytes of the peer's output that have already been sent.
     sent: usize,
@@ -47,8 +48,8 @@ pub(super) struct Connection {
     stall: Option<Stall>,
 }
 
-/// Detects a peer that accepts no bytes. Two intervals of half the limit must pass, so that a clock jump (this process
-/// was stopped) does not count as a long silence.
+/// Timer that detects a peer that accepts no bytes. It consists of two intervals of half the limit, so that a clock
+/// jump while this process was stopped uses up at most one of them.
 struct Stall {
     timer: Pin<Box<Sleep>>,
     is_second_half: bool,
@@ -76,7 +77,7 @@ impl Connection {
     pub(super) async fn serve(&mut self) -> Result<(), Closed> {
         let limit = self.hub.borrow().limits.greeting;
         match self.serve_within(limit).await {
-            // The connection of a killed worker ends like this.
+            // Ignore these errors, because they are normal when a worker is killed.
             Err(Closed::Lost(error)) if matches!(error.kind(), ConnectionReset | BrokenPipe) => Ok(()),
             result => result,
         }
@@ -148,7 +149,7 @@ impl Connection {
         Poll::Ready(Ok(bytes.len()))
     }
 
-    /// Executes pending requests. Returns true if any was complete.
+    /// Executes pending requests. Returns true if at least one was complete.
     fn work_off_unparsed(&mut self) -> Result<bool, Closed> {
         let mut unparsed = std::mem::take(&mut self.unparsed);
         let used = self.work_off(&unparsed)?;
@@ -161,8 +162,8 @@ impl Connection {
         Ok(used > 0)
     }
 
-    /// Executes the requests at the start of `bytes` until too many reply bytes are pending. Returns the length of the
-    /// executed requests.
+    /// Executes the requests at the start of `bytes`, but stops when too many bytes of replies are unsent. Returns the
+    /// number of bytes of the executed requests.
     fn work_off(&mut self, bytes: &[u8]) -> Result<usize, Closed> {
         let mut hub = self.hub.borrow_mut();
         let mut out = self.peer.out.borrow_mut();
@@ -246,7 +247,7 @@ impl Connection {
 }
 
 impl Drop for Connection {
-    /// Returns the memory that was charged to the budget, even after a panic.
+    /// Releases the memory that this connection has charged to the budget, even after a panic.
     fn drop(&mut self) {
         if let Ok(mut hub) = self.hub.try_borrow_mut() {
             hub.map.stop_waiting(self.id);

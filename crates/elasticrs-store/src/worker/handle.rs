@@ -15,7 +15,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use super::hub::Limits;
 use super::server::{self, Question};
 
-/// Error when a store cannot be served.
+/// Reason why a store cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     #[error("the store is served already")]
@@ -44,7 +44,7 @@ pub struct WorkerStore {
 }
 
 impl WorkerStore {
-    /// Binds and listens. Clients can connect from now on, and are answered once [`Self::serve`] has been called.
+    /// Binds and listens. Clients can connect from now on, but get no answer until [`Self::serve`] has been called.
     ///
     /// Without a `host`, the store listens on all addresses.
     pub fn new(host: Option<&str>, port: Port, limits: Limits) -> Result<Self, ListenError> {
@@ -68,8 +68,8 @@ impl WorkerStore {
         })
     }
 
-    /// Same as [`Self::serve`], but another thread serves the clients. The task is passed to `hand_over` when the first
-    /// client connects. Until then, the thread `on` waits for that client.
+    /// Same as [`Self::serve`], but the clients are served on another thread. The thread `on` only waits for the first
+    /// client. When it connects, the task that serves the store is passed to `hand_over`.
     pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();
@@ -101,14 +101,14 @@ impl WorkerStore {
         Ok(())
     }
 
-    /// Returns the keys for which each client waits. A client is described by its address and pid. The lists are
-    /// shortened if there are many. Empty if the store is not being served.
+    /// Returns the waiting clients, each described by its address and pid, with the keys for which it waits. Long lists
+    /// are shortened. Empty if the store is not being served.
     pub fn waiting(&self) -> BTreeMap<String, Vec<String>> {
         let questions = match &*lock(&self.state) {
             State::Serving(questions) if self.is_ours() => questions.clone(),
             _ => return BTreeMap::new(),
         };
-        // If the server has ended, no client waits for a key.
+        // A server that has ended has no waiting clients.
         ask(&questions, Question::Waiting).unwrap_or_default()
     }
 
@@ -119,7 +119,7 @@ impl WorkerStore {
         }
         let state = std::mem::replace(&mut *lock(&self.state), State::Closed);
         if let State::Serving(questions) = state {
-            // If the server's thread has ended, it has already closed everything.
+            // If the server has already ended, everything is closed.
             ask(&questions, Question::Close);
         }
     }

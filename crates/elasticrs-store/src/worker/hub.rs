@@ -14,7 +14,7 @@ use elasticrs_runtime::notices::Notices;
 use super::map::{Id, Map, Refused};
 use super::wire::WireError;
 
-/// Maximum number of waiting clients in a report.
+/// Maximum number of clients in a report of waiting clients.
 const TOLD_WAITERS: usize = 256;
 const TOLD_KEYS: usize = 16;
 
@@ -23,9 +23,9 @@ const TOLD_KEYS: usize = 16;
 pub struct Limits {
     /// Maximum number of bytes for all stored values, requests and replies.
     pub bytes: usize,
-    /// Time limit for a connection to prove that it is a client. The connection is closed after that.
+    /// Time limit for a new connection to prove that its peer is a client. After that, the connection is closed.
     pub greeting: Duration,
-    /// Time limit for a connection to accept a byte of its replies. The connection is closed after that.
+    /// Time limit for a peer to accept at least one byte of its replies. After that, the connection is closed.
     pub stall: Duration,
 }
 
@@ -63,10 +63,10 @@ pub(super) struct Hub {
     pub(super) notices: Rc<Notices>,
 }
 
-/// The part of a connection that tasks of other connections may access.
+/// The part of a connection that the tasks of other connections may access.
 pub(super) struct Peer {
     pub(super) address: SocketAddr,
-    /// Pid of the client, as sent by the clients of torch 2.5 and later.
+    /// Pid of the client. Only clients of torch 2.5 and later send it.
     pub(super) pid: Cell<Option<u32>>,
     pub(super) out: RefCell<Vec<u8>>,
     pub(super) waker: RefCell<Option<Waker>>,

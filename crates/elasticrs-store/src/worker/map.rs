@@ -1,7 +1,7 @@
 //! The contents of the store, the clients that wait for keys, and the effect of each request on both. Pure.
 //!
-//! A request produces bytes for the connection that sent it, and a list of connections whose wait is over. Each of
-//! these gets one `READY` byte. A connection waits for one thing at a time.
+//! A request produces a reply for the connection that sent it, and a list of connections whose wait is over. A `READY`
+//! byte has to be sent to each of these. A connection has at most one wait at a time.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io::Write as _;
@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use super::wire::{Keys, MAX_MESSAGE, Pairs, Request, put_bytes, put_number};
 
-/// Reply that ends a wait, or that reports that a check found all keys.
+/// Reply that ends a wait, or to a check that found all keys.
 pub(super) const READY: u8 = 0;
 const MISSING: u8 = 1;
 const CANCELLED: u8 = 1;
@@ -39,7 +39,7 @@ pub enum Refused {
     Value(usize),
 }
 
-/// Number of bytes in use for data of the peers, and its limit.
+/// Number of bytes in use for the peers' data, and the limit.
 #[derive(Debug, Default)]
 pub struct Budget {
     used: usize,
@@ -47,7 +47,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Adds to the number of bytes in use. Has no effect if it fails.
+    /// Adds to the number of bytes in use. If the limit would be exceeded, returns an error and changes nothing.
     pub(super) fn charge(&mut self, bytes: usize) -> Result<(), Refused> {
         self.check(bytes)?;
         self.used += bytes;
@@ -105,7 +105,7 @@ impl Map {
         Self { budget: Budget { used: 0, limit }, ..Self::default() }
     }
 
-    /// Returns the budget, so that the caller can charge the bytes of requests and replies as well.
+    /// Returns the budget, to which the caller charges the bytes of requests and replies.
     pub fn budget(&mut self) -> &mut Budget {
         &mut self.budget
     }
@@ -157,8 +157,7 @@ impl Map {
         Ok(())
     }
 
-    /// Returns the waiting connections, in the order in which they started to wait, with at most `most` missing keys
-    /// for each.
+    /// Returns the waiting connections, oldest wait first, each with at most `most` of its missing keys.
     pub(super) fn waiters(&self, most: usize) -> Vec<(Id, Vec<&[u8]>)> {
         let mut found: Vec<_> = self.waiting.iter().collect();
         found.sort_unstable_by_key(|(_, waiting)| waiting.ticket);
@@ -235,7 +234,7 @@ impl Map {
             self.set(key, desired, woken)?;
             put_bytes(reply, desired);
         } else {
-            // If the key does not exist, reply with the expected value, as torch's server does.
+            // If the key does not exist, reply with the expected value, because torch's server does so.
             let current = self.values.get(key).map_or(expected, Vec::as_slice);
             self.check_reply(8 + current.len())?;
             put_bytes(reply, current);
@@ -369,7 +368,7 @@ impl Map {
         Ok(())
     }
 
-    /// Updates all waits for a key that now exists.
+    /// Updates all waits for this key, which exists now.
     fn wake_all(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         for id in self.waiters[What::Keys as usize].remove(key).unwrap_or_default().into_values() {
             if self.has_found(id) {
@@ -378,8 +377,8 @@ impl Map {
         }
     }
 
-    /// Updates the waits for a queue to which a value was added, oldest first, until one of them is over, because one
-    /// value serves only one client.
+    /// Updates the waits for a queue to which a value was added, starting with the oldest. Stops when a wait is over,
+    /// because a value serves only one client.
     fn wake_one(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         while let Some(waiters) = self.waiters[What::Keys as usize].get_mut(key) {
             let Some((_, id)) = waiters.pop_first() else { break };
@@ -392,7 +391,7 @@ impl Map {
         }
     }
 
-    /// Records that a connection waits for one key less. Returns true if that was its last missing key.
+    /// Records that one missing key of a connection's wait now exists. Returns true if it was the last one.
     fn has_found(&mut self, id: Id) -> bool {
         let waiting = self.waiting.get_mut(&id).expect("who is among the waiters of a key waits");
         waiting.still_missing -= 1;
@@ -403,14 +402,14 @@ impl Map {
         is_over
     }
 
-    /// Removes a wait that has no missing keys.
+    /// Removes a wait that is over.
     fn end_wait(&mut self, id: Id) {
         if let Some(waiting) = self.waiting.remove(&id) {
             self.budget.release(waiting.charged);
         }
     }
 
-    /// Removes the wait of a connection, because the connection has ended or has cancelled its wait.
+    /// Removes the wait of a connection that has ended or has cancelled its wait.
     pub fn stop_waiting(&mut self, id: Id) {
         let Some(waiting) = self.waiting.remove(&id) else { return };
         self.budget.release(waiting.charged);
@@ -438,7 +437,8 @@ fn text(key: &[u8]) -> String {
     String::from_utf8_lossy(key).chars().take(80).collect()
 }
 
-/// Parses a number as torch's server does: leading whitespace, a sign and digits. Ignores everything after the digits.
+/// Parses a number as torch's server does. Accepts leading whitespace and a sign, and ignores everything after the
+/// digits.
 fn parse_number(value: &[u8]) -> Option<i64> {
     let value = value.trim_ascii_start();
     let signs = usize::from(matches!(value.first(), Some(b'+' | b'-')));

@@ -1,4 +1,5 @@
-//! Tests of the map with single operations, and with random operations that are compared with a slow, simple model.
+//! Tests of the map with single operations, and with random operations whose results are compared with those of a slow,
+//! simple model.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -103,12 +104,12 @@ fn apply(map: &mut Map, from: Id, op: &Op) -> Done {
     Ok((reply, woken))
 }
 
-/// A simple model of the store. Each wait is a set of keys, and all waits are searched on every change.
+/// A simple model of the store. A wait is a set of keys, and each change searches all waits.
 #[derive(Default)]
 struct Model {
     values: BTreeMap<u8, Vec<u8>>,
     queues: BTreeMap<u8, VecDeque<Vec<u8>>>,
-    /// The waits, in the order in which they started: the connection, true for a barrier, and the keys.
+    /// The waits, oldest first: the connection, true for a barrier, and the keys.
     waits: Vec<(Id, bool, BTreeSet<u8>)>,
 }
 
@@ -270,7 +271,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Sorts the reply to `ListKeys`, because the store returns keys in any order.
+/// Sorts the reply to `ListKeys`, because the store returns the keys in any order.
 fn sorted(op: &Op, reply: &[u8]) -> Vec<u8> {
     let mut items: Vec<&[u8]> = reply.chunks(9).collect();
     if matches!(op, Op::ListKeys) {

@@ -31,15 +31,15 @@ pub(super) enum Question {
     Close(SyncSender<()>),
 }
 
-/// Waits for the first client, so that an unused store needs no thread. Returns `None` if the store is closed before a
-/// client connects.
+/// Waits for the first client, so that an unused store needs no thread of its own. Returns `None` if the store is
+/// closed before a client connects.
 pub(super) async fn first_client(
     listener: std::net::TcpListener,
     mut questions: UnboundedReceiver<Question>,
 ) -> Option<(std::net::TcpListener, UnboundedReceiver<Question>)> {
     let listener = Arc::new(OwnedFd::from(listener));
-    // If the listener cannot be watched, hand the store over at once. The thread that serves it then finds and reports
-    // the error.
+    // If watching the listener fails, hand the store over at once. The thread that serves it then finds and reports the
+    // error.
     if let Ok(watched) = register(Arc::clone(&listener), Interest::READABLE) {
         loop {
             let question = tokio::select! {
@@ -47,7 +47,7 @@ pub(super) async fn first_client(
                 question = questions.recv() => question?,
                 _ = watched.readable() => break,
             };
-            // Ignore send errors, because the asking thread may have stopped waiting.
+            // Ignore send errors, because the caller may have stopped waiting.
             match question {
                 Question::Waiting(reply) => drop(reply.send(BTreeMap::new())),
                 Question::Close(reply) => {
@@ -86,12 +86,12 @@ pub(super) async fn run(
     };
     connections.shutdown().await;
     if let Some(reply) = closed {
-        // Ignore send errors, because the asking thread may have stopped waiting.
+        // Ignore send errors, because the caller may have stopped waiting.
         let _ = reply.send(());
     }
 }
 
-/// Serves clients. Returns the sender that must be notified once everything is closed.
+/// Serves clients until the store is closed. Returns the sender that must be notified when everything is closed.
 async fn serve(
     door: &mut Door,
     hub: &Rc<RefCell<Hub>>,
@@ -104,7 +104,7 @@ async fn serve(
         tokio::select! {
             biased;
             question = questions.recv() => match question {
-                // Ignore send errors, because the asking thread may have stopped waiting.
+                // Ignore send errors, because the caller may have stopped waiting.
                 Some(Question::Waiting(reply)) => { let _ = reply.send(hub.borrow().waiting()); }
                 Some(Question::Close(reply)) => return Some(reply),
                 None => return None,

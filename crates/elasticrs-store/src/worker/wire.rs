@@ -11,8 +11,8 @@ pub const MAX_KEY: u64 = 8192;
 pub const MAX_VALUE: u64 = 8 * 1024 * 1024;
 /// Maximum number of keys in a request.
 pub const MAX_KEYS: u64 = 131_072;
-/// Maximum length of a request or reply, in bytes. It is needed because a request with the maximum number of keys and
-/// values of maximum length would have a terabyte.
+/// Maximum length of a request or reply, in bytes. Without this limit, a request with the maximum number of values,
+/// each of maximum length, could be a terabyte long.
 pub const MAX_MESSAGE: usize = 128 * 1024 * 1024;
 
 /// Error for bytes that are not a valid request.
@@ -32,8 +32,7 @@ pub enum WireError {
     Long,
 }
 
-/// A complete request, which borrows its keys and values from the buffer. The names are those of the protocol.
-/// `Map::apply` documents the effect of each request.
+/// A complete request, which borrows its keys and values from the buffer. The variants have the names of the protocol.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request<'a> {
     Validate,
@@ -69,7 +68,7 @@ impl<'a> Iterator for Keys<'a> {
     }
 }
 
-/// The pairs of key and value in a request, in their order in the request.
+/// The key-value pairs of a request, in their order in the request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pairs<'a>(Fields<'a>);
 
@@ -88,7 +87,8 @@ enum Field {
     Fixed(usize),
 }
 
-/// The fields after the opcode of a request. They may be preceded by a count of their repetitions.
+/// The fields that follow a request's opcode. In a list, they are preceded by a count and repeated that number of
+/// times.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     fields: &'static [Field],
@@ -109,12 +109,12 @@ fn shape(opcode: u8) -> Result<Shape, WireError> {
     Ok(Shape { fields, is_list: matches!(opcode, 5 | 6 | 10 | 11) })
 }
 
-/// Progress of checking whether the request at the start of a buffer is complete. Bytes that were checked are not
-/// checked again, no matter how small the pieces are in which a large request arrives.
+/// Progress in checking whether the request at the start of a buffer is complete. No byte is checked twice, even if a
+/// large request arrives in many small pieces.
 #[derive(Debug)]
 struct Scan {
     shape: Shape,
-    /// Number of remaining repetitions of the fields. `None` until the count has been read.
+    /// Number of repetitions of the fields that remain to be checked. `None` until the count has been read.
     left: Option<u64>,
     field: usize,
     at: usize,
@@ -127,7 +127,7 @@ impl Scan {
         Ok(Self { shape, left, field: 0, at: 1 })
     }
 
-    /// Returns true if the request is complete. Its length is then `self.at`.
+    /// Returns true if the request is complete. In that case, its length is `self.at`.
     fn advance(&mut self, buffer: &[u8]) -> Result<bool, WireError> {
         let left = match self.left {
             Some(left) => left,
@@ -164,7 +164,7 @@ impl Scan {
         Ok(true)
     }
 
-    /// Returns the number of bytes of the current field, including its length prefix. `None` if the prefix is
+    /// Returns the length of the current field in bytes, including its length prefix. `None` if the prefix is
     /// incomplete.
     fn length(&self, buffer: &[u8]) -> Result<Option<usize>, WireError> {
         let (limit, error): (u64, fn(u64) -> WireError) = match self.shape.fields[self.field] {
@@ -197,8 +197,8 @@ impl Parser {
         self.is_validated
     }
 
-    /// Returns the request at the start of `buffer` and its length. `None` if the request is incomplete. The next call
-    /// must then pass the same bytes followed by more. Fails if the bytes cannot be the start of a request.
+    /// Returns the request at the start of `buffer` and its length. `None` if the request is incomplete. In that case,
+    /// the next call must pass the same bytes, followed by more. Fails if the bytes are not the start of a request.
     pub fn next<'a>(&mut self, buffer: &'a [u8]) -> Result<Option<(Request<'a>, usize)>, WireError> {
         let Some(&opcode) = buffer.first() else { return Ok(None) };
         if !self.is_validated {
@@ -218,7 +218,7 @@ impl Parser {
     }
 }
 
-/// Rejects bytes that are not the start of a `VALIDATE` request at the first byte that differs.
+/// Rejects bytes that are not the start of a `VALIDATE` request, as soon as one byte differs.
 fn check_greeting(buffer: &[u8]) -> Result<(), WireError> {
     let magic = MAGIC.to_le_bytes();
     let greeting = [0, magic[0], magic[1], magic[2], magic[3]];
@@ -271,7 +271,7 @@ impl<'a> Fields<'a> {
         head
     }
 
-    /// Skips the count of a list. The items follow.
+    /// Skips the count of a list, so that the items follow.
     fn list(mut self) -> Self {
         self.array::<8>();
         self

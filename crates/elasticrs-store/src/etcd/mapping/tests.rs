@@ -15,7 +15,7 @@ struct Stored {
 
 type Content = BTreeMap<Vec<u8>, Stored>;
 
-/// Model of the etcd operations that are used here. It keeps the contents at each revision.
+/// Model of the etcd operations that are used here. It keeps the contents of each revision.
 struct Etcd {
     revisions: Vec<Content>,
 }
@@ -122,7 +122,7 @@ fn holds(compare: &pb::Compare, content: &Content) -> bool {
     }
 }
 
-/// Executes a transaction directly, without etcd's encoding. Keys are without the store's prefix.
+/// Executes a transaction directly, without encoding it for etcd. Keys are without the store's prefix.
 fn plain(keys: &Keys, txn: &Txn, etcd: &Etcd) -> (bool, Vec<OpResult>, BTreeMap<Arc<str>, Stored>) {
     let named = |(key, stored): (&Vec<u8>, &Stored)| Some((keys.strip(key)?, stored.clone()));
     let mut content: BTreeMap<Arc<str>, Stored> = etcd.newest().iter().filter_map(named).collect();
@@ -206,7 +206,7 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Generates ops that etcd accepts in one transaction: no two writes have the same key, unless both are deletions.
+/// Generates ops that etcd accepts in one transaction. No two of them write the same key, unless both are deletions.
 fn any_ops() -> impl Strategy<Value = Vec<Op>> {
     vec(any_op(), 0..5).prop_map(|ops| {
         let mut taken = Vec::<Op>::new();
@@ -228,7 +228,7 @@ fn any_txn() -> impl Strategy<Value = Txn> {
     parts.prop_map(|(compares, then, otherwise)| Txn { compares, then, otherwise })
 }
 
-/// Returns a client of the model: its keys, and its next write.
+/// Returns the keys and the next write of a new client of the model.
 fn begin(etcd: &mut Etcd) -> (Keys, Write) {
     let keys = Keys { prefix: "/run/".into(), lease: 7, job_lease: 8 };
     let marker = etcd.txn(&keys.begin()).header.unwrap().revision;
@@ -245,7 +245,7 @@ enum Fate {
     Answered,
     Unanswered,
     Lost,
-    /// etcd executes it after this many later transactions.
+    /// etcd executes the copy after this number of later transactions.
     Late(usize),
 }
 
@@ -254,8 +254,8 @@ fn fate() -> impl Strategy<Value = Fate> {
 }
 
 proptest! {
-    /// A write is executed once, no matter how often it is sent and what happens to each copy, and its answer is that
-    /// of the execution.
+    /// A write is executed once, no matter how often it is sent and what happens to each copy. The answer is that of
+    /// the execution.
     #[test]
     fn a_write_is_done_once_and_answered_rightly(steps in vec((any_txn(), vec(fate(), 0..4)), 0..12)) {
         let mut etcd = Etcd::new();

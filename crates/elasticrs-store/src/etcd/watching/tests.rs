@@ -6,10 +6,10 @@ use crate::watched::{Ages, ages};
 
 const KEYS: [&str; 4] = ["w/a", "w/b", "w/c", "x"];
 
-/// Changes of one revision: the index of each changed key, and true if it is put.
+/// Changes of one revision: the index of each changed key, and whether it is put or deleted.
 type Step = BTreeMap<usize, bool>;
 
-/// Events of each revision, and the keys that exist after it.
+/// The events of each revision, and the keys that exist after it.
 struct Store {
     events: Vec<Vec<pb::WatchEvent>>,
     content: Vec<BTreeMap<String, Ages>>,
@@ -68,13 +68,14 @@ fn keys() -> Keys {
 /// Next message or failure of the simulated etcd.
 #[derive(Debug, Clone)]
 enum Sent {
-    /// One message with the events of this number of revisions, starting where the watch is.
+    /// One message with the events of this number of revisions, starting at the watch's position.
     Some(usize),
     /// The previous message again, which a correct etcd never sends.
     Again,
     /// The connection breaks, and the watch is created again.
     Break,
-    /// The history up to this point is compacted. The current entries are read this number of revisions later.
+    /// The history up to the watch's position is compacted. The current entries are read this number of revisions
+    /// later.
     Compacted(usize),
 }
 
@@ -119,7 +120,7 @@ proptest! {
             let ours = |e: &&pb::WatchEvent| watch.covers(str::from_utf8(&e.kv.as_ref().unwrap().key[1..]).unwrap());
             events.filter(ours).cloned().collect()
         };
-        // Revision from which etcd sends events, and last revision that was reported to the user.
+        // The next revision whose events etcd sends, and the last revision that was reported to the user.
         let (mut at, mut last) = (begin + 1, begin as u64);
         let mut previous = 0..0;
         for sending in sendings.iter().chain(&[Sent::Some(usize::MAX)]) {
@@ -158,7 +159,8 @@ proptest! {
                 prop_assert!(told.revision > last);
                 last = told.revision;
                 apply(&mut known, &told)?;
-                // Each revision is complete: the reported keys are those that existed at that revision.
+                // Each reported revision is complete: the user now knows exactly the keys that existed at that
+                // revision.
                 let there = store.there(&watch, usize::try_from(told.revision).unwrap());
                 let there: BTreeMap<_, _> = there.iter().map(|e| (e.key.to_string(), ages(e))).collect();
                 prop_assert_eq!(&known, &there);
