@@ -1,5 +1,5 @@
-//! The part of HTTP/1.1 that the health server needs: a single `GET` or `HEAD` request per connection. Most headers and
-//! any body are ignored.
+//! The part of HTTP/1.1 that the health server needs: one `GET` or `HEAD` request per connection. Request bodies and
+//! most headers are ignored.
 
 /// Maximum length of a request head in bytes.
 pub const MAX_HEAD: usize = 8 * 1024;
@@ -35,7 +35,7 @@ impl Response {
         Self { status, kind: TEXT, body: format!("{line}\n").into_bytes() }
     }
 
-    /// Returns the response in wire format. The connection is closed after it.
+    /// Returns the response in wire format. The server closes the connection after it.
     pub fn bytes(&self, head_only: bool) -> Vec<u8> {
         let Self { status, kind, body } = self;
         let allow = if *status == 405 { "Allow: GET, HEAD\r\n" } else { "" };
@@ -66,7 +66,7 @@ fn reason(status: u16) -> &'static str {
     }
 }
 
-/// True if the request head is complete. The headers end with an empty line.
+/// Returns true if the request head is complete, which means that an empty line has ended the headers.
 pub fn is_whole(bytes: &[u8]) -> bool {
     let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
     // Skip empty lines before the request line, as RFC 9112 recommends.
@@ -78,7 +78,7 @@ pub fn is_whole(bytes: &[u8]) -> bool {
     })
 }
 
-/// Parses a complete request head. The error is the response to an unsupported or invalid request.
+/// Parses a complete request head. If the request is invalid or not supported, the error is the response to it.
 pub fn parse(head: &[u8]) -> Result<Request, Response> {
     let refused = || Response::text(400, "not an HTTP request");
     let line = head.split(|&byte| byte == b'\n').find(|line| !line.is_empty() && *line != b"\r").ok_or_else(refused)?;

@@ -5,18 +5,19 @@
 //! loop publishes the state of the workers when it changes, metrics are reported through [`Handle`], and the runtime's
 //! counters are atomics. Only the liveness check needs the loop. A liveness request makes a file descriptor readable,
 //! which the loop polls together with its other descriptors, and then waits a short time for the answer. The answer
-//! passes through the runtime thread, so it proves that both threads are alive. An idle agent therefore sleeps until a
-//! request arrives.
+//! passes through the runtime thread, so it proves that both threads are alive. The server wakes an idle agent only for
+//! a request.
 //!
 //! The [`Handle`] belongs to the agent's thread, and the sockets belong to the server's thread. Shared data is
-//! protected by locks that are held briefly. Checking files on a dead network mount may hang in the kernel, so this is
-//! done on another thread ([`log_sizes`]), for which other threads wait only for a short time.
+//! protected by locks that are held briefly. Checking files on a dead network mount may hang in the kernel, so a
+//! separate thread does it ([`log_sizes`]). Other threads wait for that thread only for a short time.
 //!
 //! - **HEALTH-1** A client has limited time for sending its request and for reading the response.
 //! - **HEALTH-2** There are at most [`server::MAX_CONNECTIONS`] connections. A new connection replaces the oldest one.
 //! - **HEALTH-3** Several requests that wait for the same answer wake the loop only once.
-//! - **HEALTH-4** The agent counts as dead only if it does not answer a question within the limit, or if its last
-//!   answer reported that the last progress was longer ago than the limit.
+//! - **HEALTH-4** The agent counts as dead only in three cases, all with the same time limit: it does not answer a
+//!   question in time, its loop is busy with one event for too long, or its last answer reported that its last progress
+//!   was too long ago.
 //! - **HEALTH-5** Closing or dropping a handle closes the port and stops its threads, except a thread that hangs in a
 //!   file system.
 

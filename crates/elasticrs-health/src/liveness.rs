@@ -1,16 +1,16 @@
-//! Decides whether the agent's loop is alive. Pure: a function of questions, answers and the time.
+//! Decides whether the agent's loop is alive. Pure: the result depends only on the questions, the answers and the time.
 
 use std::time::{Duration, Instant};
 
-/// Time for which an answer is reused, so that requests that arrive together cause only one question to the loop.
+/// Time for which an answer is reused, so that requests that arrive together ask the loop only once.
 pub const FRESH: Duration = Duration::from_millis(50);
 
-/// The questions to the loop and its last answer.
+/// State of the questions to the loop, with its last answer.
 #[derive(Debug, Clone)]
 pub struct Liveness {
     limit: Duration,
     asked: Option<Instant>,
-    /// True if the agent's loop has answered, but the supervisor's runtime has not.
+    /// True if the agent's loop has answered the current question, but the supervisor's runtime has not.
     is_passed_on: bool,
     answered: Option<Answer>,
 }
@@ -18,13 +18,13 @@ pub struct Liveness {
 #[derive(Debug, Clone)]
 struct Answer {
     at: Instant,
-    /// Time since the last progress, when the answer was given.
+    /// Time since the agent's last progress, as of this answer.
     age: Duration,
     /// Activity of the agent at that time, if known.
     doing: Option<String>,
 }
 
-/// Next step of a liveness request.
+/// What a liveness request does next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ask {
     /// Wake the loop and wait for its answer.
@@ -40,12 +40,12 @@ pub struct Verdict {
     pub alive: bool,
     /// Time since the last known progress.
     pub age: Duration,
-    /// Reason why the agent is not alive, or may not be alive.
+    /// Reason why the agent is considered dead, or why it may be dead.
     pub reason: Option<String>,
 }
 
 impl Liveness {
-    /// Creates a state in which no question has been asked.
+    /// Creates the initial state, in which no question has been asked.
     pub fn new(limit: Duration) -> Self {
         Self { limit, asked: None, is_passed_on: false, answered: None }
     }
@@ -67,20 +67,20 @@ impl Liveness {
         Ask::New
     }
 
-    /// Records that the agent's loop has answered and has passed the question on to the runtime that supervises the
-    /// workers.
+    /// Records that the agent's loop has answered and has passed the question on to the supervisor's runtime.
     pub fn pass_on(&mut self) {
         self.is_passed_on = true;
     }
 
-    /// Records that the loop and the runtime have both answered. `age` is the time since the last progress, and `doing`
-    /// is the agent's activity.
+    /// Records that the loop and the runtime have both answered. `age` is the time since the agent's last progress, and
+    /// `doing` is its activity.
     pub fn answer(&mut self, now: Instant, age: Duration, doing: Option<String>) {
         (self.asked, self.is_passed_on) = (None, false);
         self.answered = Some(Answer { at: now, age, doing });
     }
 
-    /// Returns the verdict at `now`. `at_work` is the time since the loop last waited for events, or `None` if unknown.
+    /// Returns the verdict at `now`. `at_work` is how long the loop has been busy with its current event. `None` if the
+    /// loop is waiting for events or is not watched.
     pub fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
         let since = |at: Instant| now.saturating_duration_since(at);
         let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);
@@ -105,8 +105,8 @@ impl Liveness {
         Verdict { alive: age <= self.limit, age, reason: Some(reason) }
     }
 
-    /// Returns how long the loop has been busy with one event, if that exceeds the limit. An answer from the loop
-    /// counts as a step and restarts the time.
+    /// Returns how long the loop has been busy with one event, if that exceeds the limit. The time starts anew when the
+    /// loop answers a question.
     fn stuck(&self, now: Instant, at_work: Option<Duration>) -> Option<Duration> {
         let answered = self.answered.as_ref().map(|answer| now.saturating_duration_since(answer.at));
         let age = at_work?.min(answered.unwrap_or(Duration::MAX));
@@ -151,7 +151,7 @@ mod tests {
         let verdict = liveness.verdict(now, Some(LIMIT + SECOND));
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has taken no step for 61.0 s");
-        // An answer counts as a step, even if the loop is still busy with the same event. The time restarts then.
+        // An answer restarts the time, even if the loop is still busy with the same event.
         liveness.answer(now, Duration::ZERO, None);
         assert!(liveness.verdict(now + SECOND, Some(LIMIT * 2)).alive);
         assert!(!liveness.verdict(now + LIMIT + SECOND, Some(LIMIT * 3)).alive);

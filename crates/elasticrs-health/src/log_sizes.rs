@@ -1,13 +1,13 @@
-//! Counts the bytes that workers write to log files that no thread of the agent reads, by checking the sizes of these
-//! files on a separate thread.
+//! Counts the bytes that workers write to log files that no thread of the agent reads. To do so, a separate thread
+//! checks the sizes of these files.
 //!
 //! Checking a file on a dead network mount may block forever, so only this thread does it. The thread sleeps until a
-//! scrape requests a check, or until an attempt starts or ends. A scrape waits for the thread only once and for a short
-//! time.
+//! scrape requests a check, or until an attempt starts or ends. A scrape waits for the thread only for a short time,
+//! and not at all if the thread has already been busy for longer than that.
 //!
-//! - **SIZES-1** A count never decreases. If a file has become smaller, all of its bytes count as new.
-//! - **SIZES-2** No lock is held while a file is checked, so that the known counts can be read and further checks
-//!   requested while the check hangs.
+//! - **SIZES-1** A count never decreases. If a file has become smaller, all bytes that it has now count as new.
+//! - **SIZES-2** No lock is held while a file is checked. If the check hangs, the known counts can still be read, and
+//!   further checks can be requested.
 //! - **SIZES-3** Every file is checked once more after its attempt has ended, even without a scrape.
 
 use std::collections::BTreeMap;
@@ -23,20 +23,20 @@ use elasticrs_runtime::threads::Leavable;
 use tokio::sync::watch;
 use tokio::time::timeout_at;
 
-/// Time limit for a scrape to wait for the thread. If the thread has already been busy for longer, the scrape does not
-/// wait.
+/// Time limit for a scrape to wait for the thread. A scrape does not wait if the thread has already been busy for
+/// longer.
 pub const PATIENCE: Duration = Duration::from_millis(200);
 
 /// A stream of a worker: its local rank, and standard output or standard error.
 pub type Stream = (u32, Dest);
 
-/// Log file to which only one stream of one worker is written.
+/// Log file to which only one stream of one worker writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogFile {
     pub stream: Stream,
     pub path: PathBuf,
-    /// True if the file did not exist when the attempt was prepared. Otherwise only bytes that are added after the
-    /// first check count.
+    /// True if the file did not exist when the attempt was prepared. Otherwise, only bytes that are added after the
+    /// first check are counted.
     pub is_new: bool,
 }
 
@@ -59,7 +59,7 @@ fn look(path: &Path) -> Look {
     }
 }
 
-/// Byte counts. Pure: they are computed from the results of checking the files.
+/// Byte counts. Pure: they are computed only from the results of checking the files.
 #[derive(Debug, Default)]
 struct Tally {
     counts: BTreeMap<Stream, u64>,
@@ -75,7 +75,7 @@ struct Watched {
 }
 
 impl Tally {
-    /// Starts another attempt with these files. If an earlier attempt wrote to the same file, counting continues at the
+    /// Starts another attempt with these files. If an earlier attempt wrote to the same file, continues counting at the
     /// last known size.
     fn begin(&mut self, files: Vec<LogFile>) {
         let mut earlier = std::mem::take(&mut self.files);
@@ -86,8 +86,8 @@ impl Tally {
         }
     }
 
-    /// Processes the result of checking a file, see SIZES-1. Returns the stream and its count. `None` if the count
-    /// cannot be updated from this result.
+    /// Processes the result of checking a file, as SIZES-1 requires. Returns the file's stream and the stream's new
+    /// count, or `None` if this result does not allow an update.
     fn saw(&mut self, path: &Path, now: Look) -> Option<(Stream, u64)> {
         let file = self.files.get_mut(path)?;
         let is_first = file.is_first;
@@ -97,9 +97,10 @@ impl Tally {
             (Look::File(before, from), Look::File(number, size)) if before == number => {
                 size.checked_sub(from).unwrap_or(size)
             }
-            // The worker's file was moved away. If another file has this name now, it does not belong to the worker.
+            // The worker's file was moved away or removed. If there is a file with this name now, it does not belong to
+            // the worker.
             (Look::File(..), _) if !is_first => return None,
-            // The file is absent, or it is unknown how many of its bytes are the worker's.
+            // The file is absent, or it is not known how many of its bytes the worker has written.
             (_, Look::Absent | Look::File(..)) => 0,
         };
         (file.last, file.is_first) = (now, false);
@@ -113,7 +114,7 @@ impl Tally {
     }
 }
 
-/// Task for the thread: `Some` starts another attempt with these files, and `None` checks the current files.
+/// Task for the thread. `Some` starts another attempt with these files, and `None` checks the current files once more.
 type Turn = Option<Vec<LogFile>>;
 
 #[derive(Default)]
@@ -121,10 +122,11 @@ struct State {
     turns: Option<mpsc::Sender<Turn>>,
     counts: BTreeMap<Stream, u64>,
     is_watching: bool,
-    /// Number of tasks that were requested from the thread. `begun` is the number of tasks that it has started.
+    /// Number of tasks that were given to the thread. `begun` is the number of tasks that it has started.
     wanted: u64,
     begun: u64,
-    /// Time of the oldest request that is not finished yet.
+    /// Time since which the thread has not finished a task although it has at least one. `None` if all tasks are
+    /// finished.
     waiting_since: Option<Instant>,
     looked_at: Option<Instant>,
 }
@@ -151,11 +153,11 @@ impl State {
 pub struct Known {
     /// Bytes of each stream in all attempts.
     pub counts: BTreeMap<Stream, u64>,
-    /// Age of the counts. `None` if the counts are final.
+    /// Age of the counts. `None` if they are final.
     pub age: Option<Duration>,
 }
 
-/// Handle of the thread that checks the files, with the results of the thread.
+/// Handle of the thread that checks the files, with the counts that it has determined.
 #[derive(Default)]
 pub struct LogSizes {
     shared: Arc<Shared>,
@@ -170,7 +172,7 @@ struct Shared {
 }
 
 impl LogSizes {
-    /// Starts an attempt whose workers write to these files. Does not block, like all methods that are not async.
+    /// Starts an attempt whose workers write to these files. Like all methods that are not async, does not block.
     pub fn begin(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.begin_with(files, look)
     }
@@ -196,7 +198,7 @@ impl LogSizes {
         Ok(())
     }
 
-    /// Ends the attempt: requests the final check of SIZES-3.
+    /// Ends the attempt, and requests the final check of SIZES-3.
     pub fn end(&self) {
         let mut state = lock(&self.shared.state);
         if std::mem::take(&mut state.is_watching) {
@@ -215,7 +217,7 @@ impl LogSizes {
         };
         if let Some(since) = since {
             let mut done = self.shared.done.subscribe();
-            // Ignore a timeout, because the age of the counts then shows that they are old.
+            // Ignore a timeout, because the age of the counts shows that they are old.
             let _ = timeout_at((since + PATIENCE).into(), done.wait_for(|done| *done >= target)).await;
         }
     }
@@ -261,7 +263,7 @@ impl Shared {
         let mut state = lock(&self.state);
         let now = Instant::now();
         state.looked_at = Some(now);
-        // The thread runs one task at a time, so the task that has finished is the last one that was started.
+        // The thread runs one task at a time, so the task that it has finished is the last one that it has started.
         state.waiting_since = (state.wanted > state.begun).then_some(now);
         self.done.send_replace(state.begun);
     }

@@ -63,7 +63,7 @@ fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
     assert_eq!(counts, [Some(0), Some(500)]);
     tally.begin(vec![file(OUT, "out", false)]);
     assert_eq!(saw(&mut tally, sized(2, 510)), Some(510));
-    // In the next attempt, the name belongs to another file.
+    // In the next attempt, another file has this name.
     tally.begin(vec![file(OUT, "out", false)]);
     assert_eq!([Look::Absent, sized(3, 5)].map(|now| saw(&mut tally, now)), [Some(510), Some(515)]);
     tally.begin(vec![file(OUT, "out", false)]);
@@ -131,12 +131,12 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
     sizes.begin(files("out")).unwrap();
     assert_eq!(until(&sizes, &[(OUT, 0), (ERR, 0)]).counts.len(), 2);
     fs::write(path("out"), "12345").unwrap();
-    // A file that is not a regular file has no size.
+    // A file that is not a regular one has no size.
     std::os::unix::fs::symlink("/dev/null", path("link")).unwrap();
     assert!(until(&sizes, &[(OUT, 5), (ERR, 0)]).age.is_some());
     OpenOptions::new().append(true).open(path("out")).unwrap().write_all(b"6").unwrap();
     sizes.end();
-    // No age is reported once no newer counts are possible.
+    // No age is reported when the counts can no longer change.
     while asked(&sizes).age.is_some() {}
     assert_eq!(asked(&sizes).counts[&OUT], 6);
     File::create(path("again")).unwrap().write_all(b"789").unwrap();
@@ -153,7 +153,7 @@ fn gated() -> (LogSizes, mpsc::Sender<Look>, mpsc::Receiver<()>) {
     let (looks, looking) = mpsc::channel();
     let sizes = LogSizes::default();
     let look = move |_: &Path| {
-        // Sending fails if the test is over.
+        // Sending fails after the end of the test.
         let _ = looks.send(());
         answers.recv().unwrap_or(Look::Unknown)
     };
@@ -166,7 +166,7 @@ fn who_asks_is_answered_while_a_look_hangs() {
     let (sizes, answer, looking) = gated();
     looking.recv().unwrap();
     answer.send(sized(1, 7)).unwrap();
-    // One more check runs because of the scrape.
+    // This answer is for the check that the scrape requests.
     answer.send(sized(1, 8)).unwrap();
     until(&sizes, &[(OUT, 8)]);
     for _ in 0..2 {
@@ -183,11 +183,12 @@ fn who_asks_is_answered_while_a_look_hangs() {
     assert!(state.waiting_since.unwrap() + PATIENCE <= before);
     assert!(state.wanted <= state.begun + 1, "questions pile up");
     drop(state);
-    // The attempt ends and another one begins without waiting for the hanging check.
+    // One attempt ends and another one begins, neither of which waits for the check that hangs.
     sizes.end();
     sizes.begin(vec![file(OUT, "again", true)]).unwrap();
     assert_eq!(asked(&sizes).counts[&OUT], 8);
-    // Answers for the check that hangs, the final check of the first attempt's file, and the check of the new file.
+    // Results for the check that hangs, for the final check of the first attempt's file, and for the check of the new
+    // file.
     for size in [sized(1, 9), sized(1, 10), sized(2, 5)] {
         answer.send(size).unwrap();
     }

@@ -2,8 +2,8 @@
 //!
 //! - **METRICS-1** Names, types and labels are those in `docs/metrics.md`, and every metric family is present from the
 //!   start.
-//! - **METRICS-2** The user's own metrics have at most [`MAX_SERIES`] series, whatever their names. Values of further
-//!   series are dropped and counted.
+//! - **METRICS-2** The user's own metrics have at most [`MAX_SERIES`] series. Values of further series are dropped, and
+//!   the number of dropped values is counted.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -21,11 +21,11 @@ use crate::spans::Spans;
 /// Maximum number of series (pairs of group and name) that `put_metric` may create.
 pub const MAX_SERIES: usize = 2000;
 
-/// Upper limits of the recovery-time buckets, in seconds.
+/// Upper bounds of the recovery-time buckets, in seconds.
 const BUCKETS: [f64; 13] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
 
 named_enum! {
-    /// Reason for a restart of the workers.
+    /// Reason why the workers were restarted.
     pub enum Cause {
         WorkerFailed = "worker_failed",
         WorkerHung = "worker_hung",
@@ -38,7 +38,7 @@ named_enum! {
 }
 
 named_enum! {
-    /// State of the workers, with torch's names.
+    /// State of the workers, named as in torch.
     pub enum State {
         Init = "INIT",
         Healthy = "HEALTHY",
@@ -56,13 +56,13 @@ struct Series {
     count: u64,
 }
 
-/// All metrics that are reported by other code, rather than read at the time of a scrape.
+/// Metrics that the agent reports when something happens, as opposed to values that are read at the time of a scrape.
 #[derive(Debug)]
 pub struct Registry {
     /// Time spent on each activity.
     pub spans: Spans,
     restarts: [u64; Cause::ALL.len()],
-    /// Number of recoveries in each bucket. The last bucket is for times above all limits.
+    /// Number of recoveries in each bucket. The last bucket is for times above all bounds.
     recoveries: [u64; BUCKETS.len() + 1],
     recovery_seconds: f64,
     put: BTreeMap<(String, String), Series>,
@@ -70,7 +70,7 @@ pub struct Registry {
     job: Option<Job>,
 }
 
-/// Identity of the agent within its job. The metrics page includes it once [`Registry::identify`] has been called.
+/// Identity of the agent within its job. It appears on the metrics page after [`Registry::identify`] has been called.
 #[derive(Debug, Default)]
 pub struct Job {
     pub run_id: String,
@@ -80,7 +80,7 @@ pub struct Job {
     pub placed: Option<(u32, u32)>,
 }
 
-/// Values that are collected at the time of a scrape.
+/// Values that are read at the time of a scrape.
 pub struct Moment<'a> {
     pub now: Instant,
     pub uptime: Duration,
@@ -118,7 +118,7 @@ impl Registry {
         self.restarts[cause as usize] += 1;
     }
 
-    /// Records the time from a failure until the workers run again.
+    /// Records a recovery, with the time from the failure until the workers were running again.
     pub fn recovered(&mut self, span: Duration) {
         let seconds = span.as_secs_f64();
         let bucket = BUCKETS.iter().position(|limit| seconds <= *limit).unwrap_or(BUCKETS.len());
@@ -139,7 +139,7 @@ impl Registry {
         series.count += 1;
     }
 
-    /// Returns the page of metrics. See METRICS-1.
+    /// Returns the page of metrics, as METRICS-1 requires.
     pub fn render(&self, moment: &Moment<'_>) -> String {
         let mut page = Page(String::with_capacity(4096));
         render_agent(&mut page, moment);
@@ -156,7 +156,7 @@ impl Registry {
     fn render_identity(&self, page: &mut Page) {
         let Some(Job { run_id, node, placed }) = &self.job else { return };
         let group_rank = placed.map_or_else(String::new, |(group_rank, _)| group_rank.to_string());
-        // Put the labels on a metric of their own, because labels on every sample would start new series in each round.
+        // Put these labels on a separate metric, because labels on every sample would start new series in each round.
         page.family("elasticrs_job_info", "gauge", "Always 1; the job, the machine and the group rank of this agent.");
         let labels = [("run_id", run_id.as_str()), ("node", node), ("group_rank", &group_rank)];
         page.sample("elasticrs_job_info", &labels, 1.0);
@@ -294,7 +294,7 @@ fn render_logs(page: &mut Page, moment: &Moment<'_>) {
 fn render_streams(page: &mut Page, name: &str, help: &str, counts: &BTreeMap<Stream, u64>, workers: &[Worker]) {
     page.family(name, "counter", help);
     for ((local_rank, dest), count) in counts {
-        // Skip a stream whose worker is not known yet, because streams are registered shortly before workers.
+        // Skip a stream whose worker is not known yet, because streams are registered shortly before their workers.
         let Some(worker) = workers.iter().find(|worker| worker.local_rank == *local_rank) else { continue };
         let [rank, local_rank] = worker.labels();
         let stream = if *dest == Dest::Stdout { "stdout" } else { "stderr" };

@@ -1,18 +1,18 @@
 //! Checks the host name to which a request was sent.
 //!
 //! A browser lets a web page read responses from the page's own host name. The owner of that name can make it resolve
-//! to this machine (DNS rebinding), but the `Host` header of such a request still contains the name. So data about the
-//! job is returned only for requests to this machine's own names. IP addresses are accepted, because they are not
-//! resolved. Requests without `Host` are accepted, because browsers always send the header.
+//! to this machine (DNS rebinding). The `Host` header of such a request still contains the foreign name. So data about
+//! the job is returned only if the header contains a name of this machine. IP addresses are accepted, because they are
+//! not resolved. Requests without a `Host` header are accepted, because browsers always send one.
 
 use std::fs;
 use std::net::{IpAddr, Ipv6Addr};
 
-/// Returns true if a request with this `Host` header was meant for this server. `listens_on` is the host that the user
-/// chose.
+/// Returns true if a request with this `Host` header was meant for this server. `listens_on` is the host on which the
+/// user lets the server listen.
 ///
-/// Reads a few files if the name is not a literal match. Names are not resolved, because that may take long and because
-/// the answer depends on other machines.
+/// Reads a few files unless the name is an address, `localhost` or `listens_on`. Does not resolve names, because that
+/// may take long and depends on other machines.
 pub fn is_ours(host: Option<&str>, listens_on: &str) -> bool {
     let Some(name) = host.map(without_port).filter(|name| !name.is_empty()) else { return true };
     if is_address_or_loopback(&name) {
@@ -43,14 +43,14 @@ fn is_address_or_loopback(name: &str) -> bool {
     let in_brackets = name.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
     let is_address = in_brackets.map_or_else(
         || name.parse::<IpAddr>().is_ok(),
-        // A link-local address may be followed by its interface.
+        // A link-local address may be followed by the name of an interface.
         |address| address.split('%').next().unwrap_or_default().parse::<Ipv6Addr>().is_ok(),
     );
     is_address || matches!(name, "localhost" | "ip6-localhost" | "ip6-loopback") || name.ends_with(".localhost")
 }
 
-/// Returns true if `name` is the machine's name, an alias of it in `/etc/hosts`, or the machine's name within a domain
-/// of `/etc/resolv.conf`.
+/// Returns true if `name` is the machine's name, an alias of it in `/etc/hosts`, or its name followed by a domain from
+/// `/etc/resolv.conf`.
 fn is_of_machine(name: &str, machine: &str, hosts: &str, resolver: &str) -> bool {
     let short = machine.split('.').next().unwrap_or_default();
     if short.is_empty() {

@@ -9,7 +9,7 @@ pub struct Usage {
     pub resident: u64,
     /// CPU time in seconds, in user and kernel mode.
     pub cpu: f64,
-    /// Start time in clock ticks since boot. Distinguishes a process from a later one with the same pid.
+    /// Start time in clock ticks since boot. Together with the pid, it identifies the process.
     pub started: u64,
 }
 
@@ -23,7 +23,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Creates a worker. Must be called while its process runs, so that a later process with the same pid is not
+    /// Creates a worker. Must be called while its process is running, so that a later process with the same pid is not
     /// mistaken for it.
     pub fn new(rank: u32, local_rank: u32, pid: i32) -> Self {
         Self { rank, local_rank, pid, started: usage(pid).map(|usage| usage.started) }

@@ -30,10 +30,9 @@ use crate::processes::Worker;
 
 /// Maximum number of connections at the same time. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
-/// Time limit for a client to send its request, and another time for it to read the response. See HEALTH-1.
+/// Time limit for a client to send its request. The same limit applies again for reading the response. See HEALTH-1.
 pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
-/// Maximum time that a request for `/healthz` waits for the agent's loop. After that, the response contains what is
-/// known so far.
+/// Maximum time that a request waits for the agent's loop. After that, the response contains what is known so far.
 pub const PATIENCE: Duration = Duration::from_secs(1);
 /// Maximum number of bytes after a request that are read and discarded.
 const MAX_DROPPED: usize = 256 * 1024;
@@ -43,8 +42,8 @@ const PAGE_FRESH: Duration = Duration::from_millis(100);
 /// Settings of a server.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Host to listen on. The default is loopback, so other machines cannot connect. Requests may name this host in
-    /// their `Host` header.
+    /// Host to listen on. The default is loopback, so that other machines cannot connect. Requests may contain this
+    /// host in their `Host` header.
     pub host: String,
     pub port: u16,
     pub limit: Duration,
@@ -68,14 +67,14 @@ struct Shared {
     published: Mutex<Published>,
     registry: Mutex<Registry>,
     counters: Mutex<Counters>,
-    /// Shows for how long the agent's loop has been busy with one event. `None` if no loop is watched.
+    /// Shows how long the agent's loop has been busy with one event. `None` if no loop is watched.
     turn: Mutex<Option<Arc<Turn>>>,
     sizes: LogSizes,
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
-/// Answer of the agent's loop that is waiting to pass through the supervisor's runtime. The answer is recorded when
-/// this value is dropped, so that it is also recorded if the runtime stops before it runs the task.
+/// Answer of the agent's loop, which is recorded after it has passed through the supervisor's runtime. It is recorded
+/// when this value is dropped, so that this also happens if the runtime stops before it runs the task.
 struct Answer {
     shared: Arc<Shared>,
     age: Duration,
@@ -88,7 +87,7 @@ impl Drop for Answer {
     }
 }
 
-/// The agent's handle of its health server. No method blocks, except that closing waits for the server's thread.
+/// The agent's handle for its health server. No method blocks, except that closing waits for the server's thread.
 pub struct Handle {
     port: u16,
     shared: Arc<Shared>,
@@ -97,7 +96,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Starts to listen and to answer requests. `tell` is called with a message for the user when a problem occurs.
+    /// Starts to listen and to answer requests. `tell` is called with a message for the user if a problem occurs.
     pub fn start(settings: &Settings, tell: Tell) -> Result<Self, ListenError> {
         let port = Port::from(settings.port);
         let failed = |source: io::Error| ListenError { host: Some(settings.host.clone()), port, source };
@@ -128,24 +127,23 @@ impl Handle {
         self.port
     }
 
-    /// Returns a file descriptor that is readable while a client waits for [`Self::answer`].
+    /// Returns a file descriptor that is readable while a client waits for a call of [`Self::answer`].
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.shared.wake.as_fd()
     }
 
-    /// Records that the loop is alive. `age` is the time since the last progress, and `doing` is the agent's activity.
+    /// Records that the loop is alive. `age` is the time since the agent's last progress, and `doing` is its activity.
     pub fn answer(&self, age: Duration, doing: Option<String>) {
         self.shared.wake.clear();
         self.shared.answer(age, doing);
     }
 
     /// Same as [`Self::answer`], but passes the answer through the thread that supervises the workers, because that
-    /// thread may hang as well.
+    /// thread may also hang.
     pub fn answer_through(&self, supervisor: &Supervisor, age: Duration, doing: Option<String>) {
         self.shared.wake.clear();
         lock(&self.shared.liveness).pass_on();
-        // Ignore a failure, because it means that the runtime has stopped, and the loop is notified of that in another
-        // way.
+        // Ignore an error. It means that the runtime has stopped, of which the loop is notified in another way.
         let _ = supervisor.spawn(self.answer_of_runtime(age, doing));
     }
 
@@ -154,13 +152,13 @@ impl Handle {
         Box::new(move || Box::pin(async move { drop(answer) }))
     }
 
-    /// Sets the counters of the runtime that the metrics show.
+    /// Sets the runtime's counters, which appear in the metrics.
     pub fn show(&self, counters: Counters) {
         *lock(&self.shared.counters) = counters;
     }
 
-    /// Watches the loop that takes this supervisor's events. If the loop works on one event for too long, a liveness
-    /// request detects this without waiting for an answer.
+    /// Watches the agent's loop, which takes this supervisor's events. If the loop is busy with one event for too long,
+    /// a liveness request detects that without waiting for an answer.
     pub fn watch_loop(&self, supervisor: &Supervisor) {
         *lock(&self.shared.turn) = Some(supervisor.counters().turn);
     }
@@ -170,12 +168,12 @@ impl Handle {
         self.shared.sizes.begin(files)
     }
 
-    /// Records that the writers of these files have exited.
+    /// Ends the attempt that [`Self::watch_files`] started, because its workers have exited.
     pub fn files_ended(&self) {
         self.shared.sizes.end();
     }
 
-    /// Publishes the state of the job. If `workers` is `None`, the previous list of workers stays.
+    /// Publishes the state of the job. If `workers` is `None`, the previous list of workers is kept.
     pub fn publish(&self, state: State, status: Value, workers: Option<Vec<Worker>>) {
         let mut published = lock(&self.shared.published);
         (published.state, published.status) = (state, status);
@@ -186,7 +184,7 @@ impl Handle {
         lock(&self.shared.page).take();
     }
 
-    /// Updates the metrics that are reported by other code. Passes the current time to `counts`.
+    /// Calls `counts` to update the metrics in the registry, and passes it the current time.
     pub fn count<T>(&self, counts: impl FnOnce(&mut Registry, Instant) -> T) -> T {
         counts(&mut lock(&self.shared.registry), Instant::now())
     }
@@ -231,7 +229,7 @@ async fn run(listener: std::net::TcpListener, shared: Arc<Shared>, notices: Noti
     }
 }
 
-/// Serves one client within the time limits of HEALTH-1. An error affects only this client.
+/// Serves one client, within the time limits of HEALTH-1. An error affects only this client.
 async fn serve(stream: &TcpStream, shared: &Shared) {
     let (response, head_only) = match timeout(CLIENT_LIMIT, read_head(stream)).await {
         Err(_) | Ok(Err(_)) => return,
@@ -242,7 +240,7 @@ async fn serve(stream: &TcpStream, shared: &Shared) {
         },
     };
     let bytes = response.bytes(head_only);
-    // Stop sending to a client that disconnects or does not take the response in time.
+    // Stop sending if the client disconnects or does not read the response in time.
     let _ = timeout(CLIENT_LIMIT, send(stream, &bytes)).await;
 }
 
@@ -264,16 +262,16 @@ async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Sends the response, then discards further request bytes before closing, because closing with unread bytes could lose
-/// the response. Stops waiting if the client keeps sending.
+/// Sends the response, then discards further bytes of the request before the connection is closed, because the client
+/// could lose the response otherwise. Stops if the client keeps sending.
 async fn send(stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     stream::write_all(stream, bytes).await?;
     stream::part(stream, MAX_DROPPED).await
 }
 
 async fn respond(request: &Request, shared: &Shared) -> Response {
-    // Do not check the host for probes, because they reveal next to nothing, and rejecting one may restart a healthy
-    // agent.
+    // Do not check the host of probes, because their responses reveal next to nothing, and rejecting a probe may cause
+    // a healthy agent to be restarted.
     let is_private = matches!(request.path.as_str(), "/metrics" | "/status");
     if is_private && !names::is_ours(request.host.as_deref(), &shared.host) {
         let said = "only by an address or a name of this machine, or the name that is given as --health-check-host";
@@ -318,7 +316,8 @@ impl Shared {
         self.answered.send_replace(());
     }
 
-    /// Asks the loop whether it is alive, see HEALTH-3. Returns the verdict after the answer, or after [`PATIENCE`].
+    /// Asks the loop whether it is alive, as HEALTH-3 requires. Returns the verdict after the answer, or after
+    /// [`PATIENCE`].
     async fn ask(&self) -> Verdict {
         let patience = PATIENCE.min(lock(&self.liveness).limit());
         let deadline = Instant::now() + patience;
@@ -329,7 +328,7 @@ impl Shared {
             self.wake.set();
         }
         if ask != Ask::Fresh {
-            // Ignore a timeout, because the verdict then shows how long the loop has not answered.
+            // Ignore a timeout, because the verdict shows how long the loop has not answered.
             let _ = timeout_at(deadline.into(), answered.changed()).await;
         }
         self.verdict()
@@ -379,7 +378,7 @@ impl Shared {
         let mut page = self.fresh_page();
         if page.is_none() {
             self.sizes.ask().await;
-            // If several requests waited together, only the first of them builds the page.
+            // Look again, because only the first of several requests that waited together builds the page.
             page = self.fresh_page();
         }
         let body = page.unwrap_or_else(|| self.new_page());
@@ -407,7 +406,7 @@ impl Shared {
             let left = published.status.get("restarts_left").and_then(Value::as_f64);
             (published.state, published.workers.clone(), left)
         };
-        // Read the usage before taking the lock, because code that updates counters would wait for the lock.
+        // Read the usage before taking the lock, because other threads that update the metrics would have to wait.
         let usages = usages(&workers);
         let moment = Moment {
             now,

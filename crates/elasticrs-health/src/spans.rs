@@ -1,21 +1,21 @@
-//! Breakdown of a job's time by activity. Every moment counts for exactly one activity.
+//! Breakdown of a job's time by activity. Each moment is counted as exactly one activity.
 
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::named_enum;
 
 named_enum! {
-    /// Activities of a node's agent, with their names in the metrics.
+    /// Activities of a node's agent. Each has a name in the metrics.
     pub enum Activity {
-        /// The first start of the workers.
+        /// The workers are being started for the first time.
         Starting = "starting",
-        /// Workers run, and none is known to have failed.
+        /// The workers are running, and none is known to have failed.
         Productive = "productive",
-        /// Workers have failed and do not run again yet.
+        /// Workers have failed and are not running again yet.
         Restarting = "restarting",
         /// The agent waits for other nodes in a rendezvous.
         WaitingForNodes = "waiting_for_nodes",
-        /// Workers run, and one of them hangs.
+        /// The workers are running, and one of them hangs.
         Hung = "hung",
     }
 }
@@ -29,7 +29,7 @@ pub struct Spans {
 }
 
 impl Spans {
-    /// Starts with [`Activity::Starting`].
+    /// Creates a breakdown that starts now, with [`Activity::Starting`].
     pub fn new(now: Instant) -> Self {
         Self { now: Activity::Starting, since: now, totals: Default::default() }
     }
@@ -40,7 +40,8 @@ impl Spans {
         (self.now, self.since) = (activity, now);
     }
 
-    /// Moves this duration from productive to hung time, because a worker is now known to have hung during it.
+    /// Moves this duration from productive to hung time, because a worker that hung during it has only now been
+    /// detected.
     pub fn was_hung(&mut self, span: Duration, now: Instant) {
         self.enter(self.now, now);
         let moved = span.min(self.totals[Activity::Productive as usize]);

@@ -1,6 +1,6 @@
 //! Runs blocking calls, such as file reads and name lookups, for threads that run futures and therefore must not block.
 //!
-//! - **BLOCKING-1** the calling thread never blocks, because each call has its own thread, which is never joined;
+//! - **BLOCKING-1** the calling thread never blocks, because each call runs on its own thread, which is never joined;
 //! - **BLOCKING-2** a call that hangs in the kernel occupies only one thread, however often its callers time out and
 //!   retry.
 
@@ -16,11 +16,10 @@ use crate::threads;
 /// Maximum number of different calls that may hang at the same time.
 pub const MAX_CALLS: usize = 8;
 
-/// Blocking calls that were started from one thread and are still running. Callers that pass equal keys at the same
-/// time share one call.
+/// Running blocking calls that one thread has started. Callers that pass equal keys at the same time share one call.
 ///
-/// Callers should set their own timeouts. If all callers of a call time out, the call keeps running, and the next
-/// caller with the same key waits for it.
+/// Callers should set their own timeouts. A call keeps running even if all its callers have timed out. The next caller
+/// with the same key then waits for that call.
 #[derive(Debug)]
 pub struct BlockingCalls<K, V> {
     running: RefCell<BTreeMap<K, watch::Receiver<Option<V>>>>,
@@ -37,7 +36,7 @@ impl<K: Ord, V: Clone + Send + Sync + 'static> BlockingCalls<K, V> {
     /// returns the result of that call instead.
     ///
     /// # Errors
-    /// The thread could not be started, the thread has panicked, or [`MAX_CALLS`] other calls are still running.
+    /// Fails if the thread cannot be started, if it panics, or if [`MAX_CALLS`] other calls are still running.
     pub async fn run(&self, thread: &str, key: K, call: impl FnOnce() -> V + Send + 'static) -> io::Result<V> {
         let mut result = self.join_or_start(thread, key, call)?;
         let panicked = || io::Error::other(format!("the thread {thread} has panicked"));
@@ -101,7 +100,7 @@ mod tests {
             for _ in 0..20 {
                 assert!(call(Duration::from_millis(1)).await.is_err());
             }
-            // The last caller starts to wait before the hanging call returns.
+            // The last caller is already waiting when the hanging call returns.
             let (last, ()) = tokio::join!(call(Duration::MAX), async { drop(release) });
             assert_eq!(last.unwrap().unwrap(), 7);
         });

@@ -5,7 +5,7 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-/// Time in nanoseconds on `CLOCK_MONOTONIC`, the clock of Python's `time.monotonic_ns`.
+/// A time in nanoseconds on `CLOCK_MONOTONIC`, which is also the clock of Python's `time.monotonic_ns`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Stamp(pub u64);
 
@@ -27,7 +27,7 @@ pub fn wall_now() -> u64 {
     read(ClockId::CLOCK_REALTIME)
 }
 
-/// Converts a duration to nanoseconds. A duration above five centuries becomes the largest number.
+/// Converts a duration to nanoseconds. A duration that is too long, more than five centuries, is capped at `u64::MAX`.
 pub fn nanoseconds(span: Duration) -> u64 {
     u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -1,10 +1,11 @@
-//! Accepts connections, but leaves enough file descriptors for the other work of the process.
+//! Accepts connections, but leaves enough file descriptors for other uses by the process.
 //!
 //! A store runs in an agent, which must also watch and restart workers. Connections to the store, whether from unknown
 //! clients or from a very large job, may use only a part of the descriptors. The rest is reserved for the agent itself
 //! and for health requests. Further connections wait in the kernel's queue.
 //!
-//! - **DOOR-1** An error of `accept` does not stop the listener. It is reported at intervals, and `accept` is retried.
+//! - **DOOR-1** An error of `accept` does not stop the listener. `accept` is retried, and repeated errors are reported
+//!   only at intervals.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,24 +19,24 @@ use crate::notices::Notices;
 
 /// Delay before the next attempt to accept a connection after an error.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Minimum time between two notices to the user.
+/// Minimum time between two error notices to the user.
 const SILENCE: Duration = Duration::from_secs(10);
 
-/// Purpose of the connections. Each purpose leaves some descriptors to those of higher priority and to the rest of the
-/// process.
+/// Purpose of a listener's connections. It determines how many descriptors they must leave for connections of higher
+/// priority and for the rest of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     Health,
     Store,
 }
 
-/// A listener that stops accepting connections before they use all descriptors of the process.
+/// A listener that stops accepting connections before they use up the process's descriptors.
 #[derive(Debug)]
 pub struct Door {
     listener: tokio::net::TcpListener,
     purpose: Purpose,
     /// A connection that exceeded this listener's share of descriptors when it was accepted. It waits here until
-    /// descriptors are free, and later connections wait in the kernel's queue.
+    /// descriptors are free. Meanwhile, later connections wait in the kernel's queue.
     held: Option<(TcpStream, SocketAddr)>,
     told: Option<Instant>,
 }
@@ -47,8 +48,8 @@ impl Door {
     }
 
     /// Accepts the next connection. Returns the stream and the peer's address, with IPv4-mapped addresses in IPv4 form.
-    /// Cancel-safe. If connections cannot be accepted, reports this to `notices` from time to time, with `store` as the
-    /// name of the server.
+    /// Cancel-safe. While connections cannot be accepted, reports this to `notices` from time to time. `store` is the
+    /// name of the server in these reports.
     pub async fn accept(&mut self, notices: &Notices, store: &str) -> (TcpStream, SocketAddr) {
         loop {
             match self.next().await {
@@ -78,8 +79,8 @@ impl Door {
     }
 }
 
-/// Returns true if this descriptor's number is below the limit for this purpose, or if the lowest free number is,
-/// because descriptors may have been closed since.
+/// Returns true if the listener may use this descriptor. Its number must be below the limit for this purpose. If it is
+/// not, the lowest free number must be, because descriptors may have been closed since.
 fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
     let below = soft.saturating_sub(kept(soft, purpose));
@@ -89,17 +90,17 @@ fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
 
 /// Returns the number of descriptors that are reserved for other uses.
 fn kept(soft: u64, purpose: Purpose) -> u64 {
-    // Enough to start, watch and stop the workers of a node.
+    // These are enough to start, watch and stop the workers of a node.
     let own = (soft / 8).clamp(16, 64);
     match purpose {
         Purpose::Health => own,
-        // Reserve further descriptors for health requests, which are short and need only a few, and for the one waiting
-        // connection that each full store holds.
+        // Reserve more descriptors for health requests, which are short and need only a few, and for the waiting
+        // connection that each store holds when its share is used up.
         Purpose::Store => own + (soft / 16).clamp(8, 64),
     }
 }
 
-/// Returns true for an error that affects only a connection that was closed before it was accepted.
+/// Returns true if this error concerns only one connection, which was closed before it was accepted.
 fn is_of_one_connection(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)

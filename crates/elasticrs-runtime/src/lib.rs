@@ -25,8 +25,8 @@ pub mod wake;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks a mutex and ignores poisoning. Only for plain data that a panic cannot leave inconsistent, because every
-/// change under such a lock is a single step.
+/// Locks a mutex and ignores poisoning. Use it only for plain data that is always changed in a single step, because a
+/// panic cannot leave such data inconsistent.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,6 +1,6 @@
 //! Opens sockets that listen for clients.
 //!
-//! The caller owns the listener. Connections wait in the kernel's queue until they are accepted.
+//! The caller owns the listening sockets. Connections wait in the kernel's queue until they are accepted.
 //!
 //! - **LISTEN-1** Without a host, the listener uses all addresses: IPv6 and IPv4 if the kernel supports both.
 //! - **LISTEN-2** If a range of ports is given, the first free port is used. An error names the address and the port.
@@ -30,10 +30,10 @@ impl From<u16> for Port {
     }
 }
 
-/// Error when listening on an address fails.
+/// Error when listening on an address failed.
 #[derive(Debug)]
 pub struct ListenError {
-    /// The host as it was given. `None` for all addresses.
+    /// The host as it was given, for messages. `None` for all addresses.
     pub host: Option<String>,
     pub port: Port,
     pub source: io::Error,
@@ -80,8 +80,9 @@ pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError
     Err(failed(error))
 }
 
-/// Listens on several addresses. An empty host means all addresses. With port 0, the kernel chooses a port for the
-/// first address, and the other addresses use the same port. If an address fails, all listeners are closed again.
+/// Listens on several addresses. An empty host means all addresses. If the port of the first address is 0, the kernel
+/// chooses one. If that of a later address is 0, it gets the same port as the address before it. If one address fails,
+/// none is kept open.
 pub fn listen_at_all(addresses: &[(String, u16)]) -> Result<Vec<TcpListener>, ListenError> {
     let mut listeners = Vec::new();
     let mut chosen = 0;
@@ -107,8 +108,8 @@ fn listen_at(host: Option<&str>, port: u16) -> io::Result<TcpListener> {
     for address in (host, port).to_socket_addrs()? {
         match open(address, true) {
             // `localhost` resolves to `::1` first, even if the kernel has no IPv6, so try the next address in that
-            // case. If the port is in use on `::1`, fail, because clients that use `localhost` would reach the other
-            // program.
+            // case. If another program uses the port on `::1`, fail, because clients that connect to `localhost` would
+            // reach that program.
             Err(error) if is_no_address_of_ours(&error) => failed = error,
             result => return result,
         }
@@ -124,14 +125,14 @@ fn is_no_address_of_ours(error: &io::Error) -> bool {
 fn open(address: SocketAddr, is_v6_only: bool) -> io::Result<TcpListener> {
     let family = if address.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
     let fd = socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
-    // Allow reuse of the address, because connections of an earlier round may still be in TIME_WAIT.
+    // Allow reuse of the address, because connections from an earlier round may still be in TIME_WAIT.
     setsockopt(&fd, sockopt::ReuseAddr, &true)?;
     if address.is_ipv6() {
         setsockopt(&fd, sockopt::Ipv6V6Only, &is_v6_only)?;
     }
     bind(fd.as_raw_fd(), &SockaddrStorage::from(address))?;
-    // Use the longest queue, because thousands of clients may connect at once, and a refused connection costs torch's
-    // client half a second. The kernel limits the queue to `net.core.somaxconn`.
+    // Use the longest possible queue, because thousands of clients may connect at once, and each refused connection
+    // costs a client of torch half a second. The kernel limits the queue to `net.core.somaxconn`.
     begin_to_listen(&fd, Backlog::MAXALLOWABLE)?;
     Ok(TcpListener::from(fd))
 }

@@ -1,6 +1,6 @@
 //! Enums whose variants have names outside of Rust, for example in Python or in metrics.
 
-/// Defines an enum with named variants, and `ALL`, `name` and `of_name` for it.
+/// Defines an enum with named variants. It has `ALL`, `name` and `of_name`.
 #[macro_export]
 macro_rules! named_enum {
     ($(#[$meta:meta])* pub enum $name:ident { $($(#[$doc:meta])* $variant:ident = $text:literal,)+ }) => {

@@ -1,11 +1,12 @@
 //! Notices to the user about requests that a server rejects, connections that it closes, and errors.
 //!
-//! A server creates the notices on its own thread. Its owner chooses their destination: the agent's events, or a
+//! A server creates the notices on its own thread. The server's owner chooses the destination: the agent's events, or a
 //! [`List`] that the user reads from time to time.
 //!
-//! - **NOTICE-1** There are at most [`LINES`] lines in each [`WINDOW`]. The next line contains the number of omitted
+//! - **NOTICE-1** There are at most [`LINES`] lines in each [`WINDOW`]. Further lines are omitted, and the next line
+//!   contains their number.
+//! - **NOTICE-2** A list keeps a limited number of lines until it is read. Then it also reports the number of dropped
 //!   lines.
-//! - **NOTICE-2** A list that is not read has a limited length, and reports the number of dropped lines.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -20,7 +21,7 @@ use crate::wake::Wake;
 
 /// Maximum number of lines in each [`WINDOW`]. Further lines are only counted.
 pub const LINES: u32 = 10;
-/// Time window of the limit [`LINES`].
+/// Time window to which the limit [`LINES`] applies.
 pub const WINDOW: Duration = Duration::from_secs(10);
 /// Maximum number of lines that are kept until the user fetches them.
 const KEPT: usize = 256;
@@ -28,7 +29,7 @@ const KEPT: usize = 256;
 /// Function that receives the lines.
 pub type Tell = Box<dyn Fn(String) + Send>;
 
-/// Passes lines on at a limited rate, so that a peer that misbehaves in a loop causes only a few lines and a count.
+/// Passes lines on at a limited rate. If a peer repeatedly misbehaves, the user sees only a few lines and a count.
 pub struct Notices {
     tell: Tell,
     rate: RefCell<Rate>,
@@ -45,7 +46,7 @@ pub struct Rate {
 }
 
 impl Notices {
-    /// Creates notices that are passed to `tell`.
+    /// Creates an object that passes lines on to `tell`.
     pub fn new(tell: Tell) -> Self {
         Self { tell, rate: RefCell::new(Rate::new(LINES, WINDOW)) }
     }
@@ -76,8 +77,8 @@ impl Rate {
         Self { most, window, since: None, told: 0, left_out: 0 }
     }
 
-    /// Admits an event if the limit allows it, and returns the number of events that were rejected before. `None` if
-    /// the event is rejected.
+    /// Admits or rejects an event. If it is admitted, returns the number of events that were rejected since the
+    /// previous one. `None` if it is rejected.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         if self.since.is_none_or(|since| now.saturating_duration_since(since) >= self.window) {
             (self.since, self.told) = (Some(now), 0);
@@ -90,13 +91,13 @@ impl Rate {
         Some(self.take_left_out())
     }
 
-    /// Returns and resets the number of events that were rejected since the last admitted one.
+    /// Returns the number of events that were rejected since the last admitted one, and resets it to zero.
     pub fn take_left_out(&mut self) -> u64 {
         std::mem::take(&mut self.left_out)
     }
 }
 
-/// A bounded list of lines. Its descriptor, which is created on request, is readable while the list is not empty.
+/// A bounded list of lines. Its file descriptor, which is created on request, is readable while the list is not empty.
 #[derive(Debug, Default)]
 pub struct List {
     inner: Mutex<Inner>,
@@ -147,7 +148,7 @@ impl List {
         if !inner.lines.is_empty() {
             wake.set();
         }
-        // No other thread can set the descriptor in between, because this thread holds the lock.
+        // No other thread can create the descriptor in between, because this thread holds the lock.
         Ok(self.wake.get_or_init(|| wake).as_fd())
     }
 }

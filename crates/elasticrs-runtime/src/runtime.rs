@@ -10,22 +10,23 @@ use tokio::task::LocalSet;
 
 use crate::threads;
 
-/// Creates a future on the thread that runs it. The future does not need to be `Send`, because it never leaves that
-/// thread.
+/// Function that creates a future on the thread that will run it. The future does not need to be `Send`, because it
+/// never leaves that thread.
 pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 
-/// Passes one task to another thread. Returns `false` if the thread does not exist, so that the task will never run.
+/// Function that passes one task to another thread. Returns `false` if that thread does not exist, so that the task
+/// will never run.
 pub type HandOver = Box<dyn FnOnce(Task) -> bool + Send>;
 
-/// A thread that runs tasks of other threads.
+/// A thread that runs tasks for other threads.
 pub trait Spawn {
     /// Passes a task to the thread. Returns `false` if the thread has exited, so that the task will never run.
     fn spawn(&self, task: Task) -> bool;
 }
 
-/// Starts a thread that runs a future and the tasks that it spawns with [`tokio::task::spawn_local`]. When the future
-/// completes or panics, the remaining tasks are dropped without running to completion. `panicked` is called with the
-/// message of a panic.
+/// Starts a thread that runs a future, together with the tasks that the future spawns with
+/// [`tokio::task::spawn_local`]. When the future completes or panics, the remaining tasks are dropped without running
+/// to completion. If it panics, `panicked` is called with the message.
 pub fn start<F: Future<Output = ()>>(
     builder: Builder,
     main: impl FnOnce() -> F + Send + 'static,
@@ -48,7 +49,8 @@ pub fn start<F: Future<Output = ()>>(
 }
 
 /// A thread that runs the tasks that it is given. Dropping the value drops all tasks, which closes their sockets, and
-/// waits for the thread. In a forked child, which does not have the thread, dropping does nothing.
+/// waits until the thread has exited. In a forked child, dropping does nothing, because the thread exists only in the
+/// parent.
 #[derive(Debug)]
 pub struct Runtime {
     tasks: Option<UnboundedSender<Task>>,
@@ -106,7 +108,7 @@ mod tests {
         assert!(runtime.spawn(Box::new(move || {
             Box::pin(async move {
                 started.send(std::thread::current().name().map(str::to_owned)).unwrap();
-                // Keep `started` until the runtime drops the task.
+                // Keep `started` alive until the runtime drops the task.
                 std::future::pending::<()>().await;
                 drop(started);
             })

@@ -1,4 +1,4 @@
-//! Reads from and writes to a connection without a buffer, so that idle connections use no memory for one.
+//! Reads from and writes to a connection without a buffer of its own, so that idle connections need little memory.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -31,9 +31,9 @@ pub async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Shuts down the sending side, then reads and discards up to `most` bytes until the peer closes the connection.
-/// Closing a socket with unread bytes would reset the connection, and the peer could lose the bytes that were sent
-/// last.
+/// Shuts down the sending side, then reads and discards up to `most` bytes until the peer closes the connection. This
+/// is needed because closing a socket with unread bytes resets the connection, and the peer could then lose the bytes
+/// that were sent last.
 pub async fn part(stream: &TcpStream, most: usize) -> io::Result<()> {
     shutdown(stream.as_raw_fd(), Shutdown::Write)?;
     let mut block = vec![0; 4096];
@@ -43,7 +43,7 @@ pub async fn part(stream: &TcpStream, most: usize) -> io::Result<()> {
             0 => break,
             count => left = left.saturating_sub(count),
         }
-        // Yield after each read, so that other tasks and the time limit get a turn even if the peer never stops
+        // Yield after each read, so that other tasks and the caller's timeout get a turn even if the peer never stops
         // sending.
         yield_now().await;
     }

@@ -9,20 +9,19 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::sync::mpsc::UnboundedSender;
 
-/// Interval at which a caller that waits for an answer checks whether the task still exists.
+/// Interval at which a caller that waits for an answer checks whether the task has stopped.
 const LOOK: Duration = Duration::from_millis(100);
-/// Time limit of [`Leavable::leave`] for a thread to finish.
+/// Time for which [`Leavable::leave`] waits for a thread to exit.
 const LEAVE_GRACE: Duration = Duration::from_millis(200);
 
-/// Starts a thread that blocks all signals, because Python's signal handlers belong to Python's own threads. SIGPIPE is
-/// blocked as well, so that writing to a closed connection returns an error even in a program in which SIGPIPE is
-/// fatal.
+/// Starts a thread that blocks all signals, because Python's signal handlers belong on Python's own threads. SIGPIPE is
+/// also blocked. Writing to a closed connection therefore returns an error even in a program in which SIGPIPE is fatal.
 pub fn start<T: Send + 'static>(
     builder: Builder,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    // Block the signals before the thread starts, because a new thread inherits the mask, so it never receives a
-    // signal.
+    // Block the signals before the thread starts. It inherits the mask, so it cannot receive a signal even at its
+    // start.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     let started = builder.spawn(body);
     before.thread_set_mask()?;
@@ -39,12 +38,12 @@ pub fn panic_message(panic: &(dyn Any + Send)) -> String {
 #[derive(Debug)]
 pub struct Leavable {
     handle: JoinHandle<()>,
-    /// Receiver whose sender is dropped when the thread exits, even by a panic.
+    /// Receiver that detects when the thread exits, even by a panic, because the thread then drops the sender.
     ended: Receiver<()>,
 }
 
 impl Leavable {
-    /// Starts the thread like [`start`]. A panic of `body` has no further effect.
+    /// Starts the thread as [`start`] does. A panic of `body` has no further effect.
     pub fn start(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
         let (alive, ended) = channel();
         let handle = start(Builder::new().name(name.to_owned()), move || {
@@ -54,7 +53,7 @@ impl Leavable {
         Ok(Self { handle, ended })
     }
 
-    /// Waits for the thread for a short time. A thread that hangs is abandoned and exits when it can.
+    /// Waits a short time for the thread to exit. A thread that hangs is abandoned and exits when it can.
     pub fn leave(self) {
         if self.ended.recv_timeout(LEAVE_GRACE) == Err(RecvTimeoutError::Disconnected) {
             let _ = self.handle.join();
@@ -69,8 +68,8 @@ pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>
 
 /// Same as [`ask`], but also returns `None` if the task does not answer within `limit`, because its thread may hang.
 ///
-/// Checks regularly whether the task has stopped. It is not enough to wait until the request is dropped: a request that
-/// is sent just when the task stops can stay in the channel for as long as the channel's sender exists.
+/// Checks regularly whether the task has stopped. It is not enough to wait until the request is dropped, because a
+/// request that is sent just as the task stops may stay in the channel for as long as the channel has a sender.
 pub fn ask_within<Q, A>(
     inbox: &UnboundedSender<Q>,
     question: impl FnOnce(SyncSender<A>) -> Q,
@@ -83,7 +82,7 @@ pub fn ask_within<Q, A>(
         match answer.recv_timeout(LOOK) {
             Ok(answer) => return Some(answer),
             Err(RecvTimeoutError::Disconnected) => return None,
-            // Check for an answer once more, because the task may have answered just before it dropped its inbox.
+            // Check for an answer once more, because the task may have answered just before it stopped.
             Err(RecvTimeoutError::Timeout) if inbox.is_closed() || asked.elapsed() >= limit => {
                 return answer.try_recv().ok();
             }
@@ -124,7 +123,7 @@ mod tests {
         let (inbox, questions) = unbounded_channel::<()>();
         let mut kept = None;
         let answer = ask::<_, u8>(&inbox, |reply| {
-            // Keep the reply alive and drop the inbox, as if the request was sent just when the task stopped.
+            // Keep the reply alive but drop the inbox, as if the request had been sent just as the task stopped.
             kept = Some(reply);
             std::thread::spawn(move || drop(questions));
         });

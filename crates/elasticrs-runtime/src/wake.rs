@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// A file descriptor that is readable after [`Self::set`], until [`Self::clear`].
+/// A file descriptor that becomes readable with [`Self::set`] and stays so until [`Self::clear`].
 #[derive(Debug)]
 pub struct Wake(EventFd);
 
@@ -21,7 +21,7 @@ impl Wake {
         let _ = self.0.write(1);
     }
 
-    /// Makes the descriptor unreadable again.
+    /// Makes the descriptor not readable again.
     pub fn clear(&self) {
         // Ignore EAGAIN, because it means that the descriptor was not readable.
         let _ = self.0.read();
