@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// Time for which an answer is reused, so that requests that arrive together ask the loop only once.
 pub const FRESH: Duration = Duration::from_millis(50);
 
-/// State of the questions to the loop, with its last answer.
+/// State of the liveness check: the question to the loop, if it is unanswered, and the last answer.
 #[derive(Debug, Clone)]
 pub struct Liveness {
     limit: Duration,

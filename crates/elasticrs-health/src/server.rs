@@ -184,7 +184,7 @@ impl Handle {
         lock(&self.shared.page).take();
     }
 
-    /// Calls `counts` to update the metrics in the registry, and passes it the current time.
+    /// Calls `counts` with the metrics registry, to update it, and with the current time.
     pub fn count<T>(&self, counts: impl FnOnce(&mut Registry, Instant) -> T) -> T {
         counts(&mut lock(&self.shared.registry), Instant::now())
     }
@@ -432,7 +432,7 @@ mod tests {
         let limit = Duration::from_secs(60);
         let settings = Settings { host: "127.0.0.1".into(), port: 0, limit };
         let handle = Handle::start(&settings, Box::new(|_| ())).unwrap();
-        // The task is dropped either with the queue of the runtime, or by the runtime before its first poll.
+        // The task is dropped before it runs: either with the runtime's queue, or by the runtime before the first poll.
         let ends: [fn(Task); 2] = [drop, |task| drop(task())];
         for end in ends {
             *lock(&handle.shared.liveness) = Liveness::new(limit);

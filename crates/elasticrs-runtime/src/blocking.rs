@@ -16,7 +16,8 @@ use crate::threads;
 /// Maximum number of different calls that may hang at the same time.
 pub const MAX_CALLS: usize = 8;
 
-/// Running blocking calls that one thread has started. Callers that pass equal keys at the same time share one call.
+/// The blocking calls that one thread has started and that are still running. Callers that pass equal keys at the same
+/// time share one call.
 ///
 /// Callers should set their own timeouts. A call keeps running even if all its callers have timed out. The next caller
 /// with the same key then waits for that call.

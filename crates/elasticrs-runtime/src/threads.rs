@@ -20,8 +20,7 @@ pub fn start<T: Send + 'static>(
     builder: Builder,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    // Block the signals before the thread starts. It inherits the mask, so it cannot receive a signal even at its
-    // start.
+    // Block the signals before the thread starts. The thread inherits the mask, so it never receives a signal.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     let started = builder.spawn(body);
     before.thread_set_mask()?;

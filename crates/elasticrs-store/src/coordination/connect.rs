@@ -412,8 +412,8 @@ fn not_ours(options: &Options, why: &str) -> Lost {
     Lost::new(LostKind::NotOurs, message)
 }
 
-/// Probes the peer after a delay. Returns if it is a `TCPStore`, and never otherwise. The probe is needed because most
-/// releases of torch send no answer to an unknown client.
+/// Probes the peer after a delay. Returns if the peer is a `TCPStore`, and otherwise waits forever. The probe is needed
+/// because most releases of torch send no answer to an unknown client.
 async fn until_suspicious(options: &Options, peer: SocketAddr) {
     tokio::time::sleep((options.connect_timeout / 4).min(Duration::from_secs(1))).await;
     if !is_tcp_store(peer).await {

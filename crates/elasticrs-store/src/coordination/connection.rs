@@ -102,7 +102,7 @@ pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
     connection.part(end).await;
 }
 
-/// Notifies the hub when it is dropped, which happens whenever the connection ends.
+/// Guard of a session's connection. Dropping it, which happens whenever the connection ends, notifies the hub.
 struct User {
     hub: Rc<Hub>,
     outbox: Rc<Outbox>,

@@ -43,7 +43,7 @@ const AROUND: u64 = 4 + 32;
 const MAX_SESSIONS: u64 = 16 << 20;
 /// Approximate number of bytes per record when a whole state is written.
 const CHUNK: usize = 1 << 20;
-/// A file is replaced when it has grown by more than this number of bytes and has doubled.
+/// A file is replaced when it has at least doubled in size and has grown by more than this number of bytes.
 const GROWTH: u64 = 4 << 20;
 
 /// Error when the state file is opened, read or written.
@@ -283,7 +283,7 @@ impl StateFile {
         let mut options = OpenOptions::new();
         options.create(true).mode(MODE).custom_flags(OFlag::O_NOFOLLOW.bits());
         let Some(file) = lock(&next, &path, &mut options).map_err(|error| (error, Harm::None))? else {
-            // A missing file is created, so only the folder can be missing.
+            // The file is created if it is missing, so only its folder can be missing.
             return Err((failed("write", &path, Errno::ENOENT.into()), Harm::Unknown));
         };
         let mut begun = Self { path, file, dropped: 0, end: HEAD, digest: Digest::default(), begun: HEAD };

@@ -34,7 +34,7 @@ pub enum Event {
     Reply { tag: u64, ok: bool, revision: u64, results: Vec<OpResult> },
     /// Changes that one revision made to watched keys.
     Changes { revision: u64, changes: Vec<Change> },
-    /// Message for the user: the store does not answer, or answers again.
+    /// Message for the user that the store does not answer, or that it answers again.
     Notice { message: String },
     /// The session has ended. Always the last event.
     Lost { kind: LostKind, message: String },
@@ -49,7 +49,7 @@ struct State {
     deadline: Option<u64>,
     is_over: bool,
     offset: Offset,
-    /// Why the store does not answer. Reported if the deadline passes.
+    /// Reason why the store does not answer. It is reported if the deadline passes.
     trouble: Option<(LostKind, String)>,
     met: Option<MetStore>,
 }

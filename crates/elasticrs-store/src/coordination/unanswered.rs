@@ -29,7 +29,7 @@ pub(super) enum Kind {
 struct Asked {
     kind: Kind,
     frame: Vec<u8>,
-    /// True for a request to start a watch that was stopped before the store answered.
+    /// True if this request starts a watch that was stopped before the store answered.
     is_over: bool,
 }
 
@@ -113,7 +113,7 @@ impl Unanswered {
     }
 
     fn catch_up(&mut self, watch: &Watch, revision: u64, results: Vec<OpResult>) -> Result<Heard, Malformed> {
-        // Ignore the answer if the watch was stopped in the meantime.
+        // Ignore the answer if the watch has been stopped.
         let Some(watched) = self.watches.get_mut(watch) else { return Ok(Heard::Nothing) };
         let there = results.into_iter().map(|result| match result {
             OpResult::Entry(Some(entry)) => Ok(entry),

@@ -31,9 +31,9 @@ pub(super) enum CallError {
     Status { code: u32, message: String },
     /// The answer is not valid gRPC.
     Foreign(String),
-    /// The answer has this number of bytes, which exceeds [`MAX_ANSWER`].
-    TooLarge(usize),
     /// The answer is too large. It has this number of bytes, which exceeds [`MAX_ANSWER`].
+    TooLarge(usize),
+    /// The server has reset the stream of this call.
     Reset(String),
     /// The connection is broken.
     Broken(String),

@@ -61,7 +61,7 @@ pub(super) struct Desk {
 /// Reason why a job failed.
 enum Stop {
     Call(CallError),
-    /// The member's data are older than those of an earlier answer.
+    /// The member's data is older than that of an earlier answer.
     Behind(Lost),
     Lost(Lost),
 }
@@ -253,8 +253,8 @@ fn is_no_lease(error: &CallError) -> bool {
     matches!(error, CallError::Status { code: code::NOT_FOUND, message } if message.contains("lease"))
 }
 
-/// Fails if `revision` is before `known`. etcd has then lost data that this session relies on, or the member has not
-/// received them yet.
+/// Fails if `revision` is before `known`. In that case, etcd has lost data that this session relies on, or the member
+/// has not received it yet.
 pub(super) fn not_behind(known: u64, revision: i64) -> Result<(), Lost> {
     if unsigned(revision) >= known {
         return Ok(());

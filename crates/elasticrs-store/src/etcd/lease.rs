@@ -129,8 +129,7 @@ impl<'a> Lease<'a> {
         self.unanswered.front().map_or(u64::MAX, |(_, sent)| sent + nanoseconds(self.patience()))
     }
 
-    /// Prepares for a new connection, on which a keep-alive is sent immediately, because only an answer shows that etcd
-    /// responds.
+    /// Prepares for a new connection. A keep-alive is due immediately, because only an answer shows that etcd responds.
     pub(super) fn begin_connection(&mut self) {
         self.unanswered.clear();
         self.next_beat = 0;

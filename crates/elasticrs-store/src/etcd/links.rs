@@ -106,7 +106,8 @@ impl Links {
                     Ok((stream, _)) if callers.len() < CALLERS => {
                         callers.spawn_local(Rc::clone(&self).answer(stream));
                     }
-                    // Close the link. The caller retries later. Until then, it depends on the lease alone (LINK-2).
+                    // Close the link. The caller retries later, and until then notices the end of this session only by
+                    // its lease (LINK-2).
                     Ok(_) => {}
                     // Wait before retrying, because an error such as a lack of free file descriptors would otherwise
                     // cause a busy loop.
@@ -276,7 +277,7 @@ mod tests {
         Links { keys, scope, own, channel, called, guard, word, is_guarded }
     }
 
-    /// Serves one connection. Answers the first call with an error, that there is no leader, and all further calls with
+    /// Serves one connection. Answers the first call with the error that there is no leader, and all further calls with
     /// an empty message.
     async fn serve_after_an_election(stream: tokio::io::DuplexStream) {
         let mut connection = h2::server::handshake(stream).await.unwrap();

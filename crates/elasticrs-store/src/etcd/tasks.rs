@@ -30,7 +30,7 @@ impl From<What> for Task {
     }
 }
 
-/// Pending requests in the order in which the session executes them. Only the first one can be running.
+/// Pending requests, in the order in which the session executes them. Only the first one can be running.
 #[derive(Default)]
 pub(super) struct Tasks {
     queue: VecDeque<Task>,

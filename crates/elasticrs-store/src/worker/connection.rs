@@ -127,7 +127,7 @@ impl Connection {
     /// Reads once and executes the complete requests. Returns the number of bytes that were read.
     fn receive(&mut self, cx: &mut Context<'_>) -> Poll<Result<usize, Closed>> {
         let mut scratch = std::mem::take(&mut self.hub.borrow_mut().scratch);
-        // The buffer is empty if another connection panicked while using it.
+        // The buffer may be empty here, if another connection panicked while using it.
         scratch.resize(CHUNK, 0);
         let result = self.receive_into(&mut scratch, cx);
         self.hub.borrow_mut().scratch = scratch;

@@ -34,7 +34,7 @@ pub enum Refused {
     Full(usize),
     #[error("a reply of {0} bytes (the limit is {MAX_MESSAGE})")]
     Reply(usize),
-    /// The new value would be too long for a reply.
+    /// The new value would not fit in one reply.
     #[error("a value of {0} bytes (the limit is {MAX_VALUE_STORED})")]
     Value(usize),
 }

@@ -19,7 +19,7 @@ enum Step {
     End(Vec<SessionId>),
     /// Saves all changes to disk.
     Save,
-    /// Replaces the store by a new one that restores the state file.
+    /// Replaces the store with a new one that restores its state from the file.
     Restart,
 }
 
