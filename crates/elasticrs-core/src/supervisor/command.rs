@@ -1,4 +1,5 @@
-//! Commands from the supervisor's handle to the runtime thread, and the state that both share.
+//! Commands that the supervisor's handle sends to the runtime thread, and the state that the handle and the thread
+//! share.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -52,22 +53,22 @@ pub enum SupervisorError {
     /// This worker cannot be replaced now.
     #[error("local rank {local_rank} cannot be replaced: {reason}")]
     Replace { local_rank: u32, reason: &'static str },
-    /// The descriptor is not a page for heartbeats, or this worker is not the next one in rank order.
+    /// The descriptor passed for the page is not a heartbeat page, or the worker was not adopted in rank order.
     #[error("no page for the heartbeats of local rank {local_rank}")]
     Page {
         local_rank: u32,
         #[source]
         source: io::Error,
     },
-    /// The FIFO for the timers cannot be created, or the supervisor already has one.
+    /// The FIFO for the timers could not be created, or the supervisor already has one.
     #[error("could not watch timers{}", if path.as_os_str().is_empty() { String::new() } else { format!(" at {}", path.display()) })]
     Timers {
-        /// Requested path of the FIFO. Empty if the FIFO was to be created in a new directory.
+        /// Requested path of the FIFO. Empty if the FIFO should have been created in a new directory.
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    /// The shared memory for the heartbeats cannot be created, or it cannot be sealed against truncation.
+    /// The shared memory for the heartbeats could not be created, or could not be sealed against truncation.
     #[error("cannot make the memory for heartbeats that --hang-timeout needs (memfd_create)")]
     Heartbeats(#[source] io::Error),
     /// [`super::Supervisor::close`] was called, or the runtime panicked. The workers were killed.
@@ -83,8 +84,8 @@ pub(super) type Reply<T> = SyncSender<T>;
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
     Adopt(Adopted, Reply<Result<(), SupervisorError>>),
-    /// Start this process as a replacement for a failed worker. The second field contains the descriptors that the
-    /// process inherits. The indices in `pass_fds` refer to this list.
+    /// Start a replacement for a failed worker. The second field contains the descriptors that the replacement
+    /// inherits; `pass_fds` contains indices into it.
     Replace(Box<ProcessSpec>, Vec<OwnedFd>, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
@@ -96,7 +97,7 @@ pub(super) enum Command {
     Drain(Duration, Reply<Vec<NotDrained>>),
     Spawn(Task),
     Guard(Guarded),
-    /// Read the records of expiration timers from this descriptor of a FIFO.
+    /// Read timer records from the FIFO that this descriptor refers to.
     WatchTimers(OwnedFd, Reply<io::Result<()>>),
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
@@ -104,7 +105,7 @@ pub(super) enum Command {
     Close {
         keep_descendants: bool,
     },
-    /// Make the runtime panic. Tests need this command, because they have no other way to cause a panic.
+    /// Make the runtime panic. Tests have no other way to cause a panic.
     #[cfg(test)]
     Panic,
 }
@@ -112,18 +113,18 @@ pub(super) enum Command {
 /// A change to the set of sockets that the nursery holds.
 pub(super) enum Guarded {
     Hold(OwnedFd),
-    /// Hold a link with another agent. The first link of a session replaces the links of the previous session.
+    /// Hold a link to another agent. The first link of a session replaces the links of the previous session.
     Link {
         link: OwnedFd,
         word: LastWord,
         is_first: bool,
     },
-    /// Hold this socket in addition to the others. The supervisor sends true on the channel once this request is in the
-    /// kernel's socket buffer. From then on, the nursery receives the request even if this process dies. The supervisor
-    /// sends false if the socket cannot be duplicated, because no descriptor is free. It drops the channel if there is
-    /// no nursery or if the link to the nursery is closed.
+    /// Hold this socket in addition to the others. The channel receives true once the request is in the kernel's socket
+    /// buffer. From then on, the nursery will receive the request even if this process dies. The channel receives false
+    /// if no descriptor was free for a duplicate of the socket. It is closed without a value if there is no nursery or
+    /// if the link to the nursery is closed.
     Beside(OwnedFd, oneshot::Sender<bool>),
-    /// Report that the nursery does not hold a socket, because the socket could not be duplicated.
+    /// Report to the user that the nursery does not hold a socket, because the socket could not be duplicated.
     NotDuplicated {
         errno: i32,
         is_link: bool,
@@ -131,7 +132,7 @@ pub(super) enum Guarded {
     Release(Release),
 }
 
-/// A process that Python started and that joins the group, with its descriptors. See [`super::Supervisor::adopt`].
+/// A process that Python started and that joins the group. See [`super::Supervisor::adopt`].
 pub(super) struct Adopted {
     pub(super) local_rank: u32,
     pub(super) pid: i32,
@@ -140,7 +141,7 @@ pub(super) struct Adopted {
     pub(super) page: Option<OwnedFd>,
 }
 
-/// State that the handle and the task of a supervisor share.
+/// State that is shared by the supervisor's handle and its task on the runtime thread.
 #[derive(Clone)]
 pub(super) struct Shared {
     pub(super) queue: Arc<Queue>,

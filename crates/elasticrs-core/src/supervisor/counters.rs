@@ -1,5 +1,4 @@
-//! Counters and heartbeats of the supervisor, for status displays. Other threads read them without a request to the
-//! runtime thread.
+//! Counters and heartbeats for status displays. Other threads can read them without asking the runtime thread.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,7 +12,7 @@ use crate::logs::LogTotals;
 use crate::timer::hang::Seen;
 use crate::timer::pages::HeartbeatPage;
 
-/// Numbers of the workers' expiration timers.
+/// Numbers of active, expired and late expiration timers.
 #[derive(Debug, Default)]
 pub struct TimerCounts {
     live: AtomicU64,
@@ -22,7 +21,7 @@ pub struct TimerCounts {
 }
 
 impl TimerCounts {
-    /// Returns the number of timers that are running now.
+    /// Returns the number of active timers.
     pub fn live(&self) -> u64 {
         self.live.load(Ordering::Relaxed)
     }
@@ -49,19 +48,18 @@ impl TimerCounts {
     }
 }
 
-/// Delay in nanoseconds after which an expired timer counts as handled late.
+/// An expired timer counts as late if it is handled more than this number of nanoseconds after its deadline.
 pub const LATE_NS: u64 = 10_000_000;
 
-/// Memory pages with the heartbeats of the workers. They belong to the current group, or to the last group if no group
-/// is running.
+/// Memory pages that contain the workers' heartbeats. If no group is running, these are the pages of the last group.
 #[derive(Debug, Default)]
 pub struct Heartbeats {
     pages: Mutex<Vec<Arc<HeartbeatPage>>>,
 }
 
 impl Heartbeats {
-    /// Returns the last heartbeat of each worker that has sent one. Reads memory that is shared with the workers, and
-    /// never blocks on the runtime thread.
+    /// Returns the last heartbeat of each worker that has sent one. Reads shared memory, so it never waits for the
+    /// runtime thread.
     pub fn all(&self) -> Vec<Heartbeat> {
         let now = Stamp::now().0;
         (0..).zip(lock(&self.pages).iter()).filter_map(|(rank, page)| Heartbeat::of(rank, &page.read(now))).collect()
@@ -73,7 +71,8 @@ impl Heartbeats {
 }
 
 impl Heartbeat {
-    /// Converts what was read from a worker's page. Returns `None` if the worker has sent no heartbeat, or has exited.
+    /// Converts the content of a worker's heartbeat page. Returns `None` if the worker has sent no heartbeat, or has
+    /// exited.
     pub(crate) fn of(local_rank: u32, seen: &Seen) -> Option<Self> {
         let Seen::Beat(beat) = seen else { return None };
         let section = beat.section.as_ref().map(|section| section.name.clone());
@@ -81,12 +80,12 @@ impl Heartbeat {
     }
 }
 
-/// Measures how long the agent's event loop has been handling its last event. Waiting for the next event may take
-/// forever and is not measured.
+/// Measures how long the agent's event loop has been handling the current event. Time spent waiting for an event does
+/// not count.
 #[derive(Debug)]
 pub struct Turn {
-    /// Time at which the loop started to handle the event, in nanoseconds of the monotonic clock, or [`WAITS`] while
-    /// the loop waits for an event.
+    /// Time at which the loop started to handle the current event, in nanoseconds of the monotonic clock. [`WAITS`] if
+    /// the loop is waiting for an event.
     since: AtomicU64,
 }
 
@@ -99,7 +98,7 @@ impl Default for Turn {
 }
 
 impl Turn {
-    /// Returns the time for which the loop has been handling its last event. `None` while the loop waits for an event.
+    /// Returns how long the loop has been handling the current event. `None` if the loop is waiting for an event.
     pub fn at_work(&self) -> Option<Duration> {
         let since = self.since.load(Ordering::Relaxed);
         (since != WAITS).then(|| Duration::from_nanos(Stamp::now().0.saturating_sub(since)))
@@ -120,7 +119,7 @@ pub struct Counters {
     pub timers: Arc<TimerCounts>,
     pub logs: Arc<LogTotals>,
     pub heartbeats: Arc<Heartbeats>,
-    /// State of the agent's event loop, which receives the supervisor's events.
+    /// Tells how long the agent's event loop has been busy.
     pub turn: Arc<Turn>,
 }
 

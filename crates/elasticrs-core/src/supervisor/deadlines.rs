@@ -1,4 +1,4 @@
-//! The group's deadlines: at most one for each kind of timer. All of them are paused while the group is suspended.
+//! Deadlines of the group, at most one for each kind of timer. All of them are paused while the group is suspended.
 
 use std::time::{Duration, Instant};
 
@@ -7,27 +7,27 @@ use std::time::{Duration, Instant};
 pub enum Timer {
     /// Deadline by which all workers must be running.
     Start,
-    /// Time to check whether the fence deadline has passed. The supervisor checks it while workers are being started,
-    /// because the nursery may be blocked in that start.
+    /// Time to check whether the fence deadline has passed. Used while workers are being started, because the nursery
+    /// may be blocked in the start and unable to check the deadline itself.
     Fence,
     /// Deadline for the imports of a warm nursery.
     Warm,
-    /// Time at which an import that is still running is reported to the user.
+    /// Time to notify the user of an import that is still running.
     SlowImport,
-    /// End of the grace period that starts with the first stop signal. The workers that are still running then get
+    /// End of the grace period, which starts with the first stop signal. Workers that are still running then get
     /// SIGKILL.
     Kill,
-    /// Deadline for workers to exit after SIGKILL. The supervisor does not wait for them any longer.
+    /// Deadline for workers to exit after SIGKILL. After it, the supervisor stops waiting for them.
     GiveUp,
     /// Deadline for the result of a sweep, which cleans up leftover processes.
     Sweep,
-    /// Time to check whether the nursery has reported all exits that the kernel shows.
+    /// Time to compare the exits that the nursery has reported with the state of the workers in the kernel.
     Check,
     /// Time to check for workers that hang.
     Hang,
-    /// Time to sample the exit of the worker with this local rank, which has recorded an uncaught exception.
+    /// Time to check whether the worker with this local rank makes progress with its exit after an uncaught exception.
     Exit(u32),
-    /// Time at which the stopped worker with this local rank is reported as paused.
+    /// Time to report that the worker with this local rank is paused, because it was stopped by a signal.
     Paused(u32),
     /// Deadline for the failed worker with this local rank to exit.
     Condemned(u32),
@@ -35,11 +35,10 @@ pub enum Timer {
     Replace(u32),
 }
 
-/// Time limit for processes to exit after SIGKILL. The supervisor does not wait longer for processes that hang in the
-/// kernel (state D).
+/// Time limit for processes to exit after SIGKILL. A process may exceed it if it hangs in the kernel (state D).
 pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
 
-/// The deadlines that are set. There is at most one for each [`Timer`].
+/// The deadlines that are set, at most one for each [`Timer`].
 #[derive(Debug, Default)]
 pub(super) struct Deadlines {
     armed: Vec<(Timer, Instant)>,
@@ -47,13 +46,13 @@ pub(super) struct Deadlines {
 }
 
 impl Deadlines {
-    /// Sets the deadline of `timer` to `delay` after `now`. Replaces an earlier deadline of the same timer.
+    /// Sets the deadline of `timer` to `delay` after `now`. Replaces the previous deadline of this timer.
     pub(super) fn arm(&mut self, timer: Timer, delay: Duration, now: Instant) {
         self.disarm(timer);
         self.armed.push((timer, after(now, delay)));
     }
 
-    /// Like [`Self::arm`], but keeps an earlier deadline.
+    /// Like [`Self::arm`], but only moves a deadline to an earlier time, never to a later one.
     pub(super) fn hasten(&mut self, timer: Timer, delay: Duration, now: Instant) {
         let sooner = self.armed.iter().all(|(t, at)| *t != timer || after(now, delay) < *at);
         if sooner {
@@ -77,7 +76,7 @@ impl Deadlines {
         self.armed.iter().map(|(_, at)| *at).min()
     }
 
-    /// Removes and returns the earliest deadline that has passed.
+    /// Removes the earliest deadline and returns its timer. `None` if no deadline has passed.
     pub(super) fn expired(&mut self, now: Instant) -> Option<Timer> {
         if self.frozen_at.is_some() {
             return None;
@@ -93,7 +92,7 @@ impl Deadlines {
         self.frozen_at.get_or_insert(now);
     }
 
-    /// Resumes all deadlines. Each deadline moves later by the length of the pause.
+    /// Resumes all deadlines and postpones each of them by the length of the pause.
     pub(super) fn thaw(&mut self, now: Instant) {
         if let Some(since) = self.frozen_at.take() {
             let pause = now.saturating_duration_since(since);
@@ -104,8 +103,7 @@ impl Deadlines {
     }
 }
 
-/// Returns `now + delay`, or one year after `now` if the delay is longer, because an `Instant` cannot represent every
-/// sum.
+/// Returns `now + delay`. Caps the delay at one year, because the sum could otherwise overflow.
 pub(super) fn after(now: Instant, delay: Duration) -> Instant {
     now + delay.min(Duration::from_secs(365 * 24 * 3600))
 }

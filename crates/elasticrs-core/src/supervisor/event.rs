@@ -15,12 +15,12 @@ use crate::timer::hang::{Ground, Missed};
 /// Something that happened to the group, a worker, the nursery, or the supervisor itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// A [warm](crate::nursery::launch::Warm) nursery has finished its imports, or has exited. If it has exited, later
-    /// workers are started by a cold nursery.
+    /// The imports of a [warm](crate::nursery::launch::Warm) nursery are complete, or the nursery has exited. If it has
+    /// exited, later workers are started by a cold nursery.
     Warmed {
         failure: Option<NurseryEnd>,
-        /// True for a second nursery that [`super::Supervisor::import_beside`] has started and that has not taken over
-        /// yet.
+        /// True if this is the second nursery, which [`super::Supervisor::import_beside`] started and which has not
+        /// taken over yet.
         is_beside: bool,
     },
     /// All workers of the group are running their programs.
@@ -39,15 +39,15 @@ pub enum Event {
         exit: WorkerExit,
         /// The last signal that the supervisor sent to the worker.
         sent: Option<Signal>,
-        /// Time at which the exit was noticed. Exits that were noticed in one wake-up have the same time.
+        /// Time at which the supervisor noticed the exit. All exits noticed in the same wake-up have the same time.
         seen: Stamp,
-        /// Resources that the worker used. `None` if the nursery did not reap the worker, for example because Python
+        /// Resource usage of the worker. `None` if the nursery did not reap the worker, for example because Python
         /// started it.
         usage: Option<Usage>,
     },
-    /// All processes of a failed worker are gone, except those listed in `swept`, and a replacement may be started.
-    /// Reported once for each failed worker, and only by a group that [replaces](crate::spec::GroupSpec::replaces)
-    /// failed workers.
+    /// The processes of a failed worker are gone, except those listed in `swept`, so a replacement may be started.
+    /// Reported once for each failed worker, but only if the group [replaces](crate::spec::GroupSpec::replaces) failed
+    /// workers.
     WorkerSwept { local_rank: u32, swept: Swept, at: Stamp },
     /// A replacement for a failed worker is running.
     WorkerReplaced { local_rank: u32, pid: i32, started: Stamp },
@@ -58,21 +58,21 @@ pub enum Event {
         local_rank: u32,
         /// Time at which the supervisor noticed the failure.
         seen: Stamp,
-        /// Time at which the stop signal had been sent to the last of the other workers.
+        /// Time at which the stop signal had been sent to all other workers.
         signalled: Stamp,
         siblings: u32,
     },
-    /// An expiration timer of a worker, or of one of its descendants, was not released in time. If the timer has a
-    /// signal, the worker counts as failed, and [`Self::FailureSeen`] follows unless the group replaces failed workers.
+    /// A worker, or one of its descendants, did not release an expiration timer in time. If the timer has a signal, the
+    /// worker counts as failed, and [`Self::FailureSeen`] follows unless the group replaces failed workers.
     TimerExpired(TimerExpired),
-    /// A worker missed its heartbeat deadline. The worker counts as failed, and [`Self::FailureSeen`] follows unless
-    /// the group replaces failed workers. If the group is being stopped because a worker on another node hangs, the
-    /// event only reports the local worker that may be the cause.
+    /// A worker missed its heartbeat deadline and counts as failed. [`Self::FailureSeen`] follows unless the group
+    /// replaces failed workers. If the group is being stopped because a worker on another node hangs, this event only
+    /// names the local worker that may be the cause.
     WorkerHung(Box<WorkerHung>),
     /// A worker has recorded an uncaught exception, or has not exited in time after recording one.
     WorkerRaised(WorkerRaised),
-    /// Workers did not exit within their grace period, or their exit made no progress. They are being killed with
-    /// SIGKILL.
+    /// Workers get SIGKILL, because they did not exit within their grace period, or because their exit made no
+    /// progress.
     WorkersKilled(WorkersKilled),
     /// A worker has been stopped for one second by a signal that the supervisor did not send.
     WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
@@ -81,21 +81,21 @@ pub enum Event {
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing all workers and their
     /// descendants. Reported immediately, even if no group is running. A running group ends with [`Outcome::Stopped`].
     Fenced { at: Stamp },
-    /// All processes of the group are gone, except those listed here.
+    /// All processes of the group are gone, except those listed in `stuck_workers` and `swept`.
     GroupEnded {
         outcome: Outcome,
         nursery: Option<NurseryEnd>,
-        /// Local rank of each worker that did not exit after SIGKILL, and the kernel function in which it waits. The
-        /// name of the function is empty if it cannot be read.
+        /// Local rank of each worker that did not exit after SIGKILL, with the kernel function in which it waits. The
+        /// function name is empty if it cannot be read.
         stuck_workers: Vec<(u32, String)>,
         swept: Swept,
         at: Stamp,
     },
     /// A log file cannot be read, or its file system is full. Reported once for each file.
     LogTrouble { local_rank: u32, path: PathBuf, errno: i32 },
-    /// A feature of the supervisor is impaired or has failed, as the message describes. The job continues.
+    /// A feature of the supervisor is impaired or has failed. The message gives details. The job continues.
     Degraded { message: String },
-    /// A task of the runtime panicked. The workers are being killed, and this is the last event.
+    /// A task of the runtime panicked. The workers are being killed. No further event follows.
     Panicked { message: String },
 }
 
@@ -140,12 +140,12 @@ pub struct TimerExpired {
     pub deadline_ms: u64,
     /// Number of other active timers of the same process.
     pub others: u32,
-    /// Signal that was sent to the process. `None` if the timer has no signal, so that its expiry is only reported.
+    /// Signal that was sent to the process. `None` if the timer has no signal. The expiry is then only reported.
     pub signal: Option<Signal>,
     pub seen: Stamp,
 }
 
-/// An uncaught exception that a worker or one of its descendants has recorded, just before it exits.
+/// An uncaught exception that was recorded by a worker, or by one of its descendants, just before exiting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerRaised {
     pub local_rank: u32,
@@ -153,7 +153,7 @@ pub struct WorkerRaised {
     pub pid: i32,
     /// Last part of the traceback. Empty if the process sent no traceback.
     pub text: String,
-    /// Time at which the process recorded the exception. If the process did not send that time, the time at which the
+    /// Time at which the process recorded the exception, or, if the process did not send that time, at which the
     /// supervisor received the report.
     pub seen: Stamp,
     /// Time limit for the exit, measured from `seen`. `None` if there is no limit.
@@ -166,16 +166,16 @@ pub struct WorkerRaised {
 pub enum ExitStage {
     /// The exception has just been recorded.
     Begun,
-    /// The time limit for the exit has passed, but the exit is making progress. The worker counts as failed, but gets
-    /// the same grace period as the other workers to finish its exit. [`Event::FailureSeen`] follows unless the group
-    /// replaces failed workers.
+    /// The time limit for the exit has passed, but the exit is making progress. The worker counts as failed, but still
+    /// gets the same grace period as the other workers. [`Event::FailureSeen`] follows unless the group replaces failed
+    /// workers.
     Slow,
     /// The time limit for the exit has passed, and the exit makes no progress. The worker counts as failed and is
     /// killed immediately. [`Event::FailureSeen`] follows unless the group replaces failed workers.
     Stalled,
 }
 
-/// Workers that get SIGKILL because they did not exit in time.
+/// Workers that did not exit in time and therefore get SIGKILL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkersKilled {
     /// Local rank and pid of each worker.
@@ -190,10 +190,10 @@ pub struct WorkersKilled {
 pub enum KillReason {
     /// The workers did not exit within the grace period after this signal.
     AfterSignal(Signal),
-    /// The exit of the workers after an uncaught exception made progress, but did not finish within the grace period.
-    /// The workers were sent no other signal before SIGKILL.
+    /// The workers were exiting slowly after an uncaught exception and did not finish within the grace period. No
+    /// signal was sent to them before SIGKILL.
     SlowExit,
-    /// The exit of the workers after an uncaught exception made no progress.
+    /// The workers were exiting after an uncaught exception, and their exit made no progress.
     StalledExit,
 }
 
@@ -206,18 +206,18 @@ pub struct Heartbeat {
     pub section: Option<String>,
 }
 
-/// A worker that hangs, and the state of every worker when the hang was detected.
+/// A hanging worker, and the state of all workers when the hang was detected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerHung {
-    /// Local rank of the worker for which the others are most likely waiting.
+    /// Local rank of the worker that the others are most likely waiting for.
     pub local_rank: u32,
     pub pid: i32,
     pub missed: Missed,
-    /// Time of the worker's last heartbeat or output. If there was none, the start of the group.
+    /// Time of the worker's last heartbeat or output. The start of the group if there was neither.
     pub since: Stamp,
     pub limit: Duration,
     pub seen: Stamp,
-    /// Reason for blaming this worker and not another worker that is also late.
+    /// Reason for blaming this worker instead of another late worker.
     pub ground: Ground,
     /// All running workers, ordered by local rank.
     pub ranks: Vec<RankSeen>,
@@ -241,13 +241,13 @@ pub struct RankSeen {
 /// Outcome of cleaning up the processes that workers left behind.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Swept {
-    /// Processes that had to be signalled. If there were many, only the first of them.
+    /// Processes that had to be signalled. The list is limited; `more` counts the rest.
     pub ended: Vec<Descendant>,
-    /// Number of processes that had to be signalled, in addition to those in `ended`.
+    /// Number of processes that had to be signalled but are not listed in `ended`.
     pub more: u32,
     /// Processes that could not be killed.
     pub stuck: Vec<Descendant>,
-    /// Processes that were not killed, because they have left the job on purpose.
+    /// Processes that were not killed, because they left the job on purpose.
     pub spared: Vec<Descendant>,
     /// Pids of processes that have exited but cannot be reaped yet, because a tracer holds them. Each of them is also
     /// reported as [`Event::Degraded`].
@@ -263,11 +263,11 @@ impl Swept {
     }
 }
 
-/// Exit of a nursery that was lost.
+/// How a nursery exited that was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NurseryEnd {
     pub exit: WorkerExit,
-    /// True if the supervisor killed the nursery, because it did not respond.
+    /// True if the supervisor killed the nursery because it did not respond.
     pub hung: bool,
 }
 
@@ -294,10 +294,10 @@ pub enum StartFailure {
         local_rank: u32,
         stage: Stage,
         errno: i32,
-        /// Path or program that the failed operation used. Empty if there is none.
+        /// Path or program that the failed operation used. Empty if the operation used none.
         subject: String,
     },
-    /// The start took longer than its deadline. It was aborted by killing the hanging process or the nursery.
+    /// The start exceeded its deadline. The supervisor killed the hanging process or the nursery.
     #[error("local rank {local_rank} did not start within {deadline:?}: it hangs while it tries to {}{}",
         stage.map_or_else(|| "begin".to_owned(), |s| s.to_string()),
         if wait_channel.is_empty() { String::new() } else { format!(" (in {wait_channel})") })]
@@ -305,7 +305,7 @@ pub enum StartFailure {
         local_rank: u32,
         /// Last stage that the start reported. `None` if it reported no stage.
         stage: Option<Stage>,
-        /// Kernel function in which the start waits. Empty if it cannot be read.
+        /// Kernel function in which the starting process waits. Empty if it cannot be read.
         wait_channel: String,
         /// Time limit for the start, see [`crate::spec::GroupSpec::start_deadline`].
         deadline: std::time::Duration,

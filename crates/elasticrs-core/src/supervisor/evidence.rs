@@ -36,9 +36,9 @@ use crate::sys::pidfd;
 
 /// Time limit for gathering evidence from all ranks together.
 pub const LIMIT: Duration = Duration::from_secs(2);
-/// Part of [`LIMIT`] in which `faulthandler` has to write the stacks. `py-spy` gets the rest of the time.
+/// Time limit within [`LIMIT`] for `faulthandler` to write the stacks. `py-spy` gets the remaining time.
 const ANSWERS: Duration = Duration::from_millis(1200);
-/// Time after which a stack file that has stopped growing is considered complete.
+/// Time without growth after which a stack file is considered complete.
 const SETTLED: Duration = Duration::from_millis(40);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Time limit for `py-spy` to exit after SIGKILL. Like the worker that it inspects, `py-spy` may hang in the kernel.
@@ -48,17 +48,17 @@ const MAX_DESCENDANTS: usize = 64;
 const MAX_STACKS: usize = 256 * 1024;
 /// Maximum number of bytes of the stack file that are searched for the traceback of a crash.
 const MAX_ANSWER: u64 = 16 * 1024 * 1024;
-/// Text with which `faulthandler` starts the traceback of a crash. The stacks that it writes on [`stack_signal`] do not
-/// contain this text.
+/// Text that starts the traceback of a crash in the output of `faulthandler`. Stacks that are written on
+/// [`stack_signal`] do not contain it.
 const CRASH: &[u8] = b"Fatal Python error";
 
-/// Returns the signal on which a worker writes its Python stacks. The same number is set in
-/// `python/elasticrs/_worker/hook/sitecustomize.py`.
+/// Returns the signal that makes a worker write its Python stacks. `python/elasticrs/_worker/hook/sitecustomize.py`
+/// uses the same number.
 pub fn stack_signal() -> i32 {
     libc::SIGRTMIN() + 12
 }
 
-/// Paths of the files for the evidence of one worker.
+/// Paths of the files that contain the evidence about one worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EvidenceFiles {
     /// File that the worker's hook has opened for `faulthandler`.
@@ -66,7 +66,7 @@ pub struct EvidenceFiles {
     pub report: PathBuf,
 }
 
-/// A worker whose evidence is gathered.
+/// A worker about which evidence is to be gathered.
 #[derive(Debug, Clone)]
 pub(super) struct Subject {
     pub(super) local_rank: u32,
@@ -83,18 +83,17 @@ pub struct Found {
     pub state: char,
     /// Kernel function in which the process waits. Empty if the process is running or the function cannot be read.
     pub wait_channel: String,
-    /// Innermost Python frame of the thread that wrote its stack, which is usually the main thread. `None` if it is
-    /// unknown.
+    /// Innermost Python frame of the thread that wrote its stack, usually the main thread. `None` if it is unknown.
     pub frame: Option<String>,
-    /// Reason why the report could not be written. `None` if there was no problem.
+    /// Reason why the report could not be written. `None` if it was written.
     pub problem: Option<String>,
 }
 
-/// Deadline for gathering evidence. The caller can also cancel the gathering earlier.
+/// Deadline for gathering evidence, and a flag to cancel it earlier.
 #[derive(Debug)]
 pub(super) struct Patience {
     pub(super) deadline: Instant,
-    /// True if the evidence is no longer needed (**EVI-5**).
+    /// True if the evidence is no longer needed, so that threads should stop gathering it (**EVI-5**).
     pub(super) given_up: AtomicBool,
 }
 
@@ -108,8 +107,8 @@ impl Patience {
     }
 }
 
-/// Gathers the evidence of all subjects. Blocks until `patience` is over at the latest, or longer if a file system does
-/// not respond.
+/// Gathers the evidence about all subjects. Blocks at most until `patience` is over, unless a file system does not
+/// respond.
 pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, patience: &Patience) -> Vec<Found> {
     let mut looks: Vec<Look> = subjects.into_iter().map(Look::begin).collect();
     await_answers(&mut looks, patience);
@@ -126,17 +125,17 @@ pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, patience: &P
     reports.into_iter().map(with_frame).collect()
 }
 
-/// A worker while its evidence is gathered.
+/// State of gathering the evidence about one worker.
 struct Look {
     subject: Subject,
-    /// Pid of the process that is asked for its stacks: the worker, or the Python program below it.
+    /// Pid of the process that is asked for its stacks: the worker, or the Python program that it runs as a descendant.
     target: i32,
     status: Option<Status>,
     kernel: String,
     answer: Option<Answer>,
 }
 
-/// The file to which `faulthandler` writes the stacks, and the offset at which the new stacks start.
+/// A stack file that `faulthandler` was asked to write to, and the offset at which the new stacks start.
 struct Answer {
     file: File,
     start: u64,
@@ -211,7 +210,8 @@ impl Look {
         }
     }
 
-    /// Moves the stacks out of the file, unless the file contains the traceback of a crash (**EVI-4**).
+    /// Moves the new stacks out of the stack file. Leaves the file unchanged if it contains the traceback of a crash
+    /// (**EVI-4**).
     fn read(&self, answer: Answer) -> io::Result<String> {
         let start = answer.start;
         let (stacks, has_crash) = answer.read()?;
@@ -241,13 +241,12 @@ impl Look {
 fn target_of(pid: i32) -> Option<(i32, OwnedFd)> {
     let below = descendants(pid, &[]).map(|listed| listed.pid).take(MAX_DESCENDANTS);
     let open = |pid| pidfd::open(pid).ok().map(|pidfd| (pid, pidfd));
-    // Open the pidfd before reading `/proc`, because the data could otherwise be about another process that got the
-    // same pid.
+    // Open the pidfd before reading `/proc`. Otherwise the pid could have been reused by another process in between.
     std::iter::once(pid).chain(below).filter_map(open).find(|(pid, _)| has_handler(*pid))
 }
 
-/// Returns true if the process has a handler for [`stack_signal`], according to the mask of caught signals in
-/// `/proc/PID/status` (**EVI-1**).
+/// Returns true if the process has a handler for [`stack_signal`] (**EVI-1**), according to the mask of caught signals
+/// in `/proc/PID/status`.
 fn has_handler(pid: i32) -> bool {
     let status = procfs::read(pid, "status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
@@ -273,8 +272,8 @@ fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
 }
 
 impl Answer {
-    /// Returns the new stacks, and true if the file also contains the traceback of a crash. A crash may follow the
-    /// signal, because the signal interrupts a system call in which the process was waiting.
+    /// Returns the new stacks, and true if they are followed by the traceback of a crash. The signal itself may lead to
+    /// a crash, because it interrupts the system call in which the process was waiting.
     fn read(mut self) -> io::Result<(String, bool)> {
         let mut bytes = Vec::new();
         self.file.seek(SeekFrom::Start(self.start))?;
@@ -285,8 +284,8 @@ impl Answer {
     }
 }
 
-/// Returns the innermost frame of the thread that received the signal. If no thread is marked as such, returns the
-/// frame of the last thread, which is the main thread.
+/// Returns the innermost frame of the thread that received the signal. If no thread is marked as the current one, uses
+/// the last thread, which is the main thread.
 fn innermost_frame(stacks: &str) -> Option<String> {
     let current = stacks.find("Current thread").or_else(|| stacks.rfind("Thread 0x"))?;
     let frame = stacks[current..].lines().skip(1).map(str::trim).find(|line| line.starts_with("File "))?;
@@ -322,16 +321,17 @@ impl Spy {
     fn begin(program: &Path, pid: i32, is_held: bool, report: File) -> io::Result<Self> {
         let (output, errors, start) = (report.try_clone()?, report.try_clone()?, report.metadata()?.len());
         let mut command = Command::new(program);
-        // Print full file names, as `faulthandler` does, because the frames of different ranks are compared.
+        // Print full file names like `faulthandler`, because the frames of different ranks are compared with each
+        // other.
         command.args(["dump", "--full-filenames", "--pid", &pid.to_string()]);
         command.args(is_held.then_some("--nonblocking")).stdin(Stdio::null()).stdout(output).stderr(errors);
-        // Make `py-spy` die with this thread, because this thread waits for it.
+        // Make `py-spy` die with this thread, because no other thread would kill and reap it.
         let child = die_with_thread(&mut command).spawn()?;
         Ok(Self { child, report, start })
     }
 
-    /// Kills `py-spy` and returns the innermost frame from its output. Returns `None` if `py-spy` has not written that
-    /// frame. The output stays in the report file.
+    /// Kills `py-spy` and returns the innermost frame from its output. `None` if the output does not contain that frame
+    /// yet. The output stays in the report file.
     fn end(mut self) -> Option<String> {
         reap(self.child);
         let mut bytes = Vec::new();
@@ -341,9 +341,9 @@ impl Spy {
     }
 }
 
-/// Kills and reaps a child process. If the child hangs in the kernel, leaves the reaping to a background thread.
+/// Kills and reaps a child process. If the child hangs in the kernel, a background thread reaps it later.
 fn reap(mut child: Child) {
-    // `kill` only fails if the child has exited and is already reaped.
+    // Ignore an error, because `kill` fails only if the child has already been reaped.
     let _ = child.kill();
     let deadline = Instant::now() + REAPED;
     while Instant::now() < deadline {
@@ -352,12 +352,12 @@ fn reap(mut child: Child) {
         }
         std::thread::sleep(PAUSE);
     }
-    // If the thread cannot be started, the child stays a zombie until this process exits.
+    // Ignore an error. If the thread cannot be started, the child stays a zombie until this process exits.
     let _ = std::thread::Builder::new().name("elasticrs-reap".to_owned()).spawn(move || child.wait());
 }
 
 /// Returns the innermost frame of the main thread from the output of `py-spy`, in the format of [`innermost_frame`]. If
-/// no thread is marked as the main thread, uses the first thread.
+/// no thread is marked as the main thread, uses the first one.
 fn innermost_spied(output: &str) -> Option<String> {
     let lines: Vec<&str> = output.lines().collect();
     let is_thread = |line: &&str| line.starts_with("Thread ");
@@ -395,7 +395,7 @@ mod tests {
             Thread 7 (active): \"MainThread\"\n    Loader.<locals>.read (/data (old)/a:b.py:41)\n    <module> (/b.py:9)\n";
         let read = "File \"/data (old)/a:b.py\", line 41 in read";
         assert_eq!(innermost_spied(output).as_deref(), Some(read));
-        // `py-spy` does not always know the names of threads and the line numbers.
+        // `py-spy` sometimes omits thread names and line numbers.
         let nameless = "Thread 0x7F00 (idle)\n    native (/a.so)\n    f (/a.py:1)\nThread 8 (idle)\n    g (/a.py:2)\n";
         assert_eq!(innermost_spied(nameless).as_deref(), Some("File \"/a.py\", line 1 in f"));
         for none in

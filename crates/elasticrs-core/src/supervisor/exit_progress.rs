@@ -1,9 +1,9 @@
-//! Decides whether a worker that exits after an uncaught exception makes progress. Progress means that the worker
-//! flushes files, uploads data, or waits for a CPU.
+//! Decides whether a worker makes progress with its exit after an uncaught exception, for example because it flushes
+//! files, uploads data, or waits for a CPU.
 //!
-//! The CPU time and the transferred bytes of the worker and its descendants are sampled twice and compared. All
-//! decisions are in the pure function [`progressed`]. [`sample`] runs on its own thread, because it reads `/proc` and
-//! may block.
+//! [`sample`] adds up the CPU time and the transferred bytes of the worker and its descendants. It runs on its own
+//! thread, because it reads `/proc` and may block. The pure function [`progressed`] compares two samples and makes all
+//! decisions.
 
 use std::iter;
 use std::time::{Duration, Instant};
@@ -14,31 +14,32 @@ use crate::nursery::tree::{descendants, threads};
 use crate::procfs;
 use crate::stat::Stat;
 
-/// Time limit for one sample, because a read of `/proc/PID/io` blocks while the process is inside `exec`, for example
-/// if the program is on a dead network file system.
+/// Time limit for one sample. Reading `/proc/PID/io` blocks while the process is inside `exec`, which may hang if the
+/// program is on a dead network file system.
 pub(super) const LIMIT: Duration = Duration::from_secs(2);
 const MAX_PROCESSES: usize = 64;
 const MAX_THREADS: usize = 256;
-/// A worker is busy if it uses or waits for a CPU during at least 1/`BUSY_SHARE` of the time. Threads that only poll
-/// use less.
+/// A worker is busy if it spends at least 1/`BUSY_SHARE` of the time on a CPU or waiting for one. Threads that only
+/// poll use less.
 const BUSY_SHARE: u32 = 20;
-/// Number of bytes read between two samples that counts as progress. Monitoring threads that poll `/proc` read less.
+/// Number of bytes that a worker must read between two samples for the reads to count as progress. Monitoring threads
+/// that poll `/proc` read less.
 const MANY_BYTES: u64 = 64 * 1024;
 /// Fields of `/proc/PID/stat` that hold CPU time in clock ticks: the user and system time of the process, followed by
 /// the user and system time of its reaped children.
 const CPU_TICKS: std::ops::RangeInclusive<usize> = 14..=17;
 
-/// Resource usage of a worker and its descendants, added up.
+/// Total resource usage of a worker and its descendants at one point in time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sample {
     at: Instant,
     /// CPU time in clock ticks.
     cpu: u64,
-    /// Time in nanoseconds for which threads were ready to run but had no CPU.
+    /// Time in nanoseconds that threads were ready to run but had no CPU.
     delayed: u64,
     read: u64,
     written: u64,
-    /// True if a thread is in uninterruptible sleep (state D), because it waits for a disk or a network file system.
+    /// True if a thread is in uninterruptible sleep (state D), usually waiting for a disk or a network file system.
     waits_for_disk: bool,
 }
 
@@ -54,7 +55,7 @@ pub(super) fn sample(worker: i32) -> Sample {
 }
 
 impl Sample {
-    /// Returns the time that has passed from an earlier sample to this one.
+    /// Returns the time between an earlier sample and this one.
     pub(super) fn since(&self, before: &Self) -> Duration {
         self.at.saturating_duration_since(before.at)
     }
@@ -72,8 +73,8 @@ impl Sample {
         self.written += count("wchar:");
         for thread in threads(pid).into_iter().flatten().take(MAX_THREADS) {
             self.waits_for_disk |= Stat::in_folder(&thread).and_then(|stat| stat.field(3)) == Some('D');
-            // The fields of `schedstat` are the nanoseconds on a CPU, the nanoseconds of waiting for a CPU, and the
-            // number of time slices.
+            // The fields of `schedstat` are the nanoseconds spent on a CPU, the nanoseconds spent waiting for a CPU,
+            // and the number of time slices.
             let schedule = std::fs::read_to_string(thread.join("schedstat")).unwrap_or_default();
             self.delayed += schedule.split_whitespace().nth(1).and_then(|value| value.parse().ok()).unwrap_or(0);
         }
@@ -92,7 +93,7 @@ pub(super) fn progressed(before: &Sample, after: &Sample, ticks_per_second: u64)
         || after.read.saturating_sub(before.read) >= MANY_BYTES
 }
 
-/// Returns the number of clock ticks per second. `/proc` reports CPU time in clock ticks.
+/// Returns the number of clock ticks per second, the unit of CPU times in `/proc`.
 pub(super) fn ticks_per_second() -> u64 {
     let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
     ticks.and_then(|ticks| u64::try_from(ticks).ok()).unwrap_or(100)
@@ -141,7 +142,7 @@ mod tests {
 
     #[test]
     fn a_process_that_waits_makes_no_progress_until_it_or_its_child_writes() {
-        // `cat` copies its input to its output. It is a child of the shell, so the bytes are written by a descendant of
+        // `cat` copies its input to its output. It is a child of the shell, so all bytes are written by a descendant of
         // the sampled process.
         let mut child = shell("cat; true");
         let pid = child.id().cast_signed();

@@ -30,8 +30,9 @@ use crate::sys::pidfd;
 use crate::timer::fifo::Fifo;
 use crate::timer::hang::{Elsewhere, Limits};
 
-/// Handle to the supervisor for tasks on the runtime thread that hold the agent's lease. Through it, such a task
-/// controls the connections that the nursery holds and sets the fence deadline. It does not keep the supervisor alive.
+/// Handle to the supervisor for tasks on the runtime thread that hold the agent's lease. Such a task uses it to control
+/// the connections that the nursery holds, and to set the fence deadline. All methods except [`Self::fence`] do nothing
+/// if the supervisor has ended. The handle does not keep the supervisor alive.
 #[derive(Clone)]
 pub struct Keeper {
     commands: WeakUnboundedSender<Command>,
@@ -40,23 +41,21 @@ pub struct Keeper {
 
 impl Keeper {
     /// Same as [`Supervisor::guard_connection`], with a duplicate of `connection`. If no descriptor is free for the
-    /// duplicate, an [`super::Event::Degraded`] reports that the nursery does not hold the connection. All methods
-    /// except [`Self::fence`] do nothing if the supervisor has ended.
+    /// duplicate, an [`super::Event::Degraded`] reports that the nursery does not hold the connection.
     pub fn hold(&self, connection: BorrowedFd<'_>) {
         self.send_duplicate(connection, false, Guarded::Hold);
     }
 
-    /// Gives the nursery a duplicate of a link to another agent. The nursery sends `word` on this link once all
-    /// processes of this agent are gone. The first link of a session (`is_first`) replaces the links of the previous
-    /// session.
+    /// Gives the nursery a duplicate of a link to another agent. Once all processes of this agent are gone, the nursery
+    /// sends `word` on the link. The first link of a session (`is_first`) replaces the links of the previous session.
     pub fn hold_link(&self, link: BorrowedFd<'_>, word: LastWord, is_first: bool) {
         self.send_duplicate(link, true, |link| Guarded::Link { link, word, is_first });
     }
 
-    /// Gives the nursery a duplicate of a second connection to hold, because the session is about to move to it. The
-    /// future completes once the request is in the kernel's socket buffer. From then on, the nursery receives the
-    /// connection even if this process is killed. The future completes immediately if there is no nursery. It returns
-    /// false if the nursery does not hold the connection, because no descriptor was free for a duplicate.
+    /// Gives the nursery a duplicate of a second connection, because the session is about to move to that connection.
+    /// The future completes once the request is in the kernel's socket buffer, from where the nursery receives it even
+    /// if this process is killed. If there is no nursery, the future completes immediately. It returns false if the
+    /// nursery does not hold the connection, because no descriptor was free for the duplicate.
     pub fn hold_beside(&self, connection: BorrowedFd<'_>) -> impl Future<Output = bool> + use<> {
         let (held, is_held) = oneshot::channel();
         let is_sent = self.send_duplicate(connection, false, |connection| Guarded::Beside(connection, held));
@@ -70,8 +69,8 @@ impl Keeper {
         self.send(Guarded::Release(which));
     }
 
-    /// Sends a request with a duplicate of `socket`. Returns false if no descriptor was free for the duplicate. The
-    /// supervisor then reports that the nursery does not hold the socket.
+    /// Sends a request with a duplicate of `socket`. If no descriptor is free for the duplicate, returns false, and the
+    /// supervisor reports that the nursery does not hold the socket.
     fn send_duplicate(&self, socket: BorrowedFd<'_>, is_link: bool, request: impl FnOnce(OwnedFd) -> Guarded) -> bool {
         let duplicate = socket.try_clone_to_owned();
         let is_duplicated = duplicate.is_ok();
@@ -84,7 +83,7 @@ impl Keeper {
 
     fn send(&self, guarded: Guarded) {
         if let Some(commands) = self.commands.upgrade() {
-            // Sending fails only if the runtime has ended. The nursery has then exited, too.
+            // Ignore an error, because sending fails only if the runtime has ended. The nursery has then exited, too.
             let _ = commands.send(Command::Guard(guarded));
         }
     }
@@ -105,8 +104,8 @@ pub struct Supervisor {
     commands: UnboundedSender<Command>,
     shared: Shared,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// The FIFO of the timers. The runtime thread has only a descriptor of it, because creating and removing a file may
-    /// block on a file system.
+    /// FIFO for timer records. It is kept here, and the runtime thread only has a descriptor of it, because creating or
+    /// removing a file may block.
     timers: Mutex<Option<Fifo>>,
     owner: u32,
 }
@@ -147,20 +146,20 @@ impl Supervisor {
         self.ask(|reply| Command::Start(Box::new(group), reply))?
     }
 
-    /// Requests the start of a replacement for a failed worker whose leftover processes were cleaned up. The group must
-    /// be running and must [replace](GroupSpec::replaces) failed workers. [`super::Event::WorkerReplaced`],
-    /// [`super::Event::ReplaceFailed`], or the end of the group follows. The entries of [`ProcessSpec::pass_fds`] are
-    /// indices into `descriptors`.
+    /// Requests the start of a replacement for a failed worker, after the worker's leftover processes were cleaned up.
+    /// The group must be running and must [replace](GroupSpec::replaces) failed workers. The next event about this
+    /// worker is [`super::Event::WorkerReplaced`] or [`super::Event::ReplaceFailed`], unless the group ends first. The
+    /// entries of [`ProcessSpec::pass_fds`] are indices into `descriptors`.
     pub fn replace(&self, process: ProcessSpec, descriptors: Vec<OwnedFd>) -> Result<(), SupervisorError> {
         self.ask(|reply| Command::Replace(Box::new(process), descriptors, reply))?
     }
 
     /// Adds a process that Python started to the running group.
     ///
-    /// `status` is needed if the process is not a child of this process. It is a pipe to which the parent writes the
-    /// status from `wait4`, as four bytes. `page` is the process's page for heartbeats
-    /// ([`crate::timer::pages::HeartbeatPage::share`]); its heartbeats are then watched like those of other workers.
-    /// Processes with a page must be adopted before they start to work, in the order of their local ranks.
+    /// `status` is only needed if the calling process is not the parent of the added process. It is a pipe to which the
+    /// parent writes the four-byte status from `wait4`. `page` is the process's heartbeat page
+    /// ([`crate::timer::pages::HeartbeatPage::share`]). If it is given, the heartbeats are watched like those of other
+    /// workers. Processes with a page must be adopted before they start to work, in the order of their local ranks.
     pub fn adopt(
         &self,
         local_rank: u32,
@@ -173,27 +172,27 @@ impl Supervisor {
         self.ask(|reply| Command::Adopt(adopted, reply))?
     }
 
-    /// Stops the group. Another call can shorten the grace period or send a stronger signal.
+    /// Stops the group. Call it again to shorten the grace period or to send a stronger signal.
     /// [`super::Event::GroupEnded`] follows.
     pub fn stop(&self, policy: StopPolicy) -> Result<(), SupervisorError> {
         self.tell(Command::Stop(policy, None))
     }
 
-    /// Stops the group, because a worker on another node hangs. If heartbeats are watched, the evidence of all workers
-    /// is gathered first. If a local worker may be the cause of the hang, [`super::Event::WorkerHung`] reports it.
+    /// Stops the group because a worker on another node hangs. If heartbeats are watched, gathers evidence about all
+    /// workers first, and reports a local worker that may be the cause as [`super::Event::WorkerHung`].
     pub fn stop_for_hang(&self, policy: StopPolicy, elsewhere: Elsewhere) -> Result<(), SupervisorError> {
         self.tell(Command::Stop(policy, Some(elsewhere)))
     }
 
     /// Sends a signal to the workers with these local ranks, or to all workers if `local_ranks` is `None`.
-    /// [`GroupSpec::stop_scope`] says which processes of each worker get it.
+    /// [`GroupSpec::stop_scope`] determines which processes of a worker get the signal.
     pub fn signal(&self, signal: Signal, local_ranks: Option<Vec<u32>>) -> Result<(), SupervisorError> {
         self.tell(Command::Signal(signal, local_ranks))
     }
 
-    /// Forwards a signal that this process has received. It is sent to the workers with these local ranks, and
-    /// [`GroupSpec::stop_scope`] says which processes of each worker get it. A worker that dies from the signal counts
-    /// as failed. Does nothing while workers are being started.
+    /// Forwards a signal that this process has received to the workers with these local ranks.
+    /// [`GroupSpec::stop_scope`] determines which processes of a worker get the signal. A worker that dies from the
+    /// signal counts as failed. Does nothing while workers are being started.
     pub fn forward(&self, signal: Signal, local_ranks: Vec<u32>) -> Result<(), SupervisorError> {
         self.tell(Command::Forward(signal, local_ranks))
     }
@@ -203,9 +202,9 @@ impl Supervisor {
         self.ask(Command::Suspend)
     }
 
-    /// Starts a second warm nursery, which imports the modules again at the lowest priority, because files of modules
-    /// that the current nursery has imported have changed. Replaces an earlier second nursery. The current nursery and
-    /// its workers continue. [`super::Event::Warmed`] reports the end of the imports, which may take at most `limit`.
+    /// Starts a second warm nursery that imports the modules again at the lowest priority. Used after files of imported
+    /// modules have changed. An earlier second nursery is replaced. The current nursery and its workers continue.
+    /// [`super::Event::Warmed`] reports the end of the imports, which may take at most `limit`.
     ///
     /// # Errors
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
@@ -213,8 +212,8 @@ impl Supervisor {
         self.tell(Command::ImportBeside(limit))
     }
 
-    /// Makes the second nursery start the next groups, and stops the first one. Returns false, and changes nothing, if
-    /// no second nursery has finished its imports or if a group exists.
+    /// Stops the first nursery and makes the second nursery start all later groups. Returns false, and changes nothing,
+    /// if no second nursery has finished its imports or if a group exists.
     ///
     /// # Errors
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
@@ -227,16 +226,16 @@ impl Supervisor {
         self.tell(Command::Resume)
     }
 
-    /// Copies everything that is written to these log files to the console, until the group has ended and all output is
-    /// copied. Opens the files, so it may block on a dead network file system.
+    /// Copies these log files to the console as they are written, until the group has ended and all output is copied.
+    /// Opens the files, so it may block on a dead network file system.
     pub fn follow(&self, streams: Vec<LogStream>) -> Result<(), SupervisorError> {
         self.check_owner()?;
         self.shared.logs.follow(streams)?;
         Ok(())
     }
 
-    /// Blocks until the log files of ended groups are copied to the console, but at most for `timeout`. Returns the
-    /// files that are not fully copied.
+    /// Blocks until the log files of ended groups are copied to the console, or until `timeout` elapses. Returns the
+    /// files that were not copied completely.
     pub fn drain(&self, timeout: Duration) -> Result<Vec<NotDrained>, SupervisorError> {
         self.ask(|reply| Command::Drain(timeout, reply))
     }
@@ -251,12 +250,12 @@ impl Supervisor {
         self.tell(Command::Spawn(task))
     }
 
-    /// Starts to read the expiration timers of the workers from a FIFO, until [`Self::close`] removes the FIFO. Creates
-    /// the FIFO at `path`, or in a new directory if `path` is `None`, and returns its path. See [`crate::timer`].
-    /// [`super::Event::TimerExpired`] reports expired timers, and [`super::Event::Degraded`] reports rejected records.
+    /// Creates the FIFO for timer records and starts to read it. Returns its path, which is `path`, or a path in a new
+    /// directory if `path` is `None`. [`Self::close`] removes the FIFO. [`super::Event::TimerExpired`] reports expired
+    /// timers, and [`super::Event::Degraded`] reports rejected records. See [`crate::timer`].
     ///
-    /// Creates the FIFO on the calling thread, so it may block on a file system. Only a descriptor of the FIFO goes to
-    /// the runtime thread.
+    /// Creates the FIFO on the calling thread, which may block on a file system. The runtime thread only gets a
+    /// descriptor.
     #[allow(clippy::disallowed_methods, reason = "runs on the caller's thread")]
     pub fn watch_timers(&self, path: Option<&Path>) -> Result<PathBuf, SupervisorError> {
         self.check_owner()?;
@@ -274,29 +273,30 @@ impl Supervisor {
         Ok(timers.insert(fifo).path().to_owned())
     }
 
-    /// Watches the workers of all later groups for hangs, and gives each of them a page for its heartbeats
-    /// (`ELASTICRS_HEARTBEAT`). See [`crate::timer::hang`]. [`super::Event::WorkerHung`] reports a worker that hangs.
+    /// Detects hangs of the workers of all later groups. Each worker gets a heartbeat page (`ELASTICRS_HEARTBEAT`).
+    /// [`super::Event::WorkerHung`] reports a worker that hangs. See [`crate::timer::hang`].
     pub fn watch_hangs(&self, limits: Limits) -> Result<(), SupervisorError> {
         self.tell(Command::WatchHangs(limits))
     }
 
-    /// Sets the files for the evidence of each worker, ordered by local rank. They apply to the next group and to later
-    /// groups, and are written if a worker hangs, does not release a timer in time, or makes no progress with its exit.
-    /// `py_spy` is the program that inspects workers which do not write their stacks.
+    /// Sets the evidence files of each worker, ordered by local rank, for all later groups. Evidence is written if a
+    /// worker hangs, does not release a timer in time, or makes no progress with its exit. `py_spy` is the program that
+    /// inspects workers which do not write their stacks.
     pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
         self.tell(Command::KeepEvidence(files, py_spy))
     }
 
-    /// Watches the exits of workers in the next group. [`super::Event::WorkerRaised`] reports a worker that records an
-    /// uncaught exception, and reports it again if the worker does not exit within `limit`. Returns the name of the
-    /// abstract socket to which such a worker sends a datagram.
+    /// Watches how workers of the next group exit after an uncaught exception. [`super::Event::WorkerRaised`] reports
+    /// the exception, and is sent again if the worker does not exit within `limit`. Returns the name of the abstract
+    /// socket to which workers send a datagram when they record an exception.
     pub fn watch_exits(&self, limit: Option<Duration>) -> Result<String, SupervisorError> {
         let (notices, name) = open_notices()?;
         self.tell(Command::WatchExits(notices, limit))?;
         Ok(name)
     }
 
-    /// Returns the last heartbeat of each worker that has sent one, in the current group or the last group.
+    /// Returns the last heartbeat of each worker that has sent one. If no group is running, these are heartbeats of the
+    /// last group.
     pub fn heartbeats(&self) -> Result<Vec<Heartbeat>, SupervisorError> {
         self.check_owner()?;
         Ok(self.shared.counters.heartbeats.all())
@@ -311,7 +311,7 @@ impl Supervisor {
         self.tell(Command::Guard(Guarded::Hold(connection)))
     }
 
-    /// Makes the nursery notify its peers and close all connections that it holds.
+    /// Makes the nursery send the last words to its peers and close all connections that it holds.
     pub fn release_connection(&self) -> Result<(), SupervisorError> {
         self.tell(Command::Guard(Guarded::Release(Release::All)))
     }
@@ -322,9 +322,9 @@ impl Supervisor {
     }
 
     /// Returns the fence, which is the deadline of this agent's lease. All work of the agent must have stopped when the
-    /// lease expires, but the agent itself may be stopped or disconnected at that time. Therefore the nursery kills all
+    /// lease expires, but by then the agent itself may be stopped or disconnected. The nursery therefore kills all
     /// workers at the deadline. All nurseries of a supervisor share the fence. Once the deadline has passed, no group
-    /// can be started until it is set again.
+    /// can be started until a new deadline is set.
     pub fn fence(&self) -> Arc<Fence> {
         Arc::clone(&self.shared.fence)
     }
@@ -334,8 +334,8 @@ impl Supervisor {
         self.shared.counters.clone()
     }
 
-    /// Returns a function that reports a message to the user as [`super::Event::Degraded`]. Tasks that were passed to
-    /// [`Self::spawn`] use it.
+    /// Returns a function with which a task passed to [`Self::spawn`] reports a message to the user. The message
+    /// becomes an [`super::Event::Degraded`].
     pub fn teller(&self) -> impl Fn(String) + Send + 'static {
         let queue = Arc::clone(&self.shared.queue);
         move |message| queue.push(super::Event::Degraded { message })
@@ -347,7 +347,7 @@ impl Supervisor {
         Ok(&self.shared.queue)
     }
 
-    /// Waits for the next event, watched descriptor, or signal. See [`Queue::next`].
+    /// Waits for the next event, for a readable descriptor that is watched, or for a signal. See [`Queue::next`].
     pub fn next(&self, timeout: Option<Duration>) -> Result<Next, SupervisorError> {
         let queue = self.queue()?;
         self.shared.counters.turn.waits();
@@ -356,17 +356,17 @@ impl Supervisor {
         Ok(next?)
     }
 
-    /// Kills all remaining workers and descendants, and stops the nursery and the runtime thread. With
-    /// `keep_descendants`, leaves descendants running if no group exists. Idempotent.
+    /// Kills all remaining workers and their descendants, and stops the nursery and the runtime thread. With
+    /// `keep_descendants`, leaves descendants running if no group exists. Later calls do nothing.
     pub fn close(&self, keep_descendants: bool) -> Result<(), SupervisorError> {
         self.check_owner()?;
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
-            // Ignore an error, which means that the runtime has already ended and there is nothing to close.
+            // Ignore an error. It means that the runtime has already ended, so there is nothing to close.
             let _ = self.commands.send(Command::Close { keep_descendants });
             // Ignore an error, because a panic of the thread was already reported as an event.
             let _ = thread.join();
-            // Remove the FIFO of the timers on this thread.
+            // Remove the FIFO here and not on the runtime thread, because that may block.
             drop(lock(&self.timers).take());
             self.shared.logs.close();
         }
@@ -400,7 +400,7 @@ impl Drop for Supervisor {
     /// Same as `close(false)`, so that no processes are left behind. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.close(false).is_err() {
-            // Leak the logs, because dropping them would wait for a thread that only exists in the parent process.
+            // Leak the logs, because dropping them would wait for a thread that exists only in the parent process.
             std::mem::forget(Arc::clone(&self.shared.logs));
             // Leak the FIFO, because dropping it would remove the file that the parent process uses.
             let timers = self.timers.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -417,7 +417,7 @@ mod tests {
     use crate::nursery::launch::NurseryImage;
     use crate::supervisor::Event;
 
-    /// Starts a supervisor whose nursery does nothing and exits when its link is closed.
+    /// Starts a supervisor whose nursery does nothing but exit when its link is closed.
     fn idle_supervisor() -> Supervisor {
         let args = ["sh", "-c", "cat <&3 >/dev/null"].map(Into::into).to_vec();
         let nursery = vec![NurseryImage::Program { path: "/bin/sh".into(), args }];
@@ -445,11 +445,11 @@ mod tests {
         let mut supervisor = idle_supervisor();
         let directory = tempfile::tempdir().unwrap();
         let path = supervisor.watch_timers(Some(&directory.path().join("fifo"))).unwrap();
-        // The process that created a supervisor is known by its pid.
+        // Imitate a forked child, which is recognized by a pid that differs from `owner`.
         supervisor.owner += 1;
         drop(supervisor);
         assert!(path.exists());
-        // The nursery exits, because the runtime thread ends when the last handle is gone.
+        // The nursery exits, because dropping the last handle ends the runtime thread.
         wait().unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! The agent's end of the link to the nursery. It turns replies from the nursery and its exit into events for the
+//! The agent's end of the link to the nursery. Converts the replies and the exit of the nursery into events for the
 //! runtime.
 
 use std::fs;
@@ -34,15 +34,16 @@ use crate::sys::stage::Stage;
 /// Event that [`Nursery::next`] returns.
 #[derive(Debug)]
 pub(super) enum FromNursery {
-    /// A reply from the nursery, with the descriptors that were sent along.
+    /// A reply from the nursery, and the descriptors that came with it.
     Reply(Reply, Vec<OwnedFd>),
-    /// The nursery has exited. All replies that it sent were returned before.
+    /// The nursery has exited. Comes after all of its replies.
     Died(WorkerExit),
-    /// The nursery does not exit after SIGKILL, because its control group is frozen or it hangs in the kernel.
+    /// The nursery did not exit in time after SIGKILL, because its control group is frozen or because it hangs in the
+    /// kernel.
     GivenUp,
 }
 
-/// Time limit for a nursery to exit. A nursery is small and exits quickly, unless the machine is very busy.
+/// Time limit for a nursery to exit. Nurseries are small and exit quickly unless the machine is very busy.
 const DEATH_LIMIT: Duration = Duration::from_secs(5);
 
 /// A running nursery.
@@ -71,14 +72,14 @@ pub(super) struct Nursery {
 pub(super) struct Import {
     pub(super) warm: Arc<Warm>,
     pub(super) since: u64,
-    /// How the nursery lost its link during the imports: a module executed another program or closed the nursery's
-    /// descriptors. `None` if neither was detected.
+    /// What an imported module did to make the nursery lose its link: it executed another program, or closed the
+    /// nursery's descriptors. `None` if neither was detected.
     pub(super) end: Option<End>,
     /// True if the import was stopped because the sentinel was lost.
     pub(super) is_unguarded: bool,
 }
 
-/// The sentinel, which cleans up if the nursery cannot, and the memory page that both share.
+/// The sentinel, which cleans up if the nursery cannot, and a memory page that the sentinel shares with the nursery.
 #[derive(Debug)]
 pub(super) struct Guard {
     pub(super) sentinel: Box<Nursery>,
@@ -86,7 +87,7 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    /// Sends the sentinel the pidfd of the nursery that it guards.
+    /// Sends the pidfd of the guarded nursery to the sentinel.
     fn introduce(&mut self, nursery: &AsyncFd<OwnedFd>) -> io::Result<()> {
         let mut fds = vec![nursery.get_ref().try_clone()?];
         fds.extend(self.activity.descriptors()?);
@@ -100,7 +101,7 @@ impl Nursery {
         Self::of(launch(images)?)
     }
 
-    /// Starts a nursery that continues or repeats module imports. See [`launch_again`].
+    /// Starts a nursery that continues or repeats the module imports of an earlier one. See [`launch_again`].
     pub(super) fn launch_again(images: &[NurseryImage], import: &Terms) -> Result<Self, LaunchError> {
         Self::of(launch_again(images, import)?)
     }
@@ -136,7 +137,7 @@ impl Nursery {
         self.import.is_none() && self.sentinel.as_ref().is_some_and(ended)
     }
 
-    /// Replaces the sentinel after it was lost. Leaves the nursery without a sentinel if that fails.
+    /// Replaces a sentinel that was lost. If that fails, the nursery continues without a sentinel.
     pub(super) fn renew_sentinel(&mut self, images: &[NurseryImage]) -> Result<Option<&mut Self>, LaunchError> {
         let Some(Guard { sentinel, activity }) = self.sentinel.take() else { return Ok(None) };
         exit_of(sentinel.pidfd.get_ref());
@@ -155,15 +156,15 @@ impl Nursery {
         Ok(())
     }
 
-    /// Queues a request and sends as much as the socket accepts. [`Self::next`] sends the rest.
+    /// Queues a request and sends as much as the socket accepts. [`Self::next`] sends the remainder.
     pub(super) fn send(&mut self, request: &Request, fds: Vec<OwnedFd>) {
         if self.link_is_open && self.link.get_mut().send(request, fds).is_err() {
             self.give_up();
         }
     }
 
-    /// Notifies `told` once all queued requests are in the kernel's socket buffer. From then on, the nursery receives
-    /// them even if this process dies. Drops `told` if the link is closed.
+    /// Notifies `told` once all queued requests are in the kernel's socket buffer. From then on, the nursery will
+    /// receive them even if this process dies. Drops `told` if the link is closed.
     pub(super) fn tell_sent(&mut self, told: oneshot::Sender<bool>) {
         self.waiting.push(told);
         self.check_sent();
@@ -174,23 +175,24 @@ impl Nursery {
             self.waiting.clear();
         } else if !self.link.get_ref().has_unsent() {
             for told in self.waiting.drain(..) {
-                // An error means that the receiver has stopped waiting.
+                // Ignore an error, which means that the receiver has stopped waiting.
                 let _ = told.send(true);
             }
         }
     }
 
-    /// Stops using the link after an error and kills the nursery. Usually the nursery is already exiting. Otherwise it
-    /// would never exit by itself.
+    /// Stops using the link after an error. Usually the nursery is already exiting. Kills it anyway, because it might
+    /// otherwise never exit.
     fn give_up(&mut self) {
         self.link_is_open = false;
         self.waiting.clear();
         self.kill();
     }
 
-    /// Sends SIGCONT to the nursery, because a user may have stopped it with a signal.
+    /// Sends SIGCONT to the nursery, in case a user has stopped it with a signal.
     pub(super) fn resume(&self) {
-        // Ignore the only possible error, ESRCH. It means that the nursery has exited, which is about to be reported.
+        // Ignore the only possible error, ESRCH. It means that the nursery has exited, and the exit is about to be
+        // reported.
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGCONT);
     }
 
@@ -206,14 +208,14 @@ impl Nursery {
         self.kill();
     }
 
-    /// Returns the last stage that the start of a worker has reached. See [`stage_reached`].
+    /// Returns the last stage reached by the current start of a worker. See [`stage_reached`].
     pub(super) fn stage_reached(&self) -> Option<Stage> {
         stage_reached(&self.stages)
     }
 
-    /// Kills a nursery whose link was closed during the imports, unless the process is already exiting. A nursery
-    /// closes its link only when it exits. An imported module has therefore executed another program, which might run
-    /// the script outside of any group, or has closed descriptors that it does not own. Stores in [`Import::end`] which
+    /// Kills a nursery that lost its link during the imports, unless it is already exiting. A nursery closes its link
+    /// only when it exits. If it is not exiting, an imported module must have closed descriptors that it does not own,
+    /// or executed another program, which might run the script outside of any group. Records in [`Import::end`] which
     /// of the two has happened.
     #[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
     fn end_what_it_executes(&mut self) {
@@ -222,9 +224,9 @@ impl Nursery {
         if Stat::in_folder(&folder).is_none_or(|stat| stat.is_ending()) {
             return;
         }
-        // If only the report is still open, the process has executed another program, because all other fixed
-        // descriptors are close-on-exec. Check that `stages` is a pipe, because that program may have opened another
-        // file under the same number.
+        // If only the report descriptor is still open, the process has executed another program, because all other
+        // fixed descriptors are close-on-exec. Also check that `stages` is a pipe, because the new program may have
+        // opened another file with the same number.
         let [_, _, stages] = FIXED_FDS.map(|fd| fs::read_link(folder.join(format!("fd/{fd}"))).unwrap_or_default());
         let has_stages = stages.to_string_lossy().starts_with("pipe:");
         let has_report = folder.join(format!("fd/{REPORT_FD}")).exists();
@@ -232,8 +234,8 @@ impl Nursery {
         self.kill();
     }
 
-    /// Kills an importing nursery whose sentinel was lost. Without the sentinel, no process would clean up after the
-    /// import if the agent were killed.
+    /// Kills a nursery that lost its sentinel during the imports. Without a sentinel, no process would clean up after
+    /// the imports if the agent were killed.
     fn end_unguarded(&mut self) {
         if let Some(import) = &mut self.import {
             import.is_unguarded = true;
@@ -246,7 +248,8 @@ impl Nursery {
         loop {
             match self.link.get_mut().receive() {
                 Ok(Some((reply, fds))) => return FromNursery::Reply(reply, fds),
-                // The link of a dead nursery may stay open in a child process that hangs in `exec`.
+                // Do not wait for the end of the stream if the nursery is dead, because a child that hangs in `exec`
+                // may keep the link open.
                 Ok(None) if self.link_is_open && !self.has_died => {}
                 end @ (Ok(None) | Err(_)) => {
                     self.link_is_open = false;
@@ -260,8 +263,8 @@ impl Nursery {
             }
             let ending = self.ending;
             let wants_to_write = self.link.get_ref().has_unsent();
-            // Clear the readiness before the next read, because a frame that arrives in between sets it again.
-            // `readable` fails only if the runtime is shutting down, and then this future is no longer polled.
+            // Clear the readiness before the next read. A frame that arrives after the read then sets it again.
+            // `readable` fails only if the runtime is shutting down, and this future is not polled after that.
             tokio::select! {
                 biased;
                 Ok(mut guard) = self.link.readable() => guard.clear_ready(),
@@ -281,10 +284,10 @@ impl Nursery {
         }
     }
 
-    /// Makes the nursery exit and waits for its exit. With `leave`, the nursery leaves its processes running. Otherwise
-    /// the link is closed, and the nursery kills its processes. Returns `None` if the nursery does not exit.
+    /// Makes the nursery exit, and waits until it has exited. With `leave`, its processes keep running. Without it, the
+    /// link is closed, which makes the nursery kill its processes. Returns `None` if the nursery does not exit.
     pub(super) async fn end(mut self, leave: bool, limit: Duration) -> Option<WorkerExit> {
-        // Make the nursery close its connections without ending the agent's session, because this process is alive.
+        // Make the nursery close its connections without ending the agent's session, because the agent is still alive.
         self.send(&Request::Release(Release::Quietly), Vec::new());
         if leave {
             if let Some(Guard { sentinel, .. }) = &mut self.sentinel {
@@ -293,11 +296,11 @@ impl Nursery {
             self.send(&Request::Leave, Vec::new());
         }
         if self.import.is_some() {
-            // Kill the nursery, because it does not read requests during its imports and has no workers yet.
+            // Kill the nursery. It has no workers yet, and it would not read the request during its imports.
             self.kill();
         }
         let Self { link, pidfd, sentinel, .. } = self;
-        // If the request to leave is still unsent, the nursery hangs or is dead, so dropping the request does no harm.
+        // A request to leave that is still unsent may be dropped, because the nursery then hangs or is dead.
         drop(link);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
             let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);
@@ -316,19 +319,18 @@ impl Nursery {
         Some(exit)
     }
 
-    /// Makes this sentinel kill the processes that its nursery left behind. If the sentinel fails, this process kills
-    /// them.
+    /// Makes the sentinel kill the processes that its nursery left behind. If the sentinel fails, kills them from this
+    /// process.
     pub(super) async fn end_what_it_guards(self, limit: Duration) {
         let token = self.token;
         if self.end(false, limit).await != Some(WorkerExit::Exited { code: 0 }) {
-            // Ignore the result, because this process can do nothing about processes that are still alive after the
-            // limit.
+            // Ignore the result, because nothing more can be done about processes that survive the limit.
             let _ = tokio::task::spawn_blocking(move || kill_by_token(token, limit)).await;
         }
     }
 
     async fn wait_for_end(&mut self) -> FromNursery {
-        // Wait for the exit, because the link closes a moment before the process exits.
+        // The link closes a moment before the process exits, so wait for the exit.
         let ending = *self.ending.get_or_insert_with(Instant::now);
         tokio::select! {
             biased;
@@ -343,7 +345,7 @@ impl Nursery {
 
 async fn lost(sentinel: Option<&Guard>) {
     match sentinel {
-        // An error means that the runtime is shutting down.
+        // Ignore an error, which means that the runtime is shutting down.
         Some(Guard { sentinel, .. }) => drop(sentinel.pidfd.readable().await),
         None => std::future::pending().await,
     }
@@ -353,7 +355,7 @@ async fn death_limit(ending: Option<Instant>) {
     tokio::time::sleep_until((ending.unwrap_or_else(Instant::now) + DEATH_LIMIT).into()).await;
 }
 
-/// Reaps a child of this process. Returns `Unknown` if another thread has already reaped it.
+/// Reaps a child of this process and returns its exit. Returns `Unknown` if another thread has already reaped it.
 fn exit_of(pidfd: &OwnedFd) -> WorkerExit {
     match waitid(Id::PIDFd(pidfd.as_fd()), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG) {
         Ok(WaitStatus::Exited(_, code)) => WorkerExit::Exited { code },

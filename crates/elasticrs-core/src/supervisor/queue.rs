@@ -1,4 +1,4 @@
-//! Queue of events for the agent. A wait on it also ends when a watched descriptor is readable.
+//! Queue of events for the agent. A wait for the next event also ends when a watched descriptor becomes readable.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,7 +20,7 @@ pub struct Queue {
     wake: Wake,
 }
 
-/// Result of a wait on the queue.
+/// Result of [`Queue::next`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next {
     /// An event from the runtime thread.
@@ -44,7 +44,7 @@ impl Queue {
         self.wake.set();
     }
 
-    /// Makes [`Self::next`] return while `fd` is readable.
+    /// Watches a descriptor: while it is readable, [`Self::next`] returns immediately.
     pub fn watch(&self, fd: RawFd) {
         let mut watched = lock(&self.watched);
         if !watched.contains(&fd) {
@@ -57,10 +57,10 @@ impl Queue {
         lock(&self.watched).retain(|w| *w != fd);
     }
 
-    /// Waits for an event or a watched descriptor, for at most `timeout`. Blocks, and only one thread may wait at a
-    /// time.
+    /// Blocks until there is an event, a watched descriptor is readable, or `timeout` elapses. Only one thread may call
+    /// it at a time.
     ///
-    /// Watched descriptors take precedence over events, because they carry signals. The caller must drain them.
+    /// Watched descriptors take precedence over events, because they announce signals. The caller must drain them.
     pub fn next(&self, timeout: Option<Duration>) -> io::Result<Next> {
         let mut fds = lock(&self.watched).clone();
         fds.push(self.wake.as_raw_fd());

@@ -10,7 +10,7 @@ use crate::nursery::protocol::Request;
 use crate::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy, StopScope};
 use crate::sys::stage::Stage;
 
-/// Settings for starting the workers of a group. Replacements are started with the same settings.
+/// Settings for starting the workers of a group and, later, their replacements.
 #[derive(Debug, Default)]
 pub(super) struct Terms {
     /// Time limit for a start. See [`GroupSpec::start_deadline`].
@@ -25,7 +25,7 @@ impl Terms {
         Self { deadline: spec.start_deadline, keep_ignored, replaces: spec.replaces }
     }
 
-    /// Returns the request to start a worker, and the descriptors to send with it.
+    /// Returns the request to start a worker, and the descriptors to send with the request.
     pub(super) fn spawn_request(
         &self,
         process: &ProcessSpec,
@@ -54,7 +54,7 @@ pub(super) struct Starting {
     failure: Option<StartFailure>,
     nursery: Option<NurseryEnd>,
     stop: Option<StopPolicy>,
-    /// Events about workers that are already running while others are still being started.
+    /// Inputs about workers that already run while others are still being started. They are handled after the start.
     early: Vec<Input>,
 }
 
@@ -82,7 +82,7 @@ impl Starting {
         }
     }
 
-    /// Records a failure to start a worker. Only the first failure is reported.
+    /// Records that a worker could not be started. Only the first failure is reported.
     pub(super) fn failed(&mut self, failure: StartFailure) {
         if let StartFailure::Worker { local_rank, .. } = &failure {
             self.answer(*local_rank, Answer::Failed);
@@ -90,8 +90,9 @@ impl Starting {
         self.failure.get_or_insert(failure);
     }
 
-    /// Records that the deadline for the start has passed. The nursery starts the workers in order, so the start of the
-    /// first worker without an answer hangs. With [`Stage::NextFork`], it is the worker after that one.
+    /// Records that the start has exceeded its deadline. The nursery starts workers in order, so the first worker
+    /// without an answer is the one that hangs. If the stage is [`Stage::NextFork`], it is the second worker without an
+    /// answer.
     pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: String) {
         let mut waiting = (0..).zip(&self.answers).filter(|(_, answer)| matches!(answer, Answer::Awaited));
         let (behind, stage) = match stage {
@@ -112,8 +113,7 @@ impl Starting {
         self.nursery = Some(end);
     }
 
-    /// Records a request to stop the group. If there are several requests, the one with the shortest grace period
-    /// counts.
+    /// Records a request to stop the group. Among several requests, the one with the shortest grace period is used.
     pub(super) fn stop(&mut self, policy: StopPolicy) {
         if self.stop.is_none_or(|earlier| policy.grace <= earlier.grace) {
             self.stop = Some(policy);
@@ -136,8 +136,8 @@ impl Starting {
         self.failure.is_some()
     }
 
-    /// Returns the result of a start that did not succeed, after the sweep: its failure, or the outcome of a group that
-    /// was stopped or lost before all workers were running.
+    /// Returns why the group was not started, once the sweep is complete: the failure of the start, or `Err` with the
+    /// outcome of a group that was stopped or lost before all workers were running.
     pub(super) fn take_end(&mut self) -> Result<StartFailure, (Outcome, Option<NurseryEnd>)> {
         match (self.failure.take(), self.stop) {
             (Some(failure), _) => Ok(failure),
@@ -146,8 +146,8 @@ impl Starting {
         }
     }
 
-    /// Returns the running group, the pids and pidfds by local rank, the settings for starts, and the events that
-    /// happened during the start.
+    /// Returns the running group, the pid and pidfd of each worker by local rank, the settings for replacements, and
+    /// the inputs that arrived during the start.
     pub(super) fn into_group(self) -> (Group, Vec<(i32, OwnedFd)>, Terms, Vec<Input>) {
         let spawned = |answer| match answer {
             Answer::Spawned { pid, pidfd } => Some((pid, pidfd)),

@@ -1,4 +1,4 @@
-//! State machine of one group of workers. A pure function maps inputs to effects, without I/O, clocks or locks.
+//! State machine for one group of workers. A pure function maps inputs to effects. It uses no I/O, clocks or locks.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -17,11 +17,12 @@ use crate::signal::Signal;
 use crate::spec::{Descendants, StopPolicy, StopScope};
 use crate::timer::hang::{Elsewhere, Limits, Watch};
 
-/// Time after which a worker that was stopped by a signal is reported as paused.
+/// Time that a worker must have been stopped by a signal before it is reported as paused.
 pub const PAUSE_IS_TOLD_AFTER: Duration = Duration::from_secs(1);
-/// Time from SIGTERM to SIGKILL for descendants that are still running after `--linger`.
+/// Time between SIGTERM and SIGKILL for descendants that exceed the time limit of `--linger`.
 const LINGERER_GRACE: Duration = Duration::from_secs(1);
-/// Time limit for the sweep if workers did not exit after SIGKILL, because their descendants will probably not either.
+/// Time limit for the sweep if workers did not exit after SIGKILL. It is short, because their descendants will not exit
+/// either.
 pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 
 /// Input of a group's state machine.
@@ -35,12 +36,12 @@ pub enum Input {
     Continued { pid: i32 },
     /// The caller requests a stop of the group.
     Stop(StopPolicy),
-    /// The caller requests a stop of the group, because a rank on another node hangs.
+    /// The caller requests a stop of the group because a rank on another node hangs.
     StopForHang(StopPolicy, Elsewhere),
-    /// The caller requests that this signal is sent to these local ranks. `None` means all local ranks.
+    /// The caller requests that a signal is sent to the workers with these local ranks. `None` means all workers.
     Signal(Signal, Option<Vec<u32>>),
-    /// The agent received this signal and forwards it to the running workers with these local ranks. This does not stop
-    /// the group: a worker that exits later, or dies from the signal, is handled like any other worker that exits.
+    /// The agent has received this signal and forwards it to the running workers with these local ranks. The group is
+    /// not being stopped, so a worker that exits because of the signal is handled like any other exiting worker.
     Forward(Signal, Vec<u32>),
     /// Suspend the group and pause its deadlines.
     Suspend,
@@ -50,26 +51,26 @@ pub enum Input {
     Expired(Timer),
     /// Result of [`Effect::Sweep`].
     Swept(Swept),
-    /// The nursery has died. Its workers are killed by their parent-death signal.
+    /// The nursery has died. Its workers die, too, because they get their parent-death signal.
     NurseryLost(NurseryEnd),
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
     Fenced,
-    /// Pids of dead members whose exits have not been reported yet. Comes before each input that may make the group send
-    /// signals. Otherwise a worker that had died by itself would be recorded as stopped.
+    /// Pids of members that are dead although their exits have not been reported yet. Must come before each input that
+    /// may make the group send signals. Otherwise the group would seem to have stopped a worker that died by itself.
     Dead(Vec<i32>),
-    /// A timer of a member, or of one of its descendants, was not released in time.
+    /// A member, or one of its descendants, did not release a timer in time.
     TimerExpired(TimerExpired),
     /// Start watching all current members for hangs.
     Watch(Limits),
-    /// The workers' heartbeats and last output. Comes before each input for which [`Group::needs_sight`] returns true.
+    /// The workers' heartbeats and last output. Must come before each input for which [`Group::needs_sight`] returns
+    /// true.
     Sight(Sight),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<Found>),
     /// A member, or one of its descendants, has recorded an uncaught exception.
     Raised(WorkerRaised),
-    /// The exit of a member that recorded an uncaught exception was sampled, because [`Timer::Exit`] expired.
-    /// `progressed` is true if the member has made progress since its previous sample. It is `None` for the first
-    /// sample.
+    /// The exit of a member was sampled because [`Timer::Exit`] expired. `progressed` is true if the member has made
+    /// progress since the previous sample, and `None` for the first sample.
     ExitSampled { local_rank: u32, progressed: Option<bool> },
     /// A process that Python started has joined the group.
     Adopted { local_rank: u32, pid: i32 },
@@ -83,7 +84,7 @@ pub enum Input {
     ReplaceFailed(StartFailure),
 }
 
-/// An action for the executor. The executor carries out actions in the order in which they are returned.
+/// An action for the executor, which carries out actions in the order in which they are returned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     /// Send a signal to a worker, or to its process group.
@@ -93,8 +94,7 @@ pub enum Effect {
         to: StopScope,
         signal: Signal,
     },
-    /// Send a signal only to this process, because its timer has expired. The process is a worker or one of its
-    /// descendants.
+    /// Send a signal only to this process, whose timer has expired. It is a worker or a descendant of a worker.
     SignalProcess { pid: i32, signal: Signal },
     /// Set a deadline.
     Arm(Timer, Duration),
@@ -106,30 +106,30 @@ pub enum Effect {
     Freeze,
     /// Resume all deadlines.
     Thaw,
-    /// Clean up all descendants. Answered by [`Input::Swept`]. A later sweep replaces one that is still running.
+    /// Clean up all descendants. Answered by [`Input::Swept`]. Replaces a sweep that is still running.
     Sweep {
-        /// Time for which descendants may keep running before the first signal.
+        /// Time that descendants may keep running before they get the first signal.
         linger: Duration,
-        /// Time from SIGTERM to SIGKILL. If it is zero, SIGKILL is sent at once.
+        /// Time between SIGTERM and SIGKILL. If it is zero, only SIGKILL is sent.
         grace: Duration,
-        /// Time after which processes that cannot be killed are reported.
+        /// Time after which the sweep gives up and reports the processes that it could not kill.
         give_up: Duration,
     },
-    /// Kill the processes that this worker left behind when it exited. Answered by [`Input::LeftSwept`], unless
-    /// [`Self::Sweep`] replaces this sweep. Only one sweep of this kind runs at a time.
+    /// Kill the processes that this worker left behind when it exited. Answered by [`Input::LeftSwept`], unless a
+    /// [`Self::Sweep`] replaces it. Only one such clean-up runs at a time.
     SweepLeft { local_rank: u32, pid: i32, give_up: Duration },
-    /// Gather evidence of what all members are doing. Answered by [`Input::Evidence`].
+    /// Gather evidence about all members. Answered by [`Input::Evidence`].
     TakeEvidence { title: String },
-    /// Report a failure to Python. The executor adds the time at which it had sent the preceding signals.
+    /// Report a failure to Python. The executor adds the time at which it sent the signals of the preceding effects.
     TellFailure {
         local_rank: u32,
         seen: Stamp,
-        /// Number of other workers to which the preceding effects send signals.
+        /// Number of other workers that the preceding effects send signals to.
         siblings: u32,
     },
     /// Report an event to Python.
     Tell(Event),
-    /// Report the end of the group to Python. The executor adds the time and the wait channels of `stuck_workers`.
+    /// Report the end of the group to Python. The executor adds the time and the wait channels of the stuck workers.
     TellEnd(End),
 }
 
@@ -145,14 +145,14 @@ pub struct End {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// No worker has failed, and no stop was requested.
+    /// Workers may run. The group is not being stopped.
     Running,
-    /// The stop signal was sent; SIGKILL follows at [`Timer::Kill`].
+    /// The stop signal was sent. SIGKILL follows at [`Timer::Kill`].
     Stopping,
     /// SIGKILL was sent. The supervisor stops waiting for the workers at [`Timer::GiveUp`].
     Killing,
-    /// All workers have exited or hang after SIGKILL. Their descendants are being cleaned up. If `lingering`, they may
-    /// still keep running.
+    /// All workers have exited or hang after SIGKILL, and their descendants are being cleaned up. `lingering` is true
+    /// while the descendants may still keep running.
     Sweeping { lingering: bool },
     /// The end of the group was reported.
     Ended,
@@ -169,7 +169,7 @@ pub struct Group {
     stop_signal: Option<Signal>,
     /// Time between the first stop signal and SIGKILL.
     grace: Duration,
-    /// Outcome of the group: success, until the first event that stops the group sets another value.
+    /// Outcome of the group. It is a success unless an event that stops the group sets another value.
     outcome: Outcome,
     nursery: Option<NurseryEnd>,
     suspended: bool,
@@ -178,13 +178,12 @@ pub struct Group {
     /// Actions that wait for evidence. `None` if no evidence is being gathered.
     waiting: Option<Vec<Then>>,
     replaces: bool,
-    /// Indices of the failed members whose leftover processes are still to be cleaned up. The clean-up of the first one
-    /// is running.
+    /// Indices of the failed members that still have leftover processes, in order. The first one is being cleaned up.
     left: VecDeque<usize>,
 }
 
 impl Group {
-    /// Creates the group. `pids` are the pids of its workers, ordered by local rank.
+    /// Creates the state of a group whose workers have these pids, ordered by local rank.
     pub fn new(pids: &[i32], on_failure: StopPolicy, stop_scope: StopScope, on_success: Descendants) -> Self {
         let members = (0..).zip(pids).map(|(local_rank, &pid)| Member::new(local_rank, pid, false)).collect();
         Self {
@@ -206,13 +205,13 @@ impl Group {
         }
     }
 
-    /// Like [`Self::rank_of`], but only for a member that is watched for hangs. A member that has failed and is about
-    /// to exit is not watched.
+    /// Like [`Self::rank_of`], but returns `None` for a failed member that is about to exit, because it is not watched
+    /// for hangs.
     pub fn watched_rank_of(&self, pid: i32) -> Option<u32> {
         self.members.iter().find(|m| m.pid == pid && m.runs() && m.condemned.is_none()).map(|m| m.local_rank)
     }
 
-    /// Returns true if no worker has failed and no stop was requested.
+    /// Returns true if the group has not started to stop.
     pub fn is_running(&self) -> bool {
         self.phase == Phase::Running
     }
@@ -222,17 +221,17 @@ impl Group {
         self.phase == Phase::Ended
     }
 
-    /// Returns the local rank of the member with this pid. `None` if there is no such member or if it has exited.
+    /// Returns the local rank of the member with this pid. `None` if there is no such member, or if it has exited.
     pub fn rank_of(&self, pid: i32) -> Option<u32> {
         self.members.iter().find(|m| m.pid == pid && m.runs()).map(|m| m.local_rank)
     }
 
-    /// Returns the pids of the members whose exits were not reported yet.
+    /// Returns the pids of the members whose exits have not been reported yet.
     pub fn living(&self) -> impl Iterator<Item = i32> {
         self.members.iter().filter(|m| !m.ended).map(|m| m.pid)
     }
 
-    /// Returns true if this input may make the group signal its members. [`Input::Dead`] must then come first.
+    /// Returns true if this input may make the group signal its members, so that [`Input::Dead`] must come first.
     pub fn may_signal(&self, input: &Input) -> bool {
         match input {
             Input::Exited { exit, .. } => {
@@ -278,7 +277,7 @@ impl Group {
             }
             Input::Expired(timer) => self.on_expired(timer, &mut effects),
             Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. }) => self.tell_end(swept, &mut effects),
-            // Ignore these inputs, because the group is not suspended or no sweep is running.
+            // Ignore these inputs, because the group is not suspended, or because no sweep is running.
             Input::Resume | Input::Swept(_) => {}
             Input::NurseryLost(end) => self.on_nursery_lost(end, &mut effects),
             Input::Fenced => self.on_fenced(&mut effects),
@@ -336,16 +335,16 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Records the members that are dead without a reported exit. Skips members about which a decision is pending,
-    /// because the reason for that decision arose while they were alive.
+    /// Records which members are dead without a reported exit. Skips members about which a decision is pending, because
+    /// that decision is about what they did while they were alive.
     fn on_dead(&mut self, pids: &[i32]) {
         for index in 0..self.members.len() {
             self.members[index].dead |= pids.contains(&self.members[index].pid) && !self.is_to_be_judged(index);
         }
     }
 
-    /// Signals the rest of the process group of a worker that has exited during a stop, because these processes are no
-    /// longer needed. Does nothing after the last exit, because the sweep then cleans up.
+    /// Signals the rest of the process group of a worker that has exited during a stop, because the worker no longer
+    /// needs these processes. Does nothing after the last exit, because the sweep then cleans up.
     fn stop_rest_of(&mut self, pid: i32, effects: &mut Vec<Effect>) {
         let Some(signal) = self.stop_signal.filter(|_| self.phase == Phase::Stopping) else { return };
         if self.all_have_ended() {
@@ -362,9 +361,9 @@ impl Group {
             return;
         };
         if suspended {
-            // The supervisor has stopped the member itself and will continue all members together.
+            // The supervisor has stopped the member itself and will continue all members at once.
         } else if stopping {
-            // Continue the member, because a stopped process would not handle the stop signal.
+            // Continue the member. It could not handle the stop signal while it is stopped.
             effects.push(to_group(pid, Signal::CONT));
         } else if member.pause == Pause::Running {
             member.pause = Pause::Noticed(signal);
@@ -391,7 +390,7 @@ impl Group {
                 self.begin_stop(policy, None, effects);
                 self.sweep_when_all_have_ended(effects);
             }
-            // Send the new signal, and move the deadline only to an earlier time.
+            // Send the new signal. The deadline is only moved to an earlier time.
             Phase::Stopping => self.begin_stop(policy, None, effects),
             Phase::Sweeping { lingering: true } => {
                 self.outcome = Outcome::Stopped;
@@ -457,7 +456,7 @@ impl Group {
             }
             Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
             Timer::Check | Timer::Hang => self.look(effects),
-            // Ignore these deadlines. They do not apply in this phase, or the executor handles them.
+            // Ignore these deadlines. Either they do not apply in this phase, or the executor handles them.
             Timer::Kill
             | Timer::GiveUp
             | Timer::Start
@@ -470,14 +469,14 @@ impl Group {
         }
     }
 
-    /// Kills the workers that Python started and the process groups of all workers, because the nursery only kills the
-    /// workers that it started itself.
+    /// Kills the process groups of all workers. The nursery only kills the workers that it started itself, and not
+    /// those that Python started.
     fn on_fenced(&mut self, effects: &mut Vec<Effect>) {
         if matches!(self.phase, Phase::Running | Phase::Sweeping { lingering: true }) {
             self.outcome = Outcome::Stopped;
         }
         if self.suspended {
-            // Resume the deadlines, but send no SIGCONT, because the members must not run again before SIGKILL.
+            // Resume the deadlines, but do not send SIGCONT, because the members must not run again before SIGKILL.
             self.thaw(effects);
         }
         match self.phase {
@@ -497,27 +496,27 @@ impl Group {
         self.forget_places();
         match self.phase {
             Phase::Running => self.outcome = Outcome::Lost,
-            // Request the sweep again, because the lost nursery will not answer the first request. The supervisor then
-            // sweeps itself.
+            // Request the sweep again, because the lost nursery will not complete the first one. This process then
+            // sweeps.
             Phase::Sweeping { .. } => return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects),
             Phase::Stopping | Phase::Killing | Phase::Ended => {}
         }
-        // Kill the workers that Python started. The workers of the nursery die with it.
+        // Kill the workers that Python started. Those that the nursery started die with it.
         if self.phase != Phase::Killing {
             self.kill(effects);
         }
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Sends the stop signal to every worker, and to the process groups of workers that have already exited, because
-    /// their leftover processes may still hold the device. The worker with the pid `but` gets no signal before the
-    /// deadline, because it has already got one or has a grace period to exit by itself.
+    /// Sends the stop signal to every worker except the one with the pid `but`, which has already got a signal or has a
+    /// grace period to exit by itself. Also signals the process groups of workers that have exited, because their
+    /// leftover processes may still hold the device.
     fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>, effects: &mut Vec<Effect>) {
         self.on_resume(effects);
         if policy.is_hard() {
             return self.kill(effects);
         }
-        // Signal running members first, because the stop takes as long as they need to exit.
+        // Signal running members first, because the duration of the stop depends on them.
         for ended in [false, true] {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
             for member in members.filter(|m| Some(m.pid) != but) {
@@ -528,7 +527,7 @@ impl Group {
         for member in self.members.iter().filter(|m| !m.ended && (m.adopted || m.pause != Pause::Running)) {
             effects.push(to_group(member.pid, Signal::CONT));
         }
-        // Use `Hasten`, because a stop that was requested during the start may already have set an earlier deadline.
+        // Use `Hasten`, because an earlier stop request may already have set an earlier deadline.
         effects.push(Effect::Hasten(Timer::Kill, policy.grace));
         self.grace = if self.phase == Phase::Stopping { self.grace.min(policy.grace) } else { policy.grace };
         (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));
@@ -551,8 +550,8 @@ impl Group {
         }
     }
 
-    /// Returns true if all members have exited and no replacement is expected or being started. While the group is
-    /// running, a failed member is expected to be replaced.
+    /// Returns true if all members have exited, and no replacement is being started or may still be requested. A
+    /// replacement may be requested for a failed member while the group is running.
     fn all_have_ended(&self) -> bool {
         let is_over =
             |m: &Member| m.place == Place::Taken || m.place != Place::Promised && self.phase != Phase::Running;

@@ -10,7 +10,7 @@ use elasticrs_runtime::clock::Stamp;
 pub(super) enum Pause {
     #[default]
     Running,
-    /// The worker is stopped by this signal, and this was not reported yet.
+    /// The worker is stopped by this signal, but this has not been reported yet.
     Noticed(i32),
     Told,
 }
@@ -31,18 +31,18 @@ pub(super) struct Member {
     pub(super) pid: i32,
     pub(super) adopted: bool,
     pub(super) ended: bool,
-    /// True if the process is dead but its exit was not reported yet.
+    /// True if the process is dead but its exit has not been reported yet.
     pub(super) dead: bool,
     pub(super) sent: Option<Signal>,
-    /// Signal that asked the worker to exit within its grace period. `None` if the worker got no such signal, because
-    /// it was already exiting slowly after an uncaught exception and was given the grace period to finish.
+    /// Signal that asked the worker to exit within its grace period. `None` if no signal did. A worker that is exiting
+    /// slowly after an uncaught exception gets the grace period without a signal.
     asked_by: Option<Signal>,
     /// Last signal that was sent to the worker's whole process group.
     group_sent: Option<Signal>,
     pub(super) pause: Pause,
     pub(super) raised: Option<WorkerRaised>,
-    /// Time at which the worker was found to have failed while it was still running. It counts as failed whatever its
-    /// exit code is, and the other workers continue. `None` if it was not found to have failed.
+    /// Time at which the worker was found to have failed although it was still running. It then counts as failed
+    /// whatever its exit code, and the other workers continue. `None` if this did not happen.
     pub(super) condemned: Option<Stamp>,
     pub(super) place: Place,
 }
@@ -52,7 +52,7 @@ impl Member {
         Self { local_rank, pid, adopted, ..Self::default() }
     }
 
-    /// Returns the effect that sends a signal to the worker or its process group, and records the signal.
+    /// Records that a signal is sent to the worker or its process group, and returns the effect that sends it.
     pub(super) fn send(&mut self, signal: Signal, to: StopScope) -> Effect {
         if self.runs() {
             self.sent = Some(signal);
@@ -63,13 +63,14 @@ impl Member {
         Effect::Signal { pid: self.pid, to, signal }
     }
 
-    /// Returns the effect that sends a signal which asks the worker to exit within the grace period.
+    /// Same as [`Self::send`], for a signal that asks the worker to exit within the grace period.
     pub(super) fn stop(&mut self, signal: Signal, to: StopScope) -> Effect {
         self.asked_by = Some(signal);
         self.send(signal, to)
     }
 
-    /// Records that the timer code sends this signal to the worker, which asks it to exit within the grace period.
+    /// Records a signal that is sent to the worker because its timer has expired. The signal asks the worker to exit
+    /// within the grace period.
     pub(super) fn is_stopped_by(&mut self, signal: Signal) {
         (self.asked_by, self.sent) = (Some(signal), Some(signal));
     }
@@ -79,7 +80,7 @@ impl Member {
         self.asked_by.map_or(KillReason::SlowExit, KillReason::AfterSignal)
     }
 
-    /// Returns true if the last signal to the worker's whole process group was this signal or SIGKILL.
+    /// Returns true if the last signal sent to the worker's whole process group was this one or SIGKILL.
     pub(super) fn group_has_got(&self, signal: Signal) -> bool {
         self.group_sent.is_some_and(|sent| sent == signal || sent == Signal::KILL)
     }
@@ -89,14 +90,14 @@ impl Member {
         matches!(self.place, Place::Free | Place::Promised)
     }
 
-    /// Returns true if the worker is not known to have exited.
+    /// Returns true unless the worker is known to have exited.
     pub(super) fn runs(&self) -> bool {
         !self.ended && !self.dead
     }
 }
 
-/// Returns the effect that sends a signal to a whole process group without recording it, because the signal is not
-/// meant to make the worker exit.
+/// Returns the effect that sends a signal to a whole process group. The signal is not recorded, because it does not ask
+/// the worker to exit.
 pub(super) fn to_group(pid: i32, signal: Signal) -> Effect {
     Effect::Signal { pid, to: StopScope::Group, signal }
 }
