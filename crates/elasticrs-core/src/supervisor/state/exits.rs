@@ -1,4 +1,4 @@
-//! Handles workers that have recorded an uncaught exception and may fail to exit by themselves.
+//! Handles workers that have recorded an uncaught exception. Such a worker may fail to exit by itself.
 
 use std::time::Duration;
 
@@ -6,18 +6,18 @@ use super::hangs::Then;
 use super::{Effect, Event, Group, Phase, Signal, StopScope, Timer, WorkerRaised};
 use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
 
-/// Returns the pause before each sample of a worker that exits after an uncaught exception. The pause is half of the
-/// time limit, so the second sample is taken when the limit has passed.
+/// Returns the delay before each sample of a worker that exits after an uncaught exception. It is half of the time
+/// limit, so that the second sample is taken when the limit has passed.
 fn between_samples(limit: Duration) -> Duration {
     limit / 2
 }
 
 impl Group {
-    /// Records an uncaught exception of a worker and starts watching the worker's exit. Only the last exception of a
-    /// rank counts, because a worker that is a shell may run its program again.
+    /// Records a worker's uncaught exception and starts to watch the worker's exit. Only the last exception of a rank
+    /// counts, because a worker that is a shell may run its program again.
     ///
-    /// The exception of a worker that is being stopped is not reported, because it is usually a consequence of the
-    /// first failure. The exit of such a worker is watched as well.
+    /// If the worker is already being stopped, its exception is not reported, because it is usually a consequence of
+    /// the first failure. Its exit is watched nevertheless.
     pub(super) fn on_raised(&mut self, raised: WorkerRaised, effects: &mut Vec<Effect>) {
         let local_rank = raised.local_rank;
         let is_working = self.working(local_rank).is_some();
@@ -33,14 +33,14 @@ impl Group {
     }
 
     /// Handles a new sample of a worker that exits after an uncaught exception. `progressed` is true if the worker has
-    /// made progress since the previous sample, and `None` for the first sample.
+    /// made progress since the previous sample. It is `None` for the first sample.
     pub(super) fn on_exit_sampled(&mut self, local_rank: u32, progressed: Option<bool>, effects: &mut Vec<Effect>) {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
         let Some(raised) = member.and_then(|m| m.raised.clone()) else { return };
         let Some(limit) = raised.limit else { return };
         let is_working = self.working(local_rank).is_some();
         match progressed {
-            // Gather evidence before killing the worker, because its stack shows what blocks the exit.
+            // Gather evidence before killing the worker, because its stack shows what blocks its exit.
             Some(false) if is_working => return self.take_evidence(Then::Exit(local_rank), effects),
             Some(false) => return self.kill_stalled(local_rank, between_samples(limit), effects),
             Some(true) if is_working => {
@@ -53,8 +53,8 @@ impl Group {
         effects.push(Effect::Arm(Timer::Exit(local_rank), between_samples(limit)));
     }
 
-    /// Kills a worker whose exit has stalled, without a grace period. Its time limit has passed, and the other workers
-    /// may have been waiting for it all that time.
+    /// Kills a worker whose exit has stalled. The worker gets no grace period, because it has already exceeded its time
+    /// limit, and the other workers may have been waiting for it.
     pub(super) fn on_exit_overdue(&mut self, local_rank: u32, effects: &mut Vec<Effect>) {
         let Some(raised) = self.working(local_rank).and_then(|member| member.raised.clone()) else { return };
         let seen = raised.seen;
@@ -62,8 +62,8 @@ impl Group {
         self.fail_at_once(local_rank, seen, stalled, effects);
     }
 
-    /// Kills a worker before its grace period has ended. The worker needs no more time: its program has failed, and its
-    /// exit makes no progress, so it is not saving anything.
+    /// Kills a worker whose exit has stalled, without waiting for the end of its grace period. The worker cannot be
+    /// saving anything, because its program has failed and its exit makes no progress.
     fn kill_stalled(&mut self, local_rank: u32, limit: Duration, effects: &mut Vec<Effect>) {
         let is_open = matches!(self.phase, Phase::Running | Phase::Stopping);
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
@@ -74,8 +74,8 @@ impl Group {
         effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
     }
 
-    /// Reports the workers whose grace period has ended, except those that were already sent SIGKILL. Workers with the
-    /// same reason share one event.
+    /// Reports the workers that have exceeded their grace period, except those that already got SIGKILL. Sends one
+    /// event for each reason.
     pub(super) fn tell_grace_is_over(&self, effects: &mut Vec<Effect>) {
         let mut killed: Vec<WorkersKilled> = Vec::new();
         for member in self.members.iter().filter(|m| m.runs() && m.sent != Some(Signal::KILL)) {

@@ -1,5 +1,5 @@
-//! Handles workers that have failed but are still running, for example because a timer has expired or because they
-//! hang.
+//! Handles workers that have failed but are still running, for example because they hang or because a timer has
+//! expired.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use crate::supervisor::event::WorkersKilled;
 use elasticrs_runtime::clock::Stamp;
 
 impl Group {
-    /// Handles a timer that was not released in time. If the timer has a signal, the process gets that signal and the
-    /// worker counts as failed. Ignores the timer if the worker is already being stopped, because that stop has its own
+    /// Handles a timer that was not released in time. If the timer has a signal, sends it to the process, and the
+    /// worker counts as failed. Ignores the timer if the worker is already being stopped, because the stop has its own
     /// deadline.
     pub(super) fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
         let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
@@ -43,14 +43,14 @@ impl Group {
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
-    /// Returns this worker if it is running and has not been asked to stop.
+    /// Returns the worker with this local rank if it is running, has not failed, and is not being stopped.
     pub(super) fn working(&mut self, local_rank: u32) -> Option<&mut Member> {
         let runs = |m: &&mut Member| m.local_rank == local_rank && m.runs() && m.condemned.is_none();
         self.members.iter_mut().find(runs).filter(|_| self.phase == Phase::Running)
     }
 
-    /// Kills a worker immediately, without a grace period. Also stops the other workers, unless the group replaces
-    /// failed workers.
+    /// Kills a failed worker without a grace period. Also stops the other workers, unless the group replaces failed
+    /// workers.
     pub(super) fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
         let Some(member) = self.working(local_rank) else { return };
         let worker = member.pid;
@@ -64,8 +64,8 @@ impl Group {
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
-    /// Marks a worker as failed, but gives it a grace period to finish its exit. Also stops the other workers, unless
-    /// the group replaces failed workers.
+    /// Marks a worker as failed, but gives it a grace period in which to exit. Also stops the other workers, unless the
+    /// group replaces failed workers.
     pub(super) fn fail_in_grace(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
         let Some(member) = self.working(local_rank) else { return };
         let worker = member.pid;
@@ -78,8 +78,8 @@ impl Group {
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
-    /// Stops the group after the failure of a worker that has not exited yet. Returns the number of other workers that
-    /// are still running.
+    /// Stops the group because of a failed worker that has not exited yet. Returns the number of other workers that are
+    /// still running.
     fn fail(&mut self, worker: i32, but: Option<i32>, effects: &mut Vec<Effect>) -> u32 {
         self.outcome = Outcome::Failed;
         let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();
@@ -87,15 +87,15 @@ impl Group {
         u32::try_from(siblings).unwrap_or(u32::MAX)
     }
 
-    /// Marks a member as failed and gives it `limit` to exit, while the other members keep running.
+    /// Marks a member as failed and sets its deadline to exit. The other members keep running.
     fn condemn(&mut self, index: usize, limit: Duration, seen: Stamp, effects: &mut Vec<Effect>) {
         let member = &mut self.members[index];
         member.condemned = Some(seen);
         effects.push(Effect::Arm(Timer::Condemned(member.local_rank), limit));
     }
 
-    /// Kills a failed member that has not exited in time. If the member does not exit after SIGKILL either, stops the
-    /// whole group, because a member that is still alive cannot be replaced.
+    /// Kills a failed member that has not exited in time. If it does not exit after SIGKILL either, stops the whole
+    /// group, because a member that is still alive cannot be replaced.
     pub(super) fn on_condemned(&mut self, local_rank: u32, effects: &mut Vec<Effect>) {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
         let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };

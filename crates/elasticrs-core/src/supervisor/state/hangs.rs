@@ -1,8 +1,8 @@
-//! Handles workers that hang: when their heartbeats are checked, when evidence is gathered, and which worker is blamed.
+//! Handles workers that hang: decides when to check heartbeats, when to gather evidence, and which worker to blame.
 //!
-//! [`crate::timer::hang`] contains the rules for the time limits. While evidence is gathered, workers may recover or
-//! exit. A decision that waits for evidence is therefore checked again with the heartbeats at that time, and is made
-//! before the exit of a worker that it concerns is reported.
+//! The rules for the time limits are in [`crate::timer::hang`]. Workers may recover or exit while evidence is gathered.
+//! Each decision that waits for evidence is therefore checked again with the latest heartbeats. If a worker that the
+//! decision concerns exits, the decision is made before the exit is reported.
 
 use std::time::Duration;
 
@@ -20,21 +20,21 @@ use elasticrs_runtime::clock::{Stamp, nanoseconds};
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sight {
     pub at: Stamp,
-    /// What was read from the heartbeat page of each member. Members that Python started come last, and may be missing.
+    /// Content of each member's heartbeat page. Members that Python started come last, and may be missing.
     pub seen: Vec<Seen>,
-    /// Time of the last line of output of any worker. `None` if there was no output.
+    /// Time of the last output line of any worker. `None` if there was no output.
     pub line: Option<u64>,
 }
 
-/// Action that waits for evidence.
+/// Action to take once evidence has been gathered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Then {
     Timer(TimerExpired),
-    /// The worker of this local rank has recorded an uncaught exception, and its exit makes no progress.
+    /// Handle the worker with this local rank, whose exit after an uncaught exception makes no progress.
     Exit(u32),
     Hung(Look),
-    /// A rank on another node hangs, so this group is to be stopped. Before the stop, the local worker that keeps that
-    /// rank waiting is reported, if there is one.
+    /// Stop the group because a rank on another node hangs. If that rank is waiting for a local worker, report that
+    /// worker first.
     Stop(StopPolicy, Elsewhere, Look),
 }
 
@@ -51,7 +51,7 @@ impl Then {
         matches!((self, other), (Self::Timer(one), Self::Timer(other)) if one.local_rank == other.local_rank)
     }
 
-    /// Returns true if this action is about what the member did, or failed to do, while it was alive.
+    /// Returns true if this action is about what the member did, or did not do, while it was alive.
     fn concerns(&self, member: usize, local_rank: u32) -> bool {
         match self {
             Self::Timer(timer) => timer.local_rank == local_rank,
@@ -78,7 +78,7 @@ impl Then {
 }
 
 impl Group {
-    /// Returns true if this input may lead to a decision based on heartbeats. [`Input::Sight`] must then come first.
+    /// Returns true if this input may lead to a decision based on heartbeats, so that [`Input::Sight`] must come first.
     pub fn needs_sight(&self, input: &Input) -> bool {
         let looks = |input: &Input| {
             matches!(input, Input::StopForHang(..) | Input::Suspend | Input::Expired(Timer::Check | Timer::Hang))
@@ -92,8 +92,8 @@ impl Group {
         self.look(effects);
     }
 
-    /// Checks the heartbeats and sets the time of the next check. Skips the check while a failed member is about to
-    /// exit, because the others may be waiting for that member.
+    /// Checks the heartbeats and sets the time of the next check. Does nothing while a failed member is about to exit,
+    /// because the others may be waiting for that member.
     pub(super) fn look(&mut self, effects: &mut Vec<Effect>) {
         let is_time = self.phase == Phase::Running && self.waiting.is_none() && !self.is_anyone_condemned();
         let Some(watch) = self.watch.as_mut().filter(|_| is_time) else { return };
@@ -117,8 +117,8 @@ impl Group {
         }
     }
 
-    /// Handles a request to stop the group because a rank on another node hangs. Gathers evidence first, because a
-    /// local worker may be the cause.
+    /// Handles a request to stop the group because a rank on another node hangs. Gathers evidence before the stop,
+    /// because a local worker may be the cause.
     pub(super) fn on_stop_for_hang(&mut self, policy: StopPolicy, elsewhere: Elsewhere, effects: &mut Vec<Effect>) {
         let Some(watch) = self.watch.as_mut().filter(|_| self.phase == Phase::Running) else {
             return self.on_stop(policy, effects);
@@ -129,11 +129,11 @@ impl Group {
         self.take_evidence(Then::Stop(policy, elsewhere, Look { late, seen, at }), effects);
     }
 
-    /// Gathers evidence, and runs the action afterwards.
+    /// Gathers evidence and then takes this action. Takes the action at once if the group is already being stopped.
     pub(super) fn take_evidence(&mut self, then: Then, effects: &mut Vec<Effect>) {
         if let Some(waiting) = &mut self.waiting {
-            // The first timer of a rank decides what happens to that rank. Do not queue further timers of the same
-            // rank, because there may be any number of them.
+            // Do not queue another timer of the same rank. The first one already decides what happens to the rank, and
+            // there may be any number of others.
             if !waiting.iter().any(|earlier| earlier.is_of_same_rank(&then)) {
                 waiting.push(then);
             }
@@ -152,20 +152,20 @@ impl Group {
             effects.push(Effect::Tell(Event::Degraded { message }));
         }
         self.follow_all_up(waiting, found, effects);
-        // Continue to watch the workers that have recovered.
+        // If the workers have recovered, continue to watch them.
         self.look(effects);
     }
 
-    /// Runs all actions that wait for evidence now, without evidence. A worker whose limit had passed counts as hung.
+    /// Takes all waiting actions now, without evidence. A worker whose limit had passed counts as hung.
     pub(super) fn settle(&mut self, effects: &mut Vec<Effect>) {
         let waiting = self.waiting.take().unwrap_or_default();
         self.follow_all_up(waiting, &[], effects);
     }
 
-    /// Handles the exit of a worker while evidence is being gathered. The signal that requests the stacks may have made
-    /// the worker exit, because `pause` returns on any signal. Even then, its timer had expired or it had hung, so
-    /// actions that concern the worker are run first. After a successful exit, the evidence of the other workers is
-    /// still awaited.
+    /// Handles the exit of a worker while evidence is being gathered. Takes the actions that concern the worker first.
+    /// They are still valid, because the worker may have exited only because of the signal that requests its stacks:
+    /// `pause`, for example, returns on any signal. After a successful exit, the other actions keep waiting for
+    /// evidence.
     pub(super) fn settle_before_exit(&mut self, index: usize, exit: WorkerExit, effects: &mut Vec<Effect>) {
         let fails_group = !exit.is_success() && !self.survives(index);
         let Some(waiting) = &mut self.waiting else { return };
@@ -192,14 +192,15 @@ impl Group {
         }
     }
 
-    /// Returns true if a waiting action is about what this member did while it was alive.
+    /// Returns true if an action that waits for evidence is about what this member did while it was alive.
     pub(super) fn is_to_be_judged(&self, index: usize) -> bool {
         self.waiting.iter().flatten().any(|then| then.concerns(index, self.members[index].local_rank))
     }
 
     fn follow_all_up(&mut self, mut thens: Vec<Then>, found: &[Found], effects: &mut Vec<Effect>) {
         if thens.iter().any(|then| matches!(then, Then::Stop(..))) {
-            // Drop the check of the same ranks, because the stop request also considers the rank on the other node.
+            // Drop the results of local checks, because the stop request considers both the local ranks and the rank on
+            // the other node.
             thens.retain(|then| !matches!(then, Then::Hung(_)));
         }
         for then in thens {
@@ -239,13 +240,13 @@ impl Group {
         self.members.iter().any(|member| member.runs() && member.condemned.is_some())
     }
 
-    /// Kills a worker that hangs. It gets no grace period, because it would not use that time to save anything: it has
-    /// already done nothing for longer than that.
+    /// Kills a worker that hangs. It gets no grace period, because it would not save anything: it has already been
+    /// silent for longer than its limit.
     fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
         self.fail_at_once(hung.local_rank, hung.seen, Event::WorkerHung(hung.into()), effects);
     }
 
-    /// Reports a worker for which a rank on another node may be waiting.
+    /// Reports a worker that a rank on another node may be waiting for.
     fn on_suspected(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
         if self.working(hung.local_rank).is_some() {
             effects.push(Effect::Tell(Event::WorkerHung(hung.into())));
@@ -262,13 +263,13 @@ impl Group {
         Look { late: still_late(look.late, &self.sight.seen, self.sight.line), ..look }
     }
 
-    /// Returns true if a rank that has exceeded its limit is still running. It may have exited since the check.
+    /// Returns true if at least one of the ranks that exceeded their limit is still running.
     fn anyone_is_due(&self, look: &Look) -> bool {
         look.late.iter().any(|overdue| overdue.is_due && self.members[overdue.rank].runs())
     }
 
-    /// Returns which of the late ranks is to blame, with the state of all running ranks. `None` if no running rank is
-    /// to blame.
+    /// Decides which of the late ranks is to blame, and adds the state of all running ranks. Returns `None` if no
+    /// running rank is to blame.
     fn verdict(
         &self,
         Look { late, seen, at }: &Look,
@@ -312,14 +313,14 @@ impl Group {
     }
 }
 
-/// Returns the beginning of a message about these ranks, such as "local rank 3 is" or "local ranks 1, 2 are".
+/// Returns the beginning of a message about these ranks, for example "local rank 3 is" or "local ranks 1, 2 are".
 fn ranks_are(local_ranks: &[u32]) -> String {
     let names = local_ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     if local_ranks.len() == 1 { format!("local rank {names} is") } else { format!("local ranks {names} are") }
 }
 
-/// Returns the message about ranks whose process is still exiting, although more time than the limit for a step has
-/// passed since their program returned.
+/// Returns the message about ranks that are still exiting, although their program returned longer ago than the limit
+/// for a step.
 fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) -> String {
     let (ranks_are, step) = (ranks_are(local_ranks), step.as_secs_f64());
     let limit = exit.map_or_else(
@@ -329,8 +330,8 @@ fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) ->
     format!("{ranks_are} still exiting {step} s after the program returned; {limit}")
 }
 
-/// Returns the message about ranks that are not watched for hangs yet. The message lists every possible reason, because
-/// only the worker knows which one applies.
+/// Returns the message about ranks that are not watched for hangs yet. It lists all possible reasons, because only the
+/// worker knows which of them applies.
 fn unwatched(local_ranks: &[u32], limit: Duration) -> String {
     let ranks_are = ranks_are(local_ranks);
     format!(

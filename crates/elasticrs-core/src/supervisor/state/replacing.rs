@@ -1,8 +1,8 @@
-//! Replaces workers that have failed, while the rest of the group continues.
+//! Replaces failed workers while the rest of the group continues.
 //!
-//! Each member has a place in the group. The place is *left* after the worker has failed, *free* after all of the
+//! Each member has a place in the group. The place is *left* once the worker has failed, *free* once all of the
 //! worker's processes are gone, *promised* while a replacement is being started, and *taken* while a worker is running
-//! in it. A member that has exited with code 0 keeps its place.
+//! in it. A place also stays taken after its worker has exited with code 0.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::spec::StopScope;
 use crate::supervisor::event::StartFailure;
 use elasticrs_runtime::clock::Stamp;
 
-/// Time limit for a replacement to finish its start after the group is killed.
+/// Time limit for starts of replacements that are in progress when the group is killed.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
 
 impl Group {
@@ -39,30 +39,31 @@ impl Group {
         }
     }
 
-    /// Returns the local ranks for which replacements are being started.
+    /// Returns the local ranks whose replacements are being started.
     pub fn starting(&self) -> impl Iterator<Item = u32> {
         self.members.iter().filter(|m| m.place == Place::Promised).map(|m| m.local_rank)
     }
 
-    /// Returns true if the other members continue when this member fails. They never continue after the failure of a
-    /// member that Python started, because the nursery cannot clean up its processes.
+    /// Returns true if the other members continue when this member fails. If Python started the member, they do not,
+    /// because the nursery cannot clean up the processes of such a member.
     pub(super) fn survives(&self, index: usize) -> bool {
         self.replaces && self.phase == Phase::Running && !self.members[index].adopted
     }
 
-    /// Returns the index of the member with this pid if the other members continue when it fails. See
-    /// [`Self::survives`].
+    /// Returns the index of the member with this pid. `None` if there is no such member, or if the other members do not
+    /// continue when it fails. See [`Self::survives`].
     pub(super) fn survivable(&self, pid: i32) -> Option<usize> {
         self.members.iter().position(|m| m.pid == pid && !m.ended).filter(|&index| self.survives(index))
     }
 
-    /// Handles the exit of a failed member. Its leftover processes are cleaned up after those of the members that
-    /// failed earlier.
+    /// Handles the exit of a failed member. Its leftover processes are cleaned up after those of members that failed
+    /// earlier.
     pub(super) fn leave(&mut self, index: usize, effects: &mut Vec<Effect>) {
         self.members[index].place = Place::Left;
         if let Some(watch) = &mut self.watch {
             watch.lose(index);
-            // Check the other members at once, because checks were paused while this member was about to exit.
+            // Check the heartbeats of the other members at once. The checks were paused while this member was about to
+            // exit.
             effects.push(Effect::Arm(Timer::Hang, Duration::ZERO));
         }
         self.left.push_back(index);
@@ -89,7 +90,7 @@ impl Group {
     /// Adds a member that Python started.
     pub(super) fn on_adopted(&mut self, local_rank: u32, pid: i32, effects: &mut Vec<Effect>) {
         let mut member = Member::new(local_rank, pid, true);
-        // Kill the new member if the group is no longer running.
+        // If the group is no longer running, kill the new member.
         if self.phase != Phase::Running {
             effects.push(member.send(Signal::KILL, StopScope::Group));
         }
@@ -109,7 +110,7 @@ impl Group {
     pub(super) fn on_replaced(&mut self, local_rank: u32, pid: i32, started: Stamp, effects: &mut Vec<Effect>) {
         let Some(index) = self.promised(local_rank) else { return };
         for ended in self.members.iter_mut().filter(|m| m.pid == pid) {
-            // Forget the pid of the exited member, because the kernel has assigned the same pid to the replacement.
+            // Forget the pid of a member that has exited, because the replacement has got the same pid from the kernel.
             ended.pid = 0;
         }
         self.members[index] = Member::new(local_rank, pid, false);
@@ -134,7 +135,7 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Cancels all clean-ups and starts of replacements, because the nursery that carried them out is lost.
+    /// Forgets all clean-ups and starts of replacements, because the nursery that should have carried them out is lost.
     pub(super) fn forget_places(&mut self) {
         self.left.clear();
         for member in self.members.iter_mut().filter(|m| m.place == Place::Promised) {
@@ -142,8 +143,7 @@ impl Group {
         }
     }
 
-    /// Shortens the deadlines of replacements that are being started, so that the end of the group does not wait for
-    /// them.
+    /// Shortens the deadlines of replacements that are being started, so that they do not delay the end of the group.
     pub(super) fn hasten_starts(&self, effects: &mut Vec<Effect>) {
         effects.extend(self.starting().map(|local_rank| Effect::Hasten(Timer::Replace(local_rank), LAST_CHANCE)));
     }

@@ -30,7 +30,7 @@ fn exited(pid: i32, exit: WorkerExit) -> Input {
     Input::Exited { pid, exit, usage: None, seen: Stamp(7) }
 }
 
-/// Reports the exits of these workers one after another. Returns the effects of the last exit.
+/// Makes these workers exit one after another. Returns the effects of the last exit.
 fn all_exit(group: &mut Group, pids: &[i32], exit: WorkerExit) -> Vec<Effect> {
     pids.iter().map(|pid| group.on_input(exited(*pid, exit))).last().unwrap_or_default()
 }
@@ -258,7 +258,7 @@ fn who_is_dead_when_a_signal_is_sent_died_by_itself() {
         Some(Effect::Tell(Event::WorkerExited { sent, .. })) => *sent,
         other => panic!("{other:?}"),
     };
-    // Rank 3 died before the second signal was sent, so only the first signal is reported for it.
+    // Rank 3 died after SIGTERM was sent and before SIGKILL was, so SIGTERM is reported for it.
     let _ = group.on_input(Input::Dead(vec![103]));
     let _ = group.on_input(Input::Expired(Timer::Kill));
     assert_eq!(sent(&group.on_input(exited(102, FAILED))), None);
@@ -431,7 +431,7 @@ fn any_input() -> impl Strategy<Value = Input> {
     ]
 }
 
-/// State of the group as the executor sees it, reconstructed from the effects.
+/// Model of the executor, updated by the effects of the group.
 #[derive(Default)]
 struct Seen {
     exits: BTreeSet<u32>,
@@ -442,7 +442,7 @@ struct Seen {
     owed_sweeps: u32,
     is_frozen: bool,
     takes_evidence: bool,
-    /// Pids of the workers that have exited, whether or not the exit was reported.
+    /// Pids of the workers that have exited, including exits that were not reported.
     gone: BTreeSet<i32>,
     stopped_groups: BTreeSet<i32>,
 }
@@ -495,8 +495,7 @@ impl Seen {
         Ok(())
     }
 
-    /// Checks that the helpers of a worker get no stop signal while the worker is running, because it may need them to
-    /// save.
+    /// Checks that the helpers of a running worker get no stop signal, because the worker may need them to save.
     fn check_scope(&self, effects: &[Effect]) -> Result<(), TestCaseError> {
         for effect in effects {
             if let Effect::Signal { pid, to: StopScope::Group, signal: Signal::TERM } = effect {
@@ -510,8 +509,8 @@ impl Seen {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Checks that any history of inputs can be completed: once the kernel has reported all exits, and each sweep is
-    /// answered, the group ends exactly once.
+    /// Checks that any history of inputs leads to the end of the group. Once all exits are reported and each sweep is
+    /// answered, the group has ended exactly once.
     #[test]
     fn every_history_can_be_brought_to_its_end(
         history in prop::collection::vec((any_input(), 0..5_u64, prop::array::uniform4(prop::option::of(0..5_u64))), 0..40),

@@ -6,7 +6,8 @@ use crate::timer::hang::{Beat, Elsewhere, Limits, Seen, StepLimit};
 pub(super) const FOUR_SECONDS: Limits =
     Limits { step: StepLimit::Fixed(Duration::from_secs(4)), startup: Some(Duration::from_secs(4)), exit: None };
 
-/// Returns an input with the time of the last heartbeat of each rank, in seconds.
+/// Returns the input with the heartbeats at the time `now`. `beats` contains the time of each rank's last heartbeat.
+/// All times are in seconds.
 pub(super) fn sight(now: u64, beats: [Option<u64>; 4]) -> Input {
     let nanoseconds = |seconds| seconds * 1_000_000_000;
     let seen = beats.map(|last| match last {
@@ -30,8 +31,8 @@ fn after(group: &mut Group, input: Input, found: Vec<Found>) -> Vec<Effect> {
     group.on_input(Input::Evidence(found))
 }
 
-/// Returns a group in which rank 2 has been silent for four seconds and the other ranks for one second, before the
-/// first check.
+/// Returns a group in which rank 2 has been silent for four seconds and the other ranks for one second. This has not
+/// been checked yet.
 fn silent() -> Group {
     let mut group = lingering();
     let _ = group.on_input(sight(0, [Some(0); 4]));
@@ -155,7 +156,7 @@ fn who_may_keep_another_node_waiting_is_told_and_gets_its_grace() {
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "nobody is watched");
 }
 
-/// Returns a group that replaces failed workers. Ranks 1 and 2 are silent, and rank 1 waits for rank 2.
+/// Returns a group that replaces failed workers and in which ranks 1 and 2 are silent, because rank 1 waits for rank 2.
 fn waiting_for_one() -> Group {
     let mut group = lingering().replacing();
     let _ = group.on_input(sight(0, [Some(0); 4]));
@@ -164,7 +165,7 @@ fn waiting_for_one() -> Group {
     group
 }
 
-/// Returns the heartbeats one second later, after rank 2 has exited.
+/// Returns the input with the heartbeats of this group one second later, after rank 2 has exited.
 fn without_rank_2() -> Input {
     let Input::Sight(mut sight) = sight(6, [Some(6), Some(0), None, Some(6)]) else { unreachable!() };
     sight.seen[2] = Seen::Ended;

@@ -177,7 +177,8 @@ fn a_slow_exit_that_outlasts_its_grace_is_not_killed_for_want_of_progress() {
     let _ = group.on_input(raised(2));
     let effects = group.on_input(sampled(2, Some(true)));
     assert_eq!(signals(&effects), [], "it is left alone");
-    // The user's signal 10 does not ask the worker to exit, so it is not the reason for the kill.
+    // Signal 10 comes from the user and does not ask the worker to exit, so the kill is not reported as a consequence
+    // of it.
     let _ = group.on_input(Input::Signal(Signal::new(10).expect("it exists"), Some(vec![2])));
     let effects = group.on_input(Input::Expired(Timer::Condemned(2)));
     assert_eq!(killed(&effects), [(vec![2], KillReason::SlowExit, 30)]);
@@ -203,15 +204,15 @@ fn what_python_has_started_is_not_replaced() {
     assert!(effects.iter().any(|e| matches!(e, Effect::TellFailure { local_rank: 4, .. })));
 }
 
-/// One step of a random history. Workers are identified by their local ranks.
+/// A step of a random history. The numbers are local ranks.
 #[derive(Debug, Clone)]
 enum Step {
     Exit(u32, WorkerExit),
     Other(Input),
     AnswerSweep,
     Replace(u32),
-    /// The start of a replacement is answered. With a pid, the replacement is running, and the pid may be one that was
-    /// used before.
+    /// Answer to the start of a replacement: its pid, which may have been used before, or `None` if the start has
+    /// failed.
     AnswerStart(u32, Option<i32>),
     Time(u32),
 }
@@ -240,7 +241,7 @@ fn any_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Model of the nursery and the kernel, which feeds inputs to a group that replaces failed workers.
+/// Model of the nursery and the kernel. It feeds inputs to a group that replaces failed workers.
 struct World {
     group: Group,
     living: BTreeMap<u32, i32>,
@@ -254,7 +255,7 @@ struct World {
     armed: BTreeSet<Timer>,
     owes_sweep: bool,
     takes_evidence: bool,
-    /// True if something has ended the group.
+    /// True if the group has failed, was stopped, or has lost its nursery.
     is_over: bool,
     ends: Vec<Outcome>,
 }
@@ -370,7 +371,7 @@ impl World {
             Step::Other(input) => {
                 self.is_over |= matches!(input, Input::Stop(_) | Input::NurseryLost(_) | Input::Fenced);
                 if matches!(input, Input::NurseryLost(_)) {
-                    // The lost nursery answers no more requests for clean-ups or starts.
+                    // The lost nursery will not answer pending requests for clean-ups or starts.
                     (self.sweeping, self.promised) = (None, BTreeSet::new());
                 }
                 self.input(input)
@@ -382,7 +383,7 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Checks **SUP-9**, and that any history of inputs can be completed, so that the group ends exactly once.
+    /// Checks **SUP-9**, and that any history of inputs leads to exactly one end of the group.
     #[test]
     fn every_history_of_a_group_that_replaces_can_be_brought_to_its_end(
         history in prop::collection::vec(any_step(), 0..60),
