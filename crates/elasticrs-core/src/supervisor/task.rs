@@ -50,10 +50,11 @@ use hang::{Gathering, Hangs};
 use loss::FENCE_AFTER;
 use watchdog::{Ring, Watchdog};
 
-/// Time limit for a nursery to kill its remaining processes and exit when the supervisor is closed.
+/// When the supervisor is closed, time limit for a nursery to kill its remaining processes and exit.
 const CLOSE_LIMIT: Duration = Duration::from_secs(35);
 
-/// Creates the supervisor's task and runs it until it is closed. Reports the result of the creation through `ready`.
+/// Creates the supervisor's task and runs it until the supervisor is closed. Sends `Ok`, or the error of the creation,
+/// through `ready`.
 pub(super) async fn run(
     config: Config,
     inbox: UnboundedReceiver<Command>,
@@ -64,23 +65,24 @@ pub(super) async fn run(
         Ok(task) => task,
         Err(error) => return drop(ready.send(Err(error))),
     };
-    // Sending fails only if the creator has stopped waiting. The inbox is then closed as well, so the task ends.
+    // Ignore an error, which means that the creator has stopped waiting. The inbox is then closed as well, so the task
+    // ends.
     let _ = ready.send(Ok(()));
-    // Run the loop as a separate task. Otherwise every wake-up of another task on this thread would poll everything
-    // that this loop waits for.
+    // Run the loop as a separate task. Otherwise, whenever another task on this thread wakes up, everything that this
+    // loop waits for would be polled, too.
     or_panic(tokio::task::spawn_local(task.serve(inbox)).await);
 }
 
-/// A running group and the descriptors through which its members are signalled.
+/// A running group, and the descriptors used to signal its members.
 struct Running {
     group: Group,
     members: Vec<Member>,
     terms: Terms,
-    /// Error to report for a replacement whose start hung and was killed. `None` if there is none.
+    /// Error to report once a replacement's start that hung and was killed has failed. `None` if no start hangs.
     hung: Option<StartFailure>,
-    /// Pids of the members that were dead at the last check although no exit had been reported.
+    /// Pids of the members that were found dead by the last check although their exits had not been reported.
     unreported: Vec<i32>,
-    /// Pids of the members that had exited but were held by a tracer at the last check.
+    /// Pids of the members that the last check found to have exited but to be held by a tracer.
     held: Vec<i32>,
 }
 
@@ -104,36 +106,36 @@ struct Task {
     shared: Shared,
     nursery: Option<Nursery>,
     beside: Option<Beside>,
-    /// Token of the last nursery. The processes that the nursery left behind are found by this token.
+    /// Token of the last nursery, used to find the processes that the nursery left behind.
     token: Token,
     current: Current,
-    /// The group to start once the nursery has finished its imports. `None` if no group waits for them.
+    /// The group that waits for the nursery to finish its imports. `None` if no group is waiting.
     waits_for_import: Option<GroupSpec>,
     deadlines: Deadlines,
     watched: JoinSet<Watched>,
-    /// Futures of other components. See [`super::Supervisor::spawn`]. Declared after the nursery, so that they are
-    /// dropped after it.
+    /// Futures of other components. See [`super::Supervisor::spawn`]. This field is declared after `nursery`, so that
+    /// the futures are dropped after the nursery.
     tasks: JoinSet<()>,
-    /// Nurseries and evidence threads that are no longer used but still have to finish.
+    /// Background work that closing the supervisor waits for: nurseries and evidence threads that are no longer needed.
     retired: JoinSet<()>,
-    /// Sockets that the nursery holds. They are kept here to pass them to the next nursery.
+    /// Sockets that the nursery holds. This process keeps them, so that it can pass them to the next nursery.
     guard: Connections,
-    /// Number of the last request for a sweep.
+    /// Number of the most recent sweep request.
     sweeps: u32,
-    /// Results of earlier sweeps, kept until the result of the last requested sweep arrives.
+    /// Combined results of earlier sweeps. They are reported with the result of the most recent one.
     swept: Swept,
-    /// Number of the request to clean up after one failed worker, and the worker's local rank. `None` if there is no
-    /// such request.
+    /// Number of the pending request to clean up after a failed worker, and the worker's local rank. `None` if there is
+    /// no such request.
     sweeps_left: Option<(u32, u32)>,
     own_sweep: Option<JoinHandle<Swept>>,
     watchdog: Option<Watchdog>,
     hangs: Hangs,
     gathering: Option<Gathering>,
     exits: Exits,
-    /// Upper limit for a sweep that this process does after the loss of a nursery. It is short if the nursery itself
+    /// Maximum time limit for a sweep by this process after the loss of a nursery. It is short if the nursery itself
     /// could not be killed.
     sweep_limit: Duration,
-    /// Pids of the processes that were already reported as held by a tracer after their exit.
+    /// Pids of the exited processes that were already reported as held by a tracer.
     held: BTreeSet<i32>,
     zombies: Arc<Mutex<zombies::Scanner>>,
 }
@@ -219,8 +221,8 @@ impl Task {
                 Wake::Swept(swept) => self.on_swept(swept),
                 Wake::Task(ended) => self.on_task_end(ended),
                 Wake::Command(command) => {
-                    // Report recorded exceptions first, because they would no longer be reported after the start of a
-                    // stop.
+                    // Report recorded exceptions first. After a command that stops the group, they would no longer be
+                    // reported.
                     self.on_notices();
                     self.on_command(command);
                 }
@@ -262,7 +264,7 @@ impl Task {
             () = async { tokio::time::sleep_until(deadline.expect("guarded below").into()).await }, if deadline.is_some() => {
                 Wake::Deadline
             }
-            // Poll notices after commands and deadlines, because any process may flood the socket with notices.
+            // Poll notices after commands and deadlines, because any process may flood the socket.
             woken = self.exits.next(), if self.exits.are_watched() && !is_starting => Wake::Exits(woken),
             from = async { self.beside.as_mut().expect("guarded below").next().await }, if self.beside.is_some() => {
                 Wake::Beside(from)
@@ -337,14 +339,13 @@ impl Task {
             Command::TakeOver(reply) => answer(&reply, self.take_over()),
             Command::Drain(limit, reply) => {
                 let logs = Arc::clone(&self.shared.logs);
-                // A panic in this task drops the reply, so the caller gets an error.
+                // If this task panics, the reply is dropped and the caller gets an error.
                 tokio::task::spawn_local(
                     async move { answer(&reply, logs.drained(after(Instant::now(), limit)).await) },
                 );
             }
             Command::Spawn(task) => {
-                // Create the future inside the task, so that a panic during its creation is handled like a panic of the
-                // future.
+                // Create the future inside the task, so that a panic in `task()` is handled like a panic of the future.
                 self.tasks.spawn_local(async move { task().await });
             }
             Command::WatchTimers(fifo, reply) => answer(&reply, self.watch_timers(fifo)),
@@ -392,7 +393,7 @@ impl Task {
         let requests = requests.collect::<io::Result<Vec<_>>>()?;
         self.check_sentinel();
         let Some(nursery) = self.nursery.as_mut() else { return Ok(()) };
-        // Discard the stages that earlier starts have reported.
+        // Discard the stages that were reported by earlier starts.
         nursery.stage_reached();
         for (request, fds) in requests {
             nursery.send(&request, fds);
@@ -422,7 +423,7 @@ impl Task {
         self.deadlines.disarm(Timer::Start);
         self.deadlines.disarm(Timer::Fence);
         if starting.has_failed() {
-            // Clean up the workers that were started, because a group starts completely or not at all (**SUP-1**).
+            // Kill the workers that were started, because a group starts completely or not at all (**SUP-1**).
             return self.sweep(Duration::ZERO, Duration::ZERO, super::deadlines::GIVE_UP_AFTER);
         }
         let Current::Starting(starting) = std::mem::replace(&mut self.current, Current::Idle) else { return };
@@ -458,7 +459,7 @@ impl Task {
             Current::Starting(starting) => {
                 starting.stop(policy);
                 if self.waits_for_import.take().is_some() {
-                    // No worker has been started yet, so there is nothing to sweep.
+                    // The nursery has not been asked to start any worker yet, so there is nothing to sweep.
                     self.on_swept(Swept::default());
                 } else {
                     let grace = if policy.signal == Signal::KILL { Duration::ZERO } else { policy.grace };
@@ -482,8 +483,8 @@ impl Task {
                 Timer::Kill if matches!(self.current, Current::Starting(_)) => self.kill_start(),
                 Timer::Sweep => self.on_overdue_sweep(),
                 Timer::Replace(local_rank) => self.on_hung_replace(local_rank),
-                // Do not sample the worker, because the exception was recorded by a descendant that has exited since.
-                // The worker itself may continue.
+                // Do not sample the worker. The process that recorded the exception has exited. If it was only a
+                // descendant of the worker, the worker itself may continue.
                 Timer::Exit(local_rank) if self.exits.has_ended(local_rank) => {}
                 Timer::Exit(local_rank) => self.sample_exit(local_rank),
                 Timer::Check => {
@@ -505,7 +506,7 @@ impl Task {
             Current::Starting(starting) => starting.early(input),
             Current::Running(running) => {
                 if running.group.may_signal(&input) {
-                    // Ignore the result, because this input has no effects by itself.
+                    // Ignore the result, because `Input::Dead` has no effects.
                     let _ = running.group.on_input(Input::Dead(running.dead()));
                 }
                 if running.group.needs_sight(&input) {
@@ -574,11 +575,12 @@ impl Task {
 }
 
 fn answer<T>(reply: &Reply<T>, value: T) {
-    // Ignore an error. The caller may have stopped waiting, for example because of an exception in another thread.
+    // Ignore an error. It means that the caller has stopped waiting, for example because another thread raised an
+    // exception.
     let _ = reply.send(value);
 }
 
-/// Returns the value of a task, or continues its panic on this thread, because such a panic must stop the whole
+/// Returns the result of a task. If the task panicked, resumes the panic on this thread, because it must stop the whole
 /// runtime.
 fn or_panic<T>(joined: Result<T, JoinError>) -> T {
     match joined {

@@ -26,11 +26,11 @@ pub(super) struct Watched {
     pub(super) seen: Stamp,
 }
 
-/// Time limit for a parent to send the status of a child that has exited.
+/// Time limit for a parent to send the status of a child after the child's exit.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
 
-/// Waits for the exit of a process. If the process is a child of this process, peeks at its status and leaves the
-/// reaping to Python, which started it. The status of any other process comes through `status`, or is unknown.
+/// Waits for the exit of a process. If it is a child of this process, Python has started it, so its status is read
+/// without reaping it. The status of any other process is read from `status`. It is unknown if `status` is `None`.
 pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<OwnedFd>) -> Watched {
     let seen_by_epoll = match register(Arc::clone(&pidfd), Interest::READABLE) {
         Ok(watched) => watched.readable().await.is_ok(),
@@ -51,40 +51,43 @@ pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<Own
     Watched { pid, exit, seen }
 }
 
-/// Reads the wait status of an exited process, which its parent writes to the pipe: four bytes, as returned by `wait4`.
+/// Reads the status of an exited process from the pipe. The process's parent writes the status to it as four bytes, as
+/// returned by `wait4`.
 async fn told_by_its_parent(status: OwnedFd) -> Option<WorkerExit> {
     let pipe = register(status, Interest::READABLE).ok()?;
-    // If the writer has exited without writing, the pipe becomes readable at its end.
+    // The pipe also becomes readable if the writer exits without having written anything.
     let _guard = tokio::time::timeout(STATUS_LIMIT, pipe.readable()).await.ok()?.ok()?;
     let mut bytes = [0; 4];
-    // Read the four bytes at once, because a pipe does not split such a short write.
+    // One read gets all four bytes, because pipes do not split such short writes.
     match nix::unistd::read(pipe.get_ref(), &mut bytes) {
         Ok(4) => WorkerExit::from_wait_status(i32::from_ne_bytes(bytes)),
         Ok(_) | Err(_) => None,
     }
 }
 
-/// Returns for each of these pidfds whether its process has exited.
+/// Checks for each of these pidfds whether its process has exited.
 pub(super) fn ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
     let mut fds: Vec<PollFd<'_>> = pidfds.iter().map(|pidfd| PollFd::new(*pidfd, PollFlags::POLLIN)).collect();
-    // If `poll` fails, report no process as exited.
+    // If `poll` fails, treat all processes as running.
     let any = poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
     fds.iter().map(|fd| any && fd.any() == Some(true)).collect()
 }
 
-/// Reaps the zombies that this process has adopted because it is pid 1. Never reaps nurseries.
+/// Reaps the zombies that this process has adopted because it is pid 1. Never reaps a nursery.
 ///
-/// Python reaps the children that it started. If one of them is a zombie now, this call stops early.
+/// Python reaps the children that it started itself. If this function finds such a child among the zombies, it stops
+/// early.
 pub(super) fn reap_orphans(nurseries: &[i32]) {
     let started_by_us = |pid: Pid| {
-        // An orphan was started by a descendant of a nursery or another process, so it is in a different session.
+        // The other children are orphans. They are in different sessions, because each was started by a descendant of a
+        // nursery or by another process.
         nurseries.contains(&pid.as_raw()) || getsid(Some(pid)) == getsid(None)
     };
     let peek = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
     while let Ok(status) = waitid(Id::All, peek) {
         match status.pid() {
             Some(pid) if !started_by_us(pid) => {
-                // The child still exists, because only this code reaps it.
+                // Ignore an error. The child still exists, because only this code reaps it.
                 let _ = waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
             }
             Some(_) | None => return,
@@ -92,13 +95,13 @@ pub(super) fn reap_orphans(nurseries: &[i32]) {
     }
 }
 
-/// Returns the kernel function in which a process waits. Empty if the process is running or has exited, or if it cannot
-/// be inspected.
+/// Returns the kernel function in which a process waits. Empty if the process is running, has exited, or cannot be
+/// inspected.
 pub(super) fn wait_channel(pid: i32) -> String {
     procfs::read(pid, "wchan").filter(|name| name != "0").unwrap_or_default()
 }
 
-/// Returns the child of the nursery `pid` that is still being started: the newest child that executes the same program
+/// Returns the child that the nursery `pid` is still starting. This is the newest child that executes the same program
 /// as the nursery and is not one of `others`.
 #[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
 pub(super) fn child_that_starts(pid: i32, others: &[i32]) -> Option<i32> {
@@ -111,8 +114,8 @@ pub(super) fn child_that_starts(pid: i32, others: &[i32]) -> Option<i32> {
 
 /// Kills the processes that a lost nursery left behind. Blocks for at most about `give_up`.
 ///
-/// `adopted` are children of this process that Python reaps, and they are spared. `sessions` are the pids of the lost
-/// workers, each of which led its own session.
+/// `adopted` are children of this process that must not be killed, because Python reaps them. `sessions` are the pids
+/// of the lost workers, each of which led its own session.
 pub(super) fn sweep_after_loss(
     token: Token,
     owns_process: bool,

@@ -1,13 +1,13 @@
 //! Finds processes with many zombie children.
 //!
-//! A zombie occupies a process ID until its parent waits for it. The nursery adopts and reaps the orphans of a worker,
-//! unless the worker is a child subreaper and adopts them itself. Every worker of a group that
-//! [replaces](crate::spec::GroupSpec::replaces) failed workers is a child subreaper, and most programs never wait for
-//! children that they did not start.
+//! A zombie occupies a process ID until its parent waits for it. Usually the nursery adopts and reaps the orphans of a
+//! worker. A worker that is a child subreaper adopts them itself instead, and most programs never wait for children
+//! that they did not start. Every worker of a group that [replaces](crate::spec::GroupSpec::replaces) failed workers is
+//! a child subreaper.
 //!
-//! [`Scanner::scan`] runs on its own thread, because it reads `/proc`. It skips the scan if there cannot be many
-//! processes, according to the last scan and the number of process IDs that the kernel has assigned since. A job that
-//! starts no processes therefore only costs one read of a small file.
+//! [`Scanner::scan`] runs on its own thread, because it reads `/proc`. It estimates the number of processes from the
+//! last scan and from the number of process IDs that the kernel has assigned since. If there cannot be many, it skips
+//! the scan. For a job that starts no processes, a call therefore reads only one small file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -15,44 +15,44 @@ use std::time::Instant;
 use crate::nursery::tree::{Status, children_of_self, descendants, describe, newest_pid};
 use crate::procfs;
 
-/// Number of zombie children from which a process is reported. This is a quarter of 1024, the smallest process limit
-/// that is common for containers. It is more than a program has for a moment if it starts one helper for each CPU and
-/// then waits for all of them.
+/// Minimum number of zombie children for which a process is reported. This is a quarter of 1024, the smallest process
+/// limit that is common for containers. It is too high for a program that starts one helper for each CPU and briefly
+/// has that many zombies before it waits for them.
 const MANY: usize = 256;
-/// Scans use at most 1/`SHARE` of the time, however many processes there are.
+/// Scans take at most 1/`SHARE` of the time, regardless of the number of processes.
 const SHARE: u32 = 100;
 
 /// The processes to scan.
 pub(super) struct Subjects {
     /// Local rank and pid of each running worker.
     pub(super) workers: Vec<(u32, i32)>,
-    /// True if the calling process belongs to the agent alone, so that all of its children are the agent's.
+    /// True if no other program uses the calling process, so that all of its children belong to the agent.
     pub(super) agent: bool,
 }
 
 /// State of the scan between two calls.
 #[derive(Debug, Default)]
 pub(super) struct Scanner {
-    /// Pids of the processes that were already reported: workers, and the agent.
+    /// Pids of the workers that were already reported. Also the pid of the agent if it was reported.
     reported: BTreeSet<i32>,
-    /// Result of the last scan. `None` if there was none.
+    /// Data from the last scan. `None` if there was no scan yet.
     last: Option<Last>,
     rest_until: Option<Instant>,
 }
 
-/// Data from the last scan, used to estimate whether there may be many zombies now.
+/// Data from a scan, used to estimate later whether there may be many zombies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Last {
     /// Newest pid at the start of the scan.
     newest: i32,
-    /// Number of descendants of the worker that has the most of them, including zombies.
+    /// Highest number of descendants of one worker or children of the agent, including zombies.
     processes: usize,
 }
 
 impl Last {
-    /// Returns true if a process may have [`MANY`] zombie children, counting the processes of the last scan and all
-    /// processes started since. `newest` is the newest pid now. Pids wrap around to the lowest after the highest, and
-    /// some sandboxes always report zero.
+    /// Returns true if a process may have [`MANY`] zombie children, given the processes of the last scan and the number
+    /// of processes started since. `newest` is the newest pid now. If it is lower than before, pids have wrapped
+    /// around. Some sandboxes always report zero.
     fn may_be_many(self, newest: i32) -> bool {
         let started = usize::try_from(newest - self.newest);
         newest <= 0 || started.is_ok_and(|started| started + self.processes >= MANY) || newest < self.newest
@@ -60,8 +60,8 @@ impl Last {
 }
 
 impl Scanner {
-    /// Returns a message for each worker that has, or has a descendant with, at least [`MANY`] zombie children. Reports
-    /// each worker once.
+    /// Returns a message for each worker for which it, or one of its descendants, has at least [`MANY`] zombie
+    /// children, and for the agent if it has that many. Reports each of them only once.
     pub(super) fn scan(&mut self, subjects: &Subjects) -> Vec<String> {
         let begun = Instant::now();
         let newest = newest_pid();
@@ -75,7 +75,7 @@ impl Scanner {
         messages
     }
 
-    /// Returns the messages, and the number of descendants of the worker that has the most of them.
+    /// Returns the messages, and the value for [`Last::processes`].
     fn scan_now(&mut self, Subjects { workers, agent }: &Subjects) -> (Vec<String>, usize) {
         let me = std::process::id().cast_signed();
         self.reported.retain(|&pid| pid == me || workers.iter().any(|(_, worker)| *worker == pid));
@@ -102,8 +102,8 @@ impl Scanner {
     }
 }
 
-/// Returns the number of zombie children, for the worker and for each of its descendants that has any, and the number
-/// of all descendants.
+/// Returns the number of zombie children of each process, for the worker and its descendants, without processes that
+/// have none. Also returns the total number of descendants.
 fn zombies_below(worker: i32) -> (BTreeMap<i32, usize>, usize) {
     let (mut zombies, mut processes) = (BTreeMap::<i32, usize>::new(), 0);
     for listed in descendants(worker, &[]) {
@@ -119,7 +119,7 @@ fn is_zombie(pid: i32) -> bool {
     Status::of(pid).is_some_and(Status::has_ended)
 }
 
-/// Explanation for the user, used in both messages.
+/// Explanation for the user, part of both messages.
 const CONSEQUENCE: &str = "Each one occupies a process ID, and at the limit of processes nothing more can be started";
 
 fn worker_message(local_rank: u32, parent: i32, count: usize) -> String {
@@ -147,7 +147,7 @@ mod tests {
 
     use super::*;
 
-    /// Starts a child subreaper that adopts this number of orphans and reaps none of them. Waits until all of them are
+    /// Starts a child subreaper that adopts this number of orphans and never reaps them. Returns once all of them are
     /// zombies.
     fn subreaper(orphans: usize) -> Child {
         let program = "
@@ -182,7 +182,7 @@ sys.stdin.read()
     }
 
     fn scan(scanner: &mut Scanner, workers: &[(u32, i32)]) -> Vec<String> {
-        // Make the scan due, as if the pause were over and processes had been started.
+        // Make the scan due at once, as if the pause were over and processes had been started.
         (scanner.rest_until, scanner.last) = (None, None);
         scanner.scan(&Subjects { workers: workers.to_vec(), agent: false })
     }
@@ -207,7 +207,7 @@ sys.stdin.read()
     #[test]
     fn a_descendant_with_many_zombies_is_reported_for_its_worker() {
         let many = subreaper(MANY);
-        // Use this test process as the worker.
+        // Treat this test process as the worker.
         let own = std::process::id().cast_signed();
         let messages = scan(&mut Scanner::default(), &[(1, own)]);
         let [message] = &messages[..] else { panic!("{messages:?}") };

@@ -1,7 +1,7 @@
-//! A second warm nursery, which imports modules again while the first nursery and its workers continue.
+//! A second warm nursery. It imports modules again while the first nursery and its workers continue.
 //!
-//! There are never more than two warm nurseries. The second one has no workers, so it gets the agent's connections and
-//! the fence only when it takes over.
+//! There are at most two warm nurseries at any time. The second one has no workers, so it does not get the agent's
+//! connections and the fence until it takes over.
 
 use std::time::{Duration, Instant};
 
@@ -19,12 +19,12 @@ pub(super) struct Beside {
     nursery: Nursery,
     /// Deadline for the imports.
     until: Instant,
-    /// Nice value to restore when the nursery takes over. `None` if the nursery does not run at a low priority.
+    /// Nice value to restore when the nursery takes over. `None` if the nursery runs at normal priority.
     nice: Option<i32>,
 }
 
 impl Beside {
-    /// Returns the next event from the nursery. Kills the nursery at the deadline for its imports. Cancel-safe.
+    /// Returns the next event from the nursery. Kills the nursery if its imports exceed their deadline. Cancel-safe.
     pub(super) async fn next(&mut self) -> FromNursery {
         let limited = self.nursery.import.is_some() && !self.nursery.hung;
         tokio::select! {
@@ -54,7 +54,8 @@ impl Task {
             Ok(nursery) if nursery.import.is_some() => {
                 self.beside = Some(Beside { nursery, until: after(Instant::now(), limit), nice });
             }
-            // The warm program could not be executed, so the launched nursery is a cold one and is not needed.
+            // The warm program could not be executed. The nursery that was launched instead is a cold one, which is not
+            // needed.
             Ok(nursery) => {
                 self.retire(nursery);
                 self.beside_has_failed(NurseryEnd { exit: WorkerExit::Unknown, hung: false });
@@ -75,13 +76,14 @@ impl Task {
             return false;
         }
         let Some(beside) = self.beside.take_if(|beside| beside.nursery.import.is_none()) else { return false };
-        // Stop this nursery if its nice value cannot be restored, because its workers would inherit the low priority.
+        // If the nice value of this nursery cannot be restored, stop the nursery. Its workers would otherwise inherit
+        // the low priority.
         if beside.nice.is_some_and(|nice| priority::set_nice_of(beside.nursery.pid, nice).is_err()) {
             self.retire(beside.nursery);
             return false;
         }
-        // From here on, only the second nursery enforces the fence deadline, although the first one may still run for a
-        // moment.
+        // From here on, only the second nursery enforces the fence deadline, although the first one may still run
+        // briefly.
         if !self.shared.fence.hand_over() {
             self.beside = Some(Beside { nice: None, ..beside });
             return false;
@@ -101,7 +103,7 @@ impl Task {
                 self.shared.queue.push(Event::Warmed { failure: None, is_beside: true });
             }
             FromNursery::Reply(Reply::Ready { .. }, _) => warm::refuse(&mut beside.nursery),
-            // Ignore any other reply, because this nursery has no workers and holds no connection.
+            // Ignore all other replies, because this nursery has no workers and holds no connections.
             FromNursery::Reply(..) => {}
             FromNursery::Died(exit) => self.on_lost_beside(*exit),
             FromNursery::GivenUp => {

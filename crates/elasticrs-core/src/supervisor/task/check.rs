@@ -15,11 +15,11 @@ use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 use crate::supervisor::zombies::Subjects;
 
-/// Time between two checks of the workers and the nursery.
+/// Time between two checks of the workers, the nursery and the sentinel.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 impl Running {
-    /// Returns the pids of the members that are dead but whose exits were not reported yet.
+    /// Returns the pids of the members that are dead although their exits have not been reported yet.
     pub(super) fn dead(&self) -> Vec<i32> {
         let living: BTreeSet<i32> = self.group.living().collect();
         let living = self.members.iter().filter(|member| living.contains(&member.pid));
@@ -30,9 +30,9 @@ impl Running {
 }
 
 impl Task {
-    /// Checks for workers that are dead without a reported exit. If a tracer holds such a worker, reports its exit from
-    /// here. Otherwise the nursery may have been stopped by a signal and is resumed. If an exit is still unreported at
-    /// the next check, the nursery hangs and is killed.
+    /// Looks for workers that are dead although the nursery has not reported their exits. If a tracer holds such a
+    /// worker, reports the exit itself. Otherwise resumes the nursery, which may have been stopped by a signal. If the
+    /// nursery still has not reported the exit at the next check, it hangs and is killed.
     pub(super) fn check(&mut self) {
         if self.config.owns_process && std::process::id() == 1 {
             let second = self.beside.iter().flat_map(Beside::pids);
@@ -44,15 +44,15 @@ impl Task {
         let Current::Running(running) = &mut self.current else { return };
         let is_adopted = |pid: i32| running.members.iter().any(|m| m.pid == pid && m.adopted);
         let workers = running.group.living().filter(|&pid| !is_adopted(pid));
-        // Ignore workers that the nursery traces, because these workers have asked their parent to trace them. The
-        // nursery reaps them, unless it is stopped itself.
+        // Ignore workers that are traced by the nursery. They have asked their parent to trace them, and the nursery
+        // reaps them unless it is stopped itself.
         let nursery = self.nursery.as_ref().map(|nursery| nursery.pid);
         let by_others = |pid: i32| held::by_tracer(pid).filter(|held| Some(held.tracer) != nursery);
         let held: Vec<_> = workers.filter_map(|pid| by_others(pid).map(|held| (pid, held))).collect();
         let is_held = |pid: i32| held.iter().any(|(held, _)| *held == pid);
         let dead: Vec<i32> = running.dead().into_iter().filter(|&pid| !is_adopted(pid) && !is_held(pid)).collect();
-        // Unreported exits usually mean that the nursery hangs. Do not kill the nursery while a replacement is being
-        // started, because it may be blocked in that start, which has a deadline of its own.
+        // Unreported exits usually mean that the nursery hangs. While a replacement is being started, the nursery may
+        // only be blocked in that start. Do not kill it then, because the start has its own deadline.
         let is_starting = running.group.starting().next().is_some();
         let overdue = !is_starting && dead.iter().any(|pid| running.unreported.contains(pid));
         if let (false, Some(nursery)) = (dead.is_empty(), &mut self.nursery) {
@@ -70,8 +70,8 @@ impl Task {
         }
     }
 
-    /// Scans for processes with many zombie children. The scan runs on another thread, because it reads `/proc`. Does
-    /// nothing if the previous scan is still running.
+    /// Looks for processes with many zombie children. Runs on another thread, because it reads `/proc`. Does nothing if
+    /// the previous scan is still running.
     fn look_for_zombies(&self) {
         let Current::Running(running) = &self.current else { return };
         let group = &running.group;
@@ -86,7 +86,7 @@ impl Task {
         });
     }
 
-    /// Reports once for each process that it has exited but is held by a tracer.
+    /// Reports that an exited process is held by a tracer, but only once for each process.
     pub(super) fn tell_held(&mut self, pid: i32, message: String) {
         if self.held.insert(pid) {
             self.shared.queue.push(Event::Degraded { message });

@@ -1,4 +1,4 @@
-//! Cleans up the processes that the members of a group leave behind, and closes the supervisor.
+//! Cleans up the processes that members of a group leave behind, and closes the supervisor.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -13,8 +13,8 @@ use crate::supervisor::event::{Event, Swept};
 use crate::supervisor::state::{End, Input};
 use crate::supervisor::watch;
 
-/// Extra time for a sweep, in addition to its own time limits. After that, the nursery or the thread that carries it
-/// out counts as hung.
+/// Time that a sweep may take beyond its own time limits. After that, the nursery or thread that performs it counts as
+/// hung.
 pub(super) const SWEEP_SLACK: Duration = Duration::from_secs(5);
 
 impl Task {
@@ -43,8 +43,8 @@ impl Task {
         self.deadlines.arm(Timer::Sweep, limit, Instant::now());
     }
 
-    /// Handles a sweep that has exceeded its deadline. Kills the nursery. If the sweep runs in this process, reports it
-    /// as failed.
+    /// Handles a sweep that has exceeded its deadline. If the nursery performs it, kills the nursery. If this process
+    /// performs it, reports the sweep as failed.
     pub(super) fn on_overdue_sweep(&mut self) {
         if let Some(nursery) = &mut self.nursery {
             nursery.kill_hung();
@@ -76,8 +76,8 @@ impl Task {
         }
     }
 
-    /// Closes the supervisor. Makes the nursery kill all remaining processes, or leave them running with
-    /// `keep_descendants`.
+    /// Closes the supervisor. Its nursery kills all remaining processes, or with `keep_descendants` leaves them running
+    /// if no group exists.
     pub(super) async fn close(mut self, keep_descendants: bool) {
         self.give_up_evidence();
         self.end_beside();
@@ -87,8 +87,8 @@ impl Task {
 
     async fn close_nursery(&mut self, keep_descendants: bool) {
         let Some(nursery) = self.nursery.take() else {
-            // Wait for the sweep of a lost nursery's processes, if it is still running. Processes that do not exit in
-            // time have already been sent SIGKILL.
+            // If the processes of a lost nursery are still being swept, wait for that. All of them have already been
+            // sent SIGKILL.
             if let Some(sweep) = self.own_sweep.take() {
                 let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
             }

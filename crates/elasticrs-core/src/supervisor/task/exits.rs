@@ -1,9 +1,9 @@
-//! Receives reports from workers that recorded an uncaught exception, and samples their exits.
+//! Receives notices from workers that have recorded an uncaught exception, and samples the exits of these workers.
 //!
-//! The exception hook of a worker sends a datagram, called a notice, to an abstract Unix socket of the attempt. The
-//! notice contains the time and the last part of the traceback. The kernel adds the sender's pid, which must belong to
-//! a worker or one of its descendants. The text is only for the user, and no decision of the core depends on it. The
-//! exception can be reported even if a file system hangs, because the agent reads no file for it.
+//! A notice is a datagram that the exception hook of a worker sends to an abstract Unix socket of the attempt. It
+//! contains the time and the last part of the traceback. The kernel adds the sender's pid, which must belong to a
+//! worker or to a descendant of one. The text is only for the user, and no decision of the core depends on it. Notices
+//! arrive even if a file system hangs, because no file is involved.
 
 use std::collections::HashSet;
 use std::io::{self, IoSliceMut};
@@ -28,19 +28,19 @@ use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
 
-/// Maximum length of a notice in bytes. Longer notices are truncated. The hook never sends more than this.
+/// Maximum length of a notice in bytes. The hook never sends more. Longer notices are truncated.
 const MAX_TEXT: usize = 4096;
 
-/// Maximum number of notices to receive at once. It is limited because any process in the network namespace may send
-/// notices, and finding the worker that a sender descends from requires reading `/proc`.
+/// Maximum number of notices to receive at once. There may be any number, because any process in the network namespace
+/// may send notices, and each is expensive: `/proc` must be read to find the worker that the sender descends from.
 const SLICE: usize = 64;
 
-/// Maximum time for which a sender that is not a worker is remembered. The time is short, because the kernel may give
-/// the pid to a process of a worker.
+/// Maximum time to remember that a sender is not a worker. It is short, because the kernel may reuse the sender's pid
+/// for a process of a worker.
 const STRANGER_LIFETIME: Duration = Duration::from_secs(1);
 
-/// Opens the socket for notices in the abstract namespace, under a name chosen by the kernel. The socket needs no file
-/// and disappears when its descriptor is closed.
+/// Opens the socket for notices in the abstract namespace, under a name chosen by the kernel. The socket needs no file,
+/// and its name disappears when the descriptor is closed.
 pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let notices = socket(AddressFamily::Unix, SockType::Datagram, flags, None)?;
@@ -51,7 +51,7 @@ pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
     Ok((notices, String::from_utf8_lossy(name).into_owned()))
 }
 
-/// Processes of the group that have recorded an uncaught exception, and the samples of their workers' exits.
+/// State of watching the exits of workers that have recorded an uncaught exception.
 #[derive(Default)]
 pub(super) struct Exits {
     limit: Option<Duration>,
@@ -59,7 +59,7 @@ pub(super) struct Exits {
     /// Processes that have recorded an uncaught exception.
     raised: Vec<Raised>,
     strangers: Strangers,
-    /// Samples in progress, each with the local rank of its worker. The sample is `None` if sampling timed out.
+    /// Samples in progress: the local rank of the worker, and its sample, or `None` if sampling timed out.
     sampling: JoinSet<(u32, Option<Sample>)>,
 }
 
@@ -67,7 +67,7 @@ pub(super) struct Exits {
 pub(super) enum Woken {
     /// The socket may contain notices.
     Notices,
-    /// The worker of a process that recorded an exception was sampled. `sample` is `None` if sampling timed out.
+    /// The exit of a worker that recorded an exception was sampled. `sample` is `None` if sampling timed out.
     Sampled { local_rank: u32, sample: Option<Sample> },
 }
 
@@ -76,7 +76,7 @@ struct Raised {
     local_rank: u32,
     process: OwnedFd,
     is_sampled: bool,
-    /// Last sample of the worker. `None` if there is none, or if sampling timed out.
+    /// Last sample of the worker. `None` before the first sample, and if the last sampling timed out.
     sample: Option<Sample>,
 }
 
@@ -84,13 +84,13 @@ struct Raised {
 #[derive(Debug, Default)]
 struct Strangers {
     pids: HashSet<i32>,
-    /// When the first pid of `pids` was added.
+    /// Time at which the first pid was added. `None` if there is no pid.
     since: Option<Instant>,
 }
 
 impl Strangers {
-    /// Returns the local rank of the worker to which the process belongs. `None` if there is no such worker. Calls `look_up` unless the process is a known
-    /// stranger, because finding the worker of a process requires reading `/proc`.
+    /// Returns the local rank of the worker to which the process belongs. `None` if there is no such worker. Does not
+    /// call `look_up` for a known stranger, because finding the worker of a process requires reading `/proc`.
     fn worker_of(&mut self, pid: i32, now: Instant, look_up: impl FnOnce(i32) -> Option<u32>) -> Option<u32> {
         if self.since.is_some_and(|since| now.saturating_duration_since(since) >= STRANGER_LIFETIME) {
             *self = Self::default();
@@ -117,7 +117,7 @@ impl Exits {
         let notices = async {
             match &self.notices {
                 Some(notices) => match notices.readable().await {
-                    // Keep the readiness until a receive finds no more notices.
+                    // Keep the readiness. It is cleared when a receive finds no more notices.
                     Ok(mut ready) => ready.retain_ready(),
                     // The runtime is shutting down.
                     Err(_) => std::future::pending().await,
@@ -135,15 +135,15 @@ impl Exits {
         }
     }
 
-    /// Receives up to [`SLICE`] of the notices that have arrived. Keeps only the first notice from each sender
-    /// that may be a worker.
+    /// Receives up to [`SLICE`] notices. Skips senders that cannot be workers, and keeps only the first notice from
+    /// each sender.
     fn take(&self) -> Vec<Notice> {
         let mut found: Vec<Notice> = Vec::new();
         let Some(notices) = &self.notices else { return found };
         let own = getuid();
         for _ in 0..SLICE {
-            // Call `receive` directly first, because the reactor may not have noticed yet that a notice has arrived. If
-            // there is none, the second call through `try_io` clears the readiness.
+            // First call `receive` directly, because a notice may have arrived that the reactor has not noticed yet. If
+            // there is none, call it again through `try_io`, which clears the readiness.
             let again = |_| notices.try_io(Interest::READABLE, |notices| Ok(receive(notices)?));
             match receive(notices.get_ref()).or_else(again) {
                 Ok(Some(notice))
@@ -159,28 +159,28 @@ impl Exits {
         found
     }
 
-    /// Removes the data of a worker, because a replacement takes its local rank.
+    /// Removes the data of the failed worker with this local rank.
     pub(super) fn forget(&mut self, local_rank: u32) {
         self.raised.retain(|raised| raised.local_rank != local_rank);
     }
 
-    /// Returns true if the worker has made progress since its previous sample. `None` if this is unknown, for example
-    /// for the first sample.
+    /// Returns true if the worker has made progress since its previous sample. `None` if that cannot be decided, for
+    /// example because this is the first sample.
     fn progressed(&mut self, local_rank: u32, sample: Option<Sample>) -> Option<bool> {
         let raised = self.raised.iter_mut().find(|raised| raised.local_rank == local_rank)?;
         let is_first = !std::mem::replace(&mut raised.is_sampled, true);
         match (std::mem::replace(&mut raised.sample, sample), sample) {
             _ if is_first => None,
-            // Do not judge the worker by these samples. So much time has passed between them that the workers or the
-            // whole machine must have been suspended.
+            // Do not judge the worker by these samples. They are so far apart that the workers or the whole machine
+            // must have been suspended.
             (Some(before), Some(after)) if after.since(&before) > self.limit? + exit_progress::LIMIT => None,
             (Some(before), Some(after)) => Some(progressed(&before, &after, ticks_per_second())),
             _ => Some(false),
         }
     }
 
-    /// Looks up all senders again, because a process has become a worker. An earlier stranger may have had its pid, or
-    /// it may have sent a notice before it was adopted.
+    /// Forgets which senders are not workers. Called when a process becomes a worker. The process may have the pid of
+    /// an earlier stranger, or may have sent a notice before it was adopted.
     pub(super) fn forget_strangers(&mut self) {
         self.strangers = Strangers::default();
     }
@@ -191,7 +191,7 @@ impl Exits {
     }
 }
 
-/// A datagram from the socket for notices. Only the pid and uid are reliable, because the kernel reports them. The
+/// A datagram from the socket for notices. Only `pid` and `uid` are reliable, because they come from the kernel. The
 /// sender controls the rest.
 #[derive(Debug, PartialEq, Eq)]
 struct Notice {
@@ -199,13 +199,14 @@ struct Notice {
     /// Real user ID of the sender, as reported by the kernel.
     uid: u32,
     /// Time at which the exception was recorded, in nanoseconds of the monotonic clock. `None` if the sender did not
-    /// send it. It determines the order of failures, because this thread may receive the notice much later.
+    /// send a time. Failures are ordered by this time, because this thread may receive the notice much later.
     recorded: Option<u64>,
     text: String,
 }
 
 impl Notice {
-    /// Parses a datagram of the form `NANOSECONDS\nTEXT`. If it has no such number, the whole datagram is the text.
+    /// Parses a datagram of the form `NANOSECONDS\nTEXT`. If it does not start with a number, the whole datagram is the
+    /// text.
     fn new(pid: i32, uid: u32, said: &[u8]) -> Self {
         let said = String::from_utf8_lossy(said);
         let parts = said.split_once('\n').and_then(|(number, text)| Some((number.parse().ok()?, text)));
@@ -215,15 +216,14 @@ impl Notice {
         }
     }
 
-    /// Returns false if the sender belongs to another user than `own`, the user of the agent, because such a process
-    /// cannot be a worker. If the agent runs as root, any user is accepted, because workers may have dropped their
-    /// privileges. A sender that runs as root is always accepted, because a worker may use `sudo`.
+    /// Returns true if the sender's user may run a worker: the user of the agent (`own`), or root, because a worker may
+    /// use `sudo`. If the agent runs as root, any user is accepted, because workers may have dropped their privileges.
     fn may_be_a_worker(&self, own: Uid) -> bool {
         own.is_root() || [own.as_raw(), 0].contains(&self.uid)
     }
 }
 
-/// Receives the next notice. `None` if the kernel added no credentials.
+/// Receives the next notice. Returns `None` if the kernel did not add credentials.
 fn receive(notices: &OwnedFd) -> nix::Result<Option<Notice>> {
     let mut control = nix::cmsg_space!(UnixCredentials);
     let mut buffer = [0; MAX_TEXT];
@@ -254,17 +254,17 @@ impl Task {
             Woken::Notices => self.on_notices(),
             Woken::Sampled { local_rank, sample } => self.on_exit_sample(local_rank, sample),
         }
-        // Yield to the runtime. Otherwise a sender that never stops could keep the runtime from polling its sockets and
+        // Yield to the runtime. Otherwise, a sender that never stops could prevent the runtime from polling sockets and
         // timers.
         tokio::task::yield_now().await;
     }
 
-    /// Records up to [`SLICE`] of the notices that have arrived. Also called before an exit is recorded. Otherwise, a
-    /// worker that records an exception and exits while this thread is delayed would seem to have exited without an
+    /// Handles up to [`SLICE`] notices that have arrived. Also called before an exit is recorded, because this thread
+    /// may be late. Otherwise, a worker that recorded an exception and exited would seem to have exited without an
     /// exception.
     pub(super) fn on_notices(&mut self) {
         if matches!(self.current, Current::Starting(_)) {
-            // Leave the notices in the socket until the pids of the workers are known.
+            // Leave the notices in the socket until the pids of all workers are known.
             return;
         }
         for Notice { pid, recorded, text, .. } in self.exits.take() {
@@ -273,8 +273,8 @@ impl Task {
             let worker = self.exits.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid));
             let Some(local_rank) = worker else { continue };
             let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
-            // Apply the time limit only to a process that is alive. If several processes of one worker record an
-            // exception, watch only the first of them as long as it is alive.
+            // Only a living process has a time limit. If several processes of one worker record an exception, watch the
+            // first one until it has exited.
             let limit = match process {
                 Some(process) if self.exits.has_ended(local_rank) => {
                     self.exits.forget(local_rank);
@@ -291,8 +291,8 @@ impl Task {
         }
     }
 
-    /// Samples on another thread whether the exit of a worker makes progress. All processes of the worker are sampled,
-    /// because the worker may be a shell whose child is saving a checkpoint.
+    /// Samples a worker's exit on another thread. The sample includes all processes of the worker, because the worker
+    /// may be a shell whose child is saving a checkpoint.
     pub(super) fn sample_exit(&mut self, local_rank: u32) {
         let Current::Running(running) = &self.current else { return };
         let mut members = running.members.iter().map(|member| member.pid);
@@ -304,8 +304,8 @@ impl Task {
     }
 
     fn on_exit_sample(&mut self, local_rank: u32, sample: Option<Sample>) {
-        // Ignore the sample if the process that recorded the exception has exited. If that process was only a
-        // descendant, the worker itself may continue.
+        // Ignore the sample if the process that recorded the exception has exited. If it was only a descendant of the
+        // worker, the worker itself may continue.
         if !self.exits.has_ended(local_rank) {
             let progressed = self.exits.progressed(local_rank, sample);
             self.input(Input::ExitSampled { local_rank, progressed });
@@ -370,7 +370,7 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(look_up(&mut strangers, 9, late, Some(1)), (Some(1), 1));
         }
-        // Forget all of them together, because a pid may belong to another process now.
+        // All strangers are forgotten at once, because each pid may belong to another process now.
         let end = start + STRANGER_LIFETIME;
         for pid in [7, 8] {
             assert_eq!(look_up(&mut strangers, pid, end, Some(0)), (Some(0), 1));

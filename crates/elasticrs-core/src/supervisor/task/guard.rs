@@ -1,4 +1,4 @@
-//! Passes to the nursery what it guards for the agent: the connection of the agent's lease, the links to other agents,
+//! Passes to the nursery what it holds for the agent: the connection of the agent's lease, the links to other agents,
 //! and the fence, which is the deadline for killing all workers.
 
 use std::io;
@@ -23,8 +23,8 @@ impl Task {
             }
             Guarded::Beside(socket, held) => {
                 if !self.hold(Held { socket, word: None }, true) {
-                    // Release the newest socket here as well. Otherwise this process and the nursery would have
-                    // different newest sockets, and the session may release the newest one next.
+                    // Release the newest socket here as well. Otherwise, a later request to release the newest socket
+                    // would close different sockets in this process and in the nursery.
                     self.guard.release(Release::Newest);
                     let _ = held.send(false);
                 } else if let Some(nursery) = &mut self.nursery {
@@ -42,8 +42,7 @@ impl Task {
         }
     }
 
-    /// Gives the nursery a socket to hold. Returns false after reporting an event if the nursery did not get the
-    /// socket.
+    /// Gives the nursery a socket to hold. If that fails, reports an event and returns false.
     fn hold(&mut self, held: Held, beside: bool) -> bool {
         let request = Request::Hold { beside, word: held.word };
         let copy = held.socket.try_clone().map(|copy| vec![copy]);
@@ -56,7 +55,7 @@ impl Task {
         }
     }
 
-    /// Gives a new nursery or sentinel duplicates of all held sockets, and the fence with its deadline.
+    /// Gives a new nursery or sentinel duplicates of all held sockets, and the fence.
     pub(super) fn equip(&self, nursery: &mut Nursery) {
         let mut send = |request, fds: io::Result<Vec<OwnedFd>>| match fds {
             Ok(fds) => nursery.send(&request, fds),
@@ -68,8 +67,8 @@ impl Task {
         send(Request::Fence { holder: self.shared.fence.holder() }, self.shared.fence.descriptors());
     }
 
-    /// Sends a request to the nursery and its sentinel. Returns false after reporting an event if no descriptor was
-    /// free for the duplicates.
+    /// Sends a request to the nursery and its sentinel. If no descriptor is free for the duplicates, reports an event
+    /// and returns false.
     fn send_to_both(&mut self, request: &Request, fds: io::Result<Vec<OwnedFd>>) -> bool {
         let Some(nursery) = &mut self.nursery else { return true };
         let sent = fds.and_then(|fds| nursery.send_to_both(request, fds));
@@ -79,8 +78,8 @@ impl Task {
         sent.is_ok()
     }
 
-    /// Replaces the sentinel if it was lost. Without a sentinel, no process would clean up if the agent were killed
-    /// while the nursery hangs.
+    /// Replaces the sentinel if it was lost. Without a sentinel, the processes would not be cleaned up if the agent
+    /// were killed while the nursery hangs.
     pub(super) fn check_sentinel(&mut self) {
         let Some(mut nursery) = self.nursery.take_if(|nursery| nursery.has_lost_sentinel()) else { return };
         match nursery.renew_sentinel(&self.config.nursery) {

@@ -1,4 +1,4 @@
-//! Supplies the group's state machine with the heartbeats of the workers, and with evidence of what they are doing.
+//! Provides the group's state machine with the workers' heartbeats and with evidence of what the workers are doing.
 
 use std::ffi::OsString;
 use std::io;
@@ -21,10 +21,10 @@ use crate::timer::hang::{Limits, Seen};
 use crate::timer::pages::HeartbeatPage;
 
 /// Preferred descriptor number of the heartbeat page in a worker. If it is taken, the next lower free number is used.
-/// The number is high, so that it does not conflict with descriptors of the worker's program.
+/// It is high, to avoid conflicts with descriptors of the worker's program.
 const PAGE_FD: i32 = 198;
-/// Extra time to wait for evidence threads after their deadline. It is limited, so that a disk that does not respond
-/// cannot delay the end of a hung job.
+/// Extra time for evidence threads after their deadline. It is short, so that a disk that does not respond cannot delay
+/// the end of a hung job.
 const SLACK: Duration = Duration::from_millis(100);
 
 /// Settings and heartbeat pages for detecting hangs of workers.
@@ -33,12 +33,13 @@ pub(super) struct Hangs {
     pub(super) limits: Option<Limits>,
     pub(super) files: Vec<EvidenceFiles>,
     pub(super) py_spy: Option<PathBuf>,
-    /// Heartbeat page of each worker, ordered by local rank. The pages of a group are kept until the next group starts.
+    /// Heartbeat page of each worker, ordered by local rank. The pages are kept after the end of a group, until the
+    /// next group starts.
     pages: Vec<Arc<HeartbeatPage>>,
 }
 
 impl Hangs {
-    /// Adds a heartbeat page for each worker, if workers are watched for hangs.
+    /// Creates a heartbeat page for each worker, if workers are watched for hangs.
     pub(super) fn give_pages(&mut self, spec: &mut GroupSpec) -> io::Result<()> {
         self.pages.clear();
         if self.limits.is_none() {
@@ -51,7 +52,7 @@ impl Hangs {
         Ok(())
     }
 
-    /// Adds a heartbeat page for a replacement worker, if workers are watched for hangs.
+    /// Creates a heartbeat page for a replacement worker, if workers are watched for hangs.
     pub(super) fn give_page_again(
         &mut self,
         process: &mut ProcessSpec,
@@ -63,8 +64,7 @@ impl Hangs {
         Ok(())
     }
 
-    /// Stores the heartbeat page of a worker that Python started. Fails if the worker is not the next one in rank
-    /// order.
+    /// Adds the heartbeat page of a worker that Python started. Fails if the worker is not the next one in rank order.
     pub(super) fn take_page(&mut self, local_rank: u32, page: OwnedFd) -> io::Result<()> {
         if local_rank as usize != self.pages.len() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -82,8 +82,7 @@ impl Hangs {
         Sight { at, seen: self.seen(running, at.0), line: logs.last_written(at).map(|line| line.0) }
     }
 
-    /// Reads the heartbeats of the members that have pages. Members that Python started come last, and may have no
-    /// page.
+    /// Reads the heartbeats of all members that have a page. Members that Python started come last, and may have none.
     fn seen(&self, running: &Running, now: u64) -> Vec<Seen> {
         let read = |member: &super::Member| match running.group.watched_rank_of(member.pid) {
             Some(local_rank) => self.pages.get(local_rank as usize).map_or(Seen::Nothing, |page| page.read(now)),
@@ -94,7 +93,7 @@ impl Hangs {
 }
 
 fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::Result<Arc<HeartbeatPage>> {
-    // Use at most half of the descriptor numbers that a worker may use. The other half is needed during the start of
+    // Only use numbers from the lower half of those that a worker may use. The upper half is needed during the start of
     // the worker, which first moves the passed descriptors above all target numbers.
     let half = i32::try_from(limits::descriptors_of_workers() / 2).unwrap_or(i32::MAX);
     let page = HeartbeatPage::new(Stamp::now().0)?;
@@ -109,7 +108,7 @@ fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::R
     Ok(Arc::new(page))
 }
 
-/// Evidence that is being gathered. Each worker is examined on its own thread.
+/// Evidence that is being gathered, with one thread for each worker.
 pub(super) struct Gathering {
     threads: JoinSet<Vec<Found>>,
     /// Local ranks of the workers that are being examined.
@@ -129,12 +128,12 @@ impl Gathering {
         self.asked.push(local_rank);
     }
 
-    /// Waits for the evidence until the deadline. Adds a problem for each worker whose evidence is missing.
-    /// Cancel-safe.
+    /// Waits for the evidence, but not longer than until the deadline. Reports a problem for each worker whose evidence
+    /// is missing by then. Cancel-safe.
     pub(super) async fn found(&mut self) -> Vec<Found> {
         let deadline = self.patience.deadline + SLACK;
         while let Ok(Some(found)) = tokio::time::timeout_at(deadline.into(), self.threads.join_next()).await {
-            // An error means that the thread of a worker panicked. The evidence of that worker is then missing.
+            // Ignore an error. It means that a thread panicked, so the evidence of its worker is missing.
             self.found.extend(found.into_iter().flatten());
         }
         let mut found = std::mem::take(&mut self.found);
@@ -172,8 +171,8 @@ impl Task {
         self.gathering = Some(gathering);
     }
 
-    /// Stops waiting for the evidence, because it is no longer needed. The threads finish in the background. Closing
-    /// the supervisor waits for them, because `py-spy` is a child of this process and must be reaped.
+    /// Cancels the gathering of evidence that is no longer needed. The threads finish in the background. Closing the
+    /// supervisor waits for them, because they must reap `py-spy`, which is a child of this process.
     pub(super) fn give_up_evidence(&mut self) {
         let Some(mut gathering) = self.gathering.take() else { return };
         gathering.patience.given_up.store(true, Ordering::Relaxed);

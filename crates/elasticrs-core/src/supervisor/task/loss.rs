@@ -17,7 +17,7 @@ use crate::supervisor::state::{HOPELESS_SWEEP, Input};
 use crate::supervisor::watch;
 use crate::sys::stage::Stage;
 
-/// Extra time for the nursery to notice by itself that the fence deadline has passed.
+/// Extra time in which the nursery can notice by itself that the fence deadline has passed.
 pub(super) const FENCE_AFTER: Duration = Duration::from_millis(100);
 const FENCED: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 
@@ -33,14 +33,14 @@ impl Task {
                 }
             };
             starting.hung(stage, wait_channel);
-            // The hanging child dies together with the nursery, if it can be killed. `on_nursery_death` then sweeps
-            // until the child is gone or the time limit passes.
+            // If the hanging child can be killed, it dies together with the nursery. `on_nursery_death` sweeps until
+            // the child is gone or the time limit has passed.
             nursery.kill();
         }
     }
 
-    /// Kills the nursery, because the start was to be stopped and its grace period is over. Workers that are running or
-    /// still being started die with the nursery.
+    /// Kills the nursery, because a stop was requested during the start and the grace period is over. All workers die
+    /// with the nursery, including those that are still being started.
     pub(super) fn kill_start(&mut self) {
         if let (Current::Starting(starting), Some(nursery)) = (&self.current, &mut self.nursery)
             && !starting.has_failed()
@@ -49,7 +49,7 @@ impl Task {
         }
     }
 
-    /// Checks the fence deadline in place of the nursery, which cannot check it while it is blocked in a start.
+    /// Checks the fence deadline on behalf of the nursery, which cannot check it while it is blocked in a start.
     pub(super) fn fence_start(&mut self) {
         let is_starting = match &self.current {
             Current::Idle => false,
@@ -64,7 +64,8 @@ impl Task {
                 let left = Duration::from_nanos(deadline.saturating_sub(boot_now()));
                 self.deadlines.arm(Timer::Fence, left + FENCE_AFTER, Instant::now());
             }
-            // Do nothing. The nursery or its sentinel has noticed the deadline, or no deadline is set.
+            // Do nothing, because no deadline is set, or because the nursery or its sentinel has already noticed that
+            // it has passed.
             Ok(Look::Passed { first: false } | Look::Unset | Look::HandedOver(_)) | Err(_) => {}
             Ok(Look::Passed { first: true }) => {
                 self.end_fenced();
@@ -78,7 +79,7 @@ impl Task {
         }
     }
 
-    /// Handles a fence deadline that has passed during a start, because the nursery does not report it.
+    /// Reports and handles a fence deadline that passed during a start, because the nursery does not report it then.
     fn end_fenced(&mut self) {
         self.shared.queue.push(Event::Fenced { at: Stamp::now() });
         match &mut self.current {
@@ -87,9 +88,9 @@ impl Task {
         }
     }
 
-    /// Stops waiting for a nursery that does not exit after SIGKILL. Its workers do not die with it, so they are
-    /// killed, and its descendants are swept as far as possible. The nursery dies as soon as the kernel can kill it,
-    /// because its SIGKILL is pending.
+    /// Stops waiting for a nursery that does not exit after SIGKILL. Its workers do not die until it does, so they are
+    /// killed, and its descendants are swept as far as possible. The SIGKILL stays pending, so the nursery dies as soon
+    /// as the kernel can kill it.
     pub(super) fn give_up_nursery(&mut self) {
         if let Some(nursery) = &mut self.nursery {
             nursery.hung = false;
@@ -111,7 +112,7 @@ impl Task {
                 return;
             }
         } else if let Some(Guard { mut sentinel, .. }) = sentinel {
-            // Kill the sentinel, because this process cleans up instead.
+            // Kill the sentinel, because this process cleans up in its place.
             sentinel.kill();
             self.retire(*sentinel);
         }
@@ -120,7 +121,8 @@ impl Task {
             Current::Starting(starting) => {
                 starting.nursery_lost(end);
                 if !starting.is_stopped() && matches!(self.shared.fence.look(), Ok(Look::Passed { .. })) {
-                    // The sentinel has killed the nursery because the nursery hung. Report the passed fence deadline.
+                    // The nursery hung, so the sentinel has killed it at the fence deadline. Report that the deadline
+                    // has passed.
                     self.end_fenced();
                 }
                 self.deadlines.disarm(Timer::Start);
@@ -128,7 +130,7 @@ impl Task {
                 self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
             }
             Current::Running(running) => {
-                // Watch the remaining workers from here, because the lost nursery no longer reports their exits.
+                // Watch the exits of the remaining workers from here, because the lost nursery no longer reports them.
                 for member in running.members.iter().filter(|member| !member.adopted) {
                     if running.group.living().any(|pid| pid == member.pid) {
                         self.watched.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd), None));
@@ -136,7 +138,7 @@ impl Task {
                 }
                 let started = running.group.is_running() && running.group.starting().next().is_some();
                 if started && matches!(self.shared.fence.look(), Ok(Look::Passed { .. })) {
-                    // Report the passed fence deadline, as during a start.
+                    // Report that the fence deadline has passed, as in the case above.
                     self.end_fenced();
                 }
                 self.input(Input::NurseryLost(end));

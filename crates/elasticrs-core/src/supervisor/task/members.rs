@@ -16,11 +16,11 @@ use crate::supervisor::watch;
 use crate::sys::pidfd;
 
 impl Member {
-    /// Kills the other processes in the process group of this member, except those that clean up after it. The nursery
-    /// is not involved, because Python started the member.
+    /// Kills the other processes in this member's process group, except those that clean up after the member. Does not
+    /// use the nursery, because Python started the member.
     fn kill_rest_of_group(&self) {
         let rest = cleaner::others_in_groups(self.pid, |group| group == self.pid);
-        // If the member has exited, do not signal the processes, because its pid may identify another process group by
+        // Do not signal the processes if the member has exited, because its pid may identify another process group by
         // now.
         if watch::ended(&[self.pidfd.as_fd()]) == [false] {
             for target in rest {
@@ -57,8 +57,8 @@ impl Task {
         if signal == Signal::KILL && to == StopScope::Group && member.adopted && member.leads_a_group {
             member.kill_rest_of_group();
         }
-        // Ignore errors. ESRCH means that the process has exited. After any other error, for example for a set-uid
-        // worker, the worker does not exit and is later reported by its rank.
+        // Ignore errors. ESRCH means that the process has exited. After any other error, for example because the worker
+        // is a set-uid program, the worker keeps running and is reported by its rank later.
         let _ = if to == StopScope::Worker || !member.leads_a_group {
             pidfd::send_signal(&member.pidfd, signal.number())
         } else if signal == Signal::KILL {
@@ -73,8 +73,8 @@ impl Task {
             nursery.send(&Request::SignalGroup { pid, signal: signal.number() }, Vec::new());
             Ok(())
         } else {
-            // Signal only the member, because the nursery knows only the workers that it started. The member's parent,
-            // a keeper process, kills the processes that the member leaves behind.
+            // Signal only the member, because the nursery does not know members that Python started. When the member
+            // exits, its parent, a keeper process, kills the processes that it leaves behind.
             pidfd::send_signal(&member.pidfd, signal.number())
         };
     }

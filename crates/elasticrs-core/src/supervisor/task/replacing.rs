@@ -20,7 +20,7 @@ use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::stage::Stage;
 
-/// Time limit for a hanging start to end after SIGKILL.
+/// Time limit for a hanging start to fail after the starting process was sent SIGKILL.
 const KILL_LIMIT: Duration = Duration::from_secs(5);
 
 impl Task {
@@ -37,7 +37,8 @@ impl Task {
         let Some((_, local_rank)) = self.sweeps_left.take() else { return };
         self.deadlines.disarm(Timer::Sweep);
         self.tell_all_held(&swept);
-        // Finish the log files of this rank, because no process of the failed worker can write to them anymore.
+        // Finish the log files of this rank, because all processes of the failed worker that could write to them are
+        // gone.
         self.shared.logs.finish_rank(local_rank);
         self.exits.forget(local_rank);
         self.input(Input::LeftSwept(swept, Stamp::now()));
@@ -81,7 +82,7 @@ impl Task {
         self.deadlines.disarm(Timer::Replace(local_rank));
         running.hung = None;
         for ended in running.members.iter_mut().filter(|member| member.pid == pid) {
-            // Forget the pid of the exited member, because the kernel has assigned the same pid to the replacement.
+            // Forget the pid of a member that has exited, because the replacement has got the same pid from the kernel.
             ended.pid = 0;
         }
         if let Some(member) = running.members.get_mut(local_rank as usize) {
@@ -100,9 +101,9 @@ impl Task {
         self.input(Input::ReplaceFailed(failure));
     }
 
-    /// Handles the start of a replacement that has exceeded its deadline. The nursery is blocked in that start. The
-    /// hanging child is killed first: then the start fails, or the worker fails if it had just started. If that does
-    /// not help, the nursery is killed, and all workers die with it.
+    /// Handles a replacement whose start has exceeded its deadline and blocks the nursery. Kills the hanging child
+    /// first. The start then fails, or, if the worker has started in the meantime, the worker fails. If that does not
+    /// help, kills the nursery, and all workers die with it.
     pub(super) fn on_hung_replace(&mut self, local_rank: u32) {
         let Current::Running(running) = &mut self.current else { return };
         let Some(nursery) = &mut self.nursery else { return };
@@ -131,9 +132,9 @@ impl Task {
     }
 }
 
-/// Kills a process if it is a child of `parent`. Returns true if the process was killed.
+/// Kills a process if it is a child of `parent`. Returns true if SIGKILL was sent.
 fn kill_child(parent: i32, child: i32) -> bool {
     let Ok(pidfd) = pidfd::open(child) else { return false };
-    // Check the parent after opening the pidfd, because the pid could otherwise have been reused.
+    // Check the parent after opening the pidfd, because the pid could be reused between a check and the opening.
     Status::of(child).is_some_and(|status| status.parent == parent) && pidfd::send_signal(&pidfd, libc::SIGKILL).is_ok()
 }

@@ -1,4 +1,4 @@
-//! Handles the module imports of a warm nursery, and the group that waits for them.
+//! Handles the module imports of a warm nursery, and a group that waits for them.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, NurseryEnd, StartFailure};
 use crate::sys::stage::Stage;
 
-/// Time after which the user is notified that the workers are still waiting for an import.
+/// Time after which the user is notified that workers are waiting for an import.
 const SLOW_IMPORT: Duration = Duration::from_secs(5);
 
 impl Task {
@@ -22,21 +22,21 @@ impl Task {
         self.config.nursery.iter().any(|image| matches!(image, NurseryImage::Warm(_)))
     }
 
-    /// Removes the warm programs from the configuration, so that all later nurseries are cold.
+    /// Removes the warm programs from the configuration, so that every later nursery is cold.
     pub(super) fn forget_warm(&mut self) {
         self.config.nursery.retain(|image| !matches!(image, NurseryImage::Warm(_)));
     }
 
-    /// Returns the programs for the nursery that starts this group. A group without warm workers does not wait for
-    /// imports, so its nursery is cold as well.
+    /// Returns the programs for the nursery that starts this group. If the group has no warm workers, the nursery is
+    /// cold, so that the group does not wait for imports.
     pub(super) fn images_for(&self, spec: &GroupSpec) -> Vec<NurseryImage> {
         let is_warm = spec.processes.iter().any(|process| process.warm);
         let fits = |image: &&NurseryImage| is_warm || !matches!(image, NurseryImage::Warm(_));
         self.config.nursery.iter().filter(fits).cloned().collect()
     }
 
-    /// Stops a nursery that is no longer needed, in the background. Closing the supervisor waits until the nursery has
-    /// exited.
+    /// Stops a nursery that is no longer needed. This happens in the background, but closing the supervisor waits for
+    /// it.
     pub(super) fn retire(&mut self, nursery: Nursery) {
         self.retire_by(async { _ = nursery.end(false, CLOSE_LIMIT).await });
     }
@@ -46,13 +46,12 @@ impl Task {
         self.retired.spawn_local(end);
     }
 
-    /// Arms the deadlines for the imports. Called again when a group starts to wait for the imports, because the end of
+    /// Sets the deadlines for the imports. Called again when a group starts to wait for the imports, because the end of
     /// the previous group has cleared all deadlines.
     pub(super) fn arm_import(&mut self) {
         if let Some(import) = self.nursery.as_ref().and_then(|nursery| nursery.import.as_ref()) {
-            // Keep an earlier deadline, because the time limit applies to all nurseries of one import together. There
-            // may be several nurseries, because a module may kill the nursery during its import, and the next nursery
-            // continues with the other modules.
+            // Keep an earlier deadline, because the time limit applies to the imports as a whole. They may take several
+            // nurseries: if a module kills the nursery, another nursery imports the remaining modules.
             self.deadlines.hasten(Timer::Warm, import.warm.limit, Instant::now());
             self.deadlines.hasten(Timer::SlowImport, SLOW_IMPORT, Instant::now());
         }
@@ -89,7 +88,7 @@ impl Task {
         }
     }
 
-    /// Kills a nursery that uses another version of the protocol. The job then continues as after a failed import.
+    /// Kills a nursery that uses another version of the protocol. The job then continues as if an import had failed.
     pub(super) fn on_other_build(&mut self) {
         if let Some(nursery) = &mut self.nursery {
             refuse(nursery);
@@ -102,8 +101,8 @@ impl Task {
         }
     }
 
-    /// Handles the death of a nursery during its imports. Returns false if a group is being started and no other
-    /// nursery can be launched.
+    /// Handles the death of a nursery during its imports. Returns false if no other nursery could be launched while a
+    /// group is being started.
     pub(super) fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, end: NurseryEnd) -> bool {
         if let Some(nursery) = self.import_rest(import, sentinel, end, false) {
             self.use_nursery(nursery);
@@ -112,8 +111,8 @@ impl Task {
         self.go_on_cold(end)
     }
 
-    /// Starts another nursery for the remaining modules, if a module has killed the previous nursery. Cleans up the
-    /// processes that the previous nursery has started. Returns `None` if no nursery was started.
+    /// Cleans up the processes of a nursery that died during its imports. If a module killed the nursery, starts
+    /// another nursery for the remaining modules. Returns `None` if no nursery was started.
     pub(super) fn import_rest(
         &mut self,
         import: Import,
@@ -140,8 +139,8 @@ impl Task {
         None
     }
 
-    /// Replaces the warm nursery with a cold one for the rest of the job. Returns false if that fails while a group is
-    /// being started.
+    /// Replaces the warm nursery with a cold one for the rest of the job. Returns false if the cold one could not be
+    /// launched while a group is being started.
     fn go_on_cold(&mut self, end: NurseryEnd) -> bool {
         self.disarm_import();
         self.forget_warm();
@@ -151,7 +150,7 @@ impl Task {
             self.start_what_waits();
             true
         } else {
-            // Do not report the error now, because the next start tries again and reports its own error.
+            // Do not report this error, because the next start tries again and reports its own error.
             self.waits_for_import = None;
             matches!(self.current, Current::Idle)
         }
@@ -170,9 +169,8 @@ impl Task {
     }
 }
 
-/// Kills a nursery that uses another version of the protocol. This can only be a warm nursery, because it is started
-/// from installed files, which may have been replaced since this process started. An embedded nursery is part of this
-/// program.
+/// Kills a nursery that uses another version of the protocol. It must be a warm nursery: its program is an installed
+/// file that may have been replaced since this process started. An embedded nursery is part of this program.
 pub(super) fn refuse(nursery: &mut Nursery) {
     if let Some(import) = &nursery.import {
         report::fail(

@@ -1,5 +1,5 @@
-//! Expiration timers of the running group: reads the FIFO, finds the processes that wrote its records, and handles
-//! expired timers.
+//! Handles the expiration timers of the running group: reads the FIFO, finds the process that wrote each record, and
+//! reports timers that have expired.
 //!
 //! The FIFO is not read while a group is being started, because a worker may write to it before the pids of all workers
 //! are known. See [`crate::timer`] for the invariants.
@@ -36,28 +36,29 @@ use crate::timer::lines::Lines;
 use crate::timer::record::{self, Record, Refusal, Request};
 use crate::timer::table::{Due, Terms, Timers, on_monotonic};
 
-/// Maximum number of bytes to read at once. The clock is checked after each read.
+/// Number of bytes to read at once. The clock is checked after each read.
 const PIECE: usize = libc::PIPE_BUF;
-/// Maximum time for reading before other tasks of the runtime run, so that the stop of a group never waits for it. The
-/// last read may exceed it. The limit is a time, because the cost of a record depends on the process that wrote it.
+/// Maximum time to read before other tasks of the runtime get their turn, so that reading does not delay the stop of a
+/// group. Only the last read may exceed it. This is a time and not a number of records, because the cost of a record
+/// depends on the process that wrote it.
 const SLICE: Duration = Duration::from_millis(1);
-/// Maximum number of bytes to read before expired timers are handled. Otherwise a writer that never stops could keep a
-/// hung worker alive.
+/// Maximum number of bytes to read before expired timers are handled. Without it, a process that writes all the time
+/// could keep a hung worker alive.
 const MAX_DRAIN: usize = 2 * CAPACITY as usize;
-/// Maximum number of processes that may have timers at the same time. Each of them needs a descriptor.
+/// Maximum number of processes that may have timers at the same time. Each of them uses a descriptor.
 const MAX_PROCESSES: usize = 512;
-/// Maximum number of ancestors to check when searching for the worker that a process descends from.
+/// Maximum number of ancestors to check when looking for the worker that a process descends from.
 const MAX_DEPTH: usize = 64;
 
-/// A process that may set timers, because it is a worker or a descendant of one.
+/// A process that may set timers: a worker or a descendant of one.
 struct Bound {
     pidfd: Arc<OwnedFd>,
     start_time: Option<u64>,
     local_rank: u32,
-    /// True if the process is about to get the signal of an expired timer. Until then, the process must not be removed
-    /// to make room for another one.
+    /// True if the process is about to get the signal of an expired timer. Such a process must not be removed to make
+    /// room for another one.
     is_due: bool,
-    /// Handle that cancels the wait for the exit of the process.
+    /// Handle that cancels the wait for the process's exit.
     wait: AbortHandle,
 }
 
@@ -75,7 +76,7 @@ pub(super) enum Ring {
 }
 
 pub(super) struct Watchdog {
-    /// The FIFO. The handle owns its file, because creating and removing a file may block on a file system.
+    /// Descriptor of the FIFO. The supervisor's handle owns the file, because creating and removing it may block.
     input: AsyncFd<OwnedFd>,
     alarm: TimerFd,
     rings: AsyncFd<OwnedFd>,
@@ -83,8 +84,8 @@ pub(super) struct Watchdog {
     lines: Lines,
     timers: Timers,
     bound: HashMap<i32, Bound>,
-    /// Pids that were found not to belong to a worker during the current read, so that each of them is looked up in
-    /// `/proc` only once.
+    /// Pids that were found not to belong to a worker during the current read, so that `/proc` is read only once for
+    /// each.
     strangers: HashSet<i32>,
     exits: JoinSet<()>,
     complaints: Complaints,
@@ -114,19 +115,19 @@ impl Watchdog {
         })
     }
 
-    /// Waits for the next event. Cancel-safe, because nothing is consumed before it is returned.
+    /// Waits for the next event. Cancel-safe, because every consumed event is returned at once.
     pub(super) async fn next(&mut self) -> Ring {
         let Self { input, rings, exits, .. } = self;
         loop {
             tokio::select! {
                 biased;
-                // Errors mean that the runtime is shutting down, and then this future is no longer polled.
+                // An error means that the runtime is shutting down, and this future is not polled after that.
                 Ok(mut ready) = rings.readable() => {
                     ready.clear_ready();
                     return Ring::Due;
                 }
                 Some(exited) = exits.join_next() => {
-                    // Otherwise the wait was cancelled, because the process has no timers.
+                    // An error means that the wait was cancelled, because the process was removed.
                     if exited.is_ok() {
                         return Ring::Exited;
                     }
@@ -137,7 +138,7 @@ impl Watchdog {
         }
     }
 
-    /// Removes all timers, because the group has ended. Returns a message about expired timers that were not reported
+    /// Removes all timers at the end of the group. Returns a message about expired timers that have not been reported
     /// yet.
     pub(super) fn clear(&mut self) -> Option<String> {
         self.timers.clear();
@@ -159,8 +160,8 @@ impl Watchdog {
     /// Sends a signal to a process that has set a timer.
     pub(super) fn signal(&self, pid: i32, signal: Signal) {
         if let Some(bound) = self.bound.get(&pid) {
-            // Ignore errors. ESRCH means that the process has exited. After any other error, for example for a set-uid
-            // program, the worker does not exit and is reported later.
+            // Ignore errors. ESRCH means that the process has exited. After any other error, for example because the
+            // process runs a set-uid program, the worker keeps running and is reported later.
             let _ = pidfd::send_signal(&bound.pidfd, signal.number());
         }
     }
@@ -170,8 +171,8 @@ impl Watchdog {
         self.timers.remove_process(pid);
     }
 
-    /// Removes the timers of processes that have exited, even if their exits were not reported yet, because a new
-    /// process may already have the same pid (**TIM-5**).
+    /// Removes the timers of processes that have exited, including exits that have not been reported yet, because the
+    /// kernel may already have reused the pids (**TIM-5**).
     fn forget_ended(&mut self) {
         let pids: Vec<i32> = self.bound.keys().copied().collect();
         let pidfds: Vec<_> = pids.iter().map(|pid| self.bound[pid].pidfd.as_fd()).collect();
@@ -191,15 +192,15 @@ impl Watchdog {
         self.armed = next;
         // Use at least one nanosecond, because zero would disarm the timer.
         let at = next.map(|at| Expiration::OneShot(TimeSpec::from_duration(Duration::from_nanos(at.0.max(1)))));
-        // Ignore an error, because the kernel only rejects times that are more than a lifetime away.
+        // Ignore an error, because the kernel rejects only times that are more than a human lifetime away.
         let _ = match at {
             Some(at) => self.alarm.set(at, TimerSetTimeFlags::TFD_TIMER_ABSTIME),
             None => self.alarm.unset(),
         };
     }
 
-    /// Reads the data that is available, up to `limit` bytes. Stops after the first read that exceeds the time `slice`.
-    /// Reports rejected records to `tell`.
+    /// Reads the available data, at most about `limit` bytes. Stops early after the first read that ends later than
+    /// `slice` after the start. Reports rejected records to `tell`.
     fn read(&mut self, limit: usize, slice: Duration, running: Option<&Running>, tell: &mut impl FnMut(String)) {
         self.forget_ended();
         self.strangers.clear();
@@ -257,8 +258,8 @@ impl Watchdog {
         Ok(())
     }
 
-    /// Opens a process that sets a timer, and finds the worker that it belongs to. Returns false if the process has
-    /// exited.
+    /// Opens a pidfd for a process that sets a timer, and finds the worker to which the process belongs. Returns false
+    /// if the process has exited.
     fn bind(&mut self, pid: i32, running: Option<&Running>) -> Result<bool, Refusal> {
         if self.bound.contains_key(&pid) {
             return Ok(true);
@@ -274,8 +275,8 @@ impl Watchdog {
         };
         let local_rank = running.and_then(|running| running.worker_of(pid));
         let start_time = Stat::of(pid).and_then(|stat| stat.field(START_TIME));
-        // Check that the process is still alive. Otherwise the data from `/proc` may be about another process with the
-        // same pid.
+        // Check that the process is still alive. Otherwise, the data from `/proc` may be about another process that has
+        // got the same pid.
         if watch::ended(&[pidfd.as_fd()]) == [true] {
             return Ok(false);
         }
@@ -291,15 +292,15 @@ impl Watchdog {
         }
         let watched = register(Arc::clone(&pidfd), Interest::READABLE).map_err(|_| Refusal::Full)?;
         let wait = self.exits.spawn(async move {
-            // An error means that the runtime is shutting down.
+            // Ignore an error, which means that the runtime is shutting down.
             let _ = watched.readable().await;
         });
         self.bound.insert(pid, Bound { pidfd, start_time, local_rank, is_due: false, wait });
         Ok(true)
     }
 
-    /// Returns the expired timers. Reads the FIFO first, so that a release which was written in time counts
-    /// (**TIM-2**).
+    /// Returns the timers that have expired. Reads the FIFO first, so that timers that were released in time are not
+    /// among them (**TIM-2**).
     fn expired(&mut self, running: Option<&Running>, tell: &mut impl FnMut(String)) -> Vec<TimerExpired> {
         let mut expired = Vec::new();
         if self.timers.next().is_some_and(|at| at <= Stamp::now()) {
@@ -338,7 +339,7 @@ impl Bound {
     }
 }
 
-/// Wall clock and monotonic clock, read at the same time.
+/// Readings of the wall clock and the monotonic clock at the same moment.
 #[derive(Clone, Copy)]
 struct Clocks {
     wall: f64,
@@ -353,8 +354,8 @@ impl Clocks {
 }
 
 impl Running {
-    /// Returns the local rank of the worker that this process is or descends from. An orphan is assigned to the worker
-    /// that leads its session.
+    /// Returns the local rank of the worker to which this process belongs: the process itself, its closest ancestor
+    /// that is a worker, or, for an orphan, the worker that leads its session.
     pub(super) fn worker_of(&self, pid: i32) -> Option<u32> {
         let mut ancestor = pid;
         for _ in 0..MAX_DEPTH {
@@ -380,8 +381,9 @@ impl Task {
 
     pub(super) async fn on_ring(&mut self, ring: &Ring) {
         self.take_ring(ring);
-        // Yield to the runtime. A FIFO that is always readable does not use up the task's budget, so this task would
-        // otherwise run as long as any process writes to the FIFO, and sockets and timers would not be polled.
+        // Yield to the runtime. Reading a FIFO that is always readable does not use up the task's budget. Without the
+        // yield, this task would run, and sockets and timers would not be polled, as long as any process keeps writing
+        // to the FIFO.
         tokio::task::yield_now().await;
     }
 
@@ -394,13 +396,13 @@ impl Task {
         let mut tell = |message| self.shared.queue.push(Event::Degraded { message });
         match ring {
             Ring::Readable => watchdog.read(MAX_DRAIN, SLICE, running, &mut tell),
-            // The kernel timer has fired, so it is no longer armed.
+            // The kernel timer has fired, so it is not armed anymore.
             Ring::Due => watchdog.armed = None,
             Ring::Exited => watchdog.forget_ended(),
         }
         let mut expired = watchdog.expired(running, &mut tell);
         watchdog.arm();
-        // Report only a limited number of expired timers that have no signal (**TIM-4**).
+        // Limit the number of reports about expired timers without a signal (**TIM-4**).
         expired.retain(|timer| {
             if timer.signal.is_some() {
                 return true;
