@@ -1,8 +1,9 @@
 //! Commands of the test worker that fork.
 //!
-//! Commands that fork without end enforce limits themselves, in memory that all their processes share: a time limit of
-//! two seconds, a maximum number of forks, and a maximum number of live processes. A process that reaches the time
-//! limit prints the line `LIMIT`, so that a test can tell whether the processes were killed or stopped by themselves.
+//! Commands that would fork forever limit themselves: to two seconds, to a maximum number of forks, and to a maximum
+//! number of live processes. The numbers are counted in memory that all processes of a command share. A process that
+//! stops because of a limit prints the line `LIMIT`, so that a test can tell whether the processes were killed or
+//! stopped by themselves.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -36,7 +37,7 @@ impl Limits {
         Ok(unsafe { memory.cast::<Self>().as_ref() })
     }
 
-    /// Counts one more process. Returns true if the limits allow it.
+    /// Counts a process that is about to be started. Returns true if the limits allow it.
     fn admit(&self) -> bool {
         let forks = self.forks.fetch_add(1, Ordering::SeqCst);
         let live = self.live.fetch_add(1, Ordering::SeqCst);
@@ -58,9 +59,9 @@ fn forked() -> Result<ForkResult, Problem> {
     Ok(unsafe { fork() }?)
 }
 
-/// `cleaner FILE`: starts a child that creates the file and prints its own pid. The child removes the file once this
-/// process and all processes that it starts later have exited. With `cleaner FILE stubborn`, the child never removes
-/// the file. Like the resource tracker of multiprocessing, the child ignores SIGINT and SIGTERM.
+/// `cleaner FILE`: starts a child that creates the file and prints the child's pid. The child removes the file once
+/// this process, and all processes that this process starts later, have exited. With `cleaner FILE stubborn`, the child
+/// never removes the file. Like the resource tracker of multiprocessing, the child ignores SIGINT and SIGTERM.
 pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     let path = request.next()?;
     let is_stubborn = request.next().is_ok();
@@ -80,7 +81,7 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     }
     drop((reader, started));
     nix::unistd::read(&waits, &mut [0])?;
-    // Start another process that holds the pipe open.
+    // Start another process that keeps the pipe open.
     if let ForkResult::Child = forked()? {
         pause_for_ever();
     }
@@ -88,12 +89,12 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     pause_for_ever();
 }
 
-/// Kind of grandchild that [`daemonise`] starts.
+/// Kind of grandchild to start with [`daemonise`].
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Daemon {
     /// An ordinary process that waits.
     Ordinary,
-    /// A process that resets its token, like a process that intends to outlive the job.
+    /// A process that resets its token, as a process does that intends to outlive the job.
     Exempt,
     /// A process whose main thread has exited while another thread is waiting.
     Headless,
@@ -122,7 +123,7 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     drop(writer);
     let mut pid = [0; 4];
     nix::unistd::read(&reader, &mut pid)?;
-    // Wait until the grandchild is set up. It closes the pipe then.
+    // Wait until the grandchild is set up. It then closes the pipe.
     nix::unistd::read(&reader, &mut [0])?;
     nix::sys::wait::wait()?;
     say(&i32::from_le_bytes(pid).to_string())?;
@@ -130,8 +131,8 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     pause_for_ever();
 }
 
-/// Exits the main thread while the process continues, like `pthread_exit` in `main`. Drops `until` once the main thread
-/// has exited.
+/// Exits only the main thread, like `pthread_exit` in `main`, so that the process continues. Another thread drops
+/// `until` once the main thread has exited.
 fn end_main_thread(until: OwnedFd) -> ! {
     let me = getpid().as_raw();
     std::thread::spawn(move || {
@@ -144,7 +145,7 @@ fn end_main_thread(until: OwnedFd) -> ! {
     unreachable!("it does not return");
 }
 
-/// `tree DEPTH`: starts a binary tree of processes with this depth. All of them ignore SIGTERM and wait.
+/// `tree DEPTH`: starts a binary tree of processes with this depth. All of them ignore SIGTERM, and wait.
 pub fn tree(request: &mut Request) -> Result<(), Problem> {
     set(Signal::SIGTERM, SigHandler::SigIgn)?;
     let mut depth: u32 = request.number()?;
@@ -164,7 +165,7 @@ pub fn tree(request: &mut Request) -> Result<(), Problem> {
     }
     drop(writer);
     if getpid() == root {
-        // Wait until every process has started its children. The pipe is closed then.
+        // Wait until every process has started its children. All copies of the writer are closed then.
         nix::unistd::read(&reader, &mut [0])?;
         ready()?;
     }
@@ -201,8 +202,8 @@ pub fn bomb() -> Result<(), Problem> {
     limits.leave()
 }
 
-/// `chain`: forks, and the parent exits. The child leaves the session and does the same. At most two of these processes
-/// exist at a time.
+/// `chain`: forks again and again. After each fork, the parent exits and the child leaves the session. At most two of
+/// these processes exist at a time.
 pub fn chain() -> Result<(), Problem> {
     let (limits, start) = begin()?;
     while start.elapsed() < TIME_LIMIT && limits.admit() {

@@ -3,8 +3,8 @@
 //!
 //! The test serves the file system through FUSE. It replies to all requests except the first request for the file's
 //! content, so the only page of the file stays locked. The command `hang-in-map` reads the file in one thread and then
-//! maps it in another. The kernel waits for the page, cannot be interrupted, and holds the lock of the process's memory
-//! map.
+//! maps it in another. To map the file, the kernel waits for the locked page. It cannot be interrupted then, and holds
+//! the lock of the process's memory map.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
@@ -25,14 +25,14 @@ const INTERRUPT: u32 = 36;
 const BATCH_FORGET: u32 = 42;
 
 const HEADER: usize = 40;
-/// Flags in the reply to an open request, which bypass the page cache. The kernel then invalidates the cached pages of
-/// the file before each mapping, but not when the file is opened.
+/// Flags in the reply to an open request that make this open file bypass the page cache. Before such a file is mapped,
+/// but not when it is opened, the kernel invalidates the cached pages of the file.
 const UNCACHED: u32 = 1 | 2;
 const NOT_THERE: i32 = -libc::ENOSYS;
 const A_YEAR: u64 = 31_536_000;
 
-/// A file whose reads hang while this value exists. Dropping the value makes the reads fail, so that the hanging
-/// processes continue.
+/// A file whose reads hang as long as this value exists. When it is dropped, the reads fail and the hanging processes
+/// continue.
 #[derive(Debug)]
 pub struct HungFile {
     folder: PathBuf,
@@ -40,8 +40,8 @@ pub struct HungFile {
 }
 
 impl HungFile {
-    /// Mounts the file for this thread and the processes that it starts later. `None` if this thread may not mount file
-    /// systems.
+    /// Mounts the file for this thread and for processes that this thread starts later. `None` if the thread may not
+    /// mount file systems.
     pub fn new(folder: &Path) -> Option<Self> {
         unshare(CloneFlags::CLONE_NEWNS).ok()?;
         let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
@@ -62,20 +62,20 @@ impl HungFile {
 
 impl Drop for HungFile {
     fn drop(&mut self) {
-        // With `MNT_FORCE`, the kernel fails all open requests, and the server's next read reaches the end of the
-        // stream.
+        // With `MNT_FORCE`, the kernel aborts all pending requests. The server's next read then returns no request, so
+        // the server exits.
         umount2(&self.folder, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH).expect("it is mounted");
         self.server.take().map(JoinHandle::join).transpose().expect("a server that ended");
     }
 }
 
-/// Hangs forever. Opens the file a second time without the page cache and maps it. The kernel then waits until it can
-/// invalidate the cached page, which the read of the other thread has locked.
+/// Hangs as long as the [`HungFile`] exists. Starts to read the file in another thread, which locks its page in the
+/// cache. Then opens the file a second time, without the cache, and maps it. The mapping waits until the kernel can
+/// invalidate the locked page.
 pub fn hang_in_map(path: &Path) -> std::io::Result<()> {
     let mut cached = File::open(path)?;
     thread::spawn(move || cached.read(&mut [0; 1]));
-    // This call returns only after the other thread has started to read, because the server delays its reply until
-    // then.
+    // This call returns only once the other thread has started to read, because the server delays its reply until then.
     let uncached = File::open(path)?;
     let length = std::num::NonZeroUsize::MIN;
     let (prot, flags) = (nix::sys::mman::ProtFlags::PROT_READ, nix::sys::mman::MapFlags::MAP_PRIVATE);
@@ -84,7 +84,7 @@ pub fn hang_in_map(path: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Replies to requests of the kernel until the file system is unmounted.
+/// Replies to the kernel's requests until the file system is unmounted.
 fn serve(mut device: File) {
     let mut request = vec![0; 1 << 17];
     let (mut opened, mut is_read, mut waits) = (0, false, None);
@@ -95,7 +95,7 @@ fn serve(mut device: File) {
         let node = u64::from_ne_bytes(request[16..24].try_into().expect("eight bytes"));
         let mut answer = |unique, body: &[u8]| reply(&mut device, unique, 0, body);
         match opcode {
-            // Reply with protocol version 7.31 and no optional features, in 64 bytes.
+            // Reply with protocol version 7.31 and without optional features. The body has 64 bytes.
             INIT => answer(unique, &words(&[7, 31, 0, 0, 0, 4096, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0])),
             LOOKUP => answer(unique, &[longs(&[2, 0, A_YEAR, A_YEAR, 0]), attributes(2)].concat()),
             GETATTR => answer(unique, &[longs(&[A_YEAR, 0]), attributes(node)].concat()),
@@ -124,7 +124,7 @@ fn reply(device: &mut File, unique: u64, error: i32, body: &[u8]) {
     let _ = device.write_all(&[header, longs(&[unique]), body.to_vec()].concat());
 }
 
-/// Returns the attributes of the root folder, which is node 1, or of the file.
+/// Returns the attributes of a node: of the root folder for node 1, of the file for any other node.
 fn attributes(node: u64) -> Vec<u8> {
     let mode = if node == 1 { libc::S_IFDIR | 0o755 } else { libc::S_IFREG | 0o644 };
     [longs(&[node, 4096, 8, 0, 0, 0]), words(&[0, 0, 0, mode, 1, 0, 0, 0, 4096, 0])].concat()

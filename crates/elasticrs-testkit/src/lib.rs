@@ -1,7 +1,7 @@
-//! Helpers for tests: processes that are running, and leaked processes and descriptors.
+//! Helpers for tests that start processes: they wait for state changes, and check for leaked processes and descriptors.
 //!
-//! Time limits in this module only prevent tests from hanging. They are never part of what a test measures. A failing
-//! helper panics, so that the test fails.
+//! The time limits in this module only keep tests from hanging. They are not part of what a test measures. A helper
+//! that fails panics, so that the test fails.
 #![allow(clippy::missing_panics_doc)]
 
 use std::fs;
@@ -15,11 +15,10 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 pub mod hung_file;
 
-/// Maximum time that a test waits for a condition.
+/// Maximum time to wait for a condition before the test fails.
 pub const HANG_GUARD: Duration = Duration::from_secs(40);
 
-/// Returns the path of the program `testkit-worker`, which is built into the folder of the running test or one above
-/// it.
+/// Returns the path of the program `testkit-worker`. It is in the folder of the running test, or in a folder above it.
 pub fn worker_program() -> PathBuf {
     let test = std::env::current_exe().expect("a running program has a path");
     let built = test.ancestors().map(|folder| folder.join("testkit-worker")).find(|path| path.is_file());
@@ -40,7 +39,7 @@ pub fn wait_readable(fd: impl AsFd, what: &str) {
     }
 }
 
-/// Polls for a condition that has no notification.
+/// Polls until a condition is true. For conditions that have no notification.
 pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !is_so() {
@@ -49,7 +48,7 @@ pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Polls until the process is in this state, because only its parent is notified of state changes.
+/// Polls until the process is in this state. The kernel notifies only the parent of a process of state changes.
 pub fn wait_for_state(pid: i32, letter: char) {
     wait_until(&format!("process {pid} in state {letter}"), || state(pid) == Some(letter));
 }
@@ -77,7 +76,7 @@ pub fn is_running(pid: i32) -> bool {
     state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
 
-/// Returns the state of a process: the letter in `/proc/PID/stat`. `None` if there is no such process.
+/// Returns the state of a process, which is a letter in `/proc/PID/stat`. `None` if there is no such process.
 pub fn state(pid: i32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(')')?.1.trim_start().chars().next()
@@ -93,7 +92,7 @@ pub fn children() -> Vec<i32> {
         .collect()
 }
 
-/// Returns the sorted open descriptors of this process, except the one that is opened to list them.
+/// Returns the open descriptors of this process in ascending order, except the one that is opened to list them.
 pub fn open_fds() -> Vec<RawFd> {
     let folder = nix::dir::Dir::open("/proc/self/fd", nix::fcntl::OFlag::O_RDONLY, nix::sys::stat::Mode::empty());
     let mut folder = folder.expect("/proc is mounted");
@@ -104,7 +103,7 @@ pub fn open_fds() -> Vec<RawFd> {
     fds
 }
 
-/// Asserts that this process has no child, not even a zombie. In a child subreaper, orphaned descendants count as
+/// Asserts that this process has no children, not even zombies. In a child subreaper, orphaned descendants are
 /// children, too.
 pub fn assert_no_children() {
     // SAFETY: null pointers are allowed, because only the return value is needed.

@@ -1,7 +1,7 @@
-//! A test worker that misbehaves in the way that its command line requests.
+//! A worker for tests that behaves, and misbehaves, as its command line requests.
 //!
 //! Usage: `testkit-worker COMMAND [ARGUMENT …]`. Each command prints the line `READY` on standard output once its
-//! signal handlers are installed. Commands that print facts about their processes print them before that line.
+//! signal handlers are installed. If a command prints facts about its processes, it does so before that line.
 
 mod forking;
 mod old_kernel;
@@ -30,7 +30,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Arguments of the command line that are not parsed yet.
+/// Command-line arguments that have not been parsed yet.
 struct Request {
     arguments: std::iter::Skip<std::env::Args>,
 }
@@ -89,7 +89,7 @@ fn run() -> Result<ExitCode, Problem> {
         }
         "segv" => {
             ready()?;
-            // Reset the handler first, because the handler of the standard library would print a message.
+            // Reset the handler first, because the one from the standard library would print a message.
             set(Signal::SIGSEGV, SigHandler::SigDfl)?;
             // SAFETY: this write is not safe. It crashes the process on purpose.
             unsafe { std::ptr::null_mut::<u8>().write_volatile(1) };

@@ -1,4 +1,4 @@
-//! Runs a program as on an older kernel. A seccomp filter denies newer system calls.
+//! Runs a program as if on an older kernel: a seccomp filter denies newer system calls.
 
 use std::ffi::CString;
 use std::io;
@@ -7,17 +7,18 @@ use libc::{sock_filter, sock_fprog};
 
 use super::{Problem, Request};
 
-/// Offsets in `struct seccomp_data` of the system call number and the lower half of the fourth argument.
+/// Offsets of the system call number and of the lower half of the fourth argument in `struct seccomp_data`.
 const NUMBER: u32 = 0;
 const FOURTH_ARGUMENT: u32 = 16 + 3 * 8;
 
-/// Codes of the seccomp instructions that are used: load a word from a fixed offset, jump if equal, and return.
+/// Codes of the BPF instructions used here: load a word from a fixed offset, jump if equal, and return.
 const LOAD: u16 = 0x20;
 const JUMP_IF_EQUAL: u16 = 0x15;
 const RETURN: u16 = 0x06;
 
-/// `old-kernel NAME[,NAME…] PROGRAM [ARGUMENT …]`: executes the program with the named system calls denied. The name
-/// `group_signal` denies only calls of `pidfd_send_signal` with flags. Descendants of the program inherit the filter.
+/// `old-kernel NAME[,NAME…] PROGRAM [ARGUMENT …]`: executes the program in an environment that denies the named system
+/// calls. For the name `group_signal`, only calls of `pidfd_send_signal` with flags are denied. Descendants of the
+/// program inherit the filter.
 pub(super) fn run(request: &mut Request) -> Result<std::convert::Infallible, Problem> {
     let filter = request.next()?.split(',').map(denial).collect::<Result<Vec<_>, _>>()?.concat();
     deny([filter, vec![statement(RETURN, libc::SECCOMP_RET_ALLOW)]].concat())?;

@@ -6,7 +6,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use crate::{Problem, Request, ready, say};
 
-/// `lines N BYTES`: prints N lines of BYTES bytes each, including the newline. Each line starts with its number.
+/// `lines N BYTES`: prints N lines. Each line starts with its number and has BYTES bytes, including the newline.
 pub fn lines(request: &mut Request) -> Result<(), Problem> {
     let (count, bytes): (u64, usize) = (request.number()?, request.number()?);
     ready()?;

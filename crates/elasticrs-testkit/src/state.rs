@@ -1,4 +1,4 @@
-//! Commands of the test worker that print the state in which it was started.
+//! Commands of the test worker that print facts about the process, or allocate memory.
 
 use std::fs;
 
@@ -31,7 +31,7 @@ pub fn directory() -> Result<(), Problem> {
     ready()
 }
 
-/// `fds`: prints the open descriptors, one on each line, with the file that each of them refers to.
+/// `fds`: prints each open descriptor on its own line, followed by the file that it refers to.
 pub fn descriptors() -> Result<(), Problem> {
     for fd in elasticrs_testkit::open_fds() {
         let target = fs::read_link(format!("/proc/self/fd/{fd}"))?;
@@ -40,7 +40,7 @@ pub fn descriptors() -> Result<(), Problem> {
     ready()
 }
 
-/// `sigmask`: prints the lines `SigBlk`, `SigIgn` and `SigCgt` of `/proc/self/status`. They include the changes made by
+/// `sigmask`: prints the lines `SigBlk`, `SigIgn` and `SigCgt` of `/proc/self/status`. They also show changes made by
 /// the Rust runtime, which ignores SIGPIPE and handles SIGSEGV and SIGBUS.
 pub fn signals() -> Result<(), Problem> {
     let status = fs::read_to_string("/proc/self/status")?;

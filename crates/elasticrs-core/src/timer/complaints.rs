@@ -15,7 +15,7 @@ struct Kind {
     last: Option<Instant>,
 }
 
-/// Numbers of rejected timer records, by reason.
+/// Counts of rejected timer records, by reason.
 #[derive(Debug, Default)]
 pub struct Complaints {
     kinds: BTreeMap<Refusal, Kind>,
@@ -37,17 +37,17 @@ impl Complaints {
 }
 
 /// Maximum number of expired timers without a signal to report in each [`INTERVAL`]. A program may cause thousands of
-/// them in a second.
+/// them within a second.
 pub const MAX_TOLD: u32 = 64;
 
-/// Returns the message about expired timers that were not reported individually. `None` if there were none.
+/// Returns a message with the number of expired timers that were not reported individually. `None` if that is zero.
 pub fn more_timers(count: u64) -> Option<String> {
     let timers = if count == 1 { "timer" } else { "timers" };
     (count > 0)
         .then(|| format!("{count} more {timers} expired without a signal: at most {MAX_TOLD} a minute are reported"))
 }
 
-/// Returns the beginning of a record, with control characters escaped so that it is safe to print on a terminal.
+/// Returns the beginning of a record, with control characters escaped so that a terminal can safely display it.
 pub fn excerpt(line: &[u8]) -> String {
     const SHOWN: usize = 120;
     let more = if line.len() > SHOWN { "…" } else { "" };

@@ -1,4 +1,4 @@
-//! Creates, opens, reads and removes the FIFO for timer records.
+//! Creates and removes the FIFO for timer records.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -12,32 +12,32 @@ use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 
 /// Capacity of the FIFO in bytes. It has room for about 5,000 records, so that workers do not block while the agent
-/// waits for a CPU. A larger capacity requires privileges by default.
+/// waits for a CPU. By default, a larger capacity requires privileges.
 pub const CAPACITY: i32 = 1 << 20;
 
-/// A FIFO that only this process reads. Dropping this value removes the FIFO and the directory that was created for it.
+/// A FIFO that only this process reads. Dropping it removes the file, and its directory if one was created for it.
 #[derive(Debug)]
 pub struct Fifo {
     path: PathBuf,
     directory: Option<PathBuf>,
-    /// The FIFO, opened for reading and writing, so that a read without any writers does not return the end of the
-    /// file. The lock shows other processes of this program that the FIFO is in use.
+    /// The FIFO, opened for both reading and writing. Otherwise, a read would return the end of the file while no
+    /// process has the FIFO open for writing. The lock shows other instances of this program that the FIFO is in use.
     file: Flock<File>,
 }
 
 impl Fifo {
     /// Creates a FIFO at `path`, or in a new directory that only this user can enter.
     ///
-    /// Takes over a FIFO that was left behind by a killed process. Such a FIFO belongs to this user, no other user may
-    /// open it, and no process reads it. Any other existing file is left unchanged: fails with `EEXIST` if another file
-    /// is at `path`, and with `EBUSY` if another process reads the FIFO. Creating and dropping a FIFO blocks if the file
-    /// system hangs.
+    /// If a FIFO at `path` was left behind by a killed process, takes it over. Such a FIFO belongs to this user, other
+    /// users have no access to it, and no process reads it. Otherwise, leaves an existing file unchanged and fails:
+    /// with `EBUSY` if another process reads the FIFO, and with `EEXIST` for any other file. Creating and dropping a
+    /// FIFO blocks if the file system hangs.
     pub fn create(path: Option<&Path>) -> io::Result<Self> {
         let Some(path) = path else {
             let directory = make_directory()?;
             let path = directory.join("timers");
             return Self::at(path, Some(directory.clone())).inspect_err(|_| {
-                // Ignore an error during clean-up, because the caller needs the original error.
+                // Ignore an error of the clean-up, because the caller needs the original error.
                 let _ = fs::remove_dir(&directory);
             });
         };
@@ -50,16 +50,15 @@ impl Fifo {
             made => {
                 made?;
                 take(&path).inspect_err(|error| {
-                    // Do not remove the FIFO if another process has locked it first.
+                    // If another process was the first to lock the FIFO, do not remove it.
                     if error.kind() != io::ErrorKind::ResourceBusy {
-                        // Ignore an error during clean-up, because the caller needs the original error.
+                        // Ignore an error of the clean-up, because the caller needs the original error.
                         let _ = fs::remove_file(&path);
                     }
                 })
             }
         }?;
-        // Ignore an error, which occurs if the pipes of this user already use too much memory. The FIFO then has a
-        // smaller capacity.
+        // Ignore an error. If the pipes of this user already use too much memory, the FIFO keeps its smaller capacity.
         let _ = fcntl(&*file, FcntlArg::F_SETPIPE_SZ(CAPACITY));
         Ok(Self { path, directory, file })
     }
@@ -82,7 +81,7 @@ impl Fifo {
 
 impl Drop for Fifo {
     fn drop(&mut self) {
-        // Remove the file only if it is still this FIFO, because another process may have removed or replaced it.
+        // Remove the file only if it is still this FIFO. Another process may have removed or replaced it.
         if self.is_still_there() {
             let _ = fs::remove_file(&self.path);
         }
@@ -92,7 +91,7 @@ impl Drop for Fifo {
     }
 }
 
-/// Opens an existing FIFO and locks it, so that no other process of this program reads it.
+/// Opens an existing FIFO and locks it, so that no other instance of this program can use it.
 fn take(path: &Path) -> io::Result<Flock<File>> {
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
     let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
@@ -109,7 +108,7 @@ fn in_use() -> io::Error {
 
 fn check_abandoned(path: &Path) -> io::Result<()> {
     let there = fs::symlink_metadata(path)?;
-    // Reject a FIFO that other users can open, because this program did not create it.
+    // Reject a FIFO that other users can open. It was not created by this program.
     let is_ours = there.mode() == libc::S_IFIFO | 0o600 && there.uid() == nix::unistd::geteuid().as_raw();
     if !is_ours {
         return Err(Errno::EEXIST.into());
@@ -202,7 +201,7 @@ mod tests {
         let (ours, theirs) = (directory.path().join("ours"), directory.path().join("theirs"));
         mkfifo(&theirs, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-        // The limit does not affect descriptors that are already open.
+        // The limit applies only to new descriptors, not to those that are already open.
         setrlimit(Resource::RLIMIT_NOFILE, 0, hard).unwrap();
         let refused = [&ours, &theirs].map(|path| Fifo::create(Some(path)).unwrap_err().raw_os_error());
         setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();

@@ -1,27 +1,27 @@
-//! Decides which ranks hang. The input is the heartbeats and the output lines of the ranks. The result is a verdict, or
+//! Decides which ranks hang, from the heartbeats and output lines of the ranks. The result of a check is a verdict or
 //! the time of the next check. Uses no clock and no I/O.
 //!
-//! A sign of life of a rank is a heartbeat or, if no rank sends heartbeats, an output line of any rank. All times are
-//! nanoseconds of the monotonic clock. Invariants, cited by the tests:
+//! A sign of life of a rank is a heartbeat. If no rank sends heartbeats, an output line of any rank is a sign of life
+//! of all ranks. All times are nanoseconds of the monotonic clock. Invariants, cited by the tests:
 //!
 //! - **HANG-1** a rank is hung only if its limit has passed since its last sign of life. Before its first sign of life,
 //!   it is hung only if there is a limit for the start and that limit has passed;
-//! - **HANG-2** time in which no rank could run does not count. This is the time for which the group was suspended, and
-//!   the time by which calls of [`Watch::look`] were late, because they are due at least every [`LOOK_EVERY`];
-//! - **HANG-3** the next check is due no later than the first moment at which a rank can exceed its limit for steps.
-//!   Only [`LEAST_WAIT`] may delay it, so that a very short limit does not keep the caller busy;
+//! - **HANG-2** time in which no rank could run does not count. This is the time for which the group was suspended. It
+//!   is also the delay of a late call of [`Watch::look`], because calls are due at least every [`LOOK_EVERY`];
+//! - **HANG-3** the next check is due no later than any rank can exceed its limit for steps, but at least
+//!   [`LEAST_WAIT`] later, so that a very short limit does not keep the caller busy;
 //! - **HANG-4** output lines count only while no rank has sent a heartbeat, and then only if all ranks are silent;
 //! - **HANG-5** no rank is blamed because of a check that was made before or while the group was suspended. The ranks
 //!   are checked again instead;
 //! - **HANG-6** a rank that has given a sign of life since the check is not hung, see [`still_late`];
 //! - **HANG-7** [`Watch::unwatched`] only returns ranks to which no limit applies, and only once for each group;
-//! - **HANG-8** the replacement of a rank lasts until the first sign of life of its new process. This time does not
-//!   count for the other ranks, because they may be waiting for the replaced rank. The time from their last sign of
-//!   life to the start of the replacement does not count either. During a replacement, at least [`LOOK_FOR_ABSENT`]
-//!   passes between two checks;
+//! - **HANG-8** time in which a rank is being replaced does not count for the other ranks, because they may be waiting
+//!   for that rank. It ends with the first sign of life of the rank's new process. For the other ranks, the time from
+//!   their last sign of life to the start of the replacement does not count either. During a replacement, at least
+//!   [`LOOK_FOR_ABSENT`] passes between two checks;
 //! - **HANG-9** after the program of a rank has returned, only the limit for the exit applies to the rank, and not the
-//!   limit for steps. After a later heartbeat, the limit for steps applies again, because a background thread is still
-//!   training.
+//!   limit for steps. If another heartbeat follows, the limit for steps applies again, because a background thread is
+//!   still training.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -34,12 +34,11 @@ pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 pub const LEAST_WAIT: Duration = Duration::from_millis(1);
 /// Minimum time between two calls of [`Watch::look`] while a rank is being replaced.
 pub const LOOK_FOR_ABSENT: Duration = Duration::from_millis(100);
-/// If a call of [`Watch::look`] is late by more than this, the agent or the whole machine must have been stopped for a
-/// while.
+/// Delay of a call of [`Watch::look`] from which the agent or the whole machine must have been stopped for a while.
 const SLACK: Duration = Duration::from_secs(1);
-/// Minimum of a learned limit, unless the user sets another minimum.
+/// Shortest limit that can be learned, unless the user sets another minimum.
 pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
-/// Limit for steps that applies until the durations of [`ENOUGH_STEPS`] steps are known.
+/// Limit for steps until the durations of [`ENOUGH_STEPS`] steps are known.
 pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
 /// Number of step durations that must be known before a limit is learned from them.
 pub const ENOUGH_STEPS: usize = 16;
@@ -49,43 +48,43 @@ pub const ENOUGH_STEPS: usize = 16;
 pub enum StepLimit {
     /// A fixed limit.
     Fixed(Duration),
-    /// Limit that is learned from the durations of the job's steps, see [`learned`]. It is never shorter than the
-    /// duration in this variant.
+    /// A limit that is learned from the durations of the job's steps, see [`learned`]. The duration in this variant is
+    /// the minimum of the limit.
     Learned(Duration),
 }
 
 /// Time limits for the ranks of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Limit between two heartbeats of a rank. If no rank sends heartbeats, the limit between two output lines.
+    /// Time limit between two heartbeats of a rank or, if no rank sends heartbeats, between two output lines.
     pub step: StepLimit,
-    /// Limit from the start of a rank's process to its first sign of life. `None` if there is no limit.
+    /// Time limit from the start of a rank's process to its first sign of life. `None` if there is no limit.
     pub startup: Option<Duration>,
-    /// Limit from the return of a rank's program to the exit of its process. `None` if there is no limit.
+    /// Time limit from the return of a rank's program to the exit of its process. `None` if there is no limit.
     pub exit: Option<Duration>,
 }
 
-/// The last heartbeat of a rank, with its step and section.
+/// The last heartbeat of a rank, and the step and section in which it was sent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Beat {
     pub last: u64,
     pub step: Option<u64>,
     pub section: Option<Section>,
-    /// True if the program has returned and the process is exiting. `last` is then the time at which the program
-    /// returned.
+    /// True if the program has returned and the process is exiting. `last` is then the time of that return.
     pub is_exiting: bool,
-    /// Time of the last heartbeat before the program returned. `None` if the process is not exiting.
+    /// Time of the last heartbeat before the program returned. `None` if the process is not exiting, or if there was
+    /// none.
     pub before_exit: Option<u64>,
-    /// Durations of the last steps, in nanoseconds.
+    /// Durations of the most recent steps, in nanoseconds.
     pub steps: Vec<u64>,
 }
 
-/// Section of the program that has its own time limit.
+/// A section of the program with its own time limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Section {
     pub name: String,
-    /// Limit in nanoseconds, measured from the start of the section or the last heartbeat in it. `None` if there is no
-    /// limit.
+    /// Time limit in nanoseconds, measured from the start of the section or from the last heartbeat in it. `None` if
+    /// there is no limit.
     pub limit: Option<u64>,
 }
 
@@ -95,33 +94,33 @@ pub enum Seen {
     Ended,
     /// The rank is running but has sent no heartbeat yet.
     Nothing,
-    /// The rank is running. Contains its last heartbeat.
+    /// The rank is running and has sent this heartbeat last.
     Beat(Beat),
 }
 
-/// Event that was expected from a rank but did not occur in time.
+/// Event that did not occur within its time limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missed {
     /// The first heartbeat of the rank.
     Startup,
     /// The next heartbeat of the rank.
     Step,
-    /// The end of the section that the rank is in.
+    /// The end of the section that the rank is in, or the next heartbeat in it.
     Section,
-    /// The exit of the rank's process, after its program had returned.
+    /// The exit of the rank's process after the program had returned.
     Exit,
-    /// The next output line. Used only if no rank sends heartbeats. An output line of any rank counts for all ranks, so
-    /// all ranks have missed it.
+    /// The next output line of any rank. Used only if no rank sends heartbeats, and then missed by all ranks.
     Line,
 }
 
-/// A rank that has been silent for at least half of its limit, or of the time given to [`Watch::suspects`].
+/// A rank that has been silent for at least half of its limit, or for at least half of the time given to
+/// [`Watch::suspects`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overdue {
     /// Index of the rank in the group.
     pub rank: usize,
     pub missed: Missed,
-    /// Time of the rank's last sign of life, or of its start.
+    /// Time of the rank's last sign of life. The time of its start if there was none.
     pub since: u64,
     pub limit: Duration,
     /// True if the whole limit has passed.
@@ -131,16 +130,16 @@ pub struct Overdue {
 /// Result of [`Watch::look`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// No rank hangs. Contains the time at which the next check is due.
+    /// No rank hangs. The next check is due at this time.
     LookAgain(u64),
-    /// At least one rank hangs. Contains all late ranks, starting with the rank that has been silent the longest.
+    /// At least one rank hangs. These are all late ranks, starting with the one that has been silent the longest.
     Hung(Vec<Overdue>),
 }
 
-/// Returns the limit for a step, learned from the durations of earlier steps. It is the longest of ten times the
-/// median, three times the longest step, and `least`. `None` if fewer than [`ENOUGH_STEPS`] durations are known.
+/// Learns the limit for a step from the durations of earlier steps. Returns ten times the median, three times the
+/// longest step, or `least`, whichever is the longest. `None` if fewer than [`ENOUGH_STEPS`] durations are known.
 ///
-/// The median adapts the limit to the job and is not affected by single outliers. The longest step accounts for regular
+/// The median adapts the limit to the job and is robust against single outliers. The longest step accounts for regular
 /// events that take longer, such as an evaluation every hundred steps.
 pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     if steps.len() < ENOUGH_STEPS {
@@ -153,8 +152,8 @@ pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     Some(Duration::from_nanos(nanoseconds).max(least))
 }
 
-/// Time that is not counted as silence of a rank, for example because the group was suspended. It belongs to the sign
-/// of life at `since` and expires with the next sign of life.
+/// Time that does not count as silence of a rank, for example because the group was suspended. It is granted for the
+/// silence since one sign of life, at the time `since`, and ends with the next sign of life.
 #[derive(Debug, Clone, Copy, Default)]
 struct Credit {
     since: u64,
@@ -166,7 +165,7 @@ impl Credit {
         if self.since == since { self.amount } else { 0 }
     }
 
-    /// Adds `amount` to the credit for the sign of life at `since`. The credit never exceeds the time from `since` to
+    /// Adds `amount` to the credit for the silence since `since`. The credit never exceeds the time from `since` to
     /// `now`.
     fn add(&mut self, since: u64, amount: u64, now: u64) {
         let amount = self.of(since).saturating_add(amount).min(now.saturating_sub(since));
@@ -181,22 +180,22 @@ pub struct Watch {
     started: u64,
     /// Start time of each rank's process.
     starts: Vec<u64>,
-    /// Ranks that have failed and whose replacements have given no sign of life yet.
+    /// Ranks that have failed and whose replacements have not given a sign of life yet.
     absent: BTreeSet<usize>,
     /// True if a rank has failed since the last check.
     has_lost: bool,
-    /// Credit of each rank, followed by the credit for output lines.
+    /// One credit for each rank, followed by the credit for output lines.
     credits: Vec<Credit>,
     looked: u64,
     frozen_at: Option<u64>,
     thawed: u64,
     unwatched_told: bool,
-    /// Ranks that were already returned by [`Watch::still_exiting`].
+    /// Ranks that [`Watch::still_exiting`] has already returned.
     exits_told: BTreeSet<usize>,
 }
 
 impl Watch {
-    /// Creates the state for a group with this number of ranks, which was started at the time `started`.
+    /// Creates the state for a group with this number of ranks that was started at the time `started`.
     pub fn new(limits: Limits, ranks: usize, started: u64) -> Self {
         Self {
             limits,
@@ -213,7 +212,7 @@ impl Watch {
         }
     }
 
-    /// Records that this rank has failed while the others continue.
+    /// Records that this rank has failed while the other ranks continue.
     pub fn lose(&mut self, rank: usize) {
         self.absent.insert(rank);
         self.has_lost = true;
@@ -225,7 +224,7 @@ impl Watch {
         self.exits_told.remove(&rank);
     }
 
-    /// Returns the time limit for the exit of a process after its program has returned. `None` for no limit.
+    /// Returns the time limit for a process to exit after its program has returned. `None` if there is no limit.
     pub fn exit_limit(&self) -> Option<Duration> {
         self.limits.exit
     }
@@ -243,8 +242,8 @@ impl Watch {
         }
     }
 
-    /// Returns true if evidence that was gathered after a check at the time `looked` can be used. Returns false if the
-    /// group has been suspended since that check, because all processes were stopped then.
+    /// Returns true if a check that was made at the time `looked` is still valid. It is not if the group has been
+    /// suspended since, because all processes were stopped then.
     pub fn holds(&self, looked: u64) -> bool {
         self.frozen_at.is_none() && self.thawed <= looked
     }
@@ -262,16 +261,16 @@ impl Watch {
         Verdict::Hung(late)
     }
 
-    /// Returns the ranks of this node for which a rank on another node may be waiting. The rank on the other node has
-    /// been silent for `silence` nanoseconds. The result contains each rank that has been silent for at least half of
-    /// `silence` or half of its own limit. The rank that has been silent the longest comes first.
+    /// Returns the local ranks that may be to blame for a rank on another node that has been silent for `silence`
+    /// nanoseconds. These are the ranks that have been silent for at least half of `silence`, or for at least half of
+    /// their own limit. The one that has been silent the longest comes first.
     pub fn suspects(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
 
     /// Returns the unwatched ranks and the limit for steps. A rank is unwatched if it has been running for longer than
-    /// that limit without sending a heartbeat, and no other limit applies to it. Returns `None` if there are no such
-    /// ranks, or if an earlier call has returned some.
+    /// that limit without sending a heartbeat, and no other limit applies to it. `None` if there are no such ranks, or
+    /// if they were already returned.
     pub fn unwatched(&mut self, now: u64, seen: &[Seen], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         if self.unwatched_told || self.frozen_at.is_some() {
@@ -289,7 +288,7 @@ impl Watch {
         self.unwatched_told.then_some((ranks, limit))
     }
 
-    /// Returns the exiting ranks whose program returned so long ago that the limit for steps has passed, and that
+    /// Returns the ranks that are exiting although their program returned longer ago than the limit for steps, and that
     /// limit. Each rank is returned only once. `None` if there are no such ranks.
     pub fn still_exiting(&mut self, now: u64, seen: &[Seen]) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
@@ -307,8 +306,8 @@ impl Watch {
         (!ranks.is_empty() && self.frozen_at.is_none()).then_some((ranks, limit))
     }
 
-    /// Returns the ranks that have been silent for at least half of their limit or half of `silence`, and the earliest
-    /// time at which a rank reaches its limit.
+    /// Returns the ranks that have been silent for at least half of their limit or half of `silence`. Also returns the
+    /// earliest time at which a rank reaches its limit.
     fn late(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
         let is_first = std::mem::take(&mut self.has_lost);
         let gap = if is_first { u64::MAX } else { now.saturating_sub(self.looked) };
@@ -343,7 +342,7 @@ impl Watch {
         (late, next)
     }
 
-    /// Removes the ranks whose replacements have given a sign of life from the set of absent ranks.
+    /// Removes ranks from the set of absent ranks once their replacements have given a sign of life.
     fn find_absent(&mut self, seen: &[Seen], line: Option<u64>) {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
         let starts = &self.starts;
@@ -367,7 +366,7 @@ impl Watch {
         }
     }
 
-    /// Returns the event that is expected from each rank, with the start and the length of its limit.
+    /// Returns the event that is expected from each rank, the time at which its limit starts, and the limit.
     fn terms(&self, seen: &[Seen], line: Option<u64>, step: Duration) -> Vec<Overdue> {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
         let mut terms = Vec::new();
@@ -401,17 +400,17 @@ impl Watch {
     }
 }
 
-/// Returns the ranks in `late` that have given no sign of life since they were found to be late. `seen` contains the
+/// Returns the ranks in `late` that have not given a sign of life since they were found to be late. `seen` contains the
 /// current heartbeats, and `line` is the time of the last output line of any rank.
 ///
-/// A rank may recover while evidence is being gathered. In addition, a heartbeat page that is read while its worker
-/// writes to it may show an old time together with a new limit.
+/// A rank may recover while evidence is being gathered. A rank may also have been found late by mistake: if its worker
+/// was writing to the heartbeat page during the read, the read may have returned an old time and a new limit.
 pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> Vec<Overdue> {
     let somebody_beats = seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
-        // Compare the last heartbeat before the program returned. The return does not prove that the program was
-        // running, because the signal that requests the stacks may have interrupted the call in which the program hung.
+        // If the program has returned, use the last heartbeat before the return. The return is no sign of life, because
+        // the program may only have left the call in which it hung when it got the signal that requests its stacks.
         (_, Some(Seen::Beat(beat))) if beat.is_exiting => beat.before_exit.is_none_or(|last| last <= overdue.since),
         (_, Some(Seen::Beat(beat))) => beat.last <= overdue.since,
         (_, Some(Seen::Nothing | Seen::Ended) | None) => true,
@@ -419,7 +418,7 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> V
     late
 }
 
-/// Evidence about one rank, used by [`blame`].
+/// Evidence about one rank, as input for [`blame`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Suspect {
     /// True if the rank has been silent for at least half of its limit.
@@ -443,14 +442,14 @@ pub struct Elsewhere {
     pub frame: Option<String>,
 }
 
-/// Reason for blaming a rank, in order of decreasing strength.
+/// Reason for blaming a rank. The strongest reason comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ground {
     /// The rank was stopped by a signal.
     Stopped,
     /// The rank is at an earlier step than all others.
     Behind,
-    /// All other ranks are at the same place in the program or wait in torch, but this rank does not.
+    /// All other ranks are at one place in the program or wait in torch, but this rank does not.
     Elsewhere,
     /// The rank has been silent the longest, and no other late rank is at the same place in the program.
     Apart,
@@ -458,13 +457,14 @@ pub enum Ground {
     Oldest,
 }
 
-/// Returns the index of the rank for which the others are waiting, and the reason for blaming it. Usually most of the
-/// late ranks hang only because they wait for that rank in a collective.
+/// Returns the index of the rank that the others are waiting for, and the reason for blaming it. Usually most of the
+/// late ranks hang only because they are waiting for that rank in a collective.
 ///
-/// The first matching criterion decides: a rank that was stopped by a signal; the only rank at the earliest step; the
-/// only one of three or more ranks that is at another place in the program; the only rank that does not wait for other
-/// ranks in torch; the rank that has been silent the longest, with a preference for ranks whose whole limit has passed.
-/// If several ranks are at the earliest step, one of them is blamed. Returns `None` if no rank is late.
+/// The first criterion that applies decides: a rank that was stopped by a signal; the only rank at the earliest step;
+/// the only one of three or more ranks that is at a different place in the program; the only rank that is not waiting
+/// for other ranks in torch; the rank that has been silent the longest, with a preference for ranks whose whole limit
+/// has passed. Except for stopped ranks, only ranks at the earliest step and ranks without a known step are blamed.
+/// Returns `None` if no rank is late.
 pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     if let Some((stopped, _)) = late().find(|(_, suspect)| suspect.is_stopped) {
@@ -472,7 +472,7 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     }
     let least = late().filter_map(|(_, suspect)| suspect.step).min();
     let behind: Vec<usize> = late().filter(|(_, suspect)| suspect.step == least).map(|(index, _)| index).collect();
-    // The steps are not comparable if a rank has reported no step, because it may be at an earlier step.
+    // If a rank has not reported its step, the steps are not comparable, because that rank may be at an earlier step.
     let are_comparable = late().count() > 1 && late().all(|(_, suspect)| suspect.step.is_some());
     if let ([only], true) = (behind.as_slice(), are_comparable) {
         return Some((*only, Ground::Behind));
@@ -490,8 +490,8 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     })
 }
 
-/// Returns the index of the rank of this node for which the rank `elsewhere` on another node is waiting, and the
-/// reason. Returns `None` if the rank on the other node is itself to blame.
+/// Returns the index of the local rank that the rank `elsewhere` on another node is waiting for, and the reason for
+/// blaming it. `None` if the rank on the other node is itself to blame.
 pub fn blame_beside(suspects: &[Suspect], elsewhere: &Elsewhere) -> Option<(usize, Ground)> {
     let Elsewhere { step, frame, .. } = elsewhere;
     // Put the rank of the other node first, so that it is blamed if several ranks are equally suspect.
@@ -501,8 +501,8 @@ pub fn blame_beside(suspects: &[Suspect], elsewhere: &Elsewhere) -> Option<(usiz
     Some((index.checked_sub(1)?, ground))
 }
 
-/// Returns the only one of three or more ranks that is at another place in the program. If there is none, returns the
-/// only rank that does not wait in torch.
+/// Returns the rank that is at a different place in the program, if there are three or more ranks and all others are at
+/// the same place. Otherwise, returns the only rank that is not waiting in torch.
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     let placed: Vec<(usize, &str)> =
@@ -513,7 +513,8 @@ fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
         let first = others.next();
         placed.len() >= 3 && others.all(|other| Some(other) == first)
     });
-    // Skip this criterion if the frame of a late rank is unknown, because that rank may not be waiting in torch either.
+    // Skip the second criterion if the frame of a late rank is unknown, because that rank may not be waiting in torch
+    // either.
     let are_known = placed.len() > 1 && placed.len() == late().count();
     odd.or_else(|| only(&placed, |frame| !waits(frame)).filter(|_| are_known)).map(|(index, _)| index)
 }
@@ -523,7 +524,7 @@ fn only<'a>(placed: &[(usize, &'a str)], is: impl Fn(&str) -> bool) -> Option<(u
     found.next().copied().filter(|_| found.next().is_none())
 }
 
-/// Returns true if torch waits for other ranks in this frame: in a collective, or during a backward pass.
+/// Returns true if this frame is one in which torch waits for other ranks: in a collective, or during a backward pass.
 fn waits(frame: &str) -> bool {
     frame.contains("/torch/distributed/") || frame.ends_with(" in _engine_run_backward")
 }

@@ -1,12 +1,12 @@
-//! Splits the bytes from the FIFO into lines, with bounded memory.
+//! Splits the bytes that are read from the FIFO into lines, with bounded memory.
 
 use memchr::memchr;
 
-/// Maximum length of a record in bytes. This is `PIPE_BUF`, the number of bytes that are written to a pipe atomically.
-/// Longer records of several writers could be interleaved.
+/// Maximum length of a record in bytes. This is `PIPE_BUF`, up to which writes to a pipe are atomic. Longer records of
+/// several writers could be interleaved.
 pub const MAX_LINE: usize = 4096;
 
-/// Buffer for an incomplete line. If the line is too long, its bytes are skipped instead.
+/// Holds the beginning of an incomplete line. If the line is too long, its bytes are discarded.
 #[derive(Debug, Default)]
 pub struct Lines {
     partial: Vec<u8>,
@@ -14,8 +14,8 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// Passes each line that `bytes` completes to `line`, without its newline. Passes `None` for a line that is too
-    /// long.
+    /// Adds `bytes`, and passes each line that is now complete to `line`, without its newline. Passes `None` for a line
+    /// that is too long.
     pub fn feed(&mut self, mut bytes: &[u8], mut line: impl FnMut(Option<&[u8]>)) {
         while let Some(end) = memchr(b'\n', bytes) {
             let (head, rest) = (&bytes[..end], &bytes[end + 1..]);
@@ -36,7 +36,7 @@ impl Lines {
             return;
         }
         if self.partial.len() + bytes.len() > MAX_LINE {
-            // Report the line now, because its end may never arrive.
+            // Report the line now, because its newline may never arrive.
             line(None);
             self.partial.clear();
             self.skipping = true;

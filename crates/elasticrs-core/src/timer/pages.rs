@@ -1,8 +1,8 @@
-//! The page of memory in which a worker stores its heartbeats.
+//! The memory page in which a worker stores its heartbeats.
 //!
-//! The page consists of 64-bit words in native byte order. The worker's side is `python/elasticrs/timer/heartbeats.py`.
-//! Neither side ever waits for the other. The worker can write anything to the page, so values that cannot be the time
-//! of one of its heartbeats are ignored. Otherwise an invalid word could hide a hang, or distort a learned limit.
+//! The page consists of 64-bit words in native byte order. `python/elasticrs/timer/heartbeats.py` writes it. Neither
+//! side ever waits for the other. A worker can write anything to its page, so this module ignores values that cannot be
+//! the time of a heartbeat of this worker. Otherwise, an invalid word could hide a hang, or distort a learned limit.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -13,7 +13,7 @@ use nix::sys::stat::fstat;
 use super::hang::{Beat, Section, Seen};
 use crate::sys::page::Page;
 
-/// Indices of the words in a page.
+/// Indices of the words in a page, and lengths of the areas for the section's name and for the heartbeat times.
 const COUNT: usize = 1;
 const STEP: usize = 2;
 const LIMIT: usize = 3;
@@ -22,9 +22,9 @@ const NAME: usize = 8;
 const NAME_WORDS: usize = 8;
 const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
-/// Value of the limit word if the section has no limit.
+/// Value of the limit word in a section without a time limit.
 const UNLIMITED: u64 = u64::MAX;
-/// Tolerance in nanoseconds for heartbeats that are later than the given time, because a worker may store a heartbeat
+/// Number of nanoseconds by which a heartbeat may be later than the time of the read. The worker may store a heartbeat
 /// after the clock was read and before the page is read.
 const SLACK: u64 = 1_000_000_000;
 
@@ -37,15 +37,15 @@ pub struct HeartbeatPage {
 
 impl HeartbeatPage {
     /// Creates an empty page for a worker that is started after the time `made`. Fails if the system cannot create
-    /// sealed memory, because the worker could otherwise truncate the page.
+    /// sealed memory. Without seals, the worker could truncate the page.
     pub fn new(made: u64) -> io::Result<Self> {
         Page::sealed(c"elasticrs-heartbeats").map(|page| Self { page, made })
     }
 
-    /// Returns a descriptor of the page for the worker, and the value of `ELASTICRS_HEARTBEAT`. The value contains the
-    /// descriptor's number in the worker, the device and the inode, so that another file with the same number is not
-    /// mistaken for the page. If `number` is `None`, the value contains the number of the descriptor in this process,
-    /// for workers that inherit it.
+    /// Returns a descriptor of the page for the worker, and the value of `ELASTICRS_HEARTBEAT`. The value contains a
+    /// descriptor number, the device and the inode, so that the worker does not mistake another file for the page.
+    /// `number` is the number that the descriptor has in the worker. It is `None` if the worker inherits the descriptor
+    /// with the number that it has in this process.
     pub fn share(&self, number: Option<RawFd>) -> io::Result<(OwnedFd, String)> {
         let descriptor = self.page.as_fd().try_clone_to_owned()?;
         let facts = fstat(&descriptor)?;
@@ -53,8 +53,8 @@ impl HeartbeatPage {
         Ok((descriptor, format!("{number}:{}:{}", facts.st_dev, facts.st_ino)))
     }
 
-    /// Maps the page of a descriptor from [`Self::share`], for a worker that is started after the time `made`. Fails
-    /// with `EINVAL` for any other file.
+    /// Maps the page that a descriptor from [`Self::share`] refers to, for a worker that is started after the time
+    /// `made`. Fails with `EINVAL` for any other file.
     pub fn of(descriptor: OwnedFd, made: u64) -> io::Result<Self> {
         Page::map(descriptor).map(|page| Self { page, made })
     }
@@ -65,25 +65,25 @@ impl HeartbeatPage {
         self.read_by(|index| words[index].load(Ordering::Acquire), now)
     }
 
-    /// Reads the page through `load`. Reads the limit before the heartbeats, because the worker stores a heartbeat
-    /// before a new limit. The heartbeat that belongs to the limit is therefore always seen with it. Otherwise a long
-    /// step could be judged by the short limit of the section that ended it.
+    /// Reads the page, using `load` to read a word. Reads the limit before the heartbeats. The worker stores them in
+    /// the opposite order, so the heartbeat that belongs to a limit is always seen with it. Otherwise, a long step
+    /// could be judged by the short limit of the section that follows it.
     fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> Seen {
         let (limit, exit) = (load(LIMIT), load(EXIT));
         let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
         let step = load(STEP);
-        // Read all times and take the latest. The heartbeat count does not reliably show where the latest time is,
-        // because the worker's stores may become visible in another order.
+        // Read all times and use the latest. The heartbeat count is not a reliable index of the latest time, because
+        // the worker's stores may become visible in another order.
         let can_be = |time: &u64| *time != 0 && (self.made..=now.saturating_add(SLACK)).contains(time);
         let mut times: Vec<u64> = (TIMES..TIMES + TIMES_KEPT).map(&mut load).filter(can_be).collect();
         times.sort_unstable();
         let Some(last) = times.last().copied().filter(|_| load(COUNT) > 0) else { return Seen::Nothing };
-        // An odd time marks the end of a step. An even time marks the start or the end of a section.
+        // The time of a heartbeat is odd only if the heartbeat ends a step.
         let steps = times.windows(2).filter(|pair| pair[1] & 1 == 1).map(|pair| pair[1] - pair[0]).collect();
         let section =
             (limit != 0).then(|| Section { name: name_of(&name), limit: (limit != UNLIMITED).then_some(limit) });
-        // The worker stores the time of its exit after storing the same time as a heartbeat. If the last heartbeat is
-        // later, the worker is still training.
+        // When the program returns, the worker sends a heartbeat and then stores the same time as the time of its exit.
+        // If the last heartbeat is later, the worker is still training.
         let is_exiting = exit == last;
         let before_exit = times.iter().rev().nth(1).copied().filter(|_| is_exiting);
         Seen::Beat(Beat { last: last.min(now), step: step.checked_sub(1), section, is_exiting, before_exit, steps })
@@ -143,12 +143,12 @@ mod tests {
         put(&page, TIMES + 3, 1001);
         put(&page, TIMES + 4, 1501);
         assert_eq!(page.read(2000), Seen::Beat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
-        // Here, the heartbeat was stored after the clock was read.
+        // In this read, the last heartbeat is later than the given time.
         assert_eq!(page.read(1400), Seen::Beat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
     }
 
-    /// Runs the stores of `heartbeats.py` in their order, and interleaves them with a read of the page in every
-    /// possible way.
+    /// Interleaves the stores of `heartbeats.py`, in their order, with a read of the page, starting at every possible
+    /// point.
     #[test]
     fn a_limit_is_never_seen_without_the_heartbeat_that_began_it() {
         const STARTED: u64 = 1001;
@@ -166,8 +166,7 @@ mod tests {
             let mut left = stores[before..].iter();
             let mut number = 0;
             let load = |index: usize| {
-                // From the load with the number `first` on, apply one store before each load, until all stores are
-                // applied.
+                // Starting with the load that has the number `first`, apply one store before each load.
                 if number >= first {
                     left.by_ref().take(1).for_each(|(index, value)| words[*index] = *value);
                 }

@@ -1,4 +1,4 @@
-//! A line in the FIFO, with which a worker acquires or releases a timer.
+//! A record in the FIFO: a line with which a worker acquires or releases a timer.
 //!
 //! Torch's client sends the fields `version`, `pid`, `scope_id`, `expiration_time` (seconds since 1970, negative to
 //! release the timer) and `signal`. This library's client adds fields that torch's server ignores: `deadline_ns` (the
@@ -17,15 +17,15 @@ pub struct Record {
     /// Name of the timer, unique within its process.
     pub scope: Box<str>,
     pub request: Request,
-    /// Start time of the process that wrote the record, in clock ticks since boot. Distinguishes the process from a
-    /// later process with the same pid.
+    /// Start time of the process that wrote the record, in clock ticks since boot. Distinguishes this process from a
+    /// later one with the same pid.
     pub start_time: Option<u64>,
 }
 
 /// Operation on a timer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request {
-    /// Starts a timer. Replaces an earlier timer of the same process and scope.
+    /// Starts a timer. Replaces an earlier timer of the process with the same scope.
     Acquire {
         /// Expiration in seconds since 1970. Used in messages, and as the deadline if `deadline_ns` is `None`.
         expires: f64,
@@ -78,11 +78,11 @@ struct Wire {
     at: Option<Box<str>>,
 }
 
-/// Beginning of every record of both clients. It cannot occur inside a JSON string, where its quotes would be escaped.
+/// Start of each record, with both clients. A JSON string cannot contain it, because quotes are escaped in strings.
 const BEGIN: &[u8] = br#"{"version""#;
 
-/// Parses one line. Reports two results if the line contains an incomplete record of a writer that died, followed by
-/// the record of the next writer.
+/// Parses one line. If a writer died in the middle of a record, the line also contains the record of the next writer.
+/// In that case, calls `found` for each of the two.
 pub fn read(line: &[u8], mut found: impl FnMut(Result<Record, Refusal>)) {
     let whole = parse(line);
     let rest = match whole {
@@ -98,7 +98,7 @@ pub fn read(line: &[u8], mut found: impl FnMut(Result<Record, Refusal>)) {
 /// Parses one record.
 pub fn parse(line: &[u8]) -> Result<Record, Refusal> {
     let wire: Wire = serde_json::from_slice(line).map_err(|_| {
-        // Detect spellings that Python's `json` module writes but that are not valid JSON.
+        // Detect the special numbers that Python's `json` module writes although they are not valid JSON.
         let is_no_number =
             [&b": NaN"[..], b": Infinity", b": -Infinity"].iter().any(|n| memmem::find(line, n).is_some());
         if is_no_number { Refusal::NotFinite } else { Refusal::Malformed }

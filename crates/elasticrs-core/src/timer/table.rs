@@ -1,7 +1,7 @@
-//! Table of the active timers, ordered by deadline, so that the next deadline is found without a scan.
+//! Table of the active timers. It is ordered by deadline, so the next deadline is found without a scan.
 //!
-//! The table uses an ordered map and not a binary heap, because a released timer must be removed at once. Otherwise a
-//! worker that acquires and releases timers with distant deadlines for days would fill the memory.
+//! The order is kept in an ordered map and not in a binary heap, because released timers must be removed at once.
+//! Otherwise, a worker that acquires and releases timers with distant deadlines for days would fill the memory.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use elasticrs_runtime::clock::Stamp;
 
 use crate::signal::Signal;
 
-/// Maximum number of active timers of all processes together.
+/// Maximum number of active timers, counting all processes.
 pub const MAX_TIMERS: usize = 16_384;
 
 /// A timer that has expired.
@@ -32,8 +32,8 @@ pub struct Terms {
     pub at: Option<Box<str>>,
 }
 
-/// Key of a timer in the queue: the deadline in nanoseconds of the table's clock, and a number that distinguishes
-/// timers with the same deadline.
+/// Key of a timer in the queue: its deadline in nanoseconds of the table's clock, and a number that is different for
+/// each timer, because deadlines may be equal.
 type Position = (u64, u64);
 
 #[derive(Debug)]
@@ -49,7 +49,7 @@ pub struct Timers {
     queue: BTreeMap<Position, (i32, Arc<str>)>,
     last: u64,
     frozen_at: Option<u64>,
-    /// Total time for which the table's clock was paused, in nanoseconds.
+    /// Total time that the table's clock was paused, in nanoseconds.
     paused: u64,
 }
 
@@ -69,7 +69,7 @@ impl Timers {
         self.by_process.contains_key(&pid)
     }
 
-    /// Starts a timer that expires at `deadline`. Replaces an earlier timer of the same process and scope. Returns
+    /// Starts a timer that expires at `deadline`. Replaces an earlier timer of the process with the same scope. Returns
     /// false if there are too many timers.
     pub fn acquire(&mut self, pid: i32, scope: &str, deadline: Stamp, terms: Terms) -> bool {
         let earlier = self.take(pid, scope);
@@ -99,7 +99,7 @@ impl Timers {
         Some(scope)
     }
 
-    /// Removes the timers of a process that has exited.
+    /// Removes all timers of a process.
     pub fn remove_process(&mut self, pid: i32) {
         for timer in self.by_process.remove(&pid).into_iter().flat_map(HashMap::into_values) {
             self.queue.remove(&timer.position);
@@ -123,7 +123,7 @@ impl Timers {
             return None;
         }
         let (_, (pid, scope)) = self.queue.pop_first()?;
-        // The timer is also in the map, because the queue and the map always change together.
+        // The timer is in the map as well, because the queue and the map are always changed together.
         let of_process = self.by_process.get_mut(&pid)?;
         let Timer { terms, .. } = of_process.remove(&scope)?;
         let others = of_process.len();
@@ -138,7 +138,7 @@ impl Timers {
         self.frozen_at.get_or_insert(now.0);
     }
 
-    /// Resumes the clock. Active timers expire later by the length of the pause.
+    /// Resumes the clock. The deadlines of active timers move later by the length of the pause.
     pub fn thaw(&mut self, now: Stamp) {
         if let Some(since) = self.frozen_at.take() {
             self.paused += now.0.saturating_sub(since);
@@ -146,8 +146,8 @@ impl Timers {
     }
 }
 
-/// Converts a wall-clock time to the monotonic clock, by the current offset between the two clocks. Changes of the wall
-/// clock before or after this call have no effect.
+/// Converts a wall-clock time to the monotonic clock, using the current offset between the two clocks. Later changes of
+/// the wall clock have no effect.
 pub fn on_monotonic(expires: f64, wall_now: f64, now: Stamp) -> Stamp {
     let span = (expires - wall_now) * 1e9;
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "casts of floats saturate")]
@@ -251,8 +251,7 @@ mod tests {
     }
 
     proptest! {
-        /// Compares the table with a simple model: a map with the remaining time of each timer, which is searched
-        /// linearly.
+        /// Compares the table with a simple model, a map that contains the remaining time of each timer.
         #[test]
         fn it_does_as_a_list_would(steps in proptest::collection::vec(step(), 0..200)) {
             let (mut timers, mut now, mut frozen) = (Timers::default(), 1000_u64, false);
@@ -262,7 +261,7 @@ mod tests {
                     Step::Acquire(pid, scope, span) => {
                         let scope = scope.to_string();
                         // Skip the request while the clock is paused, because no process runs and none can start a
-                        // timer. A request that was already written counts from the moment when the clock resumes.
+                        // timer.
                         if !frozen {
                             timers.acquire(pid, &scope, Stamp(now + span), terms());
                             model.insert((pid, scope), span);

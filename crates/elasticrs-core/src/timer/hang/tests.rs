@@ -17,7 +17,7 @@ fn section(at: u64, limit: Option<u64>) -> Seen {
     Seen::Beat(Beat { last: at * SECOND, section, ..Beat::default() })
 }
 
-/// Calls `look` every second from `from` to `to`. Returns the second in which ranks were first reported as hung, and
+/// Calls `look` every second from `from` to `to`. Returns the first second in which a rank was reported as hung, and
 /// the ranks whose whole limit had passed.
 fn watch(watch: &mut Watch, from: u64, to: u64, seen: &[Seen], line: Option<u64>) -> Option<(u64, Vec<usize>)> {
     (from..=to).find_map(|now| match watch.look(now * SECOND, seen, line.map(|at| at * SECOND)) {
@@ -175,11 +175,11 @@ fn a_limit_of_nearly_nothing_leaves_time_between_the_looks() {
 
 #[test]
 fn a_stopped_agent_or_machine_makes_nobody_hung() {
-    // No rank ran from second 3 to second 103, and this time does not count (HANG-2).
+    // No rank ran from second 3 to second 103, so this time does not count (HANG-2).
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 103, 200, &[beat(2)], None), Some((112, vec![0])));
-    // Only the agent was stopped. The rank ran until second 50.
+    // Only the agent was stopped. The rank kept running until second 50.
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 53, 200, &[beat(50)], None), Some((63, vec![0])));
@@ -219,7 +219,7 @@ fn a_limit_is_learned_from_steps() {
     let seen = |steps| Seen::Beat(Beat { last: SECOND, steps, ..Beat::default() });
     let few = [seen(vec![SECOND; 3])];
     assert_eq!(watch(&mut Watch::new(limits, 1, 0), 1, 2000, &few, None), Some((1801, vec![0])));
-    // The limit is learned from the steps of all ranks together.
+    // The steps of all ranks are used together to learn the limit.
     let many = [seen(vec![7 * SECOND; 8]), seen(vec![7 * SECOND; 8])];
     assert_eq!(watch(&mut Watch::new(limits, 2, 0), 1, 2000, &many, None), Some((71, vec![0, 1])));
 }
@@ -344,7 +344,7 @@ fn any_seen() -> impl Strategy<Value = Seen> {
 }
 
 proptest! {
-    /// Checks HANG-1 and HANG-3 with calls that have no gaps.
+    /// Checks HANG-1 and HANG-3 if no call of `look` is late.
     #[test]
     fn nobody_is_hung_before_the_limit_or_long_after_it(
         seen in proptest::collection::vec(any_seen(), 1..6),
@@ -372,7 +372,7 @@ proptest! {
                         prop_assert!(seen[overdue.rank] != Seen::Ended);
                     }
                     let first = hung.iter().filter(|late| late.is_due).map(|o| o.since + nanoseconds(o.limit)).min().unwrap_or(0);
-                    // Ignore limits that had already passed before the first call of `look`.
+                    // Allow limits that had already passed before the first call of `look`.
                     prop_assert!(first <= SECOND || now <= first || now <= planned);
                     return Ok(());
                 }
@@ -388,7 +388,7 @@ proptest! {
         }
     }
 
-    /// Checks HANG-2: gaps between calls never count towards the limit, whatever their length.
+    /// Checks HANG-2: if a call of `look` is late, the time since the previous call never counts.
     #[test]
     fn gaps_never_count(gaps in proptest::collection::vec(0_u64..100, 1..30), limit in 20_u64..100) {
         let mut watch = Watch::new(fixed(limit), 1, 0);
