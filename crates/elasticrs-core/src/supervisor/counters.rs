@@ -119,7 +119,7 @@ pub struct Counters {
     pub timers: Arc<TimerCounts>,
     pub logs: Arc<LogTotals>,
     pub heartbeats: Arc<Heartbeats>,
-    /// Tells how long the agent's event loop has been busy.
+    /// Time that the agent's event loop has spent on its current event.
     pub turn: Arc<Turn>,
 }
 

@@ -263,7 +263,7 @@ impl Swept {
     }
 }
 
-/// How a nursery exited that was lost.
+/// How a lost nursery exited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NurseryEnd {
     pub exit: WorkerExit,

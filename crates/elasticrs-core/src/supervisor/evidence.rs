@@ -128,7 +128,8 @@ pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, patience: &P
 /// State of gathering the evidence about one worker.
 struct Look {
     subject: Subject,
-    /// Pid of the process that is asked for its stacks: the worker, or the Python program that it runs as a descendant.
+    /// Pid of the process that is asked for its stacks: the worker, or the first descendant with a handler for the
+    /// signal.
     target: i32,
     status: Option<Status>,
     kernel: String,

@@ -96,16 +96,16 @@ impl Keeper {
 
 /// Starts, watches and stops the workers of one agent, one group at a time.
 ///
-/// All methods return immediately, except [`Self::next`], [`Self::drain`] and [`Self::close`]. [`Self::watch_timers`] and
-/// [`Self::follow`] block if a file system hangs. In a child made by `fork`, methods that return a `Result` fail with
-/// [`SupervisorError::Forked`]. Methods that need the runtime fail with [`SupervisorError::Ended`] once the runtime has
-/// ended.
+/// All methods return immediately, except [`Self::next`], [`Self::drain`] and [`Self::close`]. [`Self::watch_timers`]
+/// and [`Self::follow`] block if a file system hangs. In a child made by `fork`, methods that return a `Result` fail
+/// with [`SupervisorError::Forked`]. Methods that need the runtime fail with [`SupervisorError::Ended`] once the runtime
+/// has ended.
 pub struct Supervisor {
     commands: UnboundedSender<Command>,
     shared: Shared,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// FIFO for timer records. It is kept here, and the runtime thread only has a descriptor of it, because creating or
-    /// removing a file may block.
+    /// FIFO for timer records. The handle creates and removes it, because that may block. The runtime thread only has a
+    /// descriptor of it.
     timers: Mutex<Option<Fifo>>,
     owner: u32,
 }
@@ -366,7 +366,7 @@ impl Supervisor {
             let _ = self.commands.send(Command::Close { keep_descendants });
             // Ignore an error, because a panic of the thread was already reported as an event.
             let _ = thread.join();
-            // Remove the FIFO here and not on the runtime thread, because that may block.
+            // Remove the FIFO here and not on the runtime thread, because removing a file may block.
             drop(lock(&self.timers).take());
             self.shared.logs.close();
         }
