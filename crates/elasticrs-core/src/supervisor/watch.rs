@@ -29,8 +29,9 @@ pub(super) struct Watched {
 /// Time limit for a parent to send the status of a child after the child's exit.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
 
-/// Waits for the exit of a process. If it is a child of this process, Python has started it, so its status is read
-/// without reaping it. The status of any other process is read from `status`. It is unknown if `status` is `None`.
+/// Waits for the exit of a process. If it is a child of this process, its status is read without reaping it, because
+/// Python reaps the children that it started. The status of any other process is read from `status`. It is unknown if
+/// `status` is `None`.
 pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<OwnedFd>) -> Watched {
     let seen_by_epoll = match register(Arc::clone(&pidfd), Interest::READABLE) {
         Ok(watched) => watched.readable().await.is_ok(),

@@ -16,9 +16,9 @@
 //! - **HANG-6** a rank that has given a sign of life since the check is not hung, see [`still_late`];
 //! - **HANG-7** [`Watch::unwatched`] only returns ranks to which no limit applies, and only once for each group;
 //! - **HANG-8** time in which a rank is being replaced does not count for the other ranks, because they may be waiting
-//!   for that rank. It lasts until the first sign of life of the rank's new process. For the other ranks, the time from
-//!   their last sign of life to the start of the replacement does not count either. During a replacement, at least
-//!   [`LOOK_FOR_ABSENT`] passes between two checks;
+//!   for that rank. A replacement lasts until the first sign of life of the new process. For the other ranks, the time
+//!   from their last sign of life to the start of the replacement does not count either. During a replacement, at
+//!   least [`LOOK_FOR_ABSENT`] passes between two checks;
 //! - **HANG-9** after the program of a rank has returned, only the limit for the exit applies to the rank, and not the
 //!   limit for steps. If another heartbeat follows, the limit for steps applies again, because a background thread is
 //!   still training.
