@@ -39,7 +39,9 @@ __all__ = [
 
 
 class RoleRanks(Protocol):
-    """Interface of a worker with ranks: :class:`~elasticrs.job.ranks.WorkerRanks`, or torch's ``Worker``."""
+    """Interface of an object with a worker's ranks, such as :class:`~elasticrs.job.ranks.WorkerRanks` or
+    torch's ``Worker``.
+    """
 
     @property
     def local_rank(self) -> int: ...
@@ -50,7 +52,7 @@ class RoleRanks(Protocol):
 
 
 STATUS = "torchelastic.worker.status."
-"""Prefix of the name of a status event. The state of the agent or the worker follows."""
+"""Prefix of the name of a status event. The prefix is followed by the state of the agent or the worker."""
 
 _ORDER = (
     *("run_id", "global_rank", "group_rank", "worker_id", "role", "hostname", "state", "total_run_time"),
@@ -86,7 +88,8 @@ def record(event: Event, destination: str = "null") -> None:
     """
     if event.timestamp == 0:
         event = replace(event, timestamp=time.time_ns() // 1_000_000)
-    # For events of a watchdog, the state describes the agent, so failures are found by the event's name.
+    # In events of a watchdog, the state is that of the agent, so failures are recognized by the name of the
+    # event.
     is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
 

@@ -59,7 +59,9 @@ class Behind:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait(self, seconds: float) -> int:
-        """Wait until all lines are written, for at most ``seconds``. Return the number of unwritten lines."""
+        """Wait until all lines are written, for at most this number of seconds. Return the number of
+        unwritten lines.
+        """
         deadline = time.monotonic() + seconds
         with self._news:
             while self._lines and (left := deadline - time.monotonic()) > 0:

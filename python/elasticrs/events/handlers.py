@@ -1,4 +1,4 @@
-"""Destinations of events, which are :mod:`logging` handlers with a name.
+"""Destinations of events. Each destination is a :mod:`logging` handler with a name.
 
 ``_log_handlers`` is torch's table, which users may change. Other destinations are ``file:PATH`` and handlers
 of packages that provide a handler factory in the entry point group ``elasticrs.event_handlers``.
@@ -49,7 +49,7 @@ class UnknownDestinationError(KeyError):
 
 
 class ConsoleHandler(_StreamHandler):
-    """Writes lines without a prefix to standard error, and never waits for a console that is not read."""
+    """Writes lines without a prefix to standard error. Never blocks if the console does not accept output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class ConsoleHandler(_StreamHandler):
             self._console.write(self.format(record) + self.terminator, 0.0)
 
     def flush(self) -> None:
-        """Wait for a limited time until the console has accepted all lines."""
+        """Wait until the console has accepted all lines, or until a time limit expires."""
         if self._console is not None and self._owner == os.getpid():
             self._console.write("", _PATIENCE)
         elif self._console is None:
@@ -102,8 +102,8 @@ class LineFileHandler(logging.Handler):
         self._agents = 0
 
     def write_behind(self) -> None:
-        """Write in a background thread until :meth:`write_through` has been called once for each call of this
-        method.
+        """Write in a background thread from now on. The thread stops when :meth:`write_through` was called as
+        often as this method.
         """
         self._agents += 1
         if self._behind is None or not self._behind.is_ours:
@@ -112,8 +112,8 @@ class LineFileHandler(logging.Handler):
             self._behind = Behind(self._write)
 
     def write_through(self) -> None:
-        """Wait for a limited time until all lines are written. When the last agent calls this method, also
-        stop the thread, unless it hangs.
+        """Wait until all lines are written, or until a time limit expires. The last agent that calls this
+        method also stops the thread, unless the thread hangs.
         """
         self._agents -= 1
         behind = self._behind
@@ -149,7 +149,7 @@ class LineFileHandler(logging.Handler):
             _log.warning("events cannot be written to %s: %s", self._path, what)
 
     def flush(self) -> None:
-        """Wait for a limited time until all lines are written."""
+        """Wait until all lines are written, or until a time limit expires."""
         if self._behind is not None and self._behind.is_ours:
             self._behind.wait(0.0 if _SLOW in self._complaints else _PATIENCE)
 

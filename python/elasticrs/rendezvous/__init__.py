@@ -1,4 +1,4 @@
-"""Rendezvous of a job's nodes: torch's interfaces, and handlers that implement them."""
+"""The rendezvous of a job's nodes: torch's interfaces, and the handlers that implement them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    # Load the handler registry from the module that fills it, so that importers get it with all handlers.
+    # Import the registry from the module that registers all handlers, so that callers never see it
+    # incomplete.
     "elasticrs.rendezvous.registry": ("rendezvous_handler_registry", "_register_out_of_tree_handlers"),
     "elasticrs.rendezvous.api": tuple(__all__),
 }

@@ -46,8 +46,8 @@ _TORCHS = "torch.distributed.elastic.rendezvous.api"
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """Return true if an error is an instance of an error class of this module, or of torch's class with the
-    same name, which handlers of other packages may raise.
+    """Return true if an error is an instance of ``kind`` or of torch's class with the same name. Handlers
+    from other packages may raise torch's errors.
     """
     return isinstance(error, kind) or any(
         (each.__module__, each.__name__) == (_TORCHS, kind.__name__) for each in type(error).__mro__
@@ -95,8 +95,8 @@ class RendezvousInfo:
     """Result of a completed rendezvous for one node.
 
     Args:
-        store: store that the nodes share. If there is only one node, it starts serving the store on first
-            use.
+        store: store that the nodes share. On a single node, this process starts to serve the store when it is
+            first used.
         rank: rank of this node.
         world_size: number of nodes.
         bootstrap_store_info: address of the workers' store.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _FAILED = "The connection to the C10d store has failed. See inner exception for details."
 _torch = sys.modules[__name__]
-"""This module itself. Torch's stores are looked up as its attributes, as in torch, so that programs can
-replace them."""
+"""This module. Torch's store classes are looked up here by name, as in torch, so that programs can replace
+them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -70,7 +70,7 @@ class C10dRendezvousBackend(RendezvousBackend):
         return self._decoded(self._call_store("get", self._key))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state; see :class:`RendezvousBackend`. With a token from another back end, the state
+        """Replace the state; see :class:`RendezvousBackend`. If the token is from another back end, the state
         is left unchanged.
         """
         if token and not isinstance(token, bytes):
@@ -111,7 +111,7 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
             locks work there.
 
     Returns:
-        The back end and its store. The store stays open as long as the caller keeps it.
+        The back end and its store. The store stays open as long as the caller keeps a reference to it.
 
     Raises:
         ValueError: a setting is invalid.

@@ -115,7 +115,7 @@ class _NodeGenerator:
 
 
 class DynamicRendezvousHandler(RendezvousHandler):
-    """Rendezvous handler of one node, over a back end. All methods may be called from any thread.
+    """Rendezvous handler of one node, which uses a back end. All methods may be called from any thread.
 
     Create a handler with :meth:`from_backend`.
 
@@ -210,8 +210,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if an agent serves the workers' store, which is the default. The environment variable
-        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` disables that.
+        """True if an agent serves the workers' store. That is the default, unless the environment variable
+        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is 1.
         """
         return agent_hosts_store(os.environ)
 
@@ -219,11 +219,13 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return self._settings.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Leave the current round, which ends that round for all its nodes, and wait for the next round.
+        """Leave the current round, and wait for the next one. Leaving ends the current round for all its
+        nodes.
 
         Returns:
-            Rank and size, the store with a prefix for the round, and the address of the workers' store. Until
-            its next round, the handler with rank 0 serves the workers' store or reserves the port for it.
+            The rank, the number of nodes, the shared store with this round's key prefix, and the address of
+            the workers' store. Until its next round, the handler with rank 0 serves the workers' store or
+            reserves the port for it.
 
         Raises:
             RendezvousClosedError: the job has ended. The message contains the reason.

@@ -1,4 +1,4 @@
-"""Client of etcd for torch's back ends. It has those methods of python-etcd's client that programs use with
+"""Client of etcd for torch's back ends. It has the methods of python-etcd's client that programs use with
 these back ends.
 """
 
@@ -65,7 +65,7 @@ class EtcdClient:
 
     @property
     def version(self) -> str:
-        """Version of the etcd server. Requests it from the server.
+        """Version of the etcd server, which is requested from the server on each access.
 
         Raises:
             OSError: etcd does not answer.

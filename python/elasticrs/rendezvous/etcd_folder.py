@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "elasticrs_etcd_"
 _UNUSED = 86400.0
-"""Seconds after its last use when an unlocked folder with another endpoint is removed."""
+"""Seconds without use after which an unlocked folder of another endpoint is removed."""
 
 
 def root() -> str:
@@ -145,8 +145,8 @@ class Folder:
         with os.scandir(os.path.dirname(self.path)) as entries:
             found = [each.path for each in entries if each.name.startswith(f"{_PREFIX}{os.geteuid()}_")]
         for path in found:
-            # Check whether the folder is stale without locking it, because another agent would skip a folder
-            # that is locked at that moment.
+            # Do not lock the folder to check whether it is stale, because another agent would skip the folder
+            # while it is locked.
             if path == self.path or not self._is_stale(path):
                 continue
             try:

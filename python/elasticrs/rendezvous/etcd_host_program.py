@@ -96,7 +96,8 @@ def tell(kind: str, text: str) -> None:
     try:
         os.write(1, json.dumps([kind, text]).encode() + b"\n")
     except OSError:
-        # Ignore the error, because the agent has exited. The listening thread handles that.
+        # Ignore the error, because it means that the agent has exited. The thread that watches the agent
+        # handles that.
         return
 
 
@@ -130,8 +131,8 @@ class Member:
             ready = [fd for fd, _ in poll.poll()]
             said = os.read(0, 4096) if ready == [0] else b""
             if not said or not self._belongs:
-                # Stop at once instead of waiting for the working thread, which may be blocked in a name
-                # lookup.
+                # Stop at once instead of waiting for the thread that runs the member, which may be blocked in
+                # a name lookup.
                 with self._guard:
                     self._finish()
                     os._exit(0)
@@ -145,7 +146,7 @@ class Member:
             self._folder.release(keep=self._folder.has_joined() and not self._is_confirmed)
             self._folder = None
 
-    # --- the working thread ---
+    # --- the thread that runs the member ---
 
     def live(self) -> int:
         """Run the member until the agent exits. Return 1 if etcd exited by itself first, and 0 otherwise.
@@ -235,8 +236,7 @@ class Member:
                     return True
             if is_known and not is_here:
                 return False
-            # Retry, because the seat may be held by another agent of this job on this machine, which may
-            # exit.
+            # Retry, because another agent of this job on this machine may hold the seat, and may exit.
             self._pause(_TICK)
 
     def _claim(self, index: int) -> bool:
@@ -283,8 +283,8 @@ class Member:
         """
         assert self._folder is not None
         begun, refused_since = time.monotonic(), None
-        # If the member joined its cluster earlier, follow the end-of-job procedure even if the member has not
-        # rejoined yet.
+        # If the member has joined its cluster before, it has to follow the end-of-job procedure even before
+        # it has rejoined.
         had_joined = self._belongs = self._folder.has_joined()
         while not self._is_healthy():
             view = self._view(self._look())

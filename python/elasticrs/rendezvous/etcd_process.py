@@ -53,8 +53,8 @@ class EtcdProcess:
         self.fd = os.pidfd_open(self._process.pid)
 
     def end(self, grace: float) -> None:
-        """Stop etcd if it runs, and kill it after ``grace`` seconds. In this time, a cluster leader can hand
-        over to another member.
+        """Stop etcd if it is running, and kill it if it has not exited after ``grace`` seconds. The grace
+        period lets a cluster leader hand over its leadership to another member.
         """
         if self._process is not None:
             end(self._process, grace)

@@ -1,5 +1,5 @@
-"""Back end that keeps the state of torch's dynamic rendezvous in etcd. It has torch's names, and uses etcd's
-v3 interface.
+"""Back end that keeps the state of torch's dynamic rendezvous in etcd. The names are those of torch, and the
+module uses etcd's v3 interface.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return None if found is None else (_decoded(found), found.mod_revision)
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state; see :class:`RendezvousBackend`. With a token from another back end, the state
+        """Replace the state; see :class:`RendezvousBackend`. If the token is from another back end, the state
         is left unchanged.
         """
         try:

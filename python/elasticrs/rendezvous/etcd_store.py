@@ -1,8 +1,8 @@
-"""Store in etcd, with torch's class name. If torch is installed, the class is a subclass of
-``torch.distributed.Store``.
+"""Key-value store in etcd, as a class with the same name as in torch. If torch is installed, the class is a
+subclass of ``torch.distributed.Store``.
 
-The methods forward to :class:`elasticrs.store.Store`. This module contains only what differs in torch's
-class. Agents do not import this module.
+The methods forward to :class:`elasticrs.store.Store`. This module contains only the behavior in which torch's
+class differs from that store. Agents do not import this module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ __all__ = ["EtcdStore"]
 
 
 class KeyNotFoundError(DistStoreError, LookupError):
-    """A key was not set in time. Also a ``LookupError``, because torch's class raises that."""
+    """A key was not set in time. This class is also a ``LookupError``, because torch's store raises one in
+    this case.
+    """
 
 
 class _Entry(Value):

@@ -69,8 +69,8 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
     def open_shared_store(self) -> Store:
-        """Return the store of the current round for :class:`RendezvousInfo`. It is served from its first use
-        on.
+        """Return the store of the current round for :class:`RendezvousInfo`. The store is served only from
+        its first use on.
         """
         return self._own_store.of_round(self._round)
 

@@ -1,5 +1,5 @@
-"""Find rendezvous handlers by the name of their backend: those of elasticrs, those that a program has
-registered, and those of installed packages.
+"""Find the rendezvous handler for the name of a backend. Handlers come from elasticrs, from programs that
+register them, and from installed packages.
 
 A package registers handlers in the entry point groups ``elasticrs.rendezvous_handlers`` and
 ``torchrun.handlers``, which are searched in this order. As in torch, an entry point is a function without

@@ -1,4 +1,6 @@
-"""Static rendezvous, in which the user gives each node its rank, with torch's class name."""
+"""Handler for the static rendezvous, in which the user gives each node its rank. The names are those of
+torch.
+"""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 exchanged.
 
 A :class:`Session` holds a single lease. While the lease lasts, the session may lose its connection and
-reconnect, or wait for a store that is down, which only delays requests. A session for another store must
+reconnect, or wait for a store that is down. That only delays requests. A session for another store must
 provide:
 
 - transactions of at most :data:`MAX_OPERATIONS` compares and as many operations. Each transaction is one
   revision, and puts or deletes a key at most once;
-- leased keys, which are deleted when the session ends, or some seconds later; a key is put either always with
-  a lease or always without;
+- leased keys, which are deleted when the session ends, or some seconds later. A key is put either always with
+  a lease or always without one;
 - watches of keys and prefixes, starting from a snapshot or a revision. The revisions arrive in order, each
   with all changes that the watch covers. The order between several watches, or between watches and replies,
   is not specified. A session never has two watches that cover the same key, but a watch may be requested
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
             """Send a request. The store executes requests in order."""
 
         def clock(self) -> tuple[int, int] | None:
-            """Return the store's wall clock minus the local wall clock, and the uncertainty of that
-            difference, both in nanoseconds; ``None`` if they are not known yet.
+            """Return how far the store's wall clock is ahead of the local one, and the uncertainty of that
+            difference, both in nanoseconds. ``None`` if they are not known yet.
             """
 
         def close(self) -> None:
@@ -96,27 +96,27 @@ class Compare(Value):
 
 
 class Exists(Compare):
-    """The key exists."""
+    """Condition that the key exists."""
 
 
 class Missing(Compare):
-    """The key does not exist."""
+    """Condition that the key does not exist."""
 
 
 class CreatedAt(Compare):
-    """The key was created at this revision. Revision 0 means that the key does not exist."""
+    """Condition that the key was created at this revision. Revision 0 means that the key does not exist."""
 
     revision: int
 
 
 class ModifiedAt(Compare):
-    """The key was last put at this revision. Revision 0 means that the key does not exist."""
+    """Condition that the key was last put at this revision. Revision 0 means that the key does not exist."""
 
     revision: int
 
 
 class HasValue(Compare):
-    """The key exists and has this value."""
+    """Condition that the key exists and has this value."""
 
     value: bytes
 
@@ -232,7 +232,7 @@ class Reply(Value):
 
     Args:
         tag: tag of the request.
-        ok: true if the compares held, so that ``then`` was executed.
+        ok: true if all compares held, so that ``then`` was executed.
         revision: revision of the store when it evaluated the request.
         results: results of the operations; for a watch, the entries.
     """
@@ -254,8 +254,8 @@ class Reply(Value):
 
 
 class Changes(Value):
-    """Changes of one revision, in the order of the transaction. An event covers either one watch or all
-    watches of the session.
+    """Changes of one revision, in the order of the transaction. Depending on the store, the event contains
+    the changes for a single watch, or for all watches of the session.
     """
 
     revision: int

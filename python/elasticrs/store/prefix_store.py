@@ -1,4 +1,4 @@
-"""Adds a prefix to the keys of any store."""
+"""Wrapper that adds a prefix to the keys of any store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares a session with the coordination store between several threads that wait for replies."""
+"""Lets several threads share one session with the coordination store, and wait for replies in it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Requests:
     the events for all callers, so no extra thread is needed.
 
     1. Each reply is passed to the call that sent the request.
-    2. A put of a key that a caller waits for is counted before the caller reads the key again.
+    2. A caller that waits for a key misses no put, because puts of the key are counted from before the caller
+       reads it.
 
     Args:
-        make: creates the session when it is first needed. The call that needed the session raises its
-            exceptions.
+        make: creates the session when it is first needed. Its exceptions are raised by the call that needed
+            the session.
     """
 
     def __init__(self, make: Callable[[], Session]) -> None:
@@ -81,8 +82,8 @@ class Requests:
         return self._ask(lambda tag: Txn(tag, compares, then, otherwise))
 
     def wait_until(self, holds: Callable[[], bool], keys: Sequence[str], timeout: float) -> bool:
-        """Wait until ``holds`` returns true, and call it again after each put of one of ``keys``. Return
-        false after ``timeout`` seconds.
+        """Wait until ``holds`` returns true. Call ``holds`` again after each put of one of ``keys``. Return
+        false if ``timeout`` seconds elapse first.
 
         Raises:
             LostError: the session ended.

@@ -31,8 +31,8 @@ class NativeSession:
 
     @property
     def met(self) -> tuple[bytes, int] | None:
-        """Name of the store that the client connected to last, and the highest revision seen there, to be
-        passed to later clients; ``None`` if the client has not connected to a built-in store yet.
+        """Name of the store to which the client last connected, and the highest revision seen there. Both are
+        passed to later clients. ``None`` if the client has not connected to a built-in store yet.
         """
         return self._client.met
 

@@ -1,4 +1,4 @@
-"""Common parts of all stores: the same errors as in torch, a timeout and a barrier."""
+"""Common parts of all stores: the errors, which are the same as in torch, the timeout, and the barrier."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""Rendezvous over a back end that the user supplies: its settings, shared state, decisions, and access to the
-state. The handler is in :mod:`elasticrs.rendezvous.dynamic_rendezvous`.
+"""Parts of the rendezvous that uses a back end supplied by the user: the settings, the shared state and the
+access to it, and the decisions of a node. The handler is in :mod:`elasticrs.rendezvous.dynamic_rendezvous`.
 """

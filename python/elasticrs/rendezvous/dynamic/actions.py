@@ -1,5 +1,5 @@
-"""Pure functions that decide the next action of a node in a rendezvous over a back end, and apply the action
-to the shared state.
+"""Pure functions for a rendezvous that uses a back end. They decide a node's next action, and apply the
+action to the shared state.
 
 - **DYN-1** Nodes do not compare clocks. A node considers another node dead if that node's heartbeat count has
   not changed for ``keep_alive_interval * keep_alive_max_attempt`` on the observer's own clock. A node never
@@ -7,12 +7,12 @@ to the shared state.
 - **DYN-2** A last call starts when the minimum number of nodes has joined. A node that has observed it for
   its full duration completes the round. Because all nodes write the same state, only one of them succeeds.
 - **DYN-3** Ranks and size are fixed when the round is completed. If a node leaves the round or dies, the
-  round is over for all its nodes. They leave it, and when the last one has left, the next round starts. A
-  node that finds its round broken while it is still joining leaves the round at once.
+  round is over for all its nodes. The nodes leave the round, and when the last one has left, the next round
+  starts. A node that finds its round broken while it is still joining leaves the round at once.
 - **DYN-4** A node that arrives when the round is complete waits. If the round has room for the node, the node
   is counted as waiting, so that a new round is formed. If not, the node is redundant: it is not counted, and
-  waits without a deadline. Torch also counts nodes that started to wait before the round was full, so that
-  the group restarts forever.
+  waits without a deadline. Torch also counts nodes that started to wait before the round was full, so the
+  group keeps restarting forever.
 - **DYN-5** A closed rendezvous stays closed, and stores the reason. If it was closed because the job has
   failed, the round is over for all nodes. In torch, the workers of the other nodes would keep running until
   their own timeouts. If it was closed for another reason, the workers run until they finish.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.dynamic.rendezvous_settings import RendezvousSettings
 
 ROLLBACK = 5.0
-"""Seconds after the join deadline during which a node that is still joining can withdraw, as in torch."""
+"""Additional seconds, as in torch, for a node to withdraw if it has missed the join deadline."""
 
 
 class Action(Enum):
@@ -78,7 +78,7 @@ class View:
 
 
 class Sightings:
-    """Times at which this node first observed changes of the shared state, on its own monotonic clock."""
+    """Times at which this node first observed changes to the shared state, on its own monotonic clock."""
 
     def __init__(self) -> None:
         self._beats: dict[Node, tuple[int, float]] = {}
@@ -90,12 +90,12 @@ class Sightings:
         return None if self._last_call is None else self._last_call[1]
 
     def look(self, state: State, asked: float, answered: float, patience: float) -> list[Node]:
-        """Record a state that was read, and return those of its nodes that are considered dead.
+        """Record a state that was read. Return the nodes in it that are considered dead.
 
         Args:
             state: state that was read.
-            asked: time before the read. The state is at least as recent as this.
-            answered: time after the read. All changes in the state were made before this.
+            asked: time just before the read. The state is at least as recent as this.
+            answered: time just after the read. All changes in the state were made before this time.
             patience: seconds without a heartbeat after which a node is considered dead.
         """
         seen, dead = self._beats, []
@@ -220,7 +220,7 @@ def apply(action: Action, state: State, node: Node, beat: int, settings: Rendezv
 
 
 def closed(state: State, reason: str, has_failed: bool = False) -> State:
-    """Return the state after the rendezvous was closed for this reason. ``has_failed`` is true if the job has
+    """Return the state after closing the rendezvous for this reason. ``has_failed`` is true if the job has
     failed.
     """
     return replace(state, closed=reason[:256], has_failed=has_failed)

@@ -1,4 +1,4 @@
-"""Records the rendezvous events of a handler over a back end, at the same points as torch.
+"""Records the rendezvous events of a handler that uses a back end, at the same points as torch.
 
 The events are named after torch's classes and methods, because consumers of these events expect these names.
 No event is created unless a logging handler is registered for ``dynamic_rendezvous``.

@@ -1,4 +1,4 @@
-"""Settings of a rendezvous over a back end, with torch's names and defaults."""
+"""Settings of a rendezvous that uses a back end, with torch's names and defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RendezvousTimeout:
 
     Args:
         join: time limit for the minimum number of nodes to join; 600 s by default.
-        last_call: how long further nodes can join once the minimum has joined; 30 s by default.
+        last_call: how long more nodes can join after the minimum number has joined; 30 s by default.
         close: time limit for closing the rendezvous; 30 s by default.
         heartbeat: time limit for sending a heartbeat; 5 s by default.
 

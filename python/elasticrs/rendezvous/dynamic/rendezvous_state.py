@@ -1,4 +1,4 @@
-"""State that the nodes of a rendezvous share, and its encoding.
+"""Shared state of the nodes of a rendezvous, and its encoding.
 
 The state is encoded as JSON with a version number, and its size is limited. A process that can write to the
 back end may confuse the nodes but cannot run code in them. The state contains no timestamps, because the
@@ -104,7 +104,7 @@ class State:
         return None if standing is None else standing.place
 
     def with_node(self, node: Node, standing: Standing) -> State:
-        """Return a copy of the state in which a node is added, or its data are replaced."""
+        """Return a copy of the state with this node added, or with its data replaced."""
         return replace(self, nodes={**self.nodes, node: standing})
 
 

@@ -45,8 +45,8 @@ def is_unspecified(address: str) -> bool:
 
 
 def is_usable_elsewhere(address: str) -> bool:
-    """Return true if other machines may be able to use this numeric address of the node. Loopback, link-local
-    and unspecified addresses cannot be used by other machines.
+    """Return true if other machines may be able to reach the node at this numeric address. They cannot use a
+    loopback, link-local or unspecified address.
     """
     data = packed(address)
     if data is None or not any(data) or is_loopback(address):

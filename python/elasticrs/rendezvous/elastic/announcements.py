@@ -18,8 +18,8 @@ MAX_NAMED = 8
 
 
 def named(names: Sequence[str]) -> str:
-    """Return a list of names as text. After the first :data:`MAX_NAMED` names, only the number of the others
-    is given.
+    """Format a list of names. After the first :data:`MAX_NAMED` names, give only the number of the remaining
+    ones.
     """
     shown = ", ".join(names[:MAX_NAMED])
     return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
@@ -36,8 +36,8 @@ def utc(time_ns: int) -> str:
 
 
 def end_of(head: Head, *, names_pid: bool = True) -> str:
-    """Return text that says how the last finished round ended. That is the round of ``head``, or the previous
-    round if the round of ``head`` is still running.
+    """Describe how the last finished round ended. That is the round in ``head``, or the round before it if
+    the one in ``head`` is still running.
     """
     end = head.end or {}
     kind = end.get("kind")
@@ -56,9 +56,9 @@ def end_of(head: Head, *, names_pid: bool = True) -> str:
 
 
 def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pid: bool = True) -> str:
-    """Return text that says which worker failed, on which node, and how.
+    """Describe which worker failed, on which node, and how.
 
-    ``node`` is used if the cause does not contain the node.
+    If the cause does not name the node, use ``node``.
     """
     told = cause or {}
     where = f"on node {told.get('node') or node or '?'}"
@@ -69,8 +69,8 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pi
 
 
 def how_it_failed(cause: Mapping[str, Any]) -> str:
-    """Return text about a failure to append to a worker's name, such as ``: KeyError: 1 (train.py:4)`` or
-    `` died by SIGKILL``.
+    """Describe how a worker failed, such as ``: KeyError: 1 (train.py:4)`` or `` died by SIGKILL``. The text
+    is appended to the worker's name.
     """
     lines = str(cause.get("message") or "").strip().splitlines()
     if blame_of(cause) is not None:
@@ -88,8 +88,8 @@ def how_it_failed(cause: Mapping[str, Any]) -> str:
 
 
 def round_line(head: Head, max_restarts: int, told: str | None = None) -> str:
-    """Return text that announces a new round. The reason for the end of the previous round is left out if it
-    is ``told``, which the user has already seen.
+    """Return text that announces a new round. It includes the reason why the previous round ended, unless the
+    user has already seen that reason as ``told``.
     """
     cost = f"no restart charged, {head.used} of {max_restarts} used"
     if (head.end or {}).get("charged"):

@@ -1,4 +1,4 @@
-"""Connect to the rendezvous store, and reconnect after a loss of the connection.
+"""Connect to the rendezvous store, and reconnect after the connection was lost.
 
 An agent that loses its connection is fenced: the other nodes may already count it as lost, so its workers
 must have exited before it registers again (**JOIN-1**).
@@ -31,15 +31,15 @@ FIRST_NEWS = 5.0
 """Seconds without a connection after which the reason is reported to the user."""
 
 OTHER = "other"
-"""Kind of connection loss: the server that answers is not the store that this agent used before. It was
-started empty or from another copy of the state."""
+"""Kind of connection loss in which another store answers, and not the one that this agent used before. The
+other store was started empty, or from a different copy of the state."""
 
 FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", "denied", OTHER})
 """Kinds of connection loss that retrying cannot resolve."""
 
 
 def begin(member: Member) -> None:
-    """Start to join the rendezvous, unless that has already been started."""
+    """Start to join the rendezvous, unless this agent has already started to join."""
     if member.phase is not Phase.NEW:
         return
     member.joining.begun = member.now

@@ -1,10 +1,10 @@
 """Remove the registrations of dead workers, so that the other workers need not wait for a lease to expire.
 
-With ``--on-failure replace``, the workers have a separate rendezvous whose members are the workers. Workers
-cannot reliably detect there that another worker is dead, because a broken or refused connection does not
-prove it. But an agent knows when all processes of its worker have exited. Agents also know that the workers
-of a lost agent are dead, because the agent's nursery (the process that starts workers) kills them before the
-agent's session ends.
+With ``--on-failure replace``, the workers themselves are the members of a separate rendezvous. A worker
+cannot reliably detect that another worker is dead, because a broken or refused connection does not prove it.
+But an agent knows when all processes of its worker have exited. Agents also know that the workers of a lost
+agent are dead, because the lost agent's nursery (the process that starts workers) kills them before the
+session of that agent ends.
 
 All functions are pure.
 """
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
-    """Return the names of the keys of the workers' rendezvous, for use by an agent.
+    """Return the key names of the workers' rendezvous, for use by an agent.
 
     Args:
         rendezvous: rendezvous of the agents.
         job: name of the agents' job in the store.
-        number: create revision of the record of the agents' job.
+        number: store revision at which the record of the agents' job was created.
     """
     etcd, root = rendezvous.etcd, ""
     if etcd is not None and etcd.seats and rendezvous.settings.token is not None:
@@ -36,13 +36,13 @@ def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
 
 
 def workers_of(agent: str) -> str:
-    """Return the prefix of the names under which an agent's workers are members of their rendezvous."""
+    """Return the prefix that the member names of an agent's workers have in the workers' rendezvous."""
     return f"{agent}-"
 
 
 def forget_worker(keys: Keys, name: str) -> list[Operation]:
     """Return operations that delete all registrations of one worker. ``name`` is the name that the worker's
-    agent gave it.
+    agent has given the worker.
     """
     return keys.forget_members(f"{name}.")
 

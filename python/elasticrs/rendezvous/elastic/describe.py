@@ -1,18 +1,17 @@
-"""Check the user's settings about nodes, and convert them to this node's
+"""Check the user's node settings, and convert them to this node's
 :class:`~elasticrs.rendezvous.elastic.rendezvous.Rendezvous`.
 
 The command line and the Python API both use this module, so that they accept the same settings. Rules:
 
-- **NODES-1** A job with a single node that no other node can reach has no rendezvous: one node with
-  ``static``, one node with ``c10d`` or ``etcd`` without an endpoint, or one node with ``c10d`` on any free
-  loopback port.
-- **NODES-2** A job with one node of ``c10d`` or ``etcd`` and an endpoint has a rendezvous. A second agent
-  that joins it becomes a spare.
-- **NODES-3** With ``static`` the user assigns the node ranks, so the number of nodes is fixed. Torch silently
-  uses MAX of MIN:MAX.
+- **NODES-1** A job with a single node has no rendezvous if no other node could join it. That is the case with
+  ``static``, with ``c10d`` or ``etcd`` without an endpoint, and with ``c10d`` on any free loopback port.
+- **NODES-2** A job with a single node that has an endpoint for ``c10d`` or ``etcd`` has a rendezvous. A
+  second agent that joins becomes a spare.
+- **NODES-3** With ``static`` the user assigns the node ranks, so the number of nodes is fixed. Torch accepts
+  a range MIN:MAX, and silently uses MAX.
 - **NODES-4** With ``static``, the setting ``store_type=file`` of ``c10d`` has no effect, as in torch.
-- **NODES-5** ``--node-rank`` also orders the nodes of ``c10d`` and ``etcd``. Torch ignores it there with a
-  warning.
+- **NODES-5** ``--node-rank`` also determines the order of the nodes with ``c10d`` and ``etcd``. Torch ignores
+  the option with these back ends, and prints a warning.
 - **NODES-6** If etcd is not hosted by the agents, etcd's own permissions decide which nodes may take part. A
   token then has no effect, and a message to the user says so.
 """
@@ -37,14 +36,14 @@ C10D = "c10d"
 ETCD = "etcd"
 _ETCD_V2 = "etcd-v2"
 BACKENDS = {C10D: C10D, "elasticrs": C10D, STATIC: STATIC, ETCD: ETCD, "etcd-v3": ETCD, _ETCD_V2: ETCD}
-"""Names of back ends, including aliases, with the kind of back end that each name stands for."""
+"""Kind of back end for each name that the user can give, including aliases."""
 
 _MAX_RUN_ID = 256
 _STATIC_JOIN_TIMEOUT = 900.0
 
 
 class Words(Value):
-    """Names of the settings as the user knows them, for error messages."""
+    """Names under which the user knows the settings, for error messages."""
 
     backend: str
     endpoint: str
@@ -70,11 +69,11 @@ def is_in_file(config: Mapping[str, object]) -> bool:
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return the kind of back end that a name stands for. ``others`` are the names of back ends that are not
-    part of elasticrs, for the error message.
+    """Return the kind of back end that a name stands for. The error message also lists ``others``, which are
+    the names of back ends that are not part of elasticrs.
 
     Raises:
-        UsageError: the name is not that of a back end of elasticrs.
+        UsageError: elasticrs has no back end of this name.
     """
     found = BACKENDS.get(backend)
     if found is not None:
@@ -102,7 +101,8 @@ def describe(
         backend: name of the back end.
         endpoint: ``HOST[:PORT]``, or empty. For etcd, several endpoints separated by commas.
         run_id: name of the job.
-        nodes: minimum and maximum number of nodes, already in order.
+        nodes: minimum and maximum number of nodes. The caller has already checked that the minimum does not
+            exceed the maximum.
         config: settings by key.
         environ: environment variables, which may contain the token and the exit barrier's timeout.
         node_rank: rank of this node; ``None`` if the user has not set it.
@@ -195,8 +195,8 @@ def _own_settings(
     if kind == ETCD:
         from elasticrs.rendezvous.elastic import etcd_site
 
-        # Check the settings even if the job has no endpoint and thus no rendezvous. Use torch's default
-        # endpoint for that.
+        # Check the settings even if the job has no endpoint and thus no rendezvous. For this check, use
+        # torch's default endpoint.
         found = etcd_site.read_site(endpoint or "localhost", config, words.settings, words.endpoint)
         own = _Own(found[1], found[2], found[0], etcd_site.NAMES, etcd_site.EXPECTED)
         if backend == _ETCD_V2:

@@ -1,8 +1,8 @@
 """Executes the actions of the rendezvous state machine: store requests, timers, and the listener for the
 workers' store.
 
-Actions that concern the workers or the user are passed on to the caller in order: ``Start``, ``Stop``,
-``Announce``, and ``Exit`` as the last one. See ``LoopAction`` in
+Actions that concern the workers or the user are returned to the caller in order. These are ``Start``,
+``Stop`` and ``Announce``, and ``Exit``, which is always the last action. See ``LoopAction`` in
 :mod:`elasticrs.rendezvous.elastic.messages`.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import StoreEvent
 
 _FAREWELL = "farewell"
-"""Timer of the driver itself. Until it fires, the agent that hosts the store waits for the other agents to
-read how the job ended."""
+"""Name of a timer that the driver sets for itself. It limits how long the agent that hosts the store waits
+for the other agents to read the outcome of the job."""
 
 _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
@@ -42,7 +42,9 @@ _MARGIN = 10.0
 """Additional seconds for a hosted etcd member to exit."""
 
 _PORT = "port"
-"""Timer of the driver itself, for the next attempt to take back the port that was lent to the workers."""
+"""Name of a timer that the driver sets for itself. It fires when the next attempt is due to take back the
+port that was lent to the workers.
+"""
 
 
 class Driver:
@@ -155,7 +157,8 @@ class Driver:
             if kind == "refused" and not self._member.joining.was_registered:
                 left += self.tell(ConnectionLost("cannot_host", text))
             else:
-                # Only report the message, because this node can still use the store as a client.
+                # Only report the message and do not leave, because this node can still use the store as a
+                # client.
                 left.append(messages.Announce(text))
         for name in self._timers.take_due():
             if name == _PORT:
@@ -205,8 +208,8 @@ class Driver:
     # --- the port that is shared with the workers ---
 
     def open_store(self) -> str | None:
-        """Serve the workers' store of a round on the listener that was announced for it, unless rank 0 hosts
-        the store.
+        """Start serving the workers' store for a round, on the listener that this agent has announced. Do
+        nothing if rank 0 hosts the store itself.
 
         With ``static``, lend the port of the rendezvous to the workers instead. Return an error message if
         that is not possible, and ``None`` otherwise.
@@ -282,9 +285,9 @@ class Driver:
         return []
 
     def hasten(self) -> list[LoopAction]:
-        """Stop waiting for other agents and for a store that does not answer, because the user has asked
-        again to stop. Returns the actions that the caller has to execute, including an exit that was held
-        back.
+        """Stop waiting for other agents and for a store that does not answer, because the user has repeated
+        the request to stop. Returns the actions that the caller has to execute, including an exit that was
+        held back.
         """
         return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
 
@@ -295,8 +298,8 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """True if the store is kept open for another run of this agent, so that there is no need to wait for
-        other agents. That is only the case after a success.
+        """True if the store stays open for another run of this agent, so that this agent can exit without
+        waiting for other agents. The store stays open only after a success.
         """
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.meeting_point.may_stay
@@ -350,11 +353,11 @@ class Driver:
 
 
 def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
-    """Drop the events before a connection loss from a batch, because the lease may have expired and the
-    events must not start workers.
+    """If a batch of events ends with the loss of the connection, drop the events before it. They must not
+    start workers, because the lease may have expired.
 
-    Keep changes of the key ``head`` that close the job, because the store may have shut down after all other
-    agents had read them.
+    Keep the events that close the job, which are changes of the key ``head``, because the store may have shut
+    down after all other agents had read them.
     """
     if not events or not isinstance(events[-1], ConnectionLost):
         return events

@@ -1,4 +1,4 @@
-"""HTTP requests to hosted etcd members: etcd's JSON gateway, and the list of members on the peer port.
+"""HTTP requests to hosted etcd members: to etcd's JSON gateway, and to the peer port for the list of members.
 
 Used only for requests that the etcd client of the core does not support. This module does not use
 :mod:`http.client`, because importing it takes longer than the rest of the startup.
@@ -24,7 +24,9 @@ _MOST = 1 << 20
 
 
 class GatewayError(Exception):
-    """Raised when etcd responds with an error, or another program responds. Contains the error message."""
+    """Raised when etcd responds with an error, or a program responds that is not etcd. Contains the error
+    message.
+    """
 
 
 class Gateway:

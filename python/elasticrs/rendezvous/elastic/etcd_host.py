@@ -25,7 +25,7 @@ _PROGRAM = (
     "from elasticrs.rendezvous.etcd_host_program import main; sys.exit(main())"
 )
 _OVER = frozenset({"succeeded", "failed", "closed", "aborted", "timeout", "spare"})
-"""Outcomes of an agent after which the job may have ended."""
+"""Outcomes of an agent that mean that the job may be over for all agents."""
 
 _LONGEST_END = 5.0
 """Seconds that the program may take to exit after SIGTERM. It is longer than the program's own time limit for
@@ -57,8 +57,8 @@ class EtcdHost:
         rendezvous: rendezvous of a job whose agents host etcd.
 
     Attributes:
-        fd: file descriptor that is readable when :meth:`take` should be called, which may change this
-            attribute. ``None`` once the program has exited.
+        fd: file descriptor that is readable when :meth:`take` should be called. A call of :meth:`take` may
+            change the descriptor. ``None`` once the program has exited.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:

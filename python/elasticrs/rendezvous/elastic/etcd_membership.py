@@ -135,7 +135,7 @@ class View(Value):
         seats: all seats of the job.
         mine: index of this agent's seat.
         label: prefix of the names of this job's members.
-        answers: list of members that each seat returned; ``None`` for a seat that did not respond.
+        answers: list of cluster members that each seat returned; ``None`` for a seat that did not respond.
         held: incarnation of the data at this seat; ``None`` if there are no data.
         has_joined: true if the member whose data are at this seat has joined its cluster.
         waited: seconds since this seat first checked the other seats.
@@ -233,8 +233,8 @@ def next_step(view: View) -> Step:
     if best is not None:
         return Stay() if best == view.held else Adopt(best)
     if any(members and view.mine not in members for members in joined.values()):
-        # Wait, because there is a cluster that this seat never joined, and so far fewer than a majority of
-        # the seats hold its data.
+        # Wait, because a cluster exists that this seat never joined. Join it only once a majority of the
+        # seats turn out to hold its data (SEAT-4).
         return Wait()
     return Create() if view.waited >= _HEAD_START * view.mine else Wait()
 

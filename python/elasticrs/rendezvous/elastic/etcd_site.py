@@ -1,4 +1,4 @@
-"""Endpoints of etcd, and the settings that only the back end etcd has.
+"""Endpoints of etcd, and the settings that are specific to the back end ``etcd``.
 
 Imported only if a job uses etcd. The settings have the names that torch's back ends ``etcd`` and ``etcd-v2``
 use for them.
@@ -88,12 +88,10 @@ KEYS = (
     Key("peer_port", None, whole(1),
         "port of hosted members for each other; default: the port of the endpoint + 1"),
 )  # fmt: skip
-"""Settings that only the back end etcd has."""
+"""Settings that are specific to the back end ``etcd``."""
 
 _ALIASES = {"cacert": "ca_cert", "cert": "ssl_cert", "key": "ssl_cert_key", "store_grace": "lease_ttl"}
-"""Alternative names of settings: those of torch's back end ``etcd-v2``, and those of elasticrs's own
-store.
-"""
+"""Alternative names of settings, from torch's back end ``etcd-v2`` and from elasticrs's own store."""
 
 _FIELDS = {"etcd_prefix": "prefix", "lease_ttl": "ttl", "read_timeout": "read_timeout"}
 NAMES = (*(key.name for key in KEYS), *_ALIASES)
@@ -147,13 +145,15 @@ class EtcdSite(Value):
         return [str(file) for file in (self.ca_cert, self.cert, self.key)] if self.is_tls else []
 
     def with_token(self, run_id: str, token: bytes) -> EtcdSite:
-        """Return a copy for hosted members that require a password, which is derived from the job's token."""
+        """Return a copy of the settings with the user and password for hosted members. The password is
+        derived from the job's token.
+        """
         return self.replaced(user=ROOT, password=password_of(run_id, self.prefix, token))
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """Lease time expressed in the keep-alive settings of elasticrs's own store: five intervals per
-        lease.
+        """Keep-alive settings of elasticrs's own store that correspond to the lease time. Five keep-alive
+        intervals make up one lease time.
         """
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
 
@@ -178,7 +178,7 @@ class EtcdSite(Value):
             job: name of the job. All sessions of a job share a lease for keys that outlive the sessions.
             job_ttl: seconds for which etcd keeps the keys on that lease after the job's last session has
                 ended.
-            connect_timeout: seconds to connect, for all endpoints together.
+            connect_timeout: time limit in seconds for connecting, for all endpoints together.
             stall_timeout: see :class:`elasticrs._core.CoordinationClient`.
             supervisor: see :class:`elasticrs._core.CoordinationClient`.
             links: see :class:`elasticrs._core.CoordinationClient`.
@@ -226,7 +226,7 @@ def lease_of(name: str) -> int:
 def read_site(
     endpoint: str, config: Mapping[str, object], source: str, option: str
 ) -> tuple[EtcdSite, dict[str, object], list[str]]:
-    """Read the endpoints, and the settings that only etcd has.
+    """Parse the endpoints, and the settings that are specific to etcd.
 
     Args:
         endpoint: ``[SCHEME://]HOST[:PORT],…``

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Operation
 
 MEMBERS_PER_TXN = 99
-"""Number of members whose slots (ranks in the round) are written in one transaction. With their part of the
-table of members, these are 100 operations; etcd's default limit is 128."""
+"""Number of members whose slots (ranks in the round) are written in one transaction. Together with their part
+of the table of members, a transaction has 100 operations. The default limit of etcd is 128."""
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
 """Seconds before the first message that nodes are missing, and between further messages. The first interval

@@ -8,8 +8,9 @@ starts new ones, and polls ``num_nodes_waiting``. Both use the same state machin
   rendezvous (and may lead it) while its agent is busy with workers. All other events are passed to the state
   machine by the threads that call the handler.
 - **POLL-2** Everything except waiting is done under one lock. Waiting threads are notified of every change.
-- **POLL-3** An agent requests the next round only without workers. So the call means that the workers of the
-  last round have exited. If that round is still running, the call means that they have failed on this node.
+- **POLL-3** An agent requests the next round only while it has no workers. The call therefore means that the
+  workers of the last round have exited. If that round is still running, the call means that its workers have
+  failed on this node.
 """
 
 from __future__ import annotations
@@ -122,13 +123,13 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round. The caller must have no workers at that time.
 
-        A call while a round is running, without a change that :meth:`num_nodes_waiting` has reported, means
-        that workers of this node have failed. The round then ends for all nodes.
+        If a round is running, and :meth:`num_nodes_waiting` has not reported a change, then the call means
+        that workers of this node have failed. In that case, the round ends for all nodes.
 
         Returns:
-            Rank and size, the address of the workers' store, and a store that the nodes of the round share.
-            The shared store has the interface of torch's ``Store``, and is closed when the next round starts
-            on this node.
+            The rank, the number of nodes, the address of the workers' store, and a store that the nodes of
+            the round share. The shared store has the interface of torch's ``Store``, and is closed when the
+            next round starts on this node.
 
         Raises:
             RendezvousClosedError: the job has ended.
@@ -228,8 +229,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._has_succeeded = self._runs and not self._is_to_stop
 
     def shutdown(self) -> bool:
-        """Leave the job. End it for all nodes unless it has succeeded on this node. The caller must have no
-        workers at that time.
+        """Leave the job. Also end the job for all nodes, unless it has succeeded on this node. The caller
+        must have no workers at that time.
 
         Waits until the other nodes can see the end, for at most about ``close_timeout`` seconds.
 
@@ -252,8 +253,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return knows
 
     def _leave_home(self) -> bool:
-        """Keep a store that is hosted here open until the other nodes have read how the last run ended.
-        Return true if they have.
+        """If the store is hosted here, keep it open until the other nodes have read how the last run ended,
+        for at most ``close_timeout`` seconds. Return true if the other nodes have read it.
         """
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
         self.home.leave()

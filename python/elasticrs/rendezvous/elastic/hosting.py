@@ -11,9 +11,10 @@ machine.
   unless ``bind_addr`` is set, because a host's own name may resolve to 127.0.1.1 on that host and to another
   address elsewhere.
 - **HOST-3** A name that cannot be resolved is not an error at first, because in a cluster names may appear
-  later than the containers, and may refer to a former container for a while. Such an agent is a client and
-  retries. Whenever no store answers at an address of the name, the agent decides again whether to host.
-  :attr:`Hosting.trouble` contains the reason that is reported in the end.
+  later than the containers, and may refer to a former container for a while. An agent that cannot resolve the
+  name acts as a client and retries. Whenever no store answers at an address of the name, the agent decides
+  again whether to host. :attr:`Hosting.trouble` contains the reason that is reported if the agent finally
+  gives up.
 - **ADDR-1** A node publishes the address that the user has given (with ``static`` and rank 0, the endpoint's
   host, as in torch), or else the local address of its connection to the store. That address needs no name
   service, and belongs to the interface that leads to the other nodes. Torch publishes the full host name,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 
     class Resolver(Protocol):
-        """Interface for questions about host names and addresses."""
+        """Interface for looking up host names and addresses."""
 
         def host_names(self) -> Sequence[str]:
             """Return this machine's own names: the short name, then the full name."""
@@ -106,7 +107,7 @@ class Found(Value):
 
 
 def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
-    """Make all name lookups that are needed before an agent starts. Blocks until the name servers answer.
+    """Do all name lookups that are needed before an agent starts. Blocks until the name servers answer.
 
     Raises:
         UsageError: see :func:`decide`.
@@ -215,9 +216,9 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
 
 
 def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: Resolver) -> str | None:
-    """Return the name or address (without brackets) under which other machines reach this node, for the case
-    that the local address of its connection to the store is a loopback address. ``None`` if other machines
-    cannot take part, or no such address is known.
+    """Return the name or address (without brackets) under which other machines can reach this node. It is
+    used if this node's connection to the store has a loopback address. ``None`` if other machines cannot take
+    part, or no such name or address is known.
     """
     if is_loopback_name(rendezvous.host) or not (hosting.may_host or hosting.is_explicit):
         return None

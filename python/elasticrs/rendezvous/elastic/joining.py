@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Compare, Entry, Operation, Reply
 
 FORGET_EARLIER = 60
-"""Number of earlier registrations that an agent deletes when it registers. Older ones need not be deleted,
-because a delayed request that could create one arrives within seconds."""
+"""Number of earlier registrations that an agent deletes when it registers. Older registrations need not be
+deleted: only a delayed request could create one again, and such a request arrives within seconds."""
 
 OTHER_JOB = "another job was started with this id"
 
@@ -153,7 +153,7 @@ def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> st
         found = mismatch(member, job_of(value))
     except DamagedError as error:
         return f"{damage(key, error)}; use a different id for another job"
-    # Add a hint if no agent is registered, because the job may be over without having been closed: all its
+    # Add a hint if no agent is registered. The job may be over although it was never closed, because all its
     # agents may have been killed.
     return f"{found}{_NOBODY_LEFT}" if found is not None and is_alone else found
 
@@ -226,8 +226,8 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """Handle the confirmed registration. Take its create revision from the stored key and not from the reply,
-    because the transaction T1 may have been executed more than once.
+    """Handle the confirmed registration. Take the create revision from the stored key and not from the reply,
+    because transaction T1 may have been executed more than once.
     """
     assert own is not None
     static_ranks.registered(member)
@@ -240,7 +240,8 @@ def registered(member: Member, registration: Registration, own: Entry | None) ->
 
 
 def refused(member: Member, link: Link, registration: Registration, reply: Reply) -> bool:
-    """Handle a rejected registration (transaction T1): the job is another one, or the node rank is taken.
+    """Handle a rejected registration (transaction T1). Either the job has been replaced by another one, or
+    the node rank is taken.
 
     Return true if this very registration has the node rank, because T1 was executed earlier and the reply was
     lost with a connection.

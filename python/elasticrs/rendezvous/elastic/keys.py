@@ -22,7 +22,7 @@ def workers_scope(run_id: str) -> str:
 
 
 def workers_job(run_id: str, job: str, number: int) -> str:
-    """Return the name in the store of the workers' own rendezvous job.
+    """Return the name under which the workers' own rendezvous is a job in the store.
 
     Args:
         run_id: run id of the agents' job.
@@ -70,7 +70,7 @@ class Keys:
         return [DeletePrefix(self.node(prefix)), DeletePrefix(self.slot(prefix))]
 
     def table(self, form: str) -> str:
-        """Return the prefix of the keys with the list of members of a proposed round."""
+        """Return the prefix of the keys that contain the list of members of a proposed round."""
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
@@ -80,8 +80,8 @@ class Keys:
         return self.farewells + member
 
     def rank(self, node_rank: int) -> str:
-        """Return the key of a node rank that the user has assigned. The key contains the agent that has the
-        rank, and is on that agent's lease.
+        """Return the key of a node rank that the user has assigned. The value of the key names the agent that
+        has the rank. The key is on the lease of that agent.
         """
         return f"{self.ranks}{node_rank}"
 
@@ -92,10 +92,10 @@ class Keys:
         return [DeletePrefix(each) for each in (self.slots, self.tables, self.dones, self.farewells)]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the prefix of the keys in the user's store, which the nodes of one round share.
+        """Return the key prefix of the user's store for one round, which the nodes of that round share.
 
-        These keys are not below :attr:`prefix`, because leaders watch all keys there. They cannot be mistaken
-        for keys of another job, because a ``%`` in a run id is escaped.
+        These keys are not below :attr:`prefix`, because leaders watch all keys below that prefix. They cannot
+        be mistaken for keys of another job, because a ``%`` in a run id is escaped.
         """
         return f"{self.prefix[:-1]}%stores/{round}/"
 
@@ -124,8 +124,8 @@ def incarnation_of(member: str) -> int:
 
 
 def is_member(name: str) -> bool:
-    """Return true if part of a key is a valid member name. Check this, because other programs may write any
-    keys.
+    """Return true if part of a key is a valid member name. The check is necessary, because other programs may
+    write arbitrary keys.
     """
     agent, _, incarnation = name.rpartition("/")
     return bool(agent) and number_of(incarnation) is not None

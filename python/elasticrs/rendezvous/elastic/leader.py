@@ -62,7 +62,7 @@ def _timer(leader: Leader, name: str) -> str:
 
 
 def guards(member: Member, view: View) -> list[Compare]:
-    """Return the conditions under which every write of the leader is made."""
+    """Return the conditions that every write of the leader requires."""
     registration, keys = member.registered, member.keys
     assert registration is not None
     return [
@@ -74,8 +74,8 @@ def guards(member: Member, view: View) -> list[Compare]:
 def write(
     member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
 ) -> None:
-    """Send a write; the next decision waits for its reply. ``compares`` are conditions in addition to the
-    guards.
+    """Send a write. The leader makes its next decision only after the reply. ``compares`` are conditions in
+    addition to the guards.
     """
     leader.sent_at = view.revision
     leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)
@@ -96,5 +96,5 @@ def close(member: Member, leader: Leader, view: View, closed: Head, alive: Seque
 
 
 def here(member: Member, alive: Sequence[str]) -> list[Compare]:
-    """Return the conditions that these members are registered."""
+    """Return conditions that hold only while these members are registered."""
     return [Exists(member.keys.node(each)) for each in alive]

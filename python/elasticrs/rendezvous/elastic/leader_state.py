@@ -28,7 +28,7 @@ class Leader(Record):
         timers: timers that were set in the current state of the job, by name; true if the timer has fired.
         of_head: revision of the state of the job to which the timers belong.
         count: number of rounds that this leader has proposed.
-        judged: last verdict on an ended round, preceded by the inputs on which it is based.
+        judged: inputs of the last verdict on an ended round, and that verdict.
         told: number of waiting nodes that was last reported to the user.
         told_more: number of the last round after which the user was told that the leader waits for more
             nodes.

@@ -31,8 +31,8 @@ UNREADABLE = Node("?", "", "", "", 0, 0)
 class View:
     """The leader's view of the store.
 
-    A *member* is one registration of an agent. The *head* is the state of the job, and the current round is
-    the round that it names.
+    A *member* is one registration of an agent. The *head* is the state of the job. The current round is the
+    round that the head names.
 
     Attributes:
         revision: store revision of the view.
@@ -51,7 +51,7 @@ class View:
             registration of their agent, are not leaving, and have no workers.
         waiting: candidates that are not members of the current round.
         causes: members whose registration reports a failure on their own node.
-        farewells: members that have announced that they leave.
+        farewells: members that have announced their departure.
         damaged: messages to the user about records that could not be read, by key.
     """
 

@@ -1,5 +1,5 @@
-"""Leave the job: because a signal drains the node, workers are stuck, this agent ends the job, or it is
-closed.
+"""Leave the job. An agent leaves if a signal drains its node, if its workers are stuck, if it ends the job,
+or if the job was closed.
 
 - **LEAVE-1** The other nodes are notified immediately, before the workers of this node have stopped.
 - **LEAVE-2** A member that has written its farewell cannot take part in further rounds, and does not count as
@@ -45,7 +45,8 @@ def leave_with(member: Member, outcome: Outcome) -> None:
     member.arm("leave", member.settings.close_timeout)
     reason = outcome.message or outcome.kind
     if member.workers is not None and member.runs(member.workers.round):
-        # End the round now and not after the workers have stopped, so that the other nodes can react.
+        # End the round now instead of after the workers have stopped, so that the other nodes can react at
+        # once.
         farewell = _farewell(member, registration, reason)
         member.end_round(Purpose.END_ROUND, {"kind": "left", "message": reason}, None, farewell)
     else:

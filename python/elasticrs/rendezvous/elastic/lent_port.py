@@ -1,4 +1,6 @@
-"""Share one port between the rendezvous store and the workers' store, which uses the port during a round."""
+"""Share one port between the rendezvous store and the workers' store. During a round, the workers' store uses
+the port.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.meeting_point import MeetingPoint
 
 PATIENCE = 10.0
-"""Seconds for which a socket of workers that have exited may keep the port in use."""
+"""Seconds for which sockets of exited workers may keep the port in use."""
 
 _TICK, _SLOW_TICK = 0.05, 1.0
 
 
 class LentPort:
-    """Port of a rendezvous store that this process hosts. It can be lent to the workers' store; connections
-    to the rendezvous store stay open meanwhile. If the store is not hosted here, nothing is lent.
+    """Port of a rendezvous store that this process hosts. It can be lent to the workers' store. Meanwhile,
+    existing connections to the rendezvous store stay open. If the store is not hosted here, nothing is lent.
     """
 
     __slots__ = ("_deadline", "_is_lent", "_meeting_point", "trouble")

@@ -1,4 +1,5 @@
-"""State machine of the elastic rendezvous for one agent: a function without I/O, clock or randomness.
+"""State machine of the elastic rendezvous for one agent. It is a function that uses no I/O, clock or
+randomness.
 
 :func:`step` takes a state and an event, and returns the state and the actions that the caller has to execute
 in order. The result depends only on the events, so a sequence of events can be replayed.
@@ -126,7 +127,7 @@ def _changes(member: Member, event: Changes) -> None:
 
 
 def _snapshot(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Handle the snapshot of all keys of the job, with which a leader starts. It may also contain changes
+    """Handle the snapshot of all keys of the job that a new leader has requested. It may also contain changes
     that concern this member.
     """
     entries = {entry.key: entry for entry in reply.entries()}
@@ -142,7 +143,7 @@ def _take_in(member: Member, link: Link, registration: Registration, entries: It
     for change in entries:
         key = change.key
         if member.registration is not registration:
-            # Stop, because an earlier change has led to the end of this connection.
+            # Stop, because the handling of an earlier change has dropped this registration.
             return
         if key == keys.head:
             rounds.take_head(member, link, change)

@@ -64,11 +64,13 @@ _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
 )
-"""Pairs of options: one that the advice mentions, and one that replaces it for the static rendezvous."""
+"""Replacements in the advice for the static rendezvous: pairs of the option that the advice mentions and the
+option that replaces it.
+"""
 
 _PATIENCE = 1.0
-"""Seconds to wait for the lookup of a name that could be resolved a moment ago. The next attempt to connect
-looks it up again."""
+"""Seconds to wait for the lookup of a name that was resolved successfully a moment ago. The next attempt to
+connect looks it up again."""
 
 _DOUBT = 2.0
 """Seconds for which another job's etcd must respond at an endpoint before that is reported as a configuration
@@ -248,7 +250,8 @@ class MeetingPoint:
                 run_id=self._rendezvous.run_id,
                 token=settings.token,
                 max_connections=self._rendezvous.max_connections,
-                # If there is a home, do not use the supervisor, because the server may have to outlive it.
+                # Do not use the supervisor if there is a `Home`, because the server may have to outlive the
+                # supervisor.
                 supervisor=self._supervisor if self._home is None else None,
             )
         except OSError as error:
@@ -277,8 +280,8 @@ class MeetingPoint:
         """Start to connect. The result, :class:`Connected` or :class:`ConnectionLost`, is later returned by
         :meth:`take`.
 
-        Until there has been a connection, each attempt except the first decides again which agent hosts the
-        store. Returns a :class:`ConnectionLost` if the attempt fails immediately.
+        Until the first successful connection, every attempt except the first one decides again which agent
+        hosts the store. Returns a :class:`ConnectionLost` if the attempt fails immediately.
 
         Args:
             same: true if the store must be the one that this agent used before, or must continue with the
@@ -415,8 +418,8 @@ class MeetingPoint:
         events: list[StoreEvent] = []
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
-                # Decide again about hosting only if the client, which resolves the name on its own thread,
-                # has succeeded in that. Otherwise a name lookup here might block for long.
+                # Decide again about hosting only if the client could resolve the name, which it does on its
+                # own thread. Otherwise, a name lookup here might block for a long time.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
@@ -451,8 +454,8 @@ class MeetingPoint:
         )
 
     def fallback_address(self) -> str | None:
-        """Return the address at which other machines reach this node, for the case that the local address of
-        the connection to the store is a loopback address. ``None`` if there is none.
+        """Return the address at which other machines can reach this node. It is used if this node's
+        connection to the store has a loopback address. ``None`` if there is no such address.
         """
         if self._hosting is self._found.hosting:
             return self._found.fallback
@@ -573,7 +576,7 @@ class MeetingPoint:
 
     @property
     def may_stay(self) -> bool:
-        """True if the store can be kept open after the end of this session for another run of this agent."""
+        """True if the store can stay open after this session ends, for another run of this agent."""
         return self._home is not None
 
     def close(self, *, stays: bool = False) -> None:

@@ -105,7 +105,7 @@ class Link(Record):
         purposes: purposes of the requests that are not answered yet, by tag.
         job_revision: create revision of the job's record; 0 until the record was checked.
         head, head_revision: state of the job, and the revision at which it was written.
-        registration: registration that was requested over this connection; ``None`` before that.
+        registration: registration that was requested over this connection; ``None`` before the request.
     """
 
     purposes: dict[int, Purpose] = fresh(factory=dict)
@@ -165,8 +165,8 @@ class Listener(Record):
     Args:
         port: port of the listener; ``None`` until it is bound.
         has_served: true if the listener has served a round.
-        idle_after: round after which this node is idle. It is reported as soon as there is a new listener;
-            ``None`` if there is nothing to report.
+        idle_after: round after which this node is idle, if that was not reported yet; otherwise ``None``. The
+            report is sent as soon as there is a new listener.
     """
 
     port: int | None
@@ -175,8 +175,8 @@ class Listener(Record):
 
 
 class Workers(Record):
-    """Workers of a round that may be running on this node. ``is_stopping`` is true once they were told to
-    stop.
+    """Workers of a round that may be running on this node. ``is_stopping`` is true once this agent has told
+    the workers to stop.
     """
 
     round: int
@@ -196,13 +196,13 @@ class Done(Record):
 
 
 class RoundAge(Record):
-    """Record of whether rounds were short.
+    """Data for deciding whether the last round was short.
 
     Args:
         seen: last round whose start this agent has seen.
         aged: last of these rounds that has run for at least ``short_round`` seconds.
-        was_short: true if the last round ended before that time; ``None`` if this agent did not see its
-            start.
+        was_short: true if the last round ended before it had run for ``short_round`` seconds; ``None`` if
+            this agent did not see the start of that round.
     """
 
     seen: int = 0
@@ -371,7 +371,7 @@ class Member:
 
     def node(self, cause: Cause | None = None) -> Node:
         """Return the record of this agent's registration. ``cause`` is the cause of a failure on this node in
-        the last round of which it reports that it is idle.
+        the last round whose workers have exited here.
         """
         agent, registration = self.agent, self.registration
         return Node(
@@ -410,7 +410,9 @@ class Member:
         return Put(self.keys.head, head.encode(), False)
 
     def exists(self, registration: Registration) -> Exists:
-        """Return the condition that this registration still exists, under which a member makes its writes."""
+        """Return the condition that this registration still exists. A member makes its writes only under this
+        condition.
+        """
         return Exists(self.keys.node(registration.member))
 
     def stop(

@@ -34,7 +34,7 @@ class StartFailed(Value):
     """Event: the workers of this node could not be started, and all their processes have exited.
 
     Args:
-        message: reason of the failure.
+        message: reason for the failure.
         transient: true if the same start may succeed a moment later.
     """
 
@@ -105,7 +105,7 @@ class StorePort(Value):
 
 class StorePortFailed(Value):
     """Event: no listener for the workers' store could be bound, so this node cannot take part in rounds. The
-    message contains the reason for the user.
+    message tells the user the reason.
     """
 
     message: str
@@ -136,7 +136,7 @@ class Start(Value):
         ranks: first ranks of this node's workers.
         master_addr: address of the node with group rank 0.
         master_port: port of the round's workers' store.
-        serves_store: true if this node serves the workers' store. It does so on the listener of the latest
+        serves_store: true if this node serves the workers' store. The listener is that of the latest
             :class:`StorePort`. With a fixed port, a worker of this node binds the port instead; if the port
             cannot be lent, :class:`StartFailed` follows.
         earlier: reason for the end of the previous round. Empty for the first round.
@@ -162,8 +162,8 @@ class Stop(Value):
         round: number of the workers' round.
         why: reason, for the log.
         fenced: true to send SIGKILL immediately; otherwise the usual signal and grace period apply.
-        hung: cause of the failure if a worker of another node hangs. That worker may be waiting for a worker
-            of this node. Otherwise ``None``.
+        hung: cause of the failure if a worker on another node hangs; otherwise ``None``. The hung worker may
+            be waiting for a worker of this node.
         planned: true if there is no failure, for example because a node joins or leaves.
     """
 
@@ -225,7 +225,7 @@ class Outcome(Value):
 
 
 class Exit(Value):
-    """Action: exit with this outcome. It is the last action."""
+    """Final action: exit with this outcome."""
 
     outcome: Outcome
 

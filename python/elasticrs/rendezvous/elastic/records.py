@@ -100,7 +100,7 @@ def step_of(cause: Mapping[str, Any] | None) -> int | None:
 
 
 GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
-"""Kinds of evidence that a rank keeps the other ranks waiting, the strongest first."""
+"""Kinds of evidence that a rank keeps the other ranks waiting, from strongest to weakest."""
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
@@ -132,8 +132,8 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Return true if this node's failure may have come before the recorded one, so that it must be reported
-    to the leader.
+    """Return true if this node's failure may have come before the recorded failure, and must therefore be
+    reported to the leader.
     """
     blame, other_blame = blame_of(own), blame_of(recorded)
     if blame is not None and other_blame is not None:
@@ -259,8 +259,8 @@ class Head(Value):
 
     @staticmethod
     def read(entry: Entry) -> Head:
-        """Decode the head from its key. If it is damaged, return the head of a closed job that has failed,
-        with a reason that names the key.
+        """Decode the head from its entry in the store. If the head is damaged, return the head of a job that
+        was closed as failed, with a reason that names the key.
         """
         try:
             return Head.decode(entry.value or b"")
@@ -286,8 +286,8 @@ class Slot(Value):
 
     Args:
         round, form: round and proposal of the slot. The slot is valid once the head names both.
-        group_rank, first_rank, first_role_rank, role_world_size: ranks of the member. The other sizes are in
-            the head.
+        group_rank, first_rank, first_role_rank, role_world_size: ranks of the member, and the number of
+            workers with its role. The head contains the other sizes.
     """
 
     round: int
@@ -360,7 +360,7 @@ def job_of(value: bytes) -> dict[str, Any]:
 
 
 def check_done(value: bytes) -> None:
-    """Check the record that a member writes when its workers have finished.
+    """Validate the record that a member writes when its workers have finished.
 
     Raises:
         DamagedError: the bytes are not a valid record.
@@ -403,12 +403,12 @@ _SEAT = (_NAME, _NAME, _ADDRESS)
 
 
 def master_addr(nodes: Sequence[Node]) -> str:
-    """Return the address of the node with group rank 0 that all members can use. ``nodes`` are sorted by
+    """Return the address at which all members can reach the node with group rank 0. ``nodes`` are sorted by
     group rank.
 
-    This is the address that the user has given for that node. Without one, it is the local address of the
-    node's connection to the store, which is known to work between that node and the store's host. A loopback
-    address is used only if all nodes are on one host, or there is no other address.
+    This is the address that the user has given for that node. If the user has given none, it is the local
+    address of the node's connection to the store, which is known to work between that node and the store's
+    host. A loopback address is used only if all nodes are on one host, or there is no other address.
     """
     first = nodes[0]
     if first.local_addr:

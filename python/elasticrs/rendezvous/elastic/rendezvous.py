@@ -32,7 +32,7 @@ class Rendezvous(Value):
         member: prefix of the names of this process's registrations; a random name if ``None``.
         replaces: prefix of the registrations of a process that this process replaces and that is known to be
             dead; ``None`` if there is none.
-        clients: number of clients of the store on each node.
+        clients: number of store clients on each node.
         job: name of the job in the store; the run id if ``None``.
         scope: prefix of the keys that the token gives access to; ``None`` if it gives access to all keys.
     """
@@ -100,7 +100,8 @@ class Rendezvous(Value):
     def store_lost_timeout(self) -> float:
         """Seconds for which this agent tries to reconnect to a lost store."""
         given = self.settings
-        # With ``static``, the workers of rank 0 use the store's port until they have stopped.
+        # With ``static``, wait at least ``settle`` seconds, because the workers of rank 0 use the store's
+        # port until they have stopped.
         return max(given.store_lost_timeout, given.settle) if self.is_static else given.store_lost_timeout
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
-    """Handle the snapshot of the store with which a leader starts."""
+    """Handle the snapshot of the store that a new leader has requested."""
     view = leader.view = View(member.keys, reply.revision, reply.entries())
     early, leader.early = leader.early, []
     for event in early:

@@ -30,7 +30,8 @@ class Verdict(Value):
     """Result of evaluating the end of a round.
 
     Args:
-        alive: members that must still be registered for the charge of a restart to be valid.
+        alive: members that must still be registered when the outcome is written. Otherwise, the decision to
+            charge a restart is invalid.
         head: head of the ended round, with updated counts.
         reason: reason why the job ends; ``None`` if it continues.
     """
@@ -69,8 +70,8 @@ def kind_of(head: Head) -> str:
 
 
 def first_cause(view: View, head: Head) -> dict[str, Any] | None:
-    """Return the first cause of the round's failure (VERDICT-2); ``None`` if no cause is known. Of equal
-    causes, return the one that the node has reported later, because it contains more information.
+    """Return the first cause of the round's failure (VERDICT-2); ``None`` if no cause is known. If a node has
+    reported the same cause twice, return the later report, because it contains more information.
     """
     members = [member for member in sorted(view.causes) if member in view.rank_of]
     told = [view.nodes[member] for member in members]

@@ -163,7 +163,7 @@ def _find_slot(member: Member, link: Link) -> None:
 
 def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
     """Handle the reply with this member's own slot. If the running round has no place for this member, tell
-    the user that it waits.
+    the user that this node is waiting.
     """
     registration.slot_known = reply.revision
     entry, head = reply.entry(0), link.head
@@ -216,7 +216,8 @@ def is_mine(registration: Registration | None, head: Head) -> bool:
 
 def look(member: Member) -> None:
     """Compare the state of the job with this member's slot. Start the workers if this member is part of the
-    running round. Report that it is idle if the slot's round is over or was formed without it.
+    running round. Report the member as idle if the round of the slot is over, or was formed without this
+    member.
     """
     link, registration, phase = member.link, member.registered, member.phase
     if link is None or registration is None or registration.slot is None or member.leaving is not None:
@@ -283,7 +284,9 @@ def _report_failure(member: Member, cause: Cause | None) -> None:
 
 
 def start_failed(member: Member, event: StartFailed) -> None:
-    """Handle workers that could not be started and whose processes have all exited."""
+    """Handle the report that the workers of this node could not be started, and that all their processes have
+    exited.
+    """
     if member.phase is Phase.RUN:
         _report(member, {"kind": "setup", "message": event.message, "fatal": not event.transient}, None)
     workers_gone(member)
@@ -313,8 +316,8 @@ def workers_done(member: Member) -> None:
     put = Put(member.keys.done(workers.round, slot.group_rank), encode({}), False)
     member.txn(Purpose.TELL_DONE, [ModifiedAt(member.keys.head, link.head_revision)], [put])
     if slot.group_rank != 0 and not member.agent.hosts_store:
-        # Limit the wait only on nodes that do not serve others. The node with group rank 0 and the host of
-        # the rendezvous store stay until the end.
+        # Limit the wait only on nodes that serve no store. The node with group rank 0 and the host of the
+        # rendezvous store stay until the end.
         member.arm("barrier", member.settings.exit_barrier_timeout)
 
 
@@ -342,7 +345,7 @@ def leave_barrier(member: Member) -> None:
 
 
 def group_ended(member: Member, event: GroupEnded) -> None:
-    """Handle the end of all worker processes of this node, except stuck ones."""
+    """Handle the report that all worker processes of this node have exited, except stuck ones."""
     if member.workers is None:
         return
     if member.phase is Phase.RUN:
@@ -401,8 +404,8 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return the cause of this node's failure in a round; ``None`` if there was none, or the recorded failure
-    came first.
+    """Return the cause of this node's failure in a round; ``None`` if this node did not fail, or if the
+    recorded failure came first.
     """
     own, head = member.own_failure, member.head
     if own is None or own.round != number or own.cause is None or head is None:

@@ -84,7 +84,7 @@ def seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callab
         number = _number(value, expected)
         if number > LONGEST:
             raise ValueError(f"seconds, {LONGEST:.0f} at most")
-        # Negate the valid range, because comparisons with NaN are always false.
+        # Negate the test for the valid range, so that NaN is rejected: all comparisons with NaN are false.
         if not low <= number <= high or (above and number == low):
             raise ValueError(expected)
         return number
@@ -245,7 +245,7 @@ class Settings(Value):
     """Settings of a rendezvous. There is an attribute for each stored key of :data:`KEYS`.
 
     Args:
-        values: values by key. Keys that are missing have their default.
+        values: values by key. Missing keys get their default.
         grace: seconds that workers may take to stop on this node.
 
     Attributes:
@@ -318,15 +318,15 @@ class Settings(Value):
     def patience(self) -> float:
         """Seconds without a round after which an agent gives up by itself.
 
-        A leader may start to wait up to ``join_timeout`` later than this agent. It then waits first for
-        enough nodes, and after that for further nodes.
+        This is the longest time that a leader may need: it may start waiting up to ``join_timeout`` later
+        than this agent, and then waits first for enough nodes, and after that for more nodes.
         """
         return 2 * self.join_timeout + max(self.last_call_timeout, self.restart_call_timeout)
 
     @property
     def rank_timeout(self) -> float:
-        """Seconds after which another node that has the same node rank is reported as an error. Before that,
-        the other node may have died without its lease having expired.
+        """Seconds for which another node with the same node rank is tolerated before it is reported as an
+        error. The other node may be dead, in which case its lease expires within this time.
         """
         return self.ttl + 1.0
 

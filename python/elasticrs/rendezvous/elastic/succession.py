@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def follow(member: Member, registration: Registration, predecessor: Entry | None) -> None:
-    """Watch the registration before this one, or lead if there is none."""
+    """Watch the registration that precedes the one of this agent. If there is none, become the leader."""
     if predecessor is None:
         registration.predecessor = None
         registration.leader = Leader()
@@ -44,8 +44,8 @@ def end_own_watches(member: Member, registration: Registration) -> None:
 
 
 def predecessor_gone(member: Member, registration: Registration) -> None:
-    """Handle the deletion of the registration before this one: request the registration that precedes it
-    now.
+    """Handle the deletion of the preceding registration: request the one that now precedes the registration
+    of this agent.
     """
     if registration.predecessor is None:
         return
@@ -55,7 +55,7 @@ def predecessor_gone(member: Member, registration: Registration) -> None:
 
 
 def find_predecessor(member: Member, registration: Registration) -> None:
-    """Request the registration before this one."""
+    """Request the registration that precedes the one of this agent."""
     _ask(member, registration, Purpose.FIND_PREDECESSOR, member.keys.node(registration.member))
 
 
@@ -65,15 +65,15 @@ def _ask(member: Member, registration: Registration, purpose: Purpose, key: str,
 
 
 def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
-    """Handle the reply with the registration before this one, and follow it. If the own registration no
-    longer exists, fence this agent.
+    """Handle the reply that contains the preceding registration, and follow that registration. If the
+    registration of this agent no longer exists, fence this agent.
 
     Args:
         member: state of this agent.
         registration: registration of this agent.
         reply: reply of the store.
-        is_before: true if the request was for the registration before a key that is not a registration. If
-            that key was deleted, the request is repeated for the own registration.
+        is_before: true if the request was for the registration that precedes a key of another program. If
+            that key was deleted, the request is repeated for the registration of this agent.
     """
     if reply.ok:
         follow(member, registration, reply.entry(0))

@@ -1,4 +1,4 @@
-"""Timers with names, on the boot clock, which keeps running while the machine is suspended."""
+"""Named timers. They use the boot clock, which keeps running while the machine is suspended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def now() -> float:
 
 
 class Timers:
-    """Timers by name."""
+    """Named timers."""
 
     __slots__ = ("_deadlines",)
 
