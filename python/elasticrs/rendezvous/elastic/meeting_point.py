@@ -64,9 +64,7 @@ _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
 )
-"""Replacements in the advice for the static rendezvous: pairs of the option that the advice mentions and the
-option that replaces it.
-"""
+"""For the static rendezvous: options that the advice mentions, each with the option that replaces it."""
 
 _PATIENCE = 1.0
 """Seconds to wait for the lookup of a name that was resolved successfully a moment ago. The next attempt to
@@ -250,7 +248,7 @@ class MeetingPoint:
                 run_id=self._rendezvous.run_id,
                 token=settings.token,
                 max_connections=self._rendezvous.max_connections,
-                # Do not use the supervisor if there is a `Home`, because the server may have to outlive the
+                # With a `Home`, do not use the supervisor, because the server may have to outlive the
                 # supervisor.
                 supervisor=self._supervisor if self._home is None else None,
             )
