@@ -102,8 +102,8 @@ class LineFileHandler(logging.Handler):
         self._agents = 0
 
     def write_behind(self) -> None:
-        """Write in a background thread from now on. The thread stops when :meth:`write_through` was called as
-        often as this method.
+        """Write in a background thread from now on. The thread stops once :meth:`write_through` has been
+        called as often as this method.
         """
         self._agents += 1
         if self._behind is None or not self._behind.is_ours:

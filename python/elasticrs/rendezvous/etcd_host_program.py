@@ -421,7 +421,7 @@ class Member:
             *("--initial-cluster", membership.initial_cluster(self._seats, label, incarnation)),
         ]
         with self._guard:
-            # Create the folder under the guard too, because the other thread may be removing everything.
+            # Create the folder under the guard, because the other thread may be removing the data folder.
             os.makedirs(data, mode=0o700, exist_ok=True)
             self._etcd.start(command, self._folder.log, self._folder.lock)
 
@@ -432,7 +432,8 @@ class Member:
         try:
             return self._gateway.is_healthy(self._seats[self._mine], _SHORT_QUESTION, _reached(self._address))
         except (OSError, GatewayError):
-            # etcd may not listen yet, may have no leader at the moment, or may have exited.
+            # The member is not healthy: etcd is not listening yet, has no leader at the moment, or has
+            # exited.
             return False
 
     # --- the end of the job ---

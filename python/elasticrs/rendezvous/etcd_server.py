@@ -1,4 +1,4 @@
-"""Local etcd server for tests and for jobs on one machine, with torch's names.
+"""Local etcd server for tests and for jobs on one machine. The names in this module are those of torch.
 
 etcd runs under a small supervising process, :mod:`elasticrs.rendezvous.etcd_keeper`. When this program exits
 for any reason, that process stops etcd and removes its data.

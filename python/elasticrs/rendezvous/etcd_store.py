@@ -128,7 +128,7 @@ class EtcdStore(_Base):
             raise KeyNotFoundError(str(error)) from None
 
     def add(self, key: str, num: int) -> int:
-        """Add to the number under a key, and return the sum. A missing key counts as 0."""
+        """Add an amount to the number stored under a key, and return the sum. A missing key counts as 0."""
         return self._store.add(key, num)
 
     def wait(self, keys: Sequence[str], override_timeout: datetime.timedelta | None = None) -> None:

@@ -44,7 +44,7 @@ class OwnStore:
         token = os.urandom(16)
         try:
             if self._server is not None:
-                # An earlier attempt started the server but could not connect to it.
+                # An earlier attempt has started this server, but could not connect to it.
                 self._server.close()
             self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
             return Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)

@@ -1,5 +1,5 @@
-"""Handler for the static rendezvous, in which the user gives each node its rank. The names are those of
-torch.
+"""Handler for the static rendezvous, in which the user gives each node its rank. The names in this module are
+those of torch.
 """
 
 from __future__ import annotations

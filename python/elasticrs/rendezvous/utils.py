@@ -84,9 +84,9 @@ def _try_parse_port(port_str: str) -> int | None:
 
 
 def _matches_machine_hostname(host: str) -> bool:
-    """Return true if a host name or address belongs to this machine. It is compared only with this machine's
-    host name and the addresses of that name, so aliases and other interfaces are not recognized. Return false
-    for a name that cannot be resolved; torch raises an error.
+    """Return true if a host name or address belongs to this machine. The function compares it only with this
+    machine's host name and the addresses of that name, so it does not recognize aliases and other interfaces.
+    Return false for a name that cannot be resolved; torch raises an error.
     """
     if host == "localhost":
         return True

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing import Protocol, TypeAlias
 
     class Entry(Protocol):
-        """A key with its value, or a change of a key."""
+        """A key and its value, or a change to a key."""
 
         @property
         def key(self) -> str: ...
@@ -263,8 +263,8 @@ class Changes(Value):
 
 
 class Notice(Value):
-    """A message for the user that the store does not respond, or responds again. The session itself is
-    unaffected.
+    """Message that tells the user that the store has stopped responding, or that it responds again. The
+    session itself is unaffected.
     """
 
     message: str

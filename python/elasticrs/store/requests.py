@@ -1,4 +1,4 @@
-"""Lets several threads share one session with the coordination store, and wait for replies in it."""
+"""Lets several threads share one session with the coordination store, and wait for their replies."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ class Requests:
                 raise LostError(self._lost)
             self._tag += 1
             tag = self._tag
-            # Send under the lock, because a `Watch` from one thread and an `Unwatch` from another may not be
-            # sent in the wrong order.
+            # Send under the lock, because a `Watch` from one thread and an `Unwatch` from another could
+            # otherwise be sent in the wrong order.
             session.send(make(tag))
             self._replies[tag] = None
         try:

@@ -84,7 +84,9 @@ def _steps(steps: Sequence[Compare] | Sequence[Operation]) -> list[tuple[str | b
 
 
 def _event(event: _core.StoreEvent) -> StoreEvent:
-    """Convert a native event. Entries are not converted, because they have the same attributes."""
+    """Convert a native event. Entries are not converted, because native entries already have the attributes
+    of :class:`~.coordination.Entry`.
+    """
     if isinstance(event, _core.Reply):
         return coordination.Reply(event.tag, event.ok, event.revision, event.results)
     if isinstance(event, _core.Changes):

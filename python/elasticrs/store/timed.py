@@ -1,4 +1,4 @@
-"""Common parts of all stores: the errors, which are the same as in torch, the timeout, and the barrier."""
+"""Common parts of all stores: errors that correspond to those of torch, a timeout, and a barrier."""
 
 from __future__ import annotations
 

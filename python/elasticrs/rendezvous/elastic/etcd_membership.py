@@ -181,9 +181,7 @@ def _derived(what: str, run_id: str, prefix: str, token: bytes | None) -> str:
 
 
 def cluster_token(label: str, incarnation: str) -> str:
-    """Return the token of a cluster for etcd, which derives the ids of the cluster and its members from
-    it.
-    """
+    """Return the token of a cluster. Etcd derives the ids of the cluster and its members from this token."""
     return f"{label}-{incarnation}"
 
 

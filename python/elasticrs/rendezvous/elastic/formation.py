@@ -92,7 +92,7 @@ def _tell_of_more(member: Member, view: View) -> None:
 
 
 def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.Verdict:
-    """Return the verdict on the ended round. It is cached until its inputs change.
+    """Return the verdict on the ended round. The verdict is cached until its inputs change.
 
     Caching matters because computing the verdict takes time proportional to the number of members, and many
     replacement nodes may arrive one by one without changing it. Until the next round, members only stop or

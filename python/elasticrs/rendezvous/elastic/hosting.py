@@ -379,7 +379,7 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
 
 
 def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
-    """Return true if the kernel would select the address itself as source address for a connection to it.
+    """Return true if the kernel would use an address itself as the source of a connection to that address.
     Nothing is sent.
     """
     sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)

@@ -215,7 +215,7 @@ def register(member: Member, link: Link) -> None:
 
 def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
     """Return operations that delete registrations of earlier connections, and those of a process that this
-    one replaces. Without that, they would exist until their leases expire.
+    one replaces. Otherwise, these registrations would exist until their leases expire.
     """
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.agent.agent}/{each}" for each in earlier]

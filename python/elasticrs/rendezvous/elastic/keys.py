@@ -22,7 +22,7 @@ def workers_scope(run_id: str) -> str:
 
 
 def workers_job(run_id: str, job: str, number: int) -> str:
-    """Return the name under which the workers' own rendezvous is a job in the store.
+    """Return the name of the job that represents the workers' own rendezvous in the store.
 
     Args:
         run_id: run id of the agents' job.
@@ -74,8 +74,8 @@ class Keys:
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
-        """Return the key that a member writes when it leaves on purpose. It is not on a lease, because a
-        later leader needs it as well.
+        """Return the key that a member writes when it leaves on purpose. The key is not attached to a lease,
+        because a later leader needs it as well.
         """
         return self.farewells + member
 
@@ -92,7 +92,7 @@ class Keys:
         return [DeletePrefix(each) for each in (self.slots, self.tables, self.dones, self.farewells)]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the key prefix of the user's store for one round, which the nodes of that round share.
+        """Return the key prefix of the store for user data that the nodes of one round share.
 
         These keys are not below :attr:`prefix`, because leaders watch all keys below that prefix. They cannot
         be mistaken for keys of another job, because a ``%`` in a run id is escaped.

@@ -117,7 +117,7 @@ class View:
     # --- reading keys ---
 
     def _take(self, entry: Entry) -> Iterable[str]:
-        """Read one key or its deletion. Return the members whose derived state may have changed."""
+        """Apply the change or deletion of one key. Return members whose derived state may have changed."""
         kind, _, name = entry.key[len(self._keys.prefix) :].partition("/")
         if kind == "nodes" and is_member(name):
             return self._take_node(name, entry)

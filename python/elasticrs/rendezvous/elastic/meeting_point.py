@@ -381,8 +381,8 @@ class MeetingPoint:
             interval=settings.keep_alive_interval,
             attempts=settings.keep_alive_max_attempt,
             connect_timeout=settings.connect_timeout,
-            # Set no stall timeout for an agent that polls, because it may be busy with its workers for long
-            # between its calls.
+            # Set no stall timeout for an agent that polls, because its workers may keep it busy for a long
+            # time between calls.
             stall_timeout=settings.stall_timeout if supervisor is not None else None,
             supervisor=supervisor,
             resume=True,
@@ -431,7 +431,7 @@ class MeetingPoint:
         return events
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until :meth:`take` has events to return, for callers that have no loop that watches
+        """Block until :meth:`take` has events to return, for callers without an event loop that watches
         :attr:`fd`. Return false if the timeout elapses first, or if there is no session.
         """
         return self._session is not None and self._session.wait(timeout)
@@ -457,7 +457,7 @@ class MeetingPoint:
         """
         if self._hosting is self._found.hosting:
             return self._found.fallback
-        # This call does not block on a name lookup, because the user has not decided about hosting.
+        # This does not block, because names are only looked up if the user has decided about hosting.
         return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
     def _explained(self, lost: ConnectionLost) -> str:
@@ -510,7 +510,7 @@ class MeetingPoint:
         return self._server.sessions() > own
 
     def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
-        """Open a store for the user that the nodes of a round share. It has its own connection. The shared
+        """Open a store for user data that the nodes of a round share. It has its own connection. The shared
         store of an earlier round is closed.
 
         With ``static``, the connection was already opened before the round and is used for all rounds, so

@@ -47,8 +47,8 @@ class Phase(Enum):
 
 
 class Purpose(Enum):
-    """Purpose of a request to the store. :mod:`~.machine` passes the reply to the function for the
-    purpose.
+    """Purpose of a request to the store. The purpose determines which function handles the reply; see
+    :mod:`~.machine`.
     """
 
     NOTHING = "its effect is seen elsewhere"

@@ -298,7 +298,7 @@ class Slot(Value):
     role_world_size: int
 
     def encode(self) -> bytes:
-        """Encode the slot as a list, which is short, because there is one slot for each member."""
+        """Encode the slot compactly, as a list, because there is one slot for each member."""
         return encode(self.values())
 
     @staticmethod

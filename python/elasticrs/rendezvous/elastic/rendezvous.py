@@ -88,9 +88,9 @@ class Rendezvous(Value):
 
     @property
     def given_addr(self) -> str | None:
-        """Name or address, without brackets, that the user has given for this node. With ``static``, the
-        endpoint's host for rank 0. ``None`` if there is none: other nodes then use the local address of this
-        node's connection to the store.
+        """Name or address, without brackets, that the user has given for this node. With ``static``, rank 0
+        uses the host of the endpoint. ``None`` if there is no such address; other nodes then use the local
+        address of this node's connection to the store.
         """
         if self.is_static and self.node_rank == 0:
             return self.host

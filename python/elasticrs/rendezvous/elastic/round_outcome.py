@@ -1,5 +1,5 @@
-"""Evaluate the end of a round: whether it uses a restart, and whether it ends the job. Pure functions of the
-leader's view.
+"""Evaluate the end of a round: decide whether it uses a restart, and whether it ends the job. These are pure
+functions of the leader's view.
 
 - **VERDICT-1** A restart is charged only if workers have failed and no member was lost. Workers often fail
   *because* a node died, and their report may arrive before the loss is known.

@@ -395,7 +395,8 @@ def read_settings(
 
 def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
     """Return how many seconds a node that has finished waits for the other nodes, according to the settings
-    or the environment. Call this if there is no command-line option.
+    or the environment. The command-line option takes precedence, so call this only if that option was not
+    given.
 
     Raises:
         UsageError: the value is invalid. The message is a single line.

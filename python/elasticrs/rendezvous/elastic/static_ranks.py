@@ -74,7 +74,9 @@ def registered(member: Member) -> None:
 
 
 def timeout(member: Member) -> None:
-    """Exit with an error, because another node has had this node's rank for longer than a dead node could."""
+    """Exit with an error, because another node has held this node's rank for longer than a dead node could
+    hold it.
+    """
     holder = member.joining.rank_holder
     if holder is None or member.registered is not None or member.phase is Phase.EXIT:
         return

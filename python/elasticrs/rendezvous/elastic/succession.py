@@ -1,5 +1,5 @@
-"""Election of the leader. The agent with the oldest registration leads, and each other agent watches the
-registration before its own.
+"""Election of the leader. The agent with the oldest registration leads, and every other agent watches the
+registration that precedes its own.
 """
 
 from __future__ import annotations
