@@ -3,7 +3,7 @@
 //! A nursery that starts a worker runs third-party code (`fork` handlers) and system calls that can block, such as
 //! `exec` on a network file system. While it hangs there, it notices neither the death of its agent nor the fence
 //! deadline. So the nursery sets a timer, which it shares with the sentinel, before the first step of a start, and
-//! stops it after the last step. The sentinel therefore wakes up only if a start takes longer than [`PATIENCE_MS`].
+//! stops it after the last step. As a result, the sentinel wakes up only if a start takes longer than [`PATIENCE_MS`].
 //!
 //! The page holds one number: an activity (`IMPORTS`, `WAITS`, `DONE`), or the number of the current step of a
 //! start. Only the nursery writes the page, before it sets or stops the timer. The sentinel stops the timer before it
@@ -20,20 +20,20 @@ use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFl
 use crate::sys::page::Page;
 use crate::sys::timer;
 
-/// Time in milliseconds after which a step of a start is considered to hang if it has not finished. It is short,
-/// because all processes must be killed within 100 ms of the agent's death.
+/// Time in milliseconds after which an unfinished step of a start is considered hung. The time is short, because all
+/// processes must be killed within 100 ms of the agent's death.
 pub const PATIENCE_MS: u16 = 50;
 
 const IMPORTS: u64 = 0;
 const WAITS: u64 = 1;
 const DONE: u64 = 2;
 
-/// Page and timer with which a nursery shows its activity to its sentinel.
+/// Shared page and timer through which a nursery reports its activity to its sentinel.
 #[derive(Debug)]
 pub struct Activity {
     page: Page,
     timer: TimerFd,
-    /// Number of the last step of a start. Only used by the nursery.
+    /// Number of the most recent step of a start. Used only by the nursery.
     step: u64,
 }
 
@@ -44,7 +44,7 @@ pub enum Doing {
     Imports,
     /// The nursery is waiting for requests. It watches its agent and the fence deadline, and handles both by itself.
     Waits,
-    /// The nursery is performing the step with this number of starting a worker. Every step has a different number.
+    /// The nursery is starting a worker. Contains the number of the current step, which is different for every step.
     Starts(u64),
     /// The nursery has killed all of its descendants and is about to exit.
     Done,
@@ -69,7 +69,8 @@ impl Activity {
         Ok(vec![self.page.as_fd().try_clone_to_owned()?, self.timer.as_fd().try_clone_to_owned()?])
     }
 
-    /// Maps the page and takes over the timer from descriptors that were made by `descriptors` in another process.
+    /// Maps the page and takes ownership of the timer. Another process must have made the descriptors with
+    /// `descriptors`.
     ///
     /// # Errors
     /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if the number of descriptors is
@@ -79,7 +80,7 @@ impl Activity {
         Ok(Self { page: Page::map(page)?, timer: timer::from_descriptor(timer)?, step: DONE })
     }
 
-    /// Records that the nursery is performing the next step of starting a worker.
+    /// Records that the next step of starting a worker has begun.
     pub fn step(&mut self) {
         let is_first = matches!(self.look(), Doing::Waits);
         self.step += 1;
@@ -112,8 +113,8 @@ impl Activity {
         }
     }
 
-    /// Returns the nursery's activity after the timer has expired. Sets the timer again if the nursery is still
-    /// starting a worker.
+    /// Returns the nursery's activity, and sets the timer again if the nursery is still starting a worker. Called when
+    /// the timer has expired.
     pub fn look_again(&self) -> Doing {
         self.look_no_more();
         let doing = self.look();
@@ -133,7 +134,7 @@ impl Activity {
     }
 
     fn look_later(&self) {
-        // Ignore the result, because an error is only possible for an invalid time or descriptor.
+        // Ignore the result, because setting a timer fails only if the time or the descriptor is invalid.
         let _ = self.timer.set(
             Expiration::OneShot(TimeSpec::from(Duration::from_millis(PATIENCE_MS.into()))),
             TimerSetTimeFlags::empty(),

@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Time for which a sweep waits for `torch_shm_manager`, which starts to clean up two seconds after its last client has
 /// exited, because another client might connect.
 const MANAGER_PATIENCE: Duration = Duration::from_secs(3);
-/// Time for which a sweep waits for cleaners to exit after it has killed them for taking too long.
+/// Time for which a sweep waits for cleaners to exit after it has killed them because they took too long.
 pub const LAST_MOMENT: Duration = Duration::from_secs(1);
 /// Maximum time by which cleaners can prolong a sweep.
 pub const LONGEST: Duration = MANAGER_PATIENCE.saturating_add(LAST_MOMENT);
@@ -36,8 +36,8 @@ const MANAGER: &str = "torch_shm_manag";
 /// of its pipe and possibly a copy of standard error. It also opens files briefly while it starts or prints a warning.
 const FEW_DESCRIPTORS: usize = 4;
 
-/// Returns the time for which a sweep waits for this process once all other processes have exited. `None` if the
-/// process is not a cleaner.
+/// Returns how long a sweep waits for this process once all other processes have exited. `None` if the process is not a
+/// cleaner.
 pub fn patience_with(target: &Target) -> Option<Duration> {
     if target.name() == MANAGER && program(target.pid).is_some_and(|path| path.ends_with("torch_shm_manager")) {
         return Some(MANAGER_PATIENCE);
@@ -52,7 +52,7 @@ fn is_tracker(pid: i32) -> bool {
     let Some(Ok(entries)) = procfs::folder(pid).map(|folder| fs::read_dir(folder.join("fd"))) else { return false };
     let paths = entries.flatten().map(|entry| entry.path()).filter(|path| !is_standard(path));
     let paths: Vec<PathBuf> = paths.take(FEW_DESCRIPTORS + 1).collect();
-    // The program of a process that is exiting cannot be read, so such a process may be Python.
+    // If the program's path cannot be read, because the process is exiting, assume that the program may be Python.
     let may_be_python = || program(pid).is_none_or(|path| is_python(&path));
     paths.len() <= FEW_DESCRIPTORS && (paths.iter().any(|path| reads_a_pipe(path)) || may_be_python())
 }
@@ -88,7 +88,7 @@ pub struct Patience {
 }
 
 impl Patience {
-    /// True if the process is a cleaner whose time limit has not passed.
+    /// True if the process is a cleaner and its time limit has not passed.
     pub fn spares(&mut self, target: &Target, now: Instant) -> bool {
         let Some(started) = target.started() else { return false };
         if let Some(patience) = patience_with(target) {
@@ -98,7 +98,7 @@ impl Patience {
         !self.is_over && patience.is_some_and(|&span| self.alone_since.is_none_or(|since| now < since + span))
     }
 
-    /// Records that only cleaners are left. Returns true on the first call.
+    /// Records that only cleaners are left, and starts their time limits. Returns true on the first call.
     pub fn begin(&mut self, now: Instant) -> bool {
         let is_first = self.alone_since.is_none();
         self.alone_since.get_or_insert(now);
@@ -111,7 +111,7 @@ impl Patience {
     }
 }
 
-/// Returns all running descendants of `root` whose process group is accepted by `is_meant`, except cleaners that do not
+/// Returns all running descendants of `root` in the process groups that `is_meant` accepts. Omits cleaners, unless they
 /// lead their process group.
 pub fn others_in_groups(root: i32, is_meant: impl Fn(i32) -> bool) -> Vec<Target> {
     let me = std::process::id().cast_signed();

@@ -1,9 +1,10 @@
 //! Sockets that the nursery holds open for its agent.
 //!
-//! With the built-in store, the nursery holds a duplicate of the connection of the agent's session. It holds two while
-//! the session moves to a new connection. With etcd, the nursery holds the agent's links. A link is a connection on
-//! which another agent waits for the death of this agent. Each link has a last word: a secret that the nursery sends
-//! only when the agent is dead and none of its processes is left.
+//! With the built-in store, the nursery holds a duplicate of the socket that the agent's session uses. While the
+//! session moves to a new connection, the nursery holds duplicates of the old and the new socket. With etcd, the
+//! nursery holds the agent's links. A link is a connection on which another agent waits for the death of this agent.
+//! Each link has a last word: a secret that the nursery sends only when the agent is dead and none of its processes is
+//! left.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -14,14 +15,14 @@ use serde::{Deserialize, Serialize};
 /// Selects the sockets to close.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Release {
-    /// Notify the peers and close all sockets, because nothing depends on the session anymore.
+    /// Notify the peers and close all sockets, because the session is no longer needed.
     All,
     /// Close all sockets without notifying the peers, because the agent is alive and continues its session without this
     /// nursery.
     Quietly,
-    /// Close all sockets except the newest, because the session has moved to that one.
+    /// Close all sockets except the newest, because the session has moved to the newest.
     Older,
-    /// Close only the newest socket, because the session has not moved to that one.
+    /// Close only the newest socket, because the session did not move to it.
     Newest,
 }
 
@@ -32,17 +33,17 @@ pub type LastWord = [u8; 32];
 /// reached unless links are lost in a way that neither end can see.
 const MAX_LINKS: usize = 64;
 
-/// A socket that the nursery holds.
+/// A socket that the nursery holds open for its agent.
 #[derive(Debug)]
 pub struct Held {
     pub socket: OwnedFd,
-    /// Secret to send on the socket when the agent is dead and none of its processes is left. `None` if the socket is
-    /// the connection of a session.
+    /// Secret to send on the socket when the agent is dead and none of its processes is left. `None` if the socket
+    /// belongs to a session.
     pub word: Option<LastWord>,
 }
 
 impl Held {
-    /// True if this is a link that its peer has closed, or that is broken. Nothing that is sent on such a link arrives.
+    /// True if this is a link that is broken or was closed by its peer. Data sent on such a link is lost.
     fn is_dead_link(&self) -> bool {
         let closed_by_peer = PollFlags::from_bits_retain(libc::POLLRDHUP);
         let mut polled = [PollFd::new(self.socket.as_fd(), closed_by_peer)];
@@ -61,7 +62,7 @@ pub struct Connections(Vec<Held>);
 
 impl Connections {
     /// Adds a socket. Drops all other sockets first unless `beside` is set. Before adding a link, drops all dead links.
-    /// If `MAX_LINKS` links remain, refuses the new link instead of dropping one on which a peer waits.
+    /// If `MAX_LINKS` links remain, refuses the new link rather than drop a link on which a peer waits.
     pub fn hold(&mut self, held: Held, beside: bool) -> Result<(), TooManyLinks> {
         if !beside {
             self.0.clear();
@@ -117,8 +118,8 @@ mod tests {
         (connections, peers)
     }
 
-    /// Adds a socket without dropping the others. With a number, the socket is a link. Without one, it is the
-    /// connection of a session.
+    /// Adds a socket without dropping the others. If `number` is given, the socket is a link. Otherwise, it belongs to
+    /// a session.
     fn add(connections: &mut Connections, number: Option<u8>) -> Result<UnixStream, TooManyLinks> {
         let (own, peer) = UnixStream::pair().unwrap();
         let word = number.map(|number| [number; 32]);
@@ -157,7 +158,7 @@ mod tests {
         let mut peers: Vec<_> = (0..count).map(|number| add(&mut connections, Some(number)).unwrap()).collect();
         assert_eq!(add(&mut connections, Some(200)).unwrap_err(), TooManyLinks);
 
-        // The peer of the first link closes the link, and the peer of the second link stops sending.
+        // Close the peer's end of the first link, and shut down sending at the peer's end of the second.
         drop(peers.remove(0));
         peers[0].shutdown(std::net::Shutdown::Write).unwrap();
         peers.extend([201, 202].map(|number| add(&mut connections, Some(number)).unwrap()));

@@ -1,21 +1,22 @@
-//! The fence deadline, at which the nursery kills all processes of the job on this node. Agent and nursery share it in
-//! a page of memory.
+//! The fence deadline: the time at which the nursery kills all processes of the job on this node. Agent and nursery
+//! share the deadline in a page of memory.
 //!
 //! The other agents consider this agent dead when its lease expires, so its workers must be dead before that. With
 //! every renewal of the lease, the agent moves the deadline by an atomic write to the page, which needs neither a
 //! system call nor a message. Agent and nursery also share a timer, which may be set for an earlier deadline. When the
-//! timer expires, the nursery reads the page and sets the timer for the current deadline. So the nursery wakes up only
-//! about once per lease, and it also enforces the deadline while the agent is stopped.
+//! timer expires, the nursery reads the page and sets the timer for the current deadline. The nursery therefore wakes
+//! up only about once per lease, and enforces the deadline even while the agent is stopped.
 //!
 //! The page holds one number. Its low 60 bits are 0 (no deadline), `PASSED`, or the deadline in nanoseconds on
 //! `CLOCK_BOOTTIME`. Its high 4 bits are the number of the nursery that enforces the deadline, the holder.
 //!
-//! 1. `PASSED` is written only by a process that checks the deadline: usually the nursery, or its sentinel or the agent
-//!    while the nursery cannot check it. `PASSED` is written by a compare-and-swap with the expired deadline. A renewal
-//!    therefore either comes first and takes effect, or it comes second and is reported as too late.
-//! 2. The timer is never set for a later time than the deadline. A process that sets the timer has written or read the
-//!    page before. The nursery reads the page again after it has set the timer, because the agent may have moved the
-//!    deadline and set the timer in between.
+//! 1. Only a process that checks the deadline writes `PASSED`. This is usually the nursery. While the nursery cannot
+//!    check the deadline, it is the sentinel or the agent. `PASSED` replaces the expired deadline in a
+//!    compare-and-swap. A renewal therefore either comes first and takes effect, or comes second and is reported as too
+//!    late.
+//! 2. The timer is never set for a later time than the deadline. A process writes or reads the page before it sets the
+//!    timer. After setting the timer, the nursery reads the page again, because the agent may have moved the deadline
+//!    and set the timer in between.
 //! 3. Only the holder and the agent write `PASSED`. A nursery that was replaced may still be running for a moment. If
 //!    it wrote `PASSED`, the holder would never learn that the deadline has passed, and its workers would run on.
 
@@ -39,8 +40,8 @@ const HOLDER_SHIFT: u32 = 60;
 /// Bits of the page's number that contain the deadline. The latest possible deadline is 36 years after boot.
 const DEADLINE: u64 = (1 << HOLDER_SHIFT) - 1;
 
-/// The number of a nursery that enforces the deadline, between 0 and 15. A number is used again after 16 nurseries,
-/// long after the agent has killed the earlier nursery with this number.
+/// Number, between 0 and 15, of a nursery that enforces the deadline. After 16 nurseries, the numbers repeat. By then,
+/// the agent has long killed the earlier nursery with the same number.
 pub type Holder = u8;
 
 /// The fence deadline and its timer.
@@ -61,11 +62,11 @@ pub enum Look {
     At(u64),
     /// The deadline has passed.
     Passed {
-        /// True if this is the first call which found that the deadline has passed.
+        /// True if no earlier call had found that the deadline has passed.
         first: bool,
     },
-    /// Another nursery enforces the deadline now. Contains the deadline, unless there is none or it was marked as
-    /// passed.
+    /// Another nursery now enforces the deadline. Contains the deadline. `None` if there is none, or if it was marked
+    /// as passed.
     HandedOver(Option<u64>),
 }
 
@@ -91,8 +92,8 @@ impl Fence {
         Ok(vec![self.deadline.page.as_fd().try_clone_to_owned()?, self.timer.as_fd().try_clone_to_owned()?])
     }
 
-    /// Maps the page and takes over the timer from descriptors that were made by `descriptors` in another process.
-    /// `holder` is the number of this nursery.
+    /// Maps the page and takes ownership of the timer. Another process must have made the descriptors with
+    /// `descriptors`. `holder` is the number of this nursery.
     ///
     /// # Errors
     /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if the number of descriptors is
@@ -111,7 +112,7 @@ impl Fence {
         holder_of(self.deadline.page.number().load(Ordering::SeqCst))
     }
 
-    /// Makes the next nursery enforce the deadline, instead of the current one. Called by the agent. Returns `false`
+    /// Makes the next nursery enforce the deadline instead of the current nursery. Called by the agent. Returns `false`
     /// and changes nothing if the deadline was marked as passed, because the current nursery then has to report it.
     pub fn hand_over(&self) -> bool {
         self.deadline.hand_over()
@@ -134,7 +135,7 @@ impl Fence {
     /// unreadable again.
     ///
     /// # Errors
-    /// No errors are known.
+    /// The timer could not be set or stopped, which is not expected to happen.
     pub fn look(&self) -> io::Result<Look> {
         settle(
             || self.deadline.look(boot_now(), self.holder),
@@ -165,13 +166,13 @@ impl Fence {
     }
 }
 
-/// Calls `look` and sets the timer for its result. Repeats this if the deadline has changed in the meantime.
+/// Calls `look` and sets the timer for its result. Repeats both steps if the deadline has changed in the meantime.
 fn settle<E>(look: impl Fn() -> Look, set_timer: impl Fn(Look) -> Result<(), E>) -> Result<Look, E> {
     let mut found = look();
     loop {
         set_timer(found)?;
         match (found, look()) {
-            // The first call of `look` has marked the deadline as passed, so only the first result has `first: true`.
+            // The first of the two calls marked the deadline as passed, so only its result has `first: true`.
             (Look::Passed { .. }, Look::Passed { first: false }) => return Ok(found),
             (found, same) if same == found => return Ok(found),
             (_, other) => found = other,
@@ -190,8 +191,8 @@ struct Deadline {
 struct Moved {
     /// True if the previous deadline had already passed.
     too_late: bool,
-    /// Time for which the timer must be set, because the timer may be stopped or set for a later time. `None` if the
-    /// timer needs no change.
+    /// Time to which the timer must be set, because it may be stopped or set to a later time. `None` if the timer needs
+    /// no change.
     timer: Option<u64>,
 }
 
@@ -210,7 +211,7 @@ impl Deadline {
     }
 
     fn hand_over(&self) -> bool {
-        // The holder after number 15 has number 0, because the addition overflows.
+        // The addition overflows after number 15, so the next holder has number 0.
         let update = |number: u64| (number & DEADLINE != PASSED).then_some(number.wrapping_add(1 << HOLDER_SHIFT));
         self.page.number().fetch_update(Ordering::SeqCst, Ordering::SeqCst, update).is_ok()
     }
@@ -249,7 +250,7 @@ mod tests {
 
     #[derive(Debug, Clone, Copy)]
     enum Step {
-        /// Set the deadline in nanoseconds relative to the current time, or remove it.
+        /// Set the deadline to the current time plus this number of nanoseconds. `None` removes the deadline.
         Set(Option<i64>),
         /// Advance the clock by this number of nanoseconds.
         Wait(u64),

@@ -10,12 +10,12 @@ use crate::exit::WorkerExit;
 use crate::procfs;
 use crate::stat::Stat;
 
-/// Time limit for a tracer to release an exited process. After that, the process is reported and no longer waited for.
-/// A working tracer releases the process within milliseconds.
+/// Time limit for a tracer to release an exited process. After this time, sweeps report the process and stop waiting
+/// for it. A working tracer releases the process within milliseconds.
 pub const LIMIT: Duration = Duration::from_secs(1);
 
-/// Number of the field in `/proc/PID/stat` with the exit status. The kernel shows 0 to processes without permission to
-/// read it.
+/// Number of the field in `/proc/PID/stat` that contains the exit status. Processes that may not read the exit status
+/// see 0.
 const EXIT_CODE: usize = 52;
 
 /// A process that has exited but cannot be reaped yet, because a tracer holds it.
@@ -44,8 +44,8 @@ pub fn by_tracer(pid: i32) -> Option<Held> {
     (tracer != 0).then(|| Held { exit, tracer, told: tell(pid, &stat.name, tracer) })
 }
 
-/// Returns a one-line message about an exited process that a tracer holds, for which a sweep did not wait. The tracer
-/// may be invisible, because it is in another pid namespace.
+/// Returns a one-line message about an exited process that a sweep could not reap, because a tracer holds it. If the
+/// tracer is in another pid namespace, the message does not name it.
 pub fn told(pid: i32) -> String {
     by_tracer(pid)
         .map_or_else(|| tell(pid, &Stat::of(pid).map(|stat| stat.name).unwrap_or_default(), 0), |held| held.told)
@@ -59,7 +59,7 @@ fn tell(pid: i32, name: &str, tracer: i32) -> String {
     format!("{name} (pid {pid}) has ended, but {tracer} traces it and does not wait for it: it stays until then")
 }
 
-/// True if this process may read the exit status of `pid`. Tests this by reading the link `cwd`, which needs the same
+/// True if this process may read the exit status of `pid`. To find out, reads the link `cwd`, which requires the same
 /// permission. For an exited process, the kernel checks the permission first, and then reports the missing directory as
 /// ENOENT.
 fn may_read(pid: i32) -> bool {

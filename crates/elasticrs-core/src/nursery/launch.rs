@@ -30,13 +30,13 @@ use crate::sys::{fds, pidfd, wait};
 /// Program that a nursery runs.
 #[derive(Debug, Clone)]
 pub enum NurseryImage {
-    /// The workers' program. It imports the modules that the workers need before the nursery becomes ready, and the
-    /// nursery then forks the workers.
+    /// Run the workers' program as a warm nursery: it imports the modules that the workers need, becomes ready, and
+    /// then forks the workers from itself.
     Warm(Arc<Warm>),
-    /// Content of an executable file, which is embedded in the extension module and is run from memory.
+    /// Run an executable that is embedded in the extension module, from memory. Contains the executable's bytes.
     Embedded(&'static [u8]),
-    /// Another program, which calls [`super::server::run`] with its last argument. That argument is appended to `args`.
-    /// The program gets the agent's environment.
+    /// Run another program in the agent's environment. The text of a [`Start`] is appended to `args`, and the program
+    /// must pass it to [`super::server::run`].
     Program {
         path: PathBuf,
         /// Arguments of the program, including the program's own name.
@@ -44,8 +44,8 @@ pub enum NurseryImage {
     },
 }
 
-/// Program of a warm nursery, which imports modules before it forks workers. It reads the text of a [`Start`] from
-/// `START_VARIABLE`, and calls [`super::server::run_warm`] when the imports are done.
+/// Program of a warm nursery. The program reads the text of a [`Start`] from `START_VARIABLE`, imports modules, and
+/// then calls [`super::server::run_warm`] to fork workers.
 #[derive(Debug)]
 pub struct Warm {
     /// Arguments of the workers, and the part of the environment that all workers share.
@@ -61,8 +61,8 @@ pub struct Warm {
 /// Options for the imports of a warm nursery.
 #[derive(Debug, Default)]
 pub struct Import {
-    /// Offset in the report at which the imports started, if this nursery replaces one that a module has killed. `None`
-    /// if this nursery does not replace another one. See [`Warming::since`].
+    /// Offset in the report at which the imports started, if this nursery replaces a nursery that died while it
+    /// imported a module. `None` for any other nursery. See [`Warming::since`].
     pub since: Option<u64>,
     /// True to import at the lowest priority. The nursery's nice value must be restored before it forks workers.
     pub is_background: bool,
@@ -70,14 +70,14 @@ pub struct Import {
 
 /// Name of the environment variable that gives a warm nursery its settings. See [`super::start::Start`].
 const START_VARIABLE: &str = "ELASTICRS_NURSERY_START";
-/// Name of the environment variable with the report offset. Only set for a warm nursery that replaces another one,
-/// which died while it imported modules.
+/// Name of the environment variable that contains the report offset. Set only if the warm nursery replaces one that
+/// died while it imported modules.
 const SINCE_VARIABLE: &str = "ELASTICRS_WARM_SINCE";
 
 /// Descriptor number of the import report in a warm nursery: the first number after those of [`FIXED_FDS`].
 pub const REPORT_FD: i32 = 6;
 
-/// A nursery that is executing its program. Its first reply is `Ready`.
+/// A nursery that was started. Its first reply will be `Ready`.
 #[derive(Debug)]
 pub struct Launched {
     /// Pid of the nursery, which is a child of this process. The owner of this value must reap it once the pidfd is
@@ -92,28 +92,27 @@ pub struct Launched {
     pub token: Token,
     /// Imports that the nursery performs before it becomes ready. `None` if it imports nothing.
     pub warming: Option<Warming>,
-    /// Sentinel: a small nursery without workers. It acts if the agent dies while this nursery cannot act, because a
-    /// nursery that imports modules dies with the agent, and one that starts a worker may hang. The owner of this value
-    /// must stop the sentinel like any nursery.
+    /// Sentinel of this nursery. If the agent dies, the sentinel kills all processes that this nursery cannot kill,
+    /// because this nursery is importing modules and dies with the agent, or hangs while it starts a worker. The owner
+    /// of this value must stop the sentinel like any nursery.
     pub sentinel: Option<Box<Launched>>,
 }
 
-/// The imports of a warm nursery.
+/// Imports that a warm nursery performs before it becomes ready.
 #[derive(Debug)]
 pub struct Warming {
     pub warm: Arc<Warm>,
-    /// Offset in the report file of the first record about these imports. Records of earlier processes that died while
-    /// they imported a module are included.
+    /// Offset in the report file at which the records of these imports start. They include the records of earlier
+    /// nurseries that died while they imported a module.
     pub since: u64,
 }
 
-/// Returns the latest stage of starting a worker that the nursery has announced since the last call. Used to describe a
-/// start that hangs. The worker that hangs is the one after the last worker whose start request was answered.
+/// Returns the latest stage that the nursery has announced since the last call. Used to describe a start that hangs.
+/// The hanging worker is the first one whose start request was not answered.
 pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
     let mut reached = None;
     let mut bytes = [0; 4096];
-    // Reading stops with EAGAIN if the pipe is empty, and with 0 if the nursery has exited. In both cases there is
-    // nothing more to read.
+    // Read until the pipe is empty (EAGAIN) or the nursery has exited (0 bytes).
     while let Ok(count @ 1..) = nix::unistd::read(stages, &mut bytes) {
         reached = Stage::from_byte(bytes[count - 1]);
     }
@@ -125,7 +124,7 @@ pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
 pub enum LaunchError {
     #[error(transparent)]
     Unsupported(#[from] UnsupportedKernel),
-    /// No image could be executed. Contains the error for the last image.
+    /// None of the images could be executed. Contains the error for the last one.
     #[error("could not start the nursery: could not {stage}: {}", .stage.reason(*.errno))]
     Start { stage: Stage, errno: Errno },
     #[error("could not prepare the nursery: {0}")]

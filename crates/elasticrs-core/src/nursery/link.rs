@@ -58,10 +58,10 @@ impl<Out: Message + Serialize, In: Message + DeserializeOwned> Link<Out, In> {
 
     /// Queues a message, and sends as many queued bytes as the socket accepts.
     ///
-    /// Closes `fds` in this process once they are sent. Returns `InvalidInput` if their number differs from
-    /// [`Message::descriptors`] or exceeds the kernel's limit, or if the frame is too large. Returns `OutOfMemory` if
-    /// queueing the message would exceed [`Message::MAX_UNSENT`] because the peer does not read. Other errors come from
-    /// the socket.
+    /// Closes `fds` in this process once they are sent. Returns `InvalidInput` if the number of descriptors differs
+    /// from [`Message::descriptors`] or exceeds the kernel's limit, or if the frame is too large. Returns `OutOfMemory`
+    /// if queueing the message would exceed [`Message::MAX_UNSENT`] because the peer does not read. Other errors come
+    /// from the socket.
     pub fn send(&mut self, message: &Out, fds: Vec<OwnedFd>) -> io::Result<()> {
         if fds.len() != message.descriptors() || fds.len() > socket::MAX_DESCRIPTORS {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -91,7 +91,7 @@ impl<Out: Message + Serialize, In: Message + DeserializeOwned> Link<Out, In> {
         Ok(())
     }
 
-    /// True if [`Link::flush`] should be called once the socket is writable.
+    /// True if bytes are queued, so that [`Link::flush`] should be called once the socket is writable.
     pub fn has_unsent(&self) -> bool {
         !self.unsent.is_empty()
     }
@@ -127,8 +127,8 @@ impl<Out, In> AsRawFd for Link<Out, In> {
 }
 
 impl Frame {
-    /// Memory that the frame uses while it is queued. Includes the struct itself, because that is most of a small
-    /// frame.
+    /// Returns the number of bytes of memory that the queued frame uses. Includes the struct itself, which is larger
+    /// than the bytes of a small frame.
     fn size(&self) -> usize {
         self.bytes.len() + size_of::<Self>()
     }
@@ -174,8 +174,8 @@ impl Received {
         self.bytes.drain(..self.used);
         self.used = 0;
         let filled = self.bytes.len();
-        // Double the buffer, so that a large frame needs only a few calls. The buffer is shrunk below, so that it does
-        // not stay large after a small frame.
+        // Double the buffer, so that a large frame needs only a few calls. `shrink_to` below releases the unused part,
+        // so that the buffer stays small for small frames.
         self.bytes.resize(filled + CHUNK.max(filled), 0);
         let chunk = socket::receive(socket, &mut self.bytes[filled..]);
         self.bytes.truncate(filled + chunk.as_ref().map_or(0, |chunk| chunk.bytes));

@@ -33,7 +33,7 @@ pub trait Message {
 }
 
 impl Message for Request {
-    /// This limit is high, because the agent sends the start requests for all workers of a group at once, and each
+    /// The limit is high, because the agent sends the start requests for all workers of a group at once, and each
     /// request contains the environment of a worker.
     const MAX_UNSENT: usize = 4 * MAX_FRAME;
 
@@ -51,8 +51,8 @@ impl Message for Request {
 }
 
 impl Message for Reply {
-    /// This limit allows for hundreds of thousands of replies, because replies pile up if the agent is stopped while
-    /// another program repeatedly stops and resumes its workers.
+    /// The limit allows for hundreds of thousands of replies, which accumulate if the agent is stopped while another
+    /// program repeatedly stops and resumes the workers.
     const MAX_UNSENT: usize = 16 * 1024 * 1024;
 
     fn descriptors(&self) -> usize {
@@ -79,11 +79,11 @@ pub enum Request {
         signal: i32,
     },
     /// Stop all descendants of the nursery, including workers, and wait until none is left. Answered by
-    /// [`Reply::Swept`]. Another request during a sweep can only make the sweep's deadlines earlier, and one answer
-    /// covers both requests.
+    /// [`Reply::Swept`]. Another request during a sweep can only make the sweep's deadlines earlier. Both requests then
+    /// get a single answer.
     Sweep {
-        /// Number of this request, which the answer repeats. If the number of an answer is lower than that of the last
-        /// request, the answer does not cover that request.
+        /// Number of this request. An answer contains the number of the last request that it covers, so an answer with
+        /// a lower number does not cover this request.
         number: u32,
         /// Time in milliseconds for which descendants may continue to run before the first signal.
         linger_ms: u64,
@@ -104,9 +104,8 @@ pub enum Request {
         /// Time limit in milliseconds for processes that cannot be killed, as in [`Request::Sweep`].
         give_up_ms: u64,
     },
-    /// Keep the descriptor that is sent with this request open until the nursery exits. If the descriptor is a
-    /// duplicate of the agent's connection to the store, the connection therefore stays open until all processes of a
-    /// dead agent are gone.
+    /// Keep the descriptor that is sent with this request open until the nursery exits. A connection to the store of
+    /// which the nursery holds a duplicate therefore stays open until all processes of a dead agent are gone.
     Hold {
         /// True to keep the descriptors that are already held, false to replace them.
         beside: bool,
@@ -140,8 +139,8 @@ pub enum Reply {
         protocol: u32,
         pid: i32,
     },
-    /// A worker is running its program. The worker's pidfd is sent with the frame. If the pidfd is missing, the agent
-    /// has reached its limit on open files; see [`Stage::Receive`].
+    /// A worker was started and runs its program. The worker's pidfd is sent with the frame. If the pidfd is missing,
+    /// the agent has reached its limit on open files; see [`Stage::Receive`].
     Spawned {
         local_rank: u32,
         /// Pid of the worker, which is also the id of its session and process group.
@@ -152,7 +151,7 @@ pub enum Reply {
         local_rank: u32,
         stage: Stage,
         errno: i32,
-        /// Path or program that the failed stage used. Empty if the stage uses none.
+        /// Path or program for which the stage failed. Empty if the stage uses none.
         subject: String,
     },
     /// A worker has exited and was reaped. Sent once for each worker.
@@ -201,6 +200,6 @@ pub enum Reply {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Descendant {
     pub pid: i32,
-    /// Name of the process in the kernel, at most 15 bytes long. Empty if the process was gone.
+    /// The kernel's short name of the process, at most 15 bytes. Empty if the process was gone.
     pub command: String,
 }

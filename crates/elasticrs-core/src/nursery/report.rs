@@ -1,8 +1,8 @@
 //! Reads the import report of a warm nursery and appends records to it. Used by the agent. The report has one JSON
 //! record per line.
 //!
-//! Each import starts with the record `{"importing": NAME}`. If the process exits and this is the last record, the
-//! module has killed the process. A replacement process then imports the remaining modules.
+//! Each import starts with the record `{"importing": NAME}`. If the process exits and its last record is such a record,
+//! then the import of this module killed the process. A replacement process imports the remaining modules.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -19,7 +19,7 @@ const ENDED: &[u8] = b"{\"ended\":";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     Exit(WorkerExit),
-    /// The process executed another program.
+    /// The process executed another program (`exec`).
     Executes,
     /// The process closed its connection to the agent.
     Closes,
@@ -37,8 +37,8 @@ fn read(report: BorrowedFd<'_>, since: u64) -> Vec<u8> {
     told
 }
 
-/// Returns the name of the module that is being imported. `None` unless the last record after the offset `since`
-/// announces an import.
+/// Returns the name of the module that is being imported. `None` if the last record after the offset `since` is not the
+/// start of an import.
 pub fn importing(report: impl AsFd, since: u64) -> Option<String> {
     let told = read(report.as_fd(), since);
     let last = told.strip_suffix(b"}\n")?.rsplit(|&byte| byte == b'\n').next()?;
@@ -46,8 +46,8 @@ pub fn importing(report: impl AsFd, since: u64) -> Option<String> {
     Some(name.trim().trim_matches('"').to_owned())
 }
 
-/// Appends a record of how the process ended, which blames the module that was being imported. Does nothing and returns
-/// false if no module was being imported, or if that module is already blamed for the end of an earlier process.
+/// Appends a record that blames the module being imported for the end of the process. Does nothing and returns false if
+/// no module was being imported, or if an earlier record already blames this module.
 pub fn blame(report: impl AsFd, since: u64, end: End) -> bool {
     let report = report.as_fd();
     let told = read(report, since);

@@ -6,13 +6,13 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::token::Token;
 
-/// Settings of a nursery, in one argument: `TOKEN` or `TOKEN/DESCRIPTORS`, in decimal. The argument of a sentinel
-/// starts with `!`.
+/// Settings of a nursery. As text, they are `TOKEN` or `TOKEN/DESCRIPTORS`, in decimal. The text for a sentinel starts
+/// with `!`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Start {
     /// Token that marks all descendants of the nursery.
     pub token: Token,
-    /// Soft limit on file descriptors for the workers. `None` if they get the same limit as the agent.
+    /// Soft limit on file descriptors for the workers. `None` if the workers get the same limit as the agent.
     pub descriptors: Option<u64>,
     /// True for a sentinel. A sentinel has no workers, and kills all processes that carry the token when its agent is
     /// gone.

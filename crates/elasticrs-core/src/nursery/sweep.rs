@@ -1,8 +1,9 @@
-//! Kills the leftover processes of a dead nursery, from the agent or a sentinel.
+//! Kills the leftover processes of a dead nursery. Used by the agent and by sentinels.
 //!
 //! The kernel kills the workers when their nursery dies. Processes that the workers started become children of the next
-//! subreaper (the agent, if it owns its process) or of init. The functions of this module block until these processes
-//! have exited, but for at most `give_up`.
+//! subreaper (the agent, unless it runs in a host application) or of init. The functions of this module block until
+//! these processes have exited, or until `give_up` has elapsed. Cleaners can extend this time limit by up to
+//! [`LONGEST`].
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -18,12 +19,12 @@ use crate::sys::wait::{self, Waited};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
 /// Number of the newest pids to check first. A program that repeatedly forks, exits, and continues in its child is
-/// always among the newest processes. This check is repeated, because each such process lives for a shorter time than
-/// it takes to read all of `/proc`.
+/// always among the newest processes. The newest pids are checked repeatedly, because such a process exits before all
+/// of `/proc` can be read.
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// Duration after the `give_up` deadline in which a slow check may still send signals.
+/// Time after the `give_up` deadline during which a slow check may still send signals.
 const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
 /// Result of a sweep.
@@ -49,8 +50,8 @@ struct Look {
     unsure: bool,
 }
 
-/// Kills every process that carries the token, except this process, wherever it is in the process tree. This includes
-/// the nursery if it is alive.
+/// Kills every process that carries the token, wherever it is in the process tree, except this process. If the nursery
+/// is alive, it is killed as well.
 ///
 /// Used by sentinels, and by agents in a host application, where only the application may reap its children. Stops
 /// after two consecutive checks that find no process. This does not prove that none is left, because a process that
@@ -74,8 +75,8 @@ pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
 
 /// Kills and reaps all descendants of this process, except the children in `known` and their descendants.
 ///
-/// Used by an agent that is a child subreaper and owns its process. Processes that carry no token and are in no session
-/// of `workers` are spared, because they left the job on purpose or never belonged to a nursery.
+/// Used by an agent that is a child subreaper and does not run in a host application. Spares processes that carry no
+/// token and are in no session of `workers`, because they left the job on purpose or never belonged to a nursery.
 pub fn sweep_children_of_self(known: &[i32], workers: &[i32], give_up: Duration) -> Outcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
@@ -114,7 +115,7 @@ impl Look {
                     self.kill(pid, &target, ended);
                 }
             }
-            // The process exited during the check.
+            // The process has exited during the check.
             _ => self.unsure = true,
         }
     }
@@ -126,7 +127,7 @@ impl Look {
             return;
         }
         if now > ended.acts_until {
-            // Send no signal, because this check was delayed for so long that the caller has stopped waiting for it.
+            // Send no signal, because the check was delayed until after the caller's time limit.
             return;
         }
         target.signal(Signal::SIGKILL);
@@ -174,8 +175,8 @@ fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcom
             let ended = tally.ended.without(&stuck);
             return Outcome { ended, stuck: stuck.into_iter().map(tree::describe).collect(), held: look.held };
         }
-        // Check again at once while new processes appear, because they may fork faster than this process checks.
-        // Otherwise sleep, because the exits of these processes cause no notification.
+        // Check again immediately while new processes appear, because they may fork faster than this process checks.
+        // Otherwise, sleep between checks, because nothing notifies this process when one of them exits.
         if empty == 0 && tally.seen.len() == known {
             std::thread::sleep(pause);
             pause = (2 * pause).min(LONGEST_PAUSE);

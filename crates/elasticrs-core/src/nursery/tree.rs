@@ -25,12 +25,12 @@ use crate::stat::{START_TIME, Stat};
 use crate::sys::features::Features;
 use crate::sys::{pidfd, wait};
 
-/// Field numbers in `/proc/PID/stat` of the masks of blocked and ignored signals. The masks contain the lowest 31
-/// signals.
+/// Numbers of the fields in `/proc/PID/stat` that contain the masks of blocked and ignored signals. The masks cover the
+/// lowest 31 signals.
 const BLOCKED: usize = 32;
 const IGNORED: usize = 33;
 
-/// Upper bound of the pids that the kernel assigns.
+/// Upper bound on the pids that the kernel assigns.
 const HIGHEST_PID: i32 = 4 << 20;
 
 /// A process in a listing of descendants.
@@ -54,7 +54,7 @@ pub struct Status {
 }
 
 impl Status {
-    /// Returns the status of a process. `None` if the process is gone.
+    /// Reads the status of a process. `None` if the process is gone.
     pub fn of(pid: i32) -> Option<Self> {
         Self::in_stat(&Stat::of(pid)?)
     }
@@ -69,7 +69,8 @@ impl Status {
         })
     }
 
-    /// Returns the status of a child, or of the process behind the pidfd, without using `/proc`.
+    /// Returns the status of a process without using `/proc`. If there is no pidfd, the process must be a child of this
+    /// process.
     fn asked(pid: i32, pidfd: Option<&OwnedFd>) -> Option<Self> {
         let (parent, has_ended) = match pidfd {
             Some(pidfd) => (0, poll(&mut [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)], PollTimeout::ZERO) == Ok(1)),
@@ -100,7 +101,8 @@ pub fn has_died(pid: i32, status: Status) -> bool {
 /// descendants.
 ///
 /// The iterator reads the children of a process before it returns the process. The caller can therefore kill each
-/// process at once without losing track of its children, which also frees CPU time for the rest of the search.
+/// process immediately without losing track of its children. Killing early also frees CPU time for the rest of the
+/// search.
 pub fn descendants(root: i32, except: &[i32]) -> Descendants {
     let all = match procfs::is_own() {
         true if Features::get().proc_children => None,
@@ -182,7 +184,7 @@ fn children_of_ours() -> Vec<i32> {
     let newest = newest_pid();
     let found = among(1..=newest);
     // After the highest pid, the kernel starts again with low pids. Older processes may therefore have higher pids than
-    // the newest.
+    // the newest process.
     if found.is_empty() { among(newest + 1..=HIGHEST_PID) } else { found }
 }
 
@@ -200,11 +202,11 @@ pub fn pids() -> Vec<i32> {
 pub fn newest_pid() -> i32 {
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let pid = load.split_whitespace().next_back().and_then(|pid| pid.parse().ok());
-    // If the file cannot be read, start a thread, because its id is the most recently assigned one.
+    // If the file cannot be read, start a thread. Its id is the most recently assigned pid.
     pid.or_else(|| Builder::new().spawn(|| gettid().as_raw()).ok()?.join().ok()).unwrap_or(HIGHEST_PID)
 }
 
-/// A descendant that can be signalled safely, even if its pid has been reused.
+/// A process that can be signalled without the risk of reaching another process that reuses its pid.
 #[derive(Debug)]
 pub struct Target {
     pub(super) pid: i32,
@@ -218,15 +220,15 @@ pub struct Target {
 }
 
 impl Target {
-    /// Opens a listed process. `None` if the process is gone, or if its parent has changed to a process other than this
-    /// one.
+    /// Opens a listed process. `None` if the process is gone, or if it has a new parent other than this process.
     pub fn open(me: i32, listed: Listed) -> Option<Self> {
         let pid = listed.pid;
         let pidfd = if listed.parent == me { None } else { Some(pidfd::open(pid).ok()?) };
         let target = Self::behind(pid, pidfd)?;
         let parent = target.status.parent;
-        // A process that reused the pid after the listing usually has another parent. The listed process has kept its
-        // parent or, if that has exited, has become a child of this process.
+        // Compare the parents, because a process that has reused the pid since the listing usually has a different
+        // parent. The listed process still has its old parent, or became a child of this process when that parent
+        // exited.
         (parent == listed.parent || parent == me).then_some(target)
     }
 
@@ -268,7 +270,7 @@ impl Target {
             Some(pidfd) => pidfd::send_signal(pidfd, signal as i32),
             None => signal::kill(Pid::from_raw(self.pid), signal),
         };
-        // An error means that the process is gone, or belongs to another user now (set-user-id). The sweep continues,
+        // An error means that the process is gone, or now belongs to another user (set-user-id). The sweep continues,
         // and reports the process if it does not exit.
         debug_assert!(matches!(sent, Ok(()) | Err(Errno::ESRCH | Errno::EPERM)), "kill({}): {sent:?}", self.pid);
     }
@@ -276,13 +278,13 @@ impl Target {
 
 /// Describes a process for a message to the user.
 ///
-/// Uses the kernel's short name, because the command line is in the process's own memory. Reading it blocks while the
-/// process changes its memory map, and forever if the process hangs there.
+/// Uses the kernel's short name, because the command line is in the process's own memory. Reading the command line
+/// blocks while the process changes its memory map. If the process hangs during such a change, the read blocks forever.
 pub fn describe(pid: i32) -> Descendant {
     Descendant { pid, command: Stat::of(pid).map(|stat| stat.name).unwrap_or_default() }
 }
 
-/// Processes that had to be signalled: the first ones by name, the others as a count.
+/// Processes that had to be signalled. The first 64 are listed by name, and the others are only counted.
 #[derive(Debug, Default)]
 pub struct Ended {
     /// The first 64 signalled processes.
@@ -325,7 +327,7 @@ mod tests {
         use std::io::{Read, Write};
         use std::process::{Command, Stdio};
         let mut child = Command::new("cat").arg("-u").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        // Wait for the echo, which proves that `cat` is running, because right after the exec a process has no command
+        // Wait for the echo, which proves that `cat` is running. Immediately after `exec`, a process has no command
         // line yet.
         child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
         child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();

@@ -1,18 +1,18 @@
-//! Moves the memory of a warm nursery to huge pages while its workers run and it has nothing else to do. Each fork then
-//! has fewer page table entries to copy.
+//! Moves the memory of a warm nursery to huge pages while its workers run and the nursery is idle. Later forks then
+//! have fewer page table entries to copy.
 
 use std::time::Duration;
 
 use super::Nursery;
 use crate::sys::collapse;
 
-/// Pause between moving two pages. It leaves CPU time to the workers, and lets the nursery handle events first.
+/// Pause between moving two pages. The pause leaves CPU time to the workers, and lets the nursery handle events.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Progress of moving the nursery's memory to huge pages.
 #[derive(Debug)]
 pub(super) enum Compaction {
-    /// The compaction has not started, because no worker was forked yet and the first fork must not be delayed.
+    /// The compaction has not started. It starts after the first fork, so that it does not delay this fork.
     Later,
     /// The compaction is in progress. Contains the addresses that are still to be compacted.
     Now(Vec<usize>),
@@ -36,7 +36,7 @@ impl Nursery {
     pub(super) fn step_compaction(&mut self) {
         let Compaction::Now(places) = &mut self.compaction else { return };
         match places.pop() {
-            // Ignore errors, because small pages work as well if huge pages are unsupported or not available now.
+            // Ignore errors: if huge pages are unsupported or currently unavailable, the memory stays in small pages.
             Some(place) => drop(collapse::collapse(place)),
             None => self.compaction = Compaction::Done,
         }

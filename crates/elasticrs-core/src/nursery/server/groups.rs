@@ -1,5 +1,5 @@
-//! Sends signals to the process groups of workers. Used for every SIGKILL, and for all signals if the agent's kernel
-//! cannot send them through a pidfd.
+//! Sends signals to the process groups of workers. Used for every SIGKILL, and for all signals if the kernel does not
+//! support signalling a process group through a pidfd.
 
 use nix::sys::signal::Signal;
 
@@ -8,20 +8,20 @@ use crate::nursery::cleaner;
 use crate::sys::signals;
 
 impl Nursery {
-    /// Sends a signal to the process group of a worker. Ignores errors, because the group may be gone, or may belong to
-    /// another user now. The agent notices workers that do not exit.
+    /// Sends a signal to the process group of a worker. Ignores errors, because the group may be gone, or may now
+    /// belong to another user. The agent notices workers that do not exit.
     pub(super) fn signal_group(&mut self, pid: i32, signal: i32) {
         if signal != libc::SIGKILL && self.workers.contains(&pid) {
             let _ = signals::kill_group(pid, signal);
         } else if self.sessions.contains(&pid) {
-            // Signal each member of the group individually later, because the group's number may have been reused, and
-            // because SIGKILL must spare cleaners.
+            // Queue the signal, to be sent to each member of the group individually. The group's number may have been
+            // reused, and SIGKILL must spare cleaners.
             self.left_groups.insert(pid, signal);
         }
     }
 
-    /// Sends the pending signals to process groups. Scans the processes once for all of these groups, and signals each
-    /// member individually.
+    /// Sends the pending signals to process groups. Lists the processes once for all groups, and signals each member
+    /// individually.
     pub(super) fn signal_left_groups(&mut self) {
         let groups = std::mem::take(&mut self.left_groups);
         if groups.is_empty() {

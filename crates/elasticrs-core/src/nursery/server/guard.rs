@@ -13,9 +13,9 @@ use crate::nursery::protocol::{Reply, Request};
 
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
-        // The connections are not expected to refuse a link, because the agent enforces the same limit before it sends
-        // one. If there is no socket, the descriptor was lost, because this process has reached its limit on open
-        // files.
+        // A missing socket means that the descriptor was lost, because this process has reached its limit on open
+        // files. `hold` is not expected to refuse a link, because the agent enforces the same limit before it sends a
+        // link.
         let is_held =
             fds.into_iter().next().is_some_and(|socket| self.held.hold(Held { socket, word }, beside).is_ok());
         if !is_held {
@@ -26,7 +26,7 @@ impl Nursery {
     /// Releases the connections that are held for a dead agent, so that its session ends. Called when no process of the
     /// agent is left, except cleaners.
     pub(super) fn end_session(&mut self) {
-        // Handle the agent's last requests first, because they may mean that the session has moved to another
+        // First handle the agent's last requests, because they may report that the session has moved to another
         // connection, or that the agent is alive.
         while let Ok(Some((request, fds))) = self.link.receive() {
             match request {
@@ -39,8 +39,8 @@ impl Nursery {
     }
 
     pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
-        // Ignore an error, because the page then still shows that the nursery is importing modules. In this case, the
-        // sentinel does not wait for the nursery when the agent is gone, but kills all processes itself.
+        // Ignore an error. The page then still shows that the nursery is importing modules, so the sentinel kills all
+        // processes itself when the agent is gone, without waiting for the nursery.
         self.activity = Activity::from_descriptors(fds).ok();
         if let Some(activity) = &mut self.activity {
             activity.wait();
@@ -57,8 +57,8 @@ impl Nursery {
         }
     }
 
-    /// Starts killing all workers and their descendants if the fence deadline has passed, because the agent's lease is
-    /// certain to last only until then. Returns true if the deadline has passed.
+    /// Starts killing all workers and their descendants if the fence deadline has passed, because the agent's lease may
+    /// have expired since then. Returns true if the deadline has passed.
     pub(super) fn check_fence(&mut self) -> bool {
         match self.fence.as_ref().map(Fence::look) {
             None | Some(Ok(Look::Unset | Look::At(_))) => false,

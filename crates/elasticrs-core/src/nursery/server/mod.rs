@@ -46,21 +46,21 @@ use crate::sys::wait::{self, Waited};
 use crate::sys::{fds, priority, signals};
 use elasticrs_runtime::clock::Stamp;
 
-/// Time limit for the last sweep, after the agent is gone or its lease has expired. A process that is still alive after
-/// that has a pending SIGKILL, which takes effect without the nursery.
+/// Time limit for the last sweep, which starts when the agent is gone or its lease has expired. Processes that are
+/// still alive after this time have a pending SIGKILL, which takes effect without the nursery.
 const LAST_SWEEP: Duration = Duration::from_secs(10);
 
 /// Runs the nursery on the descriptors [`FIXED_FDS`], with the text of a [`Start`]. Returns when the nursery is done.
 ///
 /// The process must be single-threaded and must have been started for this purpose only. Returns the exit code: 0, or
-/// an error number (255 if there is none). The agent sees the exit code and the closed socket. There is no other
-/// process to report an error to.
+/// an error number (255 if there is none). The agent sees the exit code and the closed socket. Errors are reported in
+/// no other way.
 pub fn run(start: Option<&str>) -> u8 {
     run_warm(start, None).err().unwrap_or_default()
 }
 
-/// Makes sure that processes that are started by imported modules belong to the job. Called before the imports.
-/// [`run_warm`] is called after them.
+/// Makes processes that imported modules start belong to the job. Must be called before the imports. After the imports,
+/// call [`run_warm`].
 pub fn begin_warm(start: &str) {
     // Ignore errors, because the nursery also works if it is not a child subreaper and has no token. No errors are
     // expected, because the agent was permitted to make both calls.
@@ -99,39 +99,40 @@ struct Nursery {
     compaction: Compaction,
     /// Name of this process before the nursery renamed it.
     name: CString,
-    /// True if this process carries a token. In that case, a descendant without a token has reset it.
+    /// True if this process carries a token. If so, every descendant without a token has reset its token.
     marked: bool,
     /// Value of `oom_score_adj` to restore in workers. `None` if the nursery did not lower its own value.
     oom_score_adj: Option<CString>,
     /// Workers that have not been reaped.
     workers: BTreeSet<i32>,
-    /// Sessions of all workers since the last sweep, including those of exited workers.
+    /// Sessions of all workers since the last sweep, including workers that have exited.
     sessions: BTreeSet<i32>,
     /// The last forked worker, which has not finished its setup. It continues its setup while the nursery serves
     /// requests or forks the next worker.
     unsettled: Option<Unsettled>,
-    /// Signals that are still to be sent to process groups, keyed by group. Each member is signalled individually.
+    /// Signals that have yet to be sent to process groups, keyed by group. Each member is signalled individually.
     left_groups: BTreeMap<i32, i32>,
     sweep: Option<Sweep>,
     /// A start request that arrived during a sweep, with its descriptors. It is postponed because the sweep would kill
     /// the worker. Later requests are not read in the meantime.
     postponed: Option<(Request, Vec<OwnedFd>)>,
-    /// Leftover processes of workers that SIGKILL did not kill in time. They are reported once, and no longer waited
-    /// for while other workers are alive.
+    /// Leftover processes of workers that SIGKILL did not kill in time. The nursery reports them once, and then no
+    /// longer waits for them while other workers are alive.
     given_up: BTreeSet<i32>,
-    /// Exited children that their tracers did not release. They are reported once and no longer waited for.
+    /// Exited children that their tracers did not release. The nursery reports them once, and then no longer waits for
+    /// them.
     held_by_tracers: BTreeSet<i32>,
-    /// Processes that were killed by a sweep that no request had started. They are reported with the next answer.
+    /// Processes that were killed by sweeps without a request. The answer to the next sweep request reports them.
     untold: Ended,
     /// Connections that are kept open for the agent.
     held: Connections,
     fence: Option<Fence>,
-    /// Activity that is shown to the sentinel. `None` if there is no sentinel.
+    /// Shared page through which the sentinel sees this nursery's activity. `None` if there is no sentinel.
     activity: Option<Activity>,
-    /// The nursery's nice value before the current sweep lowered it. `None` if it is not lowered.
+    /// Nice value of the nursery before the current sweep lowered it. `None` if the value is not lowered.
     nice: Option<i32>,
-    /// Descriptors that are closed at the start of a sweep, so that the sweep can open files in `/proc`. Without free
-    /// descriptors, the sweep would find no processes.
+    /// Spare descriptors. They are closed at the start of a sweep, so that the sweep can open files in `/proc`. Without
+    /// free descriptors, the sweep would find no processes.
     reserve: Vec<OwnedFd>,
     /// True if the agent is gone. Nothing is reported anymore, and the current sweep is the last one.
     orphaned: bool,
@@ -150,16 +151,16 @@ impl Nursery {
             start.limit_descriptors()?;
         }
         prctl::set_child_subreaper(true)?;
-        // Have the kernel send SIGCONT to this nursery when the agent dies. If the nursery is stopped at that time, it
-        // must resume, because otherwise the workers would outlive the lease. The kernel sends the signal even if no
-        // other process is alive. In a warm nursery, SIGCONT replaces SIGKILL, which was set during the import because
-        // the nursery could not watch its agent then.
+        // Have the kernel send SIGCONT to this nursery when the agent dies. A stopped nursery must resume, because
+        // otherwise the workers would outlive the lease. The kernel sends the signal even if no other process is alive.
+        // In a warm nursery, SIGCONT replaces SIGKILL, which was set for the imports because the nursery could not
+        // watch its agent at that time.
         prctl::set_pdeathsig(Signal::SIGCONT)?;
         let name = if forker.is_some() { leave_program() } else { CString::default() };
         prctl::set_name(NAME)?;
-        // With autogroups, the scheduler divides the CPU among sessions first, and the nice value only counts within
-        // one session. The nursery is alone in its session, so set the nice value of the session's autogroup. Continue
-        // if it fails: the nursery then has an ordinary share of the CPU.
+        // With autogroups, the scheduler first divides the CPU among sessions, and nice values count only within a
+        // session. The nursery is alone in its session, so set the nice value of the session's autogroup. Ignore
+        // errors: the nursery then has an ordinary share of the CPU.
         let _ = std::fs::write("/proc/self/autogroup", "-20");
         // If SIGCHLD were ignored, the kernel would discard the exit statuses of the workers.
         signals::set_default(Signal::SIGCHLD)?;
@@ -257,8 +258,8 @@ impl Nursery {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
-        // Check for a hang-up of the socket here, because the nursery does not read from the socket while a start is
-        // postponed, and so would not reach the end of the stream.
+        // Check for a hang-up of the socket here. While a start is postponed, the nursery does not read from the
+        // socket, and so would not notice the end of the stream.
         let has_hung_up =
             self.postponed.is_some() && polled[2].revents().is_some_and(|e| e.contains(PollFlags::POLLHUP));
         let [child, agent_gone, socket, fence] = polled.map(|fd| fd.any().unwrap_or(true));
@@ -274,8 +275,8 @@ impl Nursery {
                     let exit = WorkerExit::from_wait_status(status);
                     self.held_by_tracers.remove(&pid);
                     self.given_up.remove(&pid);
-                    // A worker that called `PTRACE_TRACEME` is traced by its parent, which is the nursery. Such a
-                    // worker stops at each signal, so detach from it.
+                    // A worker that called `PTRACE_TRACEME` is traced by its parent, the nursery. Such a worker stops
+                    // at each signal, so detach from the worker.
                     if exit.is_none() && libc::WIFSTOPPED(status) && wait::release(pid, libc::WSTOPSIG(status)) {
                         continue;
                     }
@@ -358,8 +359,8 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Starts a sweep. `number` is the number of the request to answer, or `None` if no answer is expected. With
-    /// `left_by`, only the leftover processes of this worker are killed.
+    /// Starts a sweep. `number` is the number of the request to answer. `None` if no answer is expected. If `left_by`
+    /// is a worker's pid, kills only the leftover processes of this worker.
     fn begin_sweep(&mut self, deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if let Some(sweep) = &mut self.sweep {
             return sweep.bring_forward(deadlines, number, left_by);
@@ -377,8 +378,8 @@ impl Nursery {
         match sweep.step(self, has_children) {
             Verdict::GoOn => {
                 if self.orphaned && sweep.is_quiet() {
-                    // End the session before the cleaners have exited, because other nodes only wait for the workers of
-                    // this node.
+                    // End the session without waiting for the cleaners, because other nodes wait only until the workers
+                    // of this node have exited.
                     self.end_session();
                 }
                 self.sweep = Some(sweep);
@@ -423,8 +424,8 @@ impl Nursery {
         }
     }
 
-    /// Handles the loss of the agent, which is dead or has closed its end of the connection. Starts to kill all
-    /// processes. The nursery exits afterwards.
+    /// Starts to kill all processes, because the agent is dead or has closed its end of the connection. The nursery
+    /// exits once all are gone or the time limit has passed.
     fn lose_agent(&mut self) {
         if !self.orphaned {
             self.orphaned = true;
@@ -471,8 +472,8 @@ fn reserve_of(any: &OwnedFd) -> Vec<OwnedFd> {
     (0..4).map_while(|_| any.try_clone().ok()).collect()
 }
 
-/// Makes this process the last one that the kernel kills when memory runs out. Returns the previous `oom_score_adj`.
-/// `None` if the change is not permitted.
+/// Tells the kernel not to kill this process when memory runs out. Returns the previous `oom_score_adj`. `None` if the
+/// change is not permitted.
 fn lower_oom_score() -> Option<CString> {
     const PATH: &str = "/proc/self/oom_score_adj";
     let before = std::fs::read_to_string(PATH).ok()?;

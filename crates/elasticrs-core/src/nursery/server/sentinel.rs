@@ -1,10 +1,9 @@
 //! The sentinel: a small process that kills the job's processes when their nursery cannot do so, because the nursery is
 //! importing modules, hangs while it starts a worker, or is dead.
 //!
-//! When the agent is gone, the sentinel waits until the nursery has killed everything. The sentinel itself kills all
-//! processes that carry the token in three cases: the nursery does not watch its agent yet, the nursery dies before it
-//! is done, or the nursery hangs while it starts a worker. The sentinel also kills them if the nursery hangs in a start
-//! when the fence deadline passes.
+//! When the agent is gone, the sentinel waits until the nursery has killed all of its descendants. If the nursery does
+//! not watch its agent yet, dies too early, or hangs while it starts a worker, the sentinel itself kills all processes
+//! that carry the token. The sentinel also kills them if the fence deadline passes while the nursery hangs in a start.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,8 +21,8 @@ use crate::nursery::sweep::kill_by_token;
 use crate::nursery::token::Token;
 use crate::sys::pidfd;
 
-/// Time after which a nursery that has not killed its processes is considered to hang in the kernel. It is three times
-/// the time limit of the nursery itself.
+/// Time after which a nursery whose processes are still alive is considered to hang in the kernel. Three times the
+/// nursery's own time limit.
 const HOPELESS: Duration = LAST_SWEEP.saturating_mul(3);
 
 pub(super) struct Sentinel {
@@ -40,8 +39,8 @@ pub(super) struct Sentinel {
 struct Guarded {
     pidfd: OwnedFd,
     activity: Activity,
-    /// Activity of the nursery at the last check, if the nursery was starting a worker and the fence deadline had
-    /// passed. `None` otherwise.
+    /// Step of a start that the nursery had not finished at the last check, although the fence deadline had passed.
+    /// `None` if the nursery was not starting a worker, or if the deadline had not passed.
     overdue: Option<Doing>,
 }
 
@@ -79,8 +78,7 @@ impl Sentinel {
                 Ok(None) => return true,
                 Err(_) => return false,
             };
-            // Ignore descriptors that are missing or unusable. The sentinel then guards less, which is still better
-            // than no sentinel.
+            // Ignore descriptors that are missing or unusable. The sentinel can then do less, but is still useful.
             match request {
                 Request::Guard => self.nursery = Guarded::new(fds),
                 Request::Fence { holder } => self.fence = Fence::from_descriptors(fds, holder).ok(),
@@ -111,10 +109,10 @@ impl Sentinel {
         let hangs = is_overdue && nursery.overdue == Some(doing);
         nursery.overdue = is_overdue.then_some(doing);
         if hangs {
-            // Mark the deadline as passed, as the nursery would do. This cannot fail.
+            // Mark the deadline as passed, because the nursery cannot do it. This call cannot fail.
             let _ = fence.look();
-            // Kill the nursery before the process for which it waits, because the nursery would otherwise report the
-            // exit of that process. The only possible error is ESRCH.
+            // Kill the nursery before the worker that it is starting. Otherwise, the nursery would report the exit of
+            // the worker. The only possible error is ESRCH.
             let _ = pidfd::send_signal(&nursery.pidfd, libc::SIGKILL);
         }
         hangs
@@ -127,8 +125,8 @@ impl Guarded {
         Some(Self { pidfd, activity: Activity::from_descriptors(vec![page, timer]).ok()?, overdue: None })
     }
 
-    /// Waits until the nursery has killed everything and exited. Returns false if the nursery died before it was done,
-    /// hangs, or does not watch its agent.
+    /// Waits until the nursery has killed all of its descendants and exited. Returns false if the nursery died too
+    /// early, hangs, or does not watch its agent.
     fn ends_by_itself(self) -> bool {
         // Resume the nursery in case it was stopped. The only possible error is ESRCH.
         let _ = pidfd::send_signal(&self.pidfd, libc::SIGCONT);

@@ -64,7 +64,7 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Waits until the last forked worker has finished its setup, and answers its start request.
+    /// Waits until the most recently forked worker has finished its setup, and answers its start request.
     pub(super) fn settle(&mut self) {
         if let Some(Unsettled { process, settling }) = self.unsettled.take() {
             self.step();
@@ -75,7 +75,7 @@ impl Nursery {
         }
     }
 
-    /// Notifies the sentinel that the next step of a start, which may hang, is about to run.
+    /// Notifies the sentinel that the next step of a start is about to run, because the step may hang.
     fn step(&mut self) {
         if let Some(activity) = &mut self.activity {
             activity.step();
@@ -112,13 +112,13 @@ fn announce(stages: &OwnedFd, stage: u8) {
     let _ = nix::unistd::write(stages, &[stage]);
 }
 
-/// A forked worker that has not finished its setup, and its specification.
+/// A forked worker that has not finished its setup, seen from the nursery.
 pub(super) struct Unsettled {
     process: ProcessSpec,
     settling: Settling,
 }
 
-/// A forked process that has yet to be set up as a worker.
+/// A forked process that has yet to set itself up as a worker.
 pub(super) struct Begun {
     process: ProcessSpec,
     fds: Vec<OwnedFd>,
@@ -137,8 +137,8 @@ pub struct Worker {
 }
 
 impl Begun {
-    /// Completes the setup of a forked worker, so that its state equals that of an executed worker before its program
-    /// starts. Exits the process if this fails.
+    /// Completes the setup of a forked worker, so that the worker has the same state as a worker that is started by
+    /// executing a program. Exits the process on failure.
     pub(super) fn settle(self) -> Worker {
         let Self { process, fds, mut outlet, name, oom_score_adj, parent } = self;
         let targets: Vec<i32> = process.pass_fds.iter().map(|passed| passed.target).collect();
@@ -153,7 +153,7 @@ impl Begun {
         });
         for fd in fds {
             if targets.contains(&fd.as_raw_fd()) {
-                // Do not close `fd`, because a descriptor of the worker was put at the same number.
+                // Forget `fd` without closing it, because one of the worker's own descriptors now has the same number.
                 let _ = fd.into_raw_fd();
             }
         }
@@ -219,7 +219,7 @@ fn standard(descriptor: usize, spec: &Stdio) -> Result<Standard, Errno> {
     Ok(Standard::Open { path: c_string(path.as_os_str().as_bytes())?, flags })
 }
 
-/// Returns the paths to try in order, by the rules of `execvpe` and Python's `subprocess`.
+/// Returns the paths at which to look for the program, in order, by the rules of `execvpe` and Python's `subprocess`.
 fn candidates(process: &ProcessSpec) -> Result<Vec<CString>, Errno> {
     let program = process.argv.first().ok_or(Errno::EINVAL)?.as_bytes();
     if program.is_empty() {
@@ -247,7 +247,7 @@ fn c_string(bytes: &[u8]) -> Result<CString, Errno> {
     CString::new(bytes).map_err(|_| Errno::EINVAL)
 }
 
-/// Returns the path or program to which the failure applies, for messages.
+/// Returns the path or program that caused the failure, for use in messages.
 fn subject(process: &ProcessSpec, failure: Failure) -> String {
     let lossy = |path: &Path| path.to_string_lossy().into_owned();
     match failure.stage {

@@ -2,9 +2,9 @@
 //!
 //! Each step reaps exited children, lists the remaining processes, and signals them according to the phase: no signal
 //! during the linger time, SIGTERM once during the grace time, and SIGKILL after that.
-//! [Cleaners](crate::nursery::cleaner) are killed last. Only `ECHILD` proves that no process is left. While exempt
-//! processes are running, `ECHILD` cannot occur. The sweep then stops after two consecutive checks that find no other
-//! process.
+//! [Cleaners](crate::nursery::cleaner) are killed last. Only `ECHILD` proves that no process is left. A process that
+//! has left its worker's session and has reset its token is exempt. While exempt processes are running, `ECHILD` cannot
+//! occur, so the sweep stops after two consecutive checks that find no other process.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -18,8 +18,8 @@ use crate::nursery::protocol::Descendant;
 use crate::nursery::token::Token;
 use crate::nursery::tree::{self, Ended, Listed, Status, Target};
 
-/// Maximum interval between checks for processes that are not children of this process, because their exits cause no
-/// SIGCHLD here.
+/// Maximum interval between checks. Checks are repeated because the exit of a process that is not a child of this
+/// process causes no SIGCHLD.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 const FIRST_LOOK: Duration = Duration::from_micros(200);
 
@@ -33,7 +33,7 @@ pub(super) struct Deadlines {
 
 impl Deadlines {
     pub(super) fn new(now: Instant, linger: Duration, grace: Duration, give_up: Duration) -> Self {
-        // Limit a duration that exceeds the clock's range to a year.
+        // If the end of a duration is beyond the range of the clock, use one year instead.
         let after = |start: Instant, span| start.checked_add(span).unwrap_or(start + Duration::from_secs(31_536_000));
         let term = after(now, linger);
         let kill = after(term, grace);
@@ -59,7 +59,7 @@ pub(super) struct Sweep {
     /// Pid of the worker whose leftover processes the sweep kills while it spares running workers. `None` to kill all
     /// descendants.
     left_by: Option<i32>,
-    /// Pids that were sent SIGTERM. `killed` contains the pids that were sent SIGKILL.
+    /// Pids to which SIGTERM was sent. The field `killed` contains the pids to which SIGKILL was sent.
     termed: BTreeSet<i32>,
     killed: BTreeSet<i32>,
     ended: Ended,
@@ -70,7 +70,8 @@ pub(super) struct Sweep {
     /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
     /// holds them.
     corpses: BTreeSet<i32>,
-    /// Time since which every check has found only processes that need not exit. `None` if the last check found others.
+    /// Time of the first of the latest consecutive checks that have found only processes that may stay. `None` if the
+    /// last check found another process.
     only_held: Option<Instant>,
     pause: Duration,
 }
@@ -84,8 +85,9 @@ struct Look {
     cleaners: bool,
     /// Exited children that `wait4` does not return, because a tracer holds them.
     held: Vec<i32>,
-    /// True if a process exited during the check, which may therefore have missed its children. They are now children
-    /// of this process. A zombie with another parent does not count, because its children have already been passed on.
+    /// True if a process exited during the check. The check may have missed the children of that process, which are now
+    /// children of this process. A zombie with another parent does not count, because its children already have a new
+    /// parent.
     unsure: bool,
     /// True if the check sent a process its first SIGTERM or its first SIGKILL.
     new: bool,
@@ -128,13 +130,13 @@ impl Sweep {
         self.pause = Duration::ZERO;
     }
 
-    /// Returns the time until the sweep must act, unless a child changes state before.
+    /// Returns the time until the next step of the sweep. If a child changes state earlier, the step is due at once.
     pub(super) fn wait(&self, now: Instant) -> Duration {
         let until = self.deadlines.next(now).map_or(Duration::ZERO, |at| at - now);
         until.min(self.pause)
     }
 
-    /// Returns the number of the request to answer, and all signalled processes except those in `stuck`.
+    /// Returns the number of the request to answer, and all signalled processes except the `stuck` ones.
     pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Ended) {
         let stuck: Vec<i32> = stuck.iter().map(|stuck| stuck.pid).collect();
         (self.number, self.ended.without(&stuck))
@@ -177,7 +179,8 @@ impl Sweep {
             self.pause = Duration::ZERO;
             return Verdict::GoOn;
         }
-        // `ECHILD` is not required if running workers, exempt processes, or processes that a tracer holds may stay.
+        // Do not require `ECHILD` if processes may stay: running workers, exempt processes, or processes that a tracer
+        // holds.
         let may_stay = self.left_by.is_some() || !look.exempt.is_empty() || !look.held.is_empty();
         let only_harmless = is_quiet && !look.cleaners && may_stay;
         self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));
@@ -188,8 +191,8 @@ impl Sweep {
             let stuck = look.others.iter().map(|listed| listed.pid).collect();
             return Verdict::Over { stuck: describe(stuck), spared: describe(look.exempt), held: look.held };
         }
-        // Check again at once while new processes appear, because they may fork faster than this process checks.
-        // Otherwise, pause, because exits of children wake this process up.
+        // Check again immediately while new processes appear, because they may fork faster than this process checks.
+        // Otherwise, pause. The exit of a child ends the pause.
         self.pause = match (look.new, self.pause) {
             (true, _) => Duration::ZERO,
             (false, pause) if pause.is_zero() => FIRST_LOOK,
@@ -238,13 +241,12 @@ impl Sweep {
         look
     }
 
-    /// True if this session belongs to another worker that has exited, whose leftover processes this sweep does not
-    /// kill.
+    /// True if this session belongs to a worker other than the one whose leftover processes this sweep kills.
     fn is_left_by_another(&self, nursery: &Nursery, session: i32) -> bool {
         self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
     }
 
-    /// Sends a signal to a process. Returns true if this signal was not sent to the process before.
+    /// Sends a signal to a process. Returns true if this is the first such signal to the process.
     fn signal(&mut self, nursery: &Nursery, pid: i32, target: &Target, signal: Signal) -> bool {
         let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
         let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
@@ -254,7 +256,7 @@ impl Sweep {
             target.signal(signal);
         } else if is_new {
             target.signal(signal);
-            // Also continue the process, because a stopped process does not handle SIGTERM.
+            // Continue the process as well, because a stopped process does not handle SIGTERM.
             target.signal(Signal::SIGCONT);
         }
         if is_new && !was_named && !nursery.workers.contains(&pid) && !nursery.orphaned {
@@ -265,8 +267,8 @@ impl Sweep {
 }
 
 impl Nursery {
-    /// True if the process has left its worker's session and reset the token, which means that it is meant to outlive
-    /// the job.
+    /// True if the process has left its worker's session and has reset its token. Such a process intends to outlive the
+    /// job.
     fn is_exempt(&self, pid: i32, status: Status) -> bool {
         self.marked && !self.sessions.contains(&status.session) && Token::is_reset(pid)
     }
