@@ -9,8 +9,8 @@ pub enum WorkerExit {
     Exited { code: i32 },
     /// A signal killed the worker.
     Signaled { signal: i32, core_dumped: bool },
-    /// The process has exited, but its exit status is unknown, because its parent (the nursery) died or because other
-    /// code reaped it.
+    /// The process has exited, but its exit status is unknown, because its parent (the nursery) died, or because other
+    /// code reaped the process.
     Unknown,
 }
 

@@ -1,4 +1,4 @@
-//! Checks, before the first worker starts, whether the machine's limits allow the requested number of processes.
+//! Checks whether the machine's limits allow the requested number of processes, before the first worker starts.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ pub enum TooMany {
     },
     #[error("an agent with {of} needs {needed} descriptors, RLIMIT_NOFILE allows {allowed}: raise it (ulimit -n)")]
     Descriptors {
-        /// Users of the file descriptors, such as `2 workers and 1 log file`.
+        /// Description of what needs the file descriptors, such as `2 workers and 1 log file`.
         of: String,
         /// Number of required file descriptors, including the agent's own.
         needed: u64,
@@ -35,7 +35,7 @@ fn counted(number: u64, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// Soft limit on file descriptors of this process before it was raised. 0 if it was not raised.
+/// This process's soft limit on file descriptors before [`raise_descriptors`] raised it. 0 if the limit was not raised.
 static GIVEN: AtomicU64 = AtomicU64::new(0);
 
 /// Raises this process's soft limit on file descriptors to the hard limit if permitted. Returns the resulting soft
@@ -53,7 +53,8 @@ pub fn raise_descriptors() -> u64 {
     soft
 }
 
-/// Returns the soft limit on file descriptors from before [`raise_descriptors`] raised it. `None` if it was not raised.
+/// Returns the soft limit on file descriptors from before [`raise_descriptors`] raised it. `None` if the limit was not
+/// raised.
 pub(crate) fn given_descriptors() -> Option<u64> {
     Some(GIVEN.load(Ordering::Relaxed)).filter(|&soft| soft != 0)
 }
@@ -67,7 +68,7 @@ pub(crate) fn descriptors_of_workers() -> u64 {
 /// group that contains this process. `files` is the number of log files that the agent follows, each of which needs one
 /// file descriptor. `others` is the number of file descriptors for timers and heartbeats.
 ///
-/// Ignores limits that cannot be read. If such a limit is exceeded, starting the workers fails later.
+/// Ignores limits that cannot be read. If the workers exceed such a limit, their start fails later.
 pub fn check(processes: u64, files: u64, others: u64) -> Result<(), TooMany> {
     let soft = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
     // `RLIMIT_NPROC` does not apply to root.
@@ -90,7 +91,7 @@ pub fn check(processes: u64, files: u64, others: u64) -> Result<(), TooMany> {
     }
 }
 
-/// Reads a number from a file. `None` for other content, such as `max`, which means that there is no limit.
+/// Reads a number from a file. `None` if the content is not a number, such as `max` for no limit.
 fn read_number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
@@ -100,8 +101,8 @@ fn pids_files() -> Vec<PathBuf> {
     pids_files_of(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"))
 }
 
-/// Returns the paths of the `pids.max` files of the control group in `cgroup` and of all its ancestors, as far as the
-/// mounts in `mountinfo` make them visible.
+/// Returns the paths of the `pids.max` files for the control group in `cgroup` and all of its ancestors. Omits files
+/// that the mounts in `mountinfo` do not make visible.
 fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     // A line of `/proc/self/cgroup` looks like `8:pids:/path` in cgroup v1, and like `0::/path` in cgroup v2.
     let path_of = |controller: &str| {

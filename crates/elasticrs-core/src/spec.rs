@@ -50,13 +50,13 @@ pub struct ProcessSpec {
     pub cpus: Option<CpuSet>,
     /// True to fork the worker from a [warm](crate::nursery::launch::Warm) nursery instead of executing its program.
     pub warm: bool,
-    /// True to make the worker a child subreaper, so that its orphaned descendants stay below it in the process tree
-    /// while it is running. Set for groups that [replace](GroupSpec::replaces) failed workers.
+    /// True to make the worker a child subreaper, so that orphaned descendants stay below the worker in the process
+    /// tree while the worker is running. Set for groups that [replace](GroupSpec::replaces) failed workers.
     pub keeps_orphans: bool,
 }
 
 impl ProcessSpec {
-    /// Creates a spec with local rank 0, the agent's standard streams and working directory, and all CPUs.
+    /// Creates a spec for local rank 0 that uses the agent's standard streams and working directory, and all CPUs.
     pub fn new(argv: Vec<OsString>, env: Vec<OsString>) -> Self {
         Self {
             local_rank: 0,
@@ -79,12 +79,13 @@ pub struct CpuSet {
 }
 
 impl CpuSet {
-    /// Upper bound of CPU numbers. No kernel can be built for this many CPUs.
+    /// Exclusive upper bound on CPU numbers. No kernel supports this many CPUs.
     const LIMIT: usize = 1 << 16;
     /// Size of a word in bytes. The kernel requires masks to consist of whole words.
     const WORD: usize = size_of::<u64>();
 
-    /// Creates a set of these CPUs. `None` if `cpus` is empty or contains a number that no kernel supports.
+    /// Creates a set of these CPUs. `None` if `cpus` is empty or contains a number that exceeds what any kernel
+    /// supports.
     pub fn new(cpus: &[usize]) -> Option<Self> {
         let last = cpus.iter().copied().max().filter(|&last| last < Self::LIMIT)?;
         let mut mask = vec![0; (last / 8 + 1).next_multiple_of(Self::WORD)];
@@ -121,14 +122,14 @@ impl StopPolicy {
 /// Processes to which the first signal of a stop is sent. SIGKILL is always sent to the whole process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopScope {
-    /// Signal only the worker first, and the rest of its process group once it has exited, because its data loaders
-    /// must stay up while it saves.
+    /// Signal the worker first, and the rest of its process group once the worker has exited, because the worker needs
+    /// its data loaders while it saves a checkpoint.
     Worker,
     /// Signal the whole process group at once, for a program that does not forward signals.
     Group,
 }
 
-/// Handling of descendants that are still running when every worker has exited with code 0.
+/// Policy for descendants that are still running when every worker has exited with code 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Descendants {
     /// Let the descendants run for this long, then send SIGTERM, and SIGKILL one second later.
@@ -142,15 +143,15 @@ pub enum Descendants {
 pub struct GroupSpec {
     /// The workers, in the order of their local ranks `0..n`.
     pub processes: Vec<ProcessSpec>,
-    /// File descriptors that the workers' [`ProcessSpec::pass_fds`] refer to by index.
+    /// File descriptors to pass to workers. [`ProcessSpec::pass_fds`] refers to them by index.
     pub descriptors: Vec<OwnedFd>,
     /// Policy for stopping the other workers when the first worker fails. The core applies it without waiting for
     /// Python.
     pub on_failure: StopPolicy,
-    /// Processes that are signalled first by `on_failure` and by every other stop.
+    /// Selects the processes to which every stop, including `on_failure`, sends its first signal.
     pub stop_scope: StopScope,
-    /// Handling of descendants after all workers have exited with code 0. In failed and stopped groups, descendants are
-    /// killed at once.
+    /// Policy for descendants that are still running after all workers have exited with code 0. In failed and stopped
+    /// groups, descendants are killed at once.
     pub on_success: Descendants,
     /// Time limit for starting all workers, because `exec` on a dead network file system blocks forever.
     pub start_deadline: Duration,
@@ -161,7 +162,7 @@ pub struct GroupSpec {
     pub replaces: bool,
 }
 
-/// Serializes an `OsString` as bytes, because its default form in postcard has an enum tag and depends on the platform.
+/// Serializes an `OsString` as bytes, because serde's default form is an enum whose variant depends on the platform.
 mod os_strings {
     use std::ffi::OsString;
     use std::os::unix::ffi::{OsStrExt, OsStringExt};

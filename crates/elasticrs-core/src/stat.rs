@@ -6,18 +6,18 @@ use std::str::FromStr;
 
 use crate::procfs;
 
-/// Number of the field with the start time, in clock ticks since boot. The start time distinguishes a process from a
-/// later process with the same pid.
+/// Number of the field that contains the start time, in clock ticks since boot. The start time distinguishes a process
+/// from a later process with the same pid.
 pub const START_TIME: usize = 22;
 
-/// Number of the field with the kernel's flags. The flag [`PF_EXITING`] means that the process is exiting.
+/// Number of the field that contains the kernel's flags. The flag [`PF_EXITING`] means that the process is exiting.
 const FLAGS: usize = 9;
 const PF_EXITING: u32 = 4;
 
 /// Parsed content of a `stat` file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stat {
-    /// Short name of the process in the kernel, at most 15 bytes.
+    /// The kernel's short name of the process, at most 15 bytes.
     pub name: String,
     /// The fields that follow the name, separated by spaces.
     fields: String,

@@ -403,7 +403,7 @@ fn op(tuple: &Bound<'_, PyTuple>) -> PyResult<Op> {
     fields.done(length, op)
 }
 
-/// A Python tuple that describes a compare or an op.
+/// A Python tuple that describes one comparison or one operation of a transaction.
 struct Fields<'a, 'py> {
     tuple: &'a Bound<'py, PyTuple>,
 }

@@ -10,7 +10,8 @@ use pyo3::prelude::*;
 
 use crate::error::SupervisorError;
 
-/// Returns the exit code, or the negative signal number, as Python's `subprocess` does. `None` if the exit is unknown.
+/// Returns the exit code or the negative signal number, as Python's `subprocess` does. `None` if the exit status is
+/// unknown.
 fn exitcode(exit: WorkerExit) -> Option<i32> {
     match exit {
         WorkerExit::Exited { code } => Some(code),
@@ -372,7 +373,7 @@ fn outcome_name(outcome: Outcome) -> &'static str {
     }
 }
 
-/// Converts an instance of one of the classes above to a Python object.
+/// Converts a value of one of the event classes to a Python object.
 pub fn object<T>(py: Python<'_>, value: T) -> PyResult<Py<PyAny>>
 where
     T: pyo3::PyClass + Into<PyClassInitializer<T>>,

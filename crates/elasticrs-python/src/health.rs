@@ -132,7 +132,7 @@ impl HealthServer {
     }
 }
 
-/// Returns the variant with this name. Raises `ValueError` if there is none.
+/// Looks up a value by its name. Raises `ValueError` if the name is unknown.
 fn known<T>(of_name: fn(&str) -> Option<T>, name: &str) -> PyResult<T> {
     of_name(name).ok_or_else(|| PyValueError::new_err(name.to_owned()))
 }

@@ -1,7 +1,7 @@
-//! Chooses the thread on which a store client runs, and the destination of the notices of stores.
+//! Chooses the thread on which a store client runs, and the destination of its messages to the user.
 //!
-//! A client that holds an agent's lease runs on the supervisor's thread, so that a busy store on the other thread
-//! delays neither signals nor keep-alives. Clients without a supervisor run on the thread of the stores.
+//! A client that holds an agent's lease runs on the supervisor's thread, so that a busy store on the stores' thread
+//! delays neither signals nor keep-alives. Clients without a supervisor run on the stores' thread.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::stores::Stores;
 use crate::supervisor::Supervisor;
 
-/// Thread on which a client runs.
+/// Thread on which a store client runs.
 pub enum Home {
     Agent(Py<Supervisor>),
     Stores(Stores),
@@ -28,7 +28,7 @@ impl Home {
     pub fn check_owner(&self) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.check_owner(),
-            // The supervisor checks this itself.
+            // The supervisor checks this in its own methods.
             Self::Agent(_) => Ok(()),
         }
     }
@@ -54,8 +54,8 @@ impl Spawn for Home {
     }
 }
 
-/// Returns a function that passes messages to the user: as events of the supervisor, or through a list that the user
-/// fetches.
+/// Returns a function that delivers messages to the user. With a supervisor, the messages are its events. Otherwise,
+/// they are added to a list that the user fetches.
 pub fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> Tell {
     if let Some(supervisor) = supervisor {
         return Box::new(supervisor.get().inner.teller());

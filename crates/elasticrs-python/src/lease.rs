@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 
 use crate::supervisor::Supervisor;
 
-/// Passes the connections and the deadline of a session to the nursery.
+/// Passes a session's connections and deadline to the nursery.
 struct Nursery {
     keeper: Keeper,
     /// True if the nursery holds a second connection, to which the session may move.
@@ -21,8 +21,8 @@ struct Nursery {
 
 impl Guard for Nursery {
     fn connected(&self, socket: BorrowedFd<'_>) {
-        // If the descriptor cannot be duplicated, the connection closes when this process exits, and an event reports
-        // that. The nursery still knows the deadline by which it must kill the workers.
+        // If the descriptor cannot be duplicated, an event reports this, and the connection closes as soon as this
+        // process exits. The nursery still knows the deadline by which it must kill the workers.
         self.keeper.hold(socket);
     }
 
@@ -44,8 +44,8 @@ impl Guard for Nursery {
     }
 
     fn linked(&self, socket: BorrowedFd<'_>, word: [u8; 32], is_first: bool) {
-        // If the descriptor cannot be duplicated, the other agent only notices the death of this agent when its lease
-        // expires, and an event reports that.
+        // If the descriptor cannot be duplicated, an event reports this, and the other agent does not notice the death
+        // of this agent until the lease expires.
         self.keeper.hold_link(socket, word, is_first);
     }
 
@@ -64,7 +64,7 @@ impl Guard for Nursery {
     }
 }
 
-/// Returns the guard for a client: the nursery of its supervisor, or no guard if there is no supervisor.
+/// Returns the guard for a client: the supervisor's nursery, or [`NoGuard`] if there is no supervisor.
 pub fn guard(supervisor: Option<&Py<Supervisor>>) -> Box<dyn Guard> {
     match supervisor {
         Some(supervisor) => Box::new(Nursery { keeper: supervisor.get().inner.keeper(), has_two: Arc::default() }),

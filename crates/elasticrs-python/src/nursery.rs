@@ -19,9 +19,9 @@ use crate::spec::{ProcessSpec, duration, signal};
 /// The nursery's program, built by `build.rs`. It is executed from a memory file.
 static IMAGE: &[u8] = include_bytes!(env!("ELASTICRS_NURSERY_IMAGE"));
 
-/// Returns the images to try, in order: the embedded program, then a plain interpreter that loads this extension by its
-/// path, for systems that cannot execute memory files. The interpreter starts in 10 ms instead of 1 ms and needs 10 MB
-/// instead of 2 MB.
+/// Returns the images to try, in order. The first is the embedded program. The second, for systems that cannot execute
+/// memory files, is a plain Python interpreter that loads this extension by its path. The interpreter needs 10 ms
+/// instead of 1 ms to start, and 10 MB instead of 2 MB of memory.
 pub fn images(py: Python<'_>, kind: &str) -> PyResult<Vec<NurseryImage>> {
     let embedded = || NurseryImage::Embedded(IMAGE);
     match kind {
@@ -66,13 +66,14 @@ fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
         core = loader.create_module(ModuleSpec('elasticrs._core', loader, origin=sys.argv[1]))\n\
         loader.exec_module(core)\n\
         sys.exit(core.nursery_main(sys.argv[2]))";
-    // Keep the interpreter's own path as the first argument, because the interpreter finds its library with it.
+    // Keep the interpreter's own path as the first argument, because the interpreter uses this path to find its
+    // library.
     let args = [path.as_os_str(), "-I".as_ref(), "-S".as_ref(), "-c".as_ref(), code.as_ref(), extension.as_os_str()];
     let args = args.map(OsStr::to_owned).to_vec();
     Ok((!path.is_empty()).then(|| NurseryImage::Program { path: path.into(), args }))
 }
 
-/// Runs a nursery in a process that was started for it alone. Returns the exit code.
+/// Runs a nursery in a process that was started only for this nursery. Returns the exit code.
 #[pyfunction]
 pub fn nursery_main(py: Python<'_>, start: &str) -> u8 {
     py.detach(|| server::run(Some(start)))
@@ -86,13 +87,13 @@ pub fn warm_nursery_begin(start: &str) {
 
 type Strings = Vec<Py<PyBytes>>;
 
-/// Same as `nursery_main`, in an interpreter that has imported the modules of its workers. The workers are forks of
-/// this process, and the function returns only in the workers, with their arguments and environment.
+/// Does the same as `nursery_main`, in an interpreter that has imported the modules that its workers need. The workers
+/// are forks of this process. The function returns only in the workers, and returns their arguments and environment.
 #[pyfunction]
 pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Strings)> {
     let os = py.import("os")?;
     let fork = os.getattr("fork")?.unbind();
-    // Forking is safe because the process has only this thread, which released the interpreter.
+    // Forking is safe, because this is the only thread of the process and it has released the interpreter.
     let forker: Forker = Box::new(move || {
         Python::attach(|py| {
             let forked = fork.call0(py).and_then(|pid| pid.extract::<i32>(py));
@@ -110,7 +111,7 @@ pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Stri
             };
             Ok((bytes(worker.argv), bytes(worker.env)))
         }
-        // Skip the exit handlers of libraries, because only workers may run them.
+        // Exit without running the exit handlers of libraries, because only workers may run them.
         Err(code) => Err(os.call_method1("_exit", (code,)).err().unwrap_or_else(|| PySystemExit::new_err(code))),
     }
 }

@@ -53,8 +53,8 @@ impl Argument {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct ProcessSpec {
     pub inner: core::ProcessSpec,
-    /// Descriptors that the process inherits, by their numbers in this process. They are duplicated when the group is
-    /// started.
+    /// Numbers, in this process, of the descriptors that the new process inherits. The descriptors are duplicated when
+    /// the group is started.
     pass_fds: Vec<RawFd>,
 }
 

@@ -1,7 +1,8 @@
 //! The thread on which all stores of a process run.
 //!
 //! The thread exits when the last store is closed. An agent's stores release the thread only when the supervisor is
-//! closed, so that the next attempt can reuse it. A forked child does not have the thread and never waits for it.
+//! closed, so that the next attempt can use the same thread. A forked child does not have this thread, and never waits
+//! for it.
 
 use std::io;
 use std::sync::{Arc, Mutex, Weak};
@@ -12,8 +13,8 @@ use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, os_error};
 
-/// The thread that all stores share, with the pid of its process, because a forked child may not use the thread of its
-/// parent.
+/// The thread that all stores share, and the pid of the process that started it. The pid is needed because a forked
+/// child may not use its parent's thread.
 static SHARED: Mutex<Option<(u32, Weak<Runtime>)>> = Mutex::new(None);
 
 /// A reference to the stores' thread.
@@ -61,7 +62,8 @@ impl Stores {
         Err(SupervisorError::new_err(format!("the process was forked: the store belongs to pid {owner}")))
     }
 
-    /// Closes the object with `end`, then releases its reference to the thread. Raises an exception in a forked child.
+    /// Calls `end` to close a store or a client, then releases the reference to the thread. Raises an exception in a
+    /// forked child.
     pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
         self.check_owner()?;
         py.detach(|| {

@@ -24,7 +24,8 @@ enum PortOrRange {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct WorkerStore {
     inner: worker::WorkerStore,
-    /// Reference to the stores' thread. `None` if the store is not served, or if a supervisor was given.
+    /// Reference to the stores' thread. `None` if no store is served, or if a supervisor was given, which holds the
+    /// reference instead.
     home: Mutex<Option<Stores>>,
     notices: Arc<List>,
 }
@@ -97,7 +98,7 @@ impl WorkerStore {
 }
 
 impl Drop for WorkerStore {
-    /// Close the store before `home` is dropped, because dropping `home` waits for its thread.
+    /// Closes the store before `home` is dropped, because dropping `home` waits for the stores' thread.
     fn drop(&mut self) {
         self.inner.close();
     }

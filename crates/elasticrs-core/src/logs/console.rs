@@ -1,14 +1,14 @@
 //! Output destinations: standard output, standard error, and files that selected lines are copied to. Their descriptors
 //! may block or fail.
 //!
-//! - **CONSOLE-1** The flags of a descriptor are never changed, because the shell and the workers share it. A write may
-//!   therefore block. To avoid that, a write is made only after `poll` has reported that there is space. On pipes,
+//! - **CONSOLE-1** The flags of a descriptor are never changed, because the shell and the workers share the descriptor.
+//!   A write could therefore block. To avoid this, a write is made only after `poll` has reported free space. On pipes,
 //!   terminals and sockets, a write has at most `PIPE_BUF` bytes, for which that space is sufficient. If another
 //!   process fills the space in between, only this thread waits.
-//! - **CONSOLE-2** A write ends at the end of a line if possible. Lines of up to `PIPE_BUF` bytes are therefore written
-//!   whole and do not mix with lines of other processes on the same pipe.
-//! - **CONSOLE-3** At most [`HIGH_WATER`] bytes and the lines of one block are buffered. When the buffer is full,
-//!   further bytes stay in their log files.
+//! - **CONSOLE-2** If possible, a write ends at the end of a line. Lines of up to `PIPE_BUF` bytes are therefore
+//!   written in one piece and do not mix with lines that other processes write to the same pipe.
+//! - **CONSOLE-3** The buffer of an output holds at most [`HIGH_WATER`] bytes plus the lines of one block. When the
+//!   buffer is full, further bytes stay in their log files.
 //! - **CONSOLE-4** A destination that fails is never used again, and its failure is reported once.
 
 use std::collections::VecDeque;
@@ -38,7 +38,7 @@ pub struct Console {
 }
 
 impl Console {
-    /// Uses these descriptors instead of the process's own.
+    /// Uses these descriptors instead of the process's standard output and standard error.
     pub fn new(stdout: OwnedFd, stderr: OwnedFd) -> Self {
         Self { given: Some([stdout, stderr]) }
     }
@@ -120,7 +120,7 @@ impl Output {
         }
     }
 
-    /// Creates the output for the file to which the matching lines of this stream are copied.
+    /// Creates the output for a file to which a stream's matching lines are copied.
     pub(super) fn of_file(file: File, stream: &LogStream) -> Self {
         let path = match &stream.to {
             To::File(lines) => lines.path.clone(),
@@ -131,7 +131,8 @@ impl Output {
         output
     }
 
-    /// Closes a file output and frees its slot, because its only stream has finished or the file is lost.
+    /// Closes a file output and frees its slot. Called when the output's only stream has finished, or when the output
+    /// is lost. Does nothing for standard output and standard error.
     pub(super) fn close_own(&mut self) {
         if matches!(self.name, Name::File { .. }) {
             (self.name, self.fd) = (Name::Free, Err(Errno::EBADF));
@@ -167,7 +168,7 @@ impl Output {
         self.is_used = true;
     }
 
-    /// Returns a notice of the loss of this destination on the first call after the loss. `None` otherwise.
+    /// Returns the notice that this destination is lost, on the first call after the loss. `None` otherwise.
     pub(super) fn take_loss(&mut self) -> Option<Notice> {
         let errno = *self.fd.as_ref().err()?;
         let is_news = self.is_used && !std::mem::replace(&mut self.loss_told, true);
@@ -211,7 +212,7 @@ impl Output {
         self.marks.push_back(Mark { end: self.accepted, stream, taken });
     }
 
-    /// Removes and returns the next mark if all bytes up to it have been written.
+    /// Removes and returns the next mark, if all bytes up to the mark have been written.
     pub(super) fn pop_reached(&mut self) -> Option<Mark> {
         let reached = self.marks.front()?.end <= self.written();
         if reached { self.marks.pop_front() } else { None }
@@ -236,7 +237,7 @@ impl Output {
                 Ok(0) => self.lose(Errno::EIO),
                 Ok(n) => self.sent += n,
                 Err(Errno::EINTR) => {}
-                // Another process made the descriptor non-blocking and filled its buffer after the poll.
+                // Another process has made the descriptor non-blocking, and has filled the free space since the poll.
                 Err(Errno::EAGAIN) => return,
                 Err(errno) => self.lose(errno),
             }
@@ -265,7 +266,7 @@ fn has_room(fd: BorrowedFd<'_>) -> bool {
     poll(&mut fds, PollTimeout::ZERO).is_ok_and(|n| n > 0)
 }
 
-/// Returns as many whole lines as fit into one write to a pipe, or the beginning of a line that is longer.
+/// Returns as many whole lines as fit into one write to a pipe. If the first line does not fit, returns its beginning.
 fn first_lines(waiting: &[u8]) -> &[u8] {
     if waiting.len() <= PIECE {
         return waiting;

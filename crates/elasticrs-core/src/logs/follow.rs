@@ -3,15 +3,17 @@
 //! - **FOLLOW-1** A file is read only while its destination has room, so that the file is the only buffer.
 //! - **FOLLOW-2** Files are read in turn, one block at a time, so that a rank with a lot of output does not delay the
 //!   others.
-//! - **FOLLOW-3** A stream ends at the end of its file, and only after [`Follower::finish`]. All earlier bytes have
-//!   then been put on its output.
-//! - **FOLLOW-4** A file that is smaller than what was already read was truncated (copy and truncate). It is read again
-//!   from its beginning.
+//! - **FOLLOW-3** A stream ends only after [`Follower::finish`] was called and the end of its file was reached. All
+//!   bytes of the file have then been passed to the stream's output.
+//! - **FOLLOW-4** If a file is smaller than the number of bytes already read, it was truncated (copy and truncate), and
+//!   is read again from its beginning.
 //! - **FOLLOW-5** Files are polled only if inotify is unavailable, or on file systems whose changes the kernel does not
-//!   see. Other timeouts exist only while data waits to be shown, or free space waits to be checked.
-//! - **FOLLOW-6** A watch fires once. A notification per write would slow each write down by half. Instead, the file is
-//!   read in every round until it has been quiet for some rounds ([`QUIET_ROUNDS`]). The file is then watched again,
-//!   and read once more, so that no bytes are missed around the new watch.
+//!   see. Apart from the polling interval, a file needs timeouts only while its data waits to be shown, while it is
+//!   read in every round, or while a check for free space is due.
+//! - **FOLLOW-6** A watch fires only once, because a notification per write would slow each write down by half. After
+//!   the notification, the file is read in every round until it has had no new data for some rounds ([`QUIET_ROUNDS`]).
+//!   The file is then watched again and read once more, so that bytes written before the new watch was set are not
+//!   missed.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
@@ -36,14 +38,15 @@ use super::{Notice, Notify, StreamId, StreamInfo, To};
 /// Number of bytes that are read from a file in one turn.
 const BLOCK: usize = 64 * 1024;
 
-/// Number of rounds without new data after which a file is watched by inotify again. The first number is for a file
-/// that had data twice within [`BUSY`], the second for all other files.
+/// Number of rounds without new data after which a file is watched by inotify again. The first number applies to a file
+/// that received data twice within [`BUSY`], the second to all other files.
 const QUIET_ROUNDS: (u8, u8) = (4, 1);
 
-/// Maximum time between two arrivals of data in a busy file. See [`QUIET_ROUNDS`].
+/// A file is busy if less than this time passes between two arrivals of data. See [`QUIET_ROUNDS`].
 const BUSY: Duration = Duration::from_millis(2);
 
-/// Interval between checks for a full file system. Checks are made only while data arrives, and once afterwards.
+/// Interval between checks for a full file system. Checks are made only while data arrives, and once after the last
+/// data.
 const SPACE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Minimum and maximum polling interval. The interval starts at the minimum when data arrives, and grows to the maximum
@@ -67,7 +70,7 @@ const CHANGES_UNSEEN: [u32; 12] = [
     0x1983_0326,
 ];
 
-/// A file that was opened before its writer started.
+/// A log file that is open and ready to be followed.
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) info: Arc<StreamInfo>,
@@ -96,16 +99,18 @@ struct Followed {
     splitter: LineSplitter,
     filter: Option<LineFilter>,
     offset: u64,
-    /// Number of unread bytes after `offset` when they were last counted.
+    /// Number of unread bytes after `offset`, as of the last count.
     unread: u64,
-    /// Number of bytes read. `shown` is the number of those that are on the console.
+    /// Number of bytes read so far. `shown` is how many of these bytes are on the console.
     taken: u64,
     shown: u64,
-    /// Number of bytes that the output had accepted after the last byte of this file.
+    /// Position in the output, as a number of accepted bytes, after the last byte from this file. All bytes of the file
+    /// are written once the output has written up to this position.
     put_until: u64,
     is_queued: bool,
     is_polled: bool,
-    /// Number of rounds without new data. `None` if the file is watched instead of read in every round.
+    /// Number of rounds without new data. `None` if the file is not read in every round, because it is watched or
+    /// polled.
     quiet_rounds: Option<u8>,
     /// Number of rounds without new data after which the file is watched again.
     patience: u8,
@@ -121,7 +126,7 @@ enum Phase {
     Open,
     /// The writers of the file are gone, so the stream ends at the end of the file.
     Finishing,
-    /// The last byte of the file has been put on the output, or the output is lost.
+    /// All bytes of the file have been passed to the output, or the output is lost.
     Ended,
 }
 
@@ -132,7 +137,7 @@ struct Told {
     full: bool,
 }
 
-/// The followed files, and the state of reading them.
+/// Reads the followed files, and keeps the state of each file.
 pub(super) struct Follower {
     files: BTreeMap<StreamId, Followed>,
     queue: VecDeque<StreamId>,
@@ -167,7 +172,8 @@ impl Follower {
         follower
     }
 
-    /// Reports, once, that files are polled because this user cannot create more inotify instances or watches.
+    /// Reports that files are polled, because this user cannot create more inotify instances or watches. Reports it
+    /// only once.
     fn tell_polling(&mut self, errno: Errno) {
         if !std::mem::replace(&mut self.polling_told, true) {
             (self.notify)(Notice::Polling { errno });
@@ -226,8 +232,8 @@ impl Follower {
     /// Sets a watch on a file. If that fails, the file is polled instead.
     fn watch(&mut self, id: StreamId) {
         let Some(file) = self.files.get_mut(&id) else { return };
-        // Use the open descriptor, because the log may have been renamed, and its path may refer to another file by
-        // now.
+        // Use the open descriptor instead of the log's path, because the log may have been renamed, and the path may
+        // now refer to another file.
         let path = format!("/proc/self/fd/{}", file.file.as_raw_fd());
         let flags = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ONESHOT;
         match self.inotify.as_ref().map(|inotify| inotify.add_watch(path.as_str(), flags)) {
@@ -243,7 +249,7 @@ impl Follower {
         }
     }
 
-    /// Starts to finish a stream whose writers are gone.
+    /// Makes the stream end at the end of its file, because its writers are gone.
     pub(super) fn finish(&mut self, id: StreamId) {
         let Some(file) = self.files.get_mut(&id) else { return };
         if file.phase == Phase::Open {
@@ -285,8 +291,8 @@ impl Follower {
                 self.watches.clear();
                 continue;
             }
-            // Remove the watch only at IN_IGNORED, which follows shortly after IN_MODIFY. If it were removed earlier, a
-            // new watch could get the same number and would then be lost.
+            // Remove the watch only on IN_IGNORED, which follows shortly after IN_MODIFY. If the watch were removed
+            // earlier, a new watch could get the same number, and IN_IGNORED would then remove the new watch.
             let is_over = event.mask.contains(AddWatchFlags::IN_IGNORED);
             let streams = if is_over { self.watches.remove(&event.wd) } else { self.watches.get(&event.wd).cloned() };
             for id in streams.unwrap_or_default() {
@@ -309,12 +315,13 @@ impl Follower {
         self.enqueue_all(|file| file.quiet_rounds.is_some());
     }
 
-    /// True if an active file should be read in another round, because its console accepts data.
+    /// True if another round is needed, because at least one active file has an output that accepts data.
     pub(super) fn has_active(&self, outputs: &mut [Output]) -> bool {
         self.files.values().any(|file| file.quiet_rounds.is_some() && file.ready_output(outputs).is_some())
     }
 
-    /// Handles the loss of an output. The streams of the output are still followed, but no longer shown.
+    /// Handles the loss of an output. The output's streams remain in the list until they finish, but are no longer
+    /// watched or shown.
     pub(super) fn drop_output(&mut self, lost: usize) {
         let streams: Vec<StreamId> =
             self.files.iter().filter(|(_, file)| file.output == Some(lost)).map(|(id, _)| *id).collect();
@@ -351,7 +358,7 @@ impl Follower {
         }
     }
 
-    /// Decides after a read whether to watch the file or to read it in every round.
+    /// Decides after a read whether to watch the file or to read the file in every round.
     fn on_taken(&mut self, id: StreamId, taken: u64, now: Instant) {
         let Some(file) = self.files.get_mut(&id).filter(|file| file.phase == Phase::Open) else { return };
         if taken > 0 {
@@ -372,7 +379,7 @@ impl Follower {
         }
     }
 
-    /// True if [`Self::read`] would read from a file.
+    /// True if [`Self::read`] would read from at least one file.
     pub(super) fn can_read(&self, outputs: &[Output]) -> bool {
         let outputs_of = self.queue.iter().filter_map(|id| self.files.get(id)).map(|file| file.output);
         outputs_of.into_iter().any(|output| output.is_none_or(|index| outputs[index].has_room()))
@@ -444,7 +451,7 @@ impl Follower {
 }
 
 impl Followed {
-    /// Returns the output of the file if it has room for more bytes.
+    /// Returns the output of the file, if the output has room for more bytes.
     fn ready_output<'a>(&self, outputs: &'a mut [Output]) -> Option<&'a mut Output> {
         let output = &mut outputs[self.output?];
         (self.phase != Phase::Ended && output.has_room()).then_some(output)
@@ -486,7 +493,8 @@ impl Followed {
                 } else {
                     self.unread = 0;
                 }
-                // A short read means that the end of the file was reached. An event announces later data.
+                // A short read means that the end of the file was reached. An inotify event or the next round finds
+                // data that is written later.
                 is_full_block || self.phase == Phase::Finishing
             }
             Err(Errno::EINTR) => true,
@@ -545,17 +553,18 @@ impl Followed {
         self.phase == Phase::Ended && output.written() >= self.put_until
     }
 
-    /// Publishes the number of bytes of the file that are not on the console.
+    /// Publishes the number of bytes in the file that have not reached the console.
     fn publish_behind(&self) {
         self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
     }
 
-    /// Publishes whether the file may have unread data. Called after pending output was written as far as possible,
-    /// because the file counts as stalled until then.
+    /// Publishes whether the file may have unread data. Call this after writing as much pending output as possible,
+    /// because the file counts as stalled while its output is full.
     fn publish_stall(&mut self, outputs: &[Output]) {
         let is_stalled = self.unread > 0 || self.output.is_none_or(|index| !outputs[index].has_room());
         if self.is_stalled && !is_stalled && self.info.read_at.load(Ordering::Relaxed) > 0 {
-            // The writer may have stopped at any time during the stall, so measure the time without output from now on.
+            // The writer may have stopped writing at any time during the stall, so start to measure the time without
+            // output now.
             self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
         }
         self.is_stalled = is_stalled;
@@ -567,7 +576,7 @@ impl Followed {
     }
 }
 
-/// Returns a function that puts units on an output if they pass the filter.
+/// Returns a function that passes units to an output. If there is a filter, only matching lines are passed on.
 fn show<'a>(
     info: &'a StreamInfo,
     mut filter: Option<&'a mut LineFilter>,
@@ -581,10 +590,10 @@ fn show<'a>(
 }
 
 fn changes_unseen(file: &File) -> bool {
-    // If the file system is unknown, assume that the kernel does not see its changes. That costs one wake-up per
+    // If the file system is unknown, assume that the kernel does not see its changes. The polling costs one wake-up per
     // second.
     let Ok(fs) = fstatfs(file) else { return true };
-    // The type's width depends on the platform; the magic numbers have 32 bits.
+    // The width of the type depends on the platform, but the magic numbers have 32 bits.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the magic number has 32 bits")]
     let magic = fs.filesystem_type().0 as u32;
     CHANGES_UNSEEN.contains(&magic)

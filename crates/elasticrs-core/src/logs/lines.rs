@@ -1,4 +1,4 @@
-//! Turns the bytes of log files into the text that the console shows. Pure: no I/O, no clock.
+//! Turns the bytes of log files into the text that the console shows. This module is pure: it uses no I/O and no clock.
 //!
 //! [`LineSplitter`] turns the bytes of one stream into [`Unit`]s. [`Screen`] joins the units of all streams that share
 //! a destination. Invariants:
@@ -9,8 +9,8 @@
 //! - **LINES-3** Every line on the console starts with the prefix of its stream and contains bytes of this stream only.
 //!   If the start of a line was shown early (idle, or longer than [`MAX_LINE`]), its rest continues on the same console
 //!   line unless another stream has written since. In that case, the rest becomes a new line with a prefix.
-//! - **LINES-4** If text is overwritten after a lone `\r`, only its last state is shown, as a separate line. It is
-//!   shown at most once per [`PROGRESS_INTERVAL`], and when the line ends. A blank state (a bar being wiped) never
+//! - **LINES-4** If text is overwritten after a lone `\r`, only its last state is shown, as a separate line. The state
+//!   is shown at most once per [`PROGRESS_INTERVAL`], and when the line ends. A blank state (a bar being wiped) never
 //!   replaces a visible one.
 //! - **LINES-5** At most 2 × [`MAX_LINE`] bytes of a stream are held back.
 
@@ -19,15 +19,15 @@ use std::time::{Duration, Instant};
 /// Maximum number of bytes of an unfinished line that are held back.
 pub const MAX_LINE: usize = 64 * 1024;
 
-/// Time without new bytes after which an unfinished line is shown. It is long enough to keep the parts of a line
-/// together on a busy machine, and short enough that a prompt seems to appear at once.
+/// Time without new bytes after which an unfinished line is shown. The time is long enough to keep the parts of a line
+/// together on a busy machine, and short enough that a prompt seems to appear immediately.
 pub const IDLE: Duration = Duration::from_millis(250);
 
-/// Time after the first byte of an unfinished line at which the line is shown even if it keeps growing, such as a row
-/// of dots.
+/// Maximum time for which an unfinished line is held back while it keeps growing, such as a row of dots. The time
+/// starts with the first byte of the line.
 pub const GROWING: Duration = Duration::from_secs(1);
 
-/// Minimum time between two shown states of a progress bar.
+/// Minimum time between showing two states of the same progress bar.
 pub const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A piece of text for the console, without prefix and newline.
@@ -35,16 +35,16 @@ pub const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 pub enum Unit<'a> {
     /// A complete line.
     Whole(&'a [u8]),
-    /// The first or a further part of a line. Never empty.
+    /// A part of an unfinished line. Never empty.
     Part(&'a [u8]),
-    /// The rest of a line whose first parts were shown already. Empty if only the newline was missing.
+    /// The rest of a line whose earlier parts have already been shown. Empty if only the newline was missing.
     End(&'a [u8]),
 }
 
 /// State of the current line of one stream.
 #[derive(Debug, Default)]
 pub struct LineSplitter {
-    /// Bytes since the last `\n` or `\r` that were not passed on yet.
+    /// Bytes since the last `\n` or `\r` that have not been passed on yet.
     text: Vec<u8>,
     /// The last complete state of a progress bar, if it has not been shown yet.
     state: Vec<u8>,
@@ -82,14 +82,14 @@ impl LineSplitter {
         self.extend(rest, &mut emit);
         self.waiting = match self.waiting {
             _ if !self.has_unshown() => None,
-            // If bytes were passed on, the oldest byte may be one of them. In that case, the current line has only just
-            // started.
+            // If `bytes` contains the end of a line, the oldest waiting byte may have been emitted, and the current
+            // line has only just started.
             Some((oldest, _)) if rest.len() == bytes.len() || self.progress => Some((oldest, now)),
             _ => Some((now, now)),
         };
     }
 
-    /// Returns the time at which [`Self::tick`] must be called if no byte arrives before.
+    /// Returns the time at which [`Self::tick`] must be called if no byte arrives earlier.
     pub fn deadline(&self) -> Option<Instant> {
         let (oldest, newest) = self.waiting?;
         let idle = newest + IDLE;
@@ -97,7 +97,7 @@ impl LineSplitter {
             return Some(idle.min(oldest + GROWING));
         }
         let due = self.shown_at.map_or(oldest + IDLE, |at| (at + PROGRESS_INTERVAL).max(oldest + IDLE));
-        // A state that is being written may be incomplete, so show it only after no byte has arrived for a while.
+        // A state that is still being written may be incomplete, so show it only if no byte has arrived for a while.
         Some(if self.state.is_empty() { due.max(idle) } else { due })
     }
 
@@ -127,7 +127,7 @@ impl LineSplitter {
         self.waiting = self.has_unshown().then_some((now, newest));
     }
 
-    /// Emits the rest of a stream that has ended, and adds a newline if it is missing.
+    /// Emits the remaining bytes of a stream that has ended, and adds a newline if the last line has none.
     pub fn finish(&mut self, mut emit: impl FnMut(Unit<'_>)) {
         if !self.is_at_line_start() {
             self.end_line(&mut emit, false);
@@ -135,7 +135,7 @@ impl LineSplitter {
         self.waiting = None;
     }
 
-    /// Number of bytes that have arrived but have not been emitted.
+    /// Returns the number of bytes that have arrived but have not been emitted.
     pub fn held(&self) -> usize {
         self.text.len() + self.state.len()
     }
@@ -144,8 +144,8 @@ impl LineSplitter {
         self.text.is_empty() && !self.open && !self.progress && !self.carriage_return
     }
 
-    /// True if the current line is a progress bar. False for a state that is too long, because it is passed on in parts
-    /// like any other line.
+    /// True if the current line is a progress bar. False if the bar is too long, because its parts are then passed on
+    /// like those of any other line.
     fn is_progress(&self) -> bool {
         (self.progress || self.carriage_return) && !self.open
     }
@@ -246,8 +246,7 @@ impl<Stream: Copy + Eq> Screen<Stream> {
     pub fn put(&mut self, stream: Stream, prefix: &[u8], unit: Unit<'_>, out: &mut Vec<u8>) {
         let goes_on = self.open == Some(stream);
         let (bytes, ends) = match unit {
-            // The line was ended early by another stream's output, so the newline that arrives now has already been
-            // written.
+            // Output from another stream has ended this line early, so its newline has already been written.
             Unit::End(b"") if !goes_on => return,
             Unit::End(bytes) => (bytes, true),
             Unit::Part(bytes) => (bytes, false),

@@ -240,7 +240,8 @@ proptest! {
         prop_assert!(parts == whole);
     }
 
-    /// Without `\r` in the input, the output without its prefixes equals the input, regardless of timing.
+    /// If the input contains no `\r`, the emitted bytes equal the input, regardless of timing. A missing last newline
+    /// is added.
     #[test]
     fn every_byte_is_shown_once_in_order(
         text in text(), cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20), idle in any::<u64>(),
@@ -268,7 +269,8 @@ proptest! {
         prop_assert_eq!(units, expected);
     }
 
-    /// Every line of a shared console starts with a prefix, followed by bytes of that stream only, in order.
+    /// Every line of a shared console starts with the prefix of a stream and contains only bytes of this stream, in
+    /// order.
     #[test]
     fn streams_never_mix_within_a_line(
         steps in prop::collection::vec((0..3_usize, "[abc\n]{0,6}", any::<bool>()), 0..40),
@@ -293,8 +295,8 @@ proptest! {
         prop_assert_eq!(seen, written.map(|text| text.replace('\n', "")));
     }
 
-    /// Bytes that were not shown always have a deadline. A tick at the deadline either shows all bytes or sets a later
-    /// deadline.
+    /// As long as some bytes have not been shown, there is a deadline. A tick at the deadline either shows all bytes or
+    /// sets a later deadline.
     #[test]
     fn deadlines_are_met_and_end(steps in prop::collection::vec(("[ab\r\n ]{0,5}", 0..400_u64), 0..40)) {
         let mut console = Console::new(1);

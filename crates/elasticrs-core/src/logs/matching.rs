@@ -12,7 +12,7 @@ use memchr::memmem::Finder;
 
 use super::lines::Unit;
 
-/// Maximum number of bytes of an unfinished line that are held back.
+/// Number of bytes at which an unfinished line is no longer held back.
 pub(super) const LONGEST: usize = 1024 * 1024;
 
 /// Selects the lines of a stream to copy, and the file to copy them to. Several streams may share a file.
@@ -20,7 +20,7 @@ pub(super) const LONGEST: usize = 1024 * 1024;
 pub struct MatchingLines {
     /// File to append the lines to. It is created with mode 0644 if it does not exist.
     pub path: PathBuf,
-    /// Texts to search for. A line that contains any of them is copied.
+    /// Texts to search for. Lines that contain at least one of these texts are copied.
     pub contains: Vec<Vec<u8>>,
 }
 
@@ -30,11 +30,12 @@ impl MatchingLines {
     }
 }
 
-/// Filter that passes only matching lines. It joins the parts of a line to decide whether the line matches.
+/// Filter that passes only matching lines. If a line arrives in parts, the filter joins the parts before it checks the
+/// line.
 #[derive(Debug)]
 pub(super) struct LineFilter {
     contains: Vec<Finder<'static>>,
-    /// Bytes of a line that arrives in parts.
+    /// Joined parts of an unfinished line.
     line: Vec<u8>,
 }
 
@@ -44,7 +45,7 @@ impl LineFilter {
         Self { contains, line: Vec::new() }
     }
 
-    /// Processes a unit, and emits the line if it is complete and matches. Emits only [`Unit::Whole`].
+    /// Adds a unit, and emits the line as [`Unit::Whole`] if it is complete and matches.
     pub(super) fn pass(&mut self, unit: Unit<'_>, emit: impl FnOnce(Unit<'_>)) {
         match unit {
             Unit::Whole(line) => {
@@ -67,7 +68,8 @@ impl LineFilter {
         self.line.clear();
     }
 
-    /// Number of bytes of an unfinished line, for which it is not decided yet whether the line is copied.
+    /// Returns the number of buffered bytes of an unfinished line. The filter decides whether to copy the line when it
+    /// is complete.
     pub(super) fn held(&self) -> usize {
         self.line.len()
     }

@@ -8,7 +8,7 @@
 //! Calls and their threads:
 //!
 //! - [`Logs::follow`] creates and opens files, which can block on a dead network mount. Call it before the workers are
-//!   started, from a thread that may block (a Python thread). All bytes that are written after the call are seen.
+//!   started, from a thread that may block (a Python thread). All bytes that are written after the call are read.
 //! - [`Logs::finish`] only puts a command into a queue. Call it from any thread when all writers of the streams are
 //!   gone (the group has finished and has been swept).
 //! - [`Logs::drained`] waits for finished streams, on any runtime with a clock. It does not wait for streams of a
@@ -18,8 +18,8 @@
 //!
 //! Invariants, in addition to those of the modules:
 //!
-//! - **LOGS-1** No method except [`Logs::follow`] accesses a file, and no method accesses the console. Therefore, no
-//!   other method can be blocked by a file, and none by the console.
+//! - **LOGS-1** Only [`Logs::follow`] accesses files, and no method accesses the console. Therefore, a file can block
+//!   only [`Logs::follow`], and the console cannot block any method.
 //! - **LOGS-2** Every byte that was in a file when its stream was finished is written to the console, unless
 //!   [`Logs::drained`] returns the stream or its destination was reported as lost.
 //! - **LOGS-3** A problem is reported once for each file, and never stops the agent.
@@ -71,8 +71,8 @@ pub enum Dest {
 pub enum To {
     Nowhere,
     Console(Dest),
-    /// Copies matching lines to another file. The log file is followed separately for this, so that a stuck console
-    /// does not delay the copy.
+    /// Copy matching lines to another file. The log file is followed a second time for this purpose, so that a stuck
+    /// console does not delay the copy.
     File(MatchingLines),
 }
 
@@ -91,13 +91,13 @@ pub struct LogStream {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamId(u64);
 
-/// A problem with the logs, which is reported once.
+/// A problem with the logs. Each problem is reported once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Notice {
     /// A log file, or a file that lines are copied to, cannot be opened, read or written, or its file system is full
     /// (`ENOSPC`).
     LogTrouble { local_rank: u32, path: PathBuf, errno: Errno },
-    /// Inotify is unavailable, so files are polled, at intervals from 20 ms (busy) to 1 s (idle).
+    /// Inotify is unavailable, so files are polled at intervals of 20 ms (busy) to 1 s (idle).
     Polling { errno: Errno },
     /// The console cannot be written to anymore. Log files are still written.
     ConsoleLost {
@@ -113,8 +113,8 @@ pub enum Notice {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotDrained {
     pub stream: LogStream,
-    /// Number of bytes of the file that are not on the console, as last counted by the thread. If a block (64 KiB) was
-    /// read but only partly written, all of its bytes are counted.
+    /// Number of bytes in the file that had not reached the console at the last count by the logs thread. If only part
+    /// of a block (64 KiB) has been written, the whole block is counted.
     pub bytes: u64,
 }
 
@@ -152,19 +152,19 @@ struct StreamInfo {
     id: StreamId,
     stream: LogStream,
     is_finishing: AtomicBool,
-    /// Counters of the bytes that go to the console. `None` for a stream that does not go to the console.
+    /// Counters of the bytes and lines read. `None` if the stream does not go to the console.
     counts: Option<Arc<LogCounts>>,
-    /// Number of bytes of the file that are not on the console, as last counted by the thread.
+    /// Number of bytes in the file that had not reached the console at the last count by the logs thread.
     behind: AtomicU64,
     /// Time of the last read that returned data, in nanoseconds of the monotonic clock. 0 if no data has been read.
     read_at: AtomicU64,
-    /// True if the thread does not read the file now, because it waits for the destination of the data. The file may
-    /// then have unread data.
+    /// True if the logs thread has stopped reading the file until the file's destination accepts more data. The file
+    /// may then have unread data.
     is_stalled: AtomicBool,
 }
 
 impl Logs {
-    /// Creates the handle. The thread is started, and files are opened, only when streams are followed.
+    /// Creates the handle. Does not start the thread or open files until streams are followed.
     pub fn new(console: Console, notify: impl Fn(Notice) + Send + Sync + 'static) -> io::Result<Self> {
         let shared = Shared {
             next_id: AtomicU64::new(0),
@@ -178,13 +178,13 @@ impl Logs {
         Ok(Self { shared: Arc::new(shared), notify: Arc::new(notify), totals: Arc::default(), thread })
     }
 
-    /// Returns the counters of the bytes and lines that were read so far.
+    /// Returns the counters of the bytes and lines that have been read.
     pub fn totals(&self) -> Arc<LogTotals> {
         Arc::clone(&self.totals)
     }
 
-    /// Starts to show data that is written to these files from now on. Reports a file that cannot be opened as
-    /// [`Notice::LogTrouble`], and follows the others.
+    /// Starts following these log files: all data that is written to a file after this call is sent to the file's
+    /// destination. If a file cannot be opened, reports [`Notice::LogTrouble`] and follows the other files.
     pub fn follow(&self, streams: Vec<LogStream>) -> io::Result<Vec<StreamId>> {
         let output_of = self.start_thread()?;
         let mut ids = Vec::with_capacity(streams.len());
@@ -224,13 +224,13 @@ impl Logs {
         Ok(ids)
     }
 
-    /// Returns the last time at which an unfinished stream of any rank received data. Returns `now` if a stream may
-    /// have unread data, because its destination accepts none or is lost. `None` if no stream has received data.
+    /// Returns the time at which an unfinished stream of any rank last received data. Returns `now` if such a stream
+    /// may have unread data, because its destination is full or lost. `None` if no unfinished stream has received data.
     pub fn last_written(&self, now: Stamp) -> Option<Stamp> {
         let all = lock(&self.shared.streams);
         let open = all.values().filter(|info| !info.is_finishing.load(Ordering::Relaxed));
         open.filter_map(|info| {
-            // Read `is_stalled` first, so that the data that ended a stall is seen as well.
+            // Read `is_stalled` before `read_at`, so that `read_at` includes the data whose reading ended a stall.
             let is_stalled = info.is_stalled.load(Ordering::Acquire);
             let read_at = info.read_at.load(Ordering::Relaxed);
             (read_at > 0).then_some(if is_stalled { now } else { Stamp(read_at) })
@@ -238,7 +238,7 @@ impl Logs {
         .max()
     }
 
-    /// Announces that the writers of these streams are gone, so that each stream ends at the end of its file.
+    /// Makes each of these streams end at the end of its file. Call this when the writers of the streams are gone.
     pub fn finish(&self, streams: &[StreamId]) {
         let all = lock(&self.shared.streams);
         streams.iter().filter_map(|id| all.get(id)).for_each(|info| info.is_finishing.store(true, Ordering::Relaxed));
@@ -263,8 +263,8 @@ impl Logs {
         self.finish(&meant);
     }
 
-    /// Waits until all finished streams are on the console, or until the deadline. Returns the streams that are
-    /// incomplete at the deadline. Their output continues afterwards.
+    /// Waits until all finished streams are completely on the console, or until the deadline. Returns the streams that
+    /// are incomplete at the deadline. The logs thread continues to write them.
     pub async fn drained(&self, deadline: Instant) -> Vec<NotDrained> {
         let is_over = |(): &()| self.shared.is_gone.load(Ordering::Acquire) || self.shared.not_drained().is_empty();
         let mut changed = self.shared.changed.subscribe();
@@ -273,8 +273,8 @@ impl Logs {
         self.shared.not_drained()
     }
 
-    /// Stops the thread and closes all files. Bytes that are not on the console yet are no longer shown. Waits only
-    /// briefly for a thread that is stuck in a write. Such a thread exits when the write returns. Idempotent.
+    /// Stops the logs thread and closes all files. Bytes that are not on the console yet are not shown anymore. If the
+    /// thread is stuck in a write, waits only briefly: the thread exits when the write returns. Idempotent.
     pub fn close(&self) {
         let thread = std::mem::replace(&mut *lock(&self.thread), Thread::Closed);
         let Thread::Started { thread, .. } = thread else { return };
@@ -334,8 +334,8 @@ impl StreamInfo {
     }
 }
 
-/// Runs the logs thread. Notifies waiters when the thread stops, so that a panic does not leave [`Logs::drained`]
-/// waiting.
+/// Runs the logs thread. Notifies waiters when the thread stops, so that [`Logs::drained`] returns even if the thread
+/// panics.
 fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
     let pump = Pump::new(Arc::clone(shared), outputs, Arc::clone(notify));
     let result = catch_unwind(AssertUnwindSafe(|| pump.run()));
@@ -346,8 +346,8 @@ fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
     }
 }
 
-/// Opens a log file and returns it with its size. Creates the file if necessary, so that following can start before the
-/// worker does.
+/// Opens a log file and returns it with its size. Creates the file if necessary, so that the file can be followed
+/// before the worker starts.
 fn open(stream: &LogStream) -> io::Result<(File, u64)> {
     // Open the file for writing as well, because std requires that for O_CREAT. Opening a FIFO for reading and writing
     // never blocks.

@@ -1,6 +1,6 @@
 //! The logs thread, which waits for events, reads the files and writes to the console. While streams are followed, only
-//! this thread accesses the files and the console. So neither a console that is not read nor a log directory on a dead
-//! network mount can block the supervisor.
+//! this thread accesses the files and the console. Therefore, a console that nothing reads, or a log directory on a
+//! dead network mount, cannot block the supervisor.
 
 use std::ops::ControlFlow;
 use std::os::fd::AsFd;
@@ -30,8 +30,8 @@ pub(super) struct Pump {
     notify: Notify,
 }
 
-/// Time between two rounds of reading the active files. Reading and writing all lines of half a millisecond together is
-/// much cheaper than handling them one at a time, and the delay is not noticeable.
+/// Time between two rounds of reading the active files. Handling all lines of half a millisecond together is much
+/// cheaper than handling them one at a time, and the delay is not noticeable.
 const ROUND: Duration = Duration::from_micros(500);
 
 /// Events that have woken up the logs thread.
@@ -91,7 +91,7 @@ impl Pump {
     }
 
     fn take_commands(&mut self, now: Instant) -> ControlFlow<()> {
-        // Ignore the value of the counter, because all commands are taken at once.
+        // Clear the wake-up once, however often it was set, because all commands are taken together.
         self.shared.wake.clear();
         let commands = std::mem::take(&mut *lock(&self.shared.commands));
         for command in commands {
@@ -121,8 +121,8 @@ impl Pump {
         self.follower.add(info, (file, offset), output, now);
     }
 
-    /// Adds an output and returns its index. Reuses the slot of a closed output if there is one, because the indices of
-    /// the others must not change.
+    /// Adds an output and returns its index. Reuses the slot of a closed output if there is one. Slots are never
+    /// removed, because the indices of the other outputs must stay the same.
     fn add_output(&mut self, output: Output) -> usize {
         if let Some(free) = self.outputs.iter().position(Output::is_free) {
             self.outputs[free] = output;
@@ -148,7 +148,7 @@ impl Pump {
         let watched = fds.len();
         let waiting = self.outputs.iter().filter_map(Output::waits_for_room);
         fds.extend(waiting.map(|fd| PollFd::new(fd, PollFlags::POLLOUT)));
-        // After an error (EINTR, ENOMEM), no descriptor counts as ready, and the next turn polls again.
+        // After an error (EINTR, ENOMEM), treat no descriptor as ready. The next turn polls again.
         let answered = ppoll(&mut fds, timeout.map(TimeSpec::from), None).is_ok();
         let is_ready = |fd: &PollFd<'_>| answered && fd.any() == Some(true);
         News { commands: is_ready(&fds[0]), files: watched > 1 && is_ready(&fds[1]) }

@@ -1,5 +1,5 @@
-//! Counters of the bytes and lines that were read from each stream. Other threads can read them without a request to
-//! the log thread.
+//! Counters of the bytes and lines that were read from each stream. Any thread can read the counters without sending a
+//! request to the logs thread.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,14 +24,14 @@ impl LogCounts {
     }
 }
 
-/// Counters of the streams that go to the console, by local rank. Each counter covers all attempts.
+/// Counters of the streams that go to the console, by local rank and destination. Each counter covers all attempts.
 #[derive(Debug, Default)]
 pub struct LogTotals {
     streams: Mutex<BTreeMap<(u32, Dest), Arc<LogCounts>>>,
 }
 
 impl LogTotals {
-    /// Returns all streams that were ever followed, with the numbers of bytes and newlines read so far.
+    /// Returns the numbers of bytes and newlines read so far, for every stream that was ever followed to the console.
     pub fn all(&self) -> Vec<((u32, Dest), u64, u64)> {
         let streams = lock(&self.streams);
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);

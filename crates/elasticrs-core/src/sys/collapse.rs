@@ -8,13 +8,14 @@ use nix::errno::Errno;
 const MADV_COLLAPSE: libc::c_int = 25;
 const HUGE: usize = 2 << 20;
 
-/// Returns the addresses in the private, writable, anonymous memory of this process at which a huge page fits.
+/// Returns the addresses at which a huge page fits into the private, writable, anonymous memory of this process.
 pub fn places() -> Vec<usize> {
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     maps.lines().filter_map(anonymous).flat_map(|(start, end)| whole_places(start, end)).collect()
 }
 
-/// Returns the address range in a line of `/proc/PID/maps` if it is private, writable and anonymous memory.
+/// Returns the address range in a line of `/proc/PID/maps`. `None` unless the memory is private, writable and
+/// anonymous.
 fn anonymous(line: &str) -> Option<(usize, usize)> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
@@ -28,7 +29,7 @@ fn whole_places(start: usize, end: usize) -> impl Iterator<Item = usize> {
     (start.next_multiple_of(HUGE)..end).step_by(HUGE).take_while(move |place| place + HUGE <= end)
 }
 
-/// Replaces the small pages at this address by one huge page. Takes about a millisecond.
+/// Replaces the small pages at this address with one huge page. Takes about a millisecond.
 ///
 /// # Errors
 /// Huge pages are unsupported, not permitted, or not available at the moment.
@@ -70,7 +71,7 @@ mod tests {
     fn what_was_written_is_still_there() {
         let memory = vec![7_u8; 3 * HUGE];
         for place in places() {
-            // Ignore the result, because not every kernel supports or permits this.
+            // Ignore the result, because not every kernel supports or permits huge pages.
             let _ = collapse(place);
         }
         assert!(memory.iter().all(|&byte| byte == 7));

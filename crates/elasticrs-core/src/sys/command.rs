@@ -9,14 +9,14 @@ use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getpid, getppid};
 
-/// Makes the kernel kill the child when the thread that starts it exits, which includes the death of this process.
-/// Unblocks all signals in the child.
+/// Makes the kernel kill the child when the thread that starts the child exits or this process dies. Unblocks all
+/// signals in the child.
 pub fn die_with_thread(command: &mut Command) -> &mut Command {
     let parent = getpid();
     let arm = move || {
         set_pdeathsig(Signal::SIGKILL)?;
         SigSet::empty().thread_set_mask()?;
-        // If the parent died before the signal was armed, the signal will never arrive.
+        // Fail if the parent died before the signal was armed, because the signal would never arrive.
         if getppid() == parent { Ok(()) } else { Err(io::Error::from(Errno::ESRCH)) }
     };
     // SAFETY: the child only makes three system calls, and does not allocate.

@@ -1,4 +1,4 @@
-//! Duplicates file descriptors that are known only by number, because Python owns them.
+//! Duplicates file descriptors that belong to Python and are known here only by their numbers.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};

@@ -11,8 +11,8 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 
-/// The flag `MFD_EXEC`, which exists since Linux 6.3. From that version on, `vm.memfd_noexec` may make the kernel
-/// refuse a memory file without this flag, or make the file non-executable.
+/// The flag `MFD_EXEC`, which exists since Linux 6.3. From that version on, the setting `vm.memfd_noexec` can make the
+/// kernel refuse a memory file without this flag, or make such a file non-executable.
 const MFD_EXEC: libc::c_uint = 0x10;
 
 /// Takes ownership of the inherited file descriptors with these numbers, and makes them close-on-exec.
@@ -33,8 +33,8 @@ pub fn take_inherited<const N: usize>(numbers: [RawFd; N]) -> nix::Result<[Owned
     Ok(numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) }))
 }
 
-/// Closes all file descriptors from `first` upwards. Uses `close_range` (Linux 5.9) or, if that fails, closes the
-/// descriptors that `/proc/self/fd` lists one at a time.
+/// Closes all file descriptors from `first` upwards. Uses `close_range` (Linux 5.9). If that fails, reads the open
+/// descriptors from `/proc/self/fd` and closes them one at a time.
 ///
 /// Only for a process that has just started and does not own any of these descriptors.
 pub fn close_from(first: RawFd) -> io::Result<()> {
@@ -60,7 +60,7 @@ fn close_range(first: u32, flags: u32) -> nix::Result<()> {
 }
 
 pub(super) fn has_close_range() -> bool {
-    // No descriptor has this number, so nothing is closed.
+    // No descriptor has the number `u32::MAX`, so the call closes nothing.
     close_range(u32::MAX, 0).is_ok()
 }
 
@@ -68,7 +68,7 @@ pub(super) fn has_close_range() -> bool {
 pub fn executable_memory_file(name: &CStr, content: &[u8]) -> io::Result<OwnedFd> {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let fd = match memfd_create(name, flags | MFdFlags::from_bits_retain(MFD_EXEC)) {
-        // Before Linux 6.3, the flag is unknown and every memory file is executable.
+        // Before Linux 6.3, the flag `MFD_EXEC` is unknown, and every memory file is executable.
         Err(Errno::EINVAL) => memfd_create(name, flags)?,
         other => other?,
     };

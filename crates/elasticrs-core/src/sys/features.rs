@@ -47,13 +47,13 @@ pub struct UnsupportedKernel {
     pub source: Errno,
 }
 
-/// Checks that the kernel has the required features: `pidfd_open` (Linux 5.3) and `waitid` on a pidfd (Linux 5.4). They
-/// imply `CLONE_PIDFD` (Linux 5.2).
+/// Checks that the kernel has the required features: `pidfd_open` (Linux 5.3) and `waitid` on a pidfd (Linux 5.4). A
+/// kernel with these features also has `CLONE_PIDFD` (Linux 5.2).
 pub fn check_floor() -> Result<(), UnsupportedKernel> {
     let me = pidfd::open(nix::unistd::getpid().as_raw())
         .map_err(|source| UnsupportedKernel { call: "pidfd_open", source })?;
     match waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&me)), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG) {
-        // ECHILD is expected, because no process is its own child. A kernel that does not support pidfds here returns
+        // Expect ECHILD, because no process is its own child. A kernel whose `waitid` does not support pidfds returns
         // EINVAL.
         Ok(_) | Err(Errno::ECHILD) => Ok(()),
         Err(source) => Err(UnsupportedKernel { call: "waitid on a pidfd", source }),

@@ -27,7 +27,7 @@ pub fn plain() -> nix::Result<i32> {
     }
 }
 
-/// Result of [`fork`], which returns in the parent and in the child.
+/// Result of [`fork`]. The function returns twice: in the parent and in the child.
 pub enum Forked {
     /// This process is the parent. Contains the running child.
     Parent(Settling),
@@ -35,19 +35,19 @@ pub enum Forked {
     Child(Outlet),
 }
 
-/// Write end of the pipe on which a forked child announces stages that can block forever, and then reports that its
-/// setup has finished or failed.
+/// Write end of the pipe from a forked child to its parent. The child announces each stage that can block forever, and
+/// finally reports that its setup has finished or failed.
 #[derive(Debug)]
 pub struct Outlet(OwnedFd);
 
-/// Bytes on the pipe that are not the number of a stage. `SETTLED` reports that the setup has finished. `FAILED` is
-/// followed by the stage, the descriptor, and the error number.
+/// Bytes on the pipe with a special meaning. All other bytes are the numbers of stages. `SETTLED` reports that the
+/// setup has finished. `FAILED` is followed by the stage, the descriptor, and the error number.
 const SETTLED: u8 = 0;
 const FAILED: u8 = u8::MAX;
 
 impl Outlet {
-    /// Moves the pipe to a descriptor number of at least `floor`, so that it is not overwritten by the worker's
-    /// descriptors.
+    /// Moves the pipe to a descriptor number of at least `floor`, so that the worker's descriptors do not replace the
+    /// pipe.
     pub fn move_above(&mut self, floor: RawFd) -> nix::Result<()> {
         let moved = fcntl(&self.0, FcntlArg::F_DUPFD_CLOEXEC(floor))?;
         // SAFETY: the descriptor was just created, and no other code owns it.
@@ -57,7 +57,7 @@ impl Outlet {
 
     /// Reports that the child has finished its setup.
     pub fn close(self) {
-        // Ignore an error, because it means that the parent is gone.
+        // Ignore an error, because the write fails only if the parent is gone.
         let _ = File::from(self.0).write_all(&[SETTLED]);
     }
 
@@ -66,7 +66,7 @@ impl Outlet {
         let Failure { stage, errno, descriptor } = failure;
         let mut told = [FAILED, stage as u8, u8::try_from(descriptor).unwrap_or(0), 0, 0, 0, 0];
         told[3..].copy_from_slice(&(errno as i32).to_ne_bytes());
-        // Ignore an error, because it means that the parent is gone.
+        // Ignore an error, because the write fails only if the parent is gone.
         let _ = File::from(self.0).write_all(&told);
         // SAFETY: `_exit` is used because neither exit handlers nor destructors of the parent's program should run
         // here.
@@ -88,9 +88,9 @@ pub struct Settling {
 }
 
 impl Settling {
-    /// Waits until the child has finished its setup or has exited. Calls `announce` with the number of each stage that
-    /// can block forever, before that stage. Kills the child if it is no longer needed, because the process in
-    /// `needed_by` has exited or the connection in `needed_by` was closed.
+    /// Waits until the child has finished its setup or has exited. Before each stage that can block forever, calls
+    /// `announce` with the number of the stage. Kills the child when the process in `needed_by` has exited or the
+    /// connection in `needed_by` was closed, because the child is then no longer needed.
     pub fn wait(mut self, needed_by: [BorrowedFd<'_>; 2], mut announce: impl FnMut(u8)) -> Result<Child, Failure> {
         let mut failure = None;
         while self.has_told(needed_by) {
@@ -108,8 +108,8 @@ impl Settling {
         }
         wait::reap(self.child.pid);
         let Some([stage, descriptor, errno @ ..]) = failure else {
-            // The child exited in a fork handler of a library. Do not report its exit code, because that may be 0, like
-            // the exit code of a worker that succeeds.
+            // The child exited in a fork handler of a library. Do not report its exit code, because the code may be 0,
+            // which would look like a successful worker.
             return Err(failed(Errno::ECHILD));
         };
         let stage = Stage::from_byte(stage).unwrap_or(Stage::Clone);
@@ -135,7 +135,7 @@ impl Settling {
                 return told;
             }
             is_needed = false;
-            // The only possible error is ESRCH, which means that the child has exited. The next poll notices that.
+            // The only possible error is ESRCH, which means that the child has exited. The next poll notices the exit.
             let _ = pidfd::send_signal(&self.child.pidfd, libc::SIGKILL);
         }
     }
@@ -154,7 +154,7 @@ pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
         return Ok(Forked::Child(Outlet(outlet)));
     }
     let pidfd = pidfd::open(pid).map_err(|errno| {
-        // The pid still belongs to the child, because only this process reaps it.
+        // The pid still belongs to the child, because only this process can reap the child.
         let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         wait::reap(pid);
         failed(errno)

@@ -20,8 +20,8 @@ const WORDS: usize = SIZE as usize / size_of::<u64>();
 /// Seals of the page's file. If the file could shrink, access to its memory could cause SIGBUS.
 const SEALS: SealFlag = SealFlag::F_SEAL_SEAL.union(SealFlag::F_SEAL_SHRINK).union(SealFlag::F_SEAL_GROW);
 
-/// Page of memory that is shared through a close-on-exec descriptor. It is an array of numbers, of which some users
-/// need only the first.
+/// Page of memory that is shared through a close-on-exec descriptor. The page is an array of numbers. Some users need
+/// only the first number.
 #[derive(Debug)]
 pub struct Page {
     memory: NonNull<AtomicU64>,
@@ -53,7 +53,7 @@ impl Page {
     /// No descriptor or memory is available.
     pub fn of_our_own(name: &CStr) -> io::Result<Self> {
         match Self::sealed(name) {
-            // Sealed memory is disabled by a seccomp filter.
+            // A seccomp filter has disabled sealed memory.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => {
                 let file = nameless_file()?;
                 nix::unistd::ftruncate(&file, i64::from(SIZE))?;
@@ -66,7 +66,7 @@ impl Page {
     /// Maps the page behind a descriptor that another process has sent.
     ///
     /// # Errors
-    /// `EINVAL` if the descriptor does not belong to a file that one of these functions has created. Also fails if no
+    /// `EINVAL` if the descriptor's file was not created by [`Self::sealed`] or [`Self::of_our_own`]. Also fails if no
     /// memory is available.
     pub fn map(file: OwnedFd) -> io::Result<Self> {
         let facts = nix::sys::stat::fstat(&file)?;
@@ -90,8 +90,8 @@ impl Page {
 
     /// Returns the whole page as numbers.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: as for `number`. The mapping has room for `WORDS` numbers, and this process writes them only
-        // atomically.
+        // SAFETY: the same holds as in `number`. The mapping has room for `WORDS` numbers, and this process writes them
+        // only atomically.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), WORDS) }
     }
 }

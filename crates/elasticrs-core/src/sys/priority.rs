@@ -4,7 +4,7 @@ use std::ffi::CStr;
 
 use nix::errno::Errno;
 
-/// Nice value of processes that may only use CPU time that no other process needs.
+/// Lowest priority, for processes that should only use CPU time that no other process needs.
 pub const BACKGROUND: i32 = 19;
 /// [`BACKGROUND`] in decimal.
 pub const BACKGROUND_TEXT: &CStr = c"19";
@@ -12,7 +12,7 @@ pub const BACKGROUND_TEXT: &CStr = c"19";
 /// Sets the nice value of the calling thread and returns the previous value. The error is `EACCES` if this process is
 /// not permitted to lower the value (`CAP_SYS_NICE`, `RLIMIT_NICE`).
 pub fn set_nice(value: i32) -> nix::Result<i32> {
-    // A result of −1 is a valid nice value, because reading the value of the calling thread cannot fail.
+    // Reading the nice value of the calling thread cannot fail, so a result of −1 is a nice value and not an error.
     // SAFETY: the call takes only integers.
     let before = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
     set_nice_of(0, value)?;
@@ -25,16 +25,16 @@ pub fn set_nice_of(pid: i32, value: i32) -> nix::Result<()> {
     Errno::result(unsafe { libc::setpriority(libc::PRIO_PROCESS, pid.cast_unsigned(), value) }).map(drop)
 }
 
-/// Returns the nice value of this process if a process that raises its nice value may restore the old value. `None` if
-/// that is not permitted.
+/// Returns the nice value of this process, if the process may restore this value after raising it. `None` if lowering
+/// the value again is not permitted.
 ///
-/// Tests this in a short-lived thread, because each thread has its own nice value. Reading `CAP_SYS_NICE` and
-/// `RLIMIT_NICE` would not be enough, because the capability does not count in a user namespace.
+/// Tries this in a short-lived thread, because each thread has its own nice value. Checking `CAP_SYS_NICE` and
+/// `RLIMIT_NICE` would not be enough, because in a user namespace the capability has no effect.
 pub fn restorable() -> Option<i32> {
     let attempt = || {
         // SAFETY: the call takes only integers.
         let before = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
-        // Raise the nice value by only 1, because with the lowest priority, this thread might not run again for a long
+        // Raise the nice value by only 1, because a thread with the lowest priority might not run again for a long
         // time.
         set_nice(before + 1).ok()?;
         set_nice(before).ok().map(|_| before)

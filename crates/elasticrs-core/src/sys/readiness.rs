@@ -25,7 +25,7 @@ unsafe impl OwnsDescriptor for AgentLink {}
 /// Registers a file descriptor with the current runtime.
 ///
 /// # Errors
-/// Epoll does not support the descriptor, or its limit on watches is reached.
+/// Epoll does not support the descriptor, or the user's limit on epoll watches is reached.
 pub fn register<T: OwnsDescriptor>(inner: T, interest: Interest) -> io::Result<AsyncFd<T>> {
     // SAFETY: `OwnsDescriptor` guarantees the requirements of this call.
     unsafe { AsyncFd::register_with_interest(inner, interest) }.map_err(io::Error::from)

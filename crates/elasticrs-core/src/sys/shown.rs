@@ -1,4 +1,5 @@
-//! Changes what `/proc/PID/cmdline` and `environ` show for a forked process that continues as another program.
+//! Changes the content of `/proc/PID/cmdline` and `/proc/PID/environ` for a forked process that continues as another
+//! program.
 
 use std::ffi::OsString;
 use std::num::NonZeroUsize;

@@ -1,4 +1,5 @@
-//! Signal functions that nix lacks, or that it provides only for its `Signal` type, which excludes real-time signals.
+//! Signal functions that nix lacks, or that do not work for real-time signals because nix's `Signal` type excludes
+//! them.
 
 use std::ptr;
 

@@ -1,7 +1,7 @@
 //! Receives bytes and descriptors from a Unix socket.
 //!
-//! nix's `recvmsg` does not return the control data if it was truncated, so it leaks the descriptors that did arrive.
-//! Here, every received descriptor is owned.
+//! If the control data was truncated, nix's `recvmsg` does not return it, which leaks the descriptors that did arrive.
+//! This module takes ownership of every received descriptor.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -19,7 +19,7 @@ pub struct Chunk {
     pub bytes: usize,
     /// Descriptors that arrived with the bytes. They are close-on-exec.
     pub fds: Vec<OwnedFd>,
-    /// True if descriptors were dropped, because this process has reached its limit on open files.
+    /// True if the kernel dropped descriptors, because this process has reached its limit on open files.
     pub truncated: bool,
 }
 

@@ -43,9 +43,9 @@ pub enum Standard {
 /// Program that the child executes.
 #[derive(Debug)]
 pub enum Program<'fd> {
-    /// The first of these paths that can be executed, by the rules of `execvpe`.
+    /// Execute the first of these paths that can be executed, by the rules of `execvpe`.
     Paths(Vec<CString>),
-    /// An open file (`execveat` with an empty path, Linux 3.19).
+    /// Execute an open file (`execveat` with an empty path, Linux 3.19).
     File(BorrowedFd<'fd>),
 }
 
@@ -56,11 +56,12 @@ pub struct Command<'fd> {
     /// Arguments, including the program's name.
     pub argv: Vec<CString>,
     pub env: Vec<CString>,
-    /// Working directory of the child. `None` for the parent's. Paths of [`Program::Paths`] are relative to it.
+    /// Working directory of the child, to which [`Program::Paths`] are relative. `None` for the parent's working
+    /// directory.
     pub cwd: Option<CString>,
     pub stdio: [Standard; 3],
-    /// Descriptors of the parent and their numbers in the child. The program that the child executes gets no other
-    /// descriptor above 2.
+    /// Descriptors to pass to the child, with their numbers in the child. The child's program gets no other descriptor
+    /// above 2.
     pub fds: Vec<(BorrowedFd<'fd>, RawFd)>,
     /// Signals that the child ignores. All other signals get their default action, and no signal is blocked.
     pub ignored: Vec<i32>,
@@ -70,7 +71,8 @@ pub struct Command<'fd> {
     pub keeps_orphans: bool,
     /// True to give the child the lowest CPU priority: nice value 19, also for its autogroup.
     pub is_background: bool,
-    /// Mask of the CPUs that the child may run on, see [`crate::spec::CpuSet::mask`]. `None` for the parent's CPUs.
+    /// Mask of the CPUs that the child may run on. See [`crate::spec::CpuSet::mask`]. `None` for the same CPUs as the
+    /// parent.
     pub cpus: Option<&'fd [u8]>,
     /// Value for the child's `oom_score_adj`. `None` to leave it unchanged. Errors are ignored.
     pub oom_score_adj: Option<CString>,
@@ -78,7 +80,7 @@ pub struct Command<'fd> {
     pub stages: Option<BorrowedFd<'fd>>,
 }
 
-/// A running child. It is the leader of its own session and process group.
+/// A running child, which leads its own session and process group.
 #[derive(Debug)]
 pub struct Child {
     pub pid: i32,
@@ -91,11 +93,11 @@ pub struct Child {
 pub struct Failure {
     pub stage: Stage,
     pub errno: Errno,
-    /// Index of the standard descriptor that failed, for [`Stage::OpenLog`].
+    /// Number of the standard descriptor whose file could not be opened. Only used with [`Stage::OpenLog`].
     pub descriptor: usize,
 }
 
-/// Stack for a child until it executes its program. It can be reused for the next child.
+/// Stack on which a child runs until it executes its program. Can be reused for the next child.
 #[derive(Debug)]
 pub struct Stack {
     base: NonNull<c_void>,
@@ -130,13 +132,15 @@ impl Drop for Stack {
     }
 }
 
-/// Data that parent and child share. All pointers point to memory of the parent, which is suspended in the meantime.
+/// Data that parent and child share. All pointers point to memory of the parent, which is suspended while the child
+/// uses them.
 struct Shared<'a> {
     command: &'a Command<'a>,
     argv: Vec<*const c_char>,
     env: Vec<*const c_char>,
     parent: c_int,
-    /// Number above all targets. Descriptors are moved above it first, so that no target overwrites a source.
+    /// Number above all targets. Source descriptors are first moved to this number or above, so that no target
+    /// overwrites a source.
     floor: RawFd,
     moved: Vec<RawFd>,
     stages: RawFd,
@@ -162,8 +166,8 @@ impl<'a> Shared<'a> {
 
 /// Starts a child in its own session. Returns when the child has executed its program or has failed.
 ///
-/// On a dead network file system, this function can block forever, because the child opens log files, changes its
-/// directory and executes a program. The calling thread can be killed in the meantime.
+/// This function can block forever if a network file system is dead, because the child opens log files, changes its
+/// directory and executes a program. The calling thread can be killed while it is blocked.
 pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure> {
     let mut shared = Shared::new(command, nix::unistd::getpid().as_raw());
     let mut pidfd: c_int = -1;
@@ -219,8 +223,8 @@ fn failed(stage: Stage) -> impl Fn(Errno) -> Failure {
 /// Runs the child. Returns only if a step has failed.
 fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     prepare(shared, |_| {
-        // `CLOSE_RANGE_CLOEXEC` requires Linux 5.11. On older kernels, the descriptors are closed anyway, because the
-        // parent opens all of them with close-on-exec.
+        // `CLOSE_RANGE_CLOEXEC` requires Linux 5.11. Older kernels close these descriptors as well, because the parent
+        // opens all of its descriptors with close-on-exec.
         raw::close_on_exec_from(3);
     })?;
     for signal in 1..=SIGNALS {
@@ -231,8 +235,8 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     Err(failed(Stage::Exec)(execute(shared)))
 }
 
-/// Gives a forked child the state that an executed child has before its program starts. The signal handlers are kept,
-/// because they belong to the program.
+/// Gives a forked child the same state as a child that is about to execute its program. Keeps the signal handlers,
+/// because they belong to the program that the forked child continues.
 ///
 /// `parent` is the pid of the process that forked. The source descriptors in [`Command::fds`] stay open, unless a
 /// target has taken their number.
@@ -256,7 +260,7 @@ fn prepare(shared: &mut Shared<'_>, close_others: impl FnOnce(&Shared<'_>)) -> R
         raw::keep_orphans().map_err(failed(Stage::NewSession))?;
     }
     if command.is_background {
-        // Raising the nice value is always permitted, so there is no error to handle.
+        // Ignore the result, because raising the nice value is always permitted.
         raw::set_nice(priority::BACKGROUND);
         raw::write_file(c"/proc/self/autogroup", priority::BACKGROUND_TEXT);
     }
@@ -306,7 +310,7 @@ fn open_standard(shared: &Shared<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Executes the program. Tries the next path if the error concerns only the current one (such as a missing file or
+/// Executes the program. Tries the next path if the error affects only the current path (such as a missing file or
 /// permission). Returns the error if no path could be executed.
 fn execute(shared: &Shared<'_>) -> Errno {
     let paths = match &shared.command.program {
@@ -338,7 +342,7 @@ mod raw {
     }
 
     fn check(result: c_long) -> Result<c_int, Errno> {
-        // All results fit into an int, because they are descriptors, pids or zero.
+        // The result fits into an int, because it is a descriptor, a pid or zero.
         #[expect(clippy::cast_possible_truncation, reason = "see above")]
         Errno::result(result).map(|value| value as c_int)
     }
@@ -351,7 +355,7 @@ mod raw {
     pub(super) fn die_with_parent(parent: c_int) -> Result<(), Errno> {
         // SAFETY: the call takes only integers.
         check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) })?;
-        // If the parent died before the signal was armed, the signal will never arrive.
+        // Fail if the parent died before the signal was armed, because the signal would never arrive.
         // SAFETY: the call takes no arguments and accesses no memory.
         let now = check(unsafe { libc::syscall(libc::SYS_getppid) })?;
         if now == parent { Ok(()) } else { Err(Errno::ESRCH) }
@@ -407,8 +411,8 @@ mod raw {
         // SAFETY: `path` is a live string, and the other arguments are integers.
         let fd = check(unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags, 0o644) })?;
         if fd == target {
-            // The number `target` was closed in the parent, and the opened file has received it. So only close-on-exec
-            // must be cleared.
+            // The parent had no descriptor with the number `target`, so the opened file has received this number. Only
+            // close-on-exec must be cleared.
             // SAFETY: the call takes only integers.
             return check(unsafe { libc::syscall(libc::SYS_fcntl, fd, libc::F_SETFD, 0) }).map(drop);
         }
@@ -451,7 +455,7 @@ mod raw {
     }
 
     pub(super) fn exec_file(file: RawFd, argv: &[*const c_char], env: &[*const c_char]) -> Errno {
-        // SAFETY: as for `exec`, but with an empty path.
+        // SAFETY: the same holds as in `exec`. The path is empty.
         unsafe {
             libc::syscall(libc::SYS_execveat, file, c"".as_ptr(), argv.as_ptr(), env.as_ptr(), libc::AT_EMPTY_PATH)
         };

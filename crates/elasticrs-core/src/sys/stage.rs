@@ -3,7 +3,7 @@
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
-/// Stages of starting a worker that can fail. Their numbers are written to the stage pipe.
+/// Stage of the start of a worker. Every stage can fail. The numbers of the stages are written to the stage pipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Stage {
@@ -11,27 +11,27 @@ pub enum Stage {
     Clone = 1,
     /// `setsid`.
     NewSession = 2,
-    /// `prctl(PR_SET_PDEATHSIG)` failed, or the parent had already exited.
+    /// `prctl(PR_SET_PDEATHSIG)`, and the check that the parent has not exited.
     ParentDeathSignal = 3,
     /// Opening the file of a standard descriptor.
     OpenLog = 4,
-    /// Moving the worker's descriptors to their numbers.
+    /// Moving the worker's descriptors to their final numbers.
     Descriptors = 5,
     /// `chdir`.
     ChangeDir = 6,
     /// `execve`.
     Exec = 7,
-    /// The agent could not receive the worker's pidfd, because it has reached its limit on open files.
+    /// Receiving the worker's pidfd in the agent. This fails if the agent has reached its limit on open files.
     Receive = 8,
-    /// The start was not attempted, because the fence deadline has passed.
+    /// Checking the fence deadline. If the deadline has passed, the start is not attempted.
     Fence = 9,
     /// `sched_setaffinity`.
     Affinity = 10,
-    /// `fork`, including the fork handlers of libraries in the parent.
+    /// `fork`, including the fork handlers that libraries run in the parent.
     Fork = 11,
-    /// Same as [`Self::Fork`], while the previous worker has not finished its setup.
+    /// Same as [`Self::Fork`], but the setup of the previous worker is still in progress.
     NextFork = 12,
-    /// The fork handlers of libraries in the child.
+    /// The fork handlers that libraries run in the child.
     Forked = 13,
 }
 
@@ -39,13 +39,14 @@ impl Stage {
     /// Returns the reason for the failure in words.
     pub fn reason(self, errno: Errno) -> &'static str {
         match (self, errno) {
-            // Replaces the kernel's text, "Try again".
+            // Used instead of the kernel's text, which is "Try again".
             (Self::Clone, Errno::EAGAIN) => "the limit on processes is reached (RLIMIT_NPROC or a pids.max)",
-            // Replaces the kernel's text, "No child processes".
+            // Used instead of the kernel's text, which is "No child processes".
             (Self::Clone, Errno::ECHILD) => "it ended when it was forked",
-            // This error does not come from the kernel.
+            // Set by the forker if Python's `os.fork` raises an exception without an error number. The kernel never
+            // returns this error.
             (Self::Clone, Errno::ECANCELED) => "what was imported has refused it (os.fork raised an exception)",
-            // Replaces the kernel's text, "Invalid argument".
+            // Used instead of the kernel's text, which is "Invalid argument".
             (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed here",
             (Self::Fence, _) => "the lease of the connection to the store has run out",
             _ => errno.desc(),

@@ -1,10 +1,10 @@
 //! Stops this process with SIGSTOP, unless a SIGCONT has already arrived.
 //!
 //! A process that handles SIGTSTP may have work to do before it stops itself with SIGSTOP. If SIGCONT arrives during
-//! that work, it has no effect, and the process then stops for good. The kernel helps to detect this: each SIGCONT
-//! discards a pending SIGTSTP, even a blocked one. So the caller keeps a blocked SIGTSTP pending. If SIGTSTP is no
-//! longer pending after SIGSTOP was sent, a SIGCONT has arrived before. Another process must check this, because this
-//! process is stopped.
+//! that work, it has no effect, and the process then stops for good. To detect this case, the caller keeps a blocked
+//! SIGTSTP pending, because every SIGCONT discards a pending SIGTSTP, even a blocked one. If SIGTSTP is no longer
+//! pending after SIGSTOP was sent, then a SIGCONT has arrived earlier. A helper process makes this check, because this
+//! process is stopped by then.
 
 use std::ffi::{CString, c_int, c_long, c_void};
 
@@ -23,14 +23,15 @@ struct Shared {
     buffer: [u8; STATUS],
 }
 
-/// Stops this process and returns when it is continued. The calling thread must block SIGTSTP and have it pending. If
-/// SIGCONT has arrived since SIGTSTP became pending, the process is continued at once.
+/// Stops this process and returns when the process is continued. The calling thread must block SIGTSTP, and a SIGTSTP
+/// must be pending. If SIGCONT has arrived since SIGTSTP became pending, the process is continued immediately.
 pub fn stop_unless_continued() -> nix::Result<()> {
     let parent = nix::unistd::getpid().as_raw();
     let status = CString::new(format!("/proc/{parent}/task/{}/status", nix::unistd::gettid()));
     let mut shared = Shared { parent, status: status.map_err(|_| Errno::EINVAL)?, buffer: [0; STATUS] };
     let stack = Stack::new()?;
-    // The helper process has no exit signal, so no other code is notified of its exit or reaps it.
+    // Create the helper process without an exit signal, so that no other code in this process notices its exit or reaps
+    // it.
     let flags = libc::CLONE_VM | libc::CLONE_VFORK;
     let before = set_signal_mask(u64::MAX);
     // SAFETY: the stack is a live mapping that no other code uses. `shared` outlives the call, and the child uses it
@@ -42,8 +43,8 @@ pub fn stop_unless_continued() -> nix::Result<()> {
     Ok(())
 }
 
-/// Keeps the handlers of SIGTSTP and SIGCONT from interrupting each other, so that the handlers run in the order of the
-/// signals.
+/// Prevents the handlers of SIGTSTP and SIGCONT from interrupting each other, so that they run in the order in which
+/// the signals arrive.
 pub fn order_signals() -> nix::Result<()> {
     signals::take_turns(Signal::SIGTSTP, Signal::SIGCONT)
 }
@@ -75,7 +76,7 @@ fn read(shared: &mut Shared) -> &[u8] {
     buffer.get(..usize::try_from(count).unwrap_or(0)).unwrap_or_default()
 }
 
-/// True if the signal is pending according to this status of a thread. Also true if the status cannot be parsed,
+/// True if the signal is pending according to a thread's `status` file. Also true if the content cannot be parsed,
 /// because there is then no evidence that the process should continue. Neither allocates nor panics.
 fn is_pending(status: &[u8], number: c_int) -> bool {
     const NAME: &[u8] = b"SigPnd:\t";

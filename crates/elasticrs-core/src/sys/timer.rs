@@ -1,4 +1,4 @@
-//! Timers that were created by another process.
+//! Timers that another process has created.
 
 use std::os::fd::OwnedFd;
 

@@ -15,10 +15,10 @@ pub enum Waited {
     Changed {
         pid: i32,
         status: i32,
-        /// Resources used by the child and the descendants that it has waited for.
+        /// Resources that the child used, including descendants that the child has reaped.
         usage: Usage,
     },
-    /// There are children, but the state of none has changed.
+    /// There are children, but none of them has changed its state.
     Pending,
     /// There is no child (`ECHILD`). In a subreaper, this proves that no descendant is left.
     NoChildren,
@@ -44,12 +44,13 @@ fn peek(id: Id<'_>) -> Option<bool> {
     match waitid(id, flags) {
         Ok(WaitStatus::StillAlive) => Some(false),
         Err(Errno::ECHILD) => None,
-        // An error also means that the process has exited, because nix cannot represent a death by a real-time signal.
+        // An error also means that the process has exited: nix returns an error if the process was killed by a
+        // real-time signal.
         Ok(_) | Err(_) => Some(true),
     }
 }
 
-/// Reaps one child. Blocks until the child has exited, so it is only meant for children that are about to exit.
+/// Reaps one child. Blocks until the child has exited, so use this function only for children that are about to exit.
 pub fn reap(pid: i32) -> Waited {
     wait(pid, 0)
 }
