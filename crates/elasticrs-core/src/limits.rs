@@ -53,8 +53,8 @@ pub fn raise_descriptors() -> u64 {
     soft
 }
 
-/// Returns the soft limit on file descriptors from before [`raise_descriptors`] raised it. `None` if the limit was not
-/// raised.
+/// Returns the soft limit on file descriptors as it was before [`raise_descriptors`] raised it. `None` if the limit was
+/// not raised.
 pub(crate) fn given_descriptors() -> Option<u64> {
     Some(GIVEN.load(Ordering::Relaxed)).filter(|&soft| soft != 0)
 }

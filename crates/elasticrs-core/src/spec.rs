@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::signal::Signal;
 
-/// Source or destination of one of a worker's three standard streams.
+/// Source or destination of a standard stream of a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stdio {
     /// The worker inherits the agent's descriptor with the same number, so that a terminal stays a terminal.
@@ -132,7 +132,7 @@ pub enum StopScope {
 /// Policy for descendants that are still running when every worker has exited with code 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Descendants {
-    /// Let the descendants run for this long, then send SIGTERM, and SIGKILL one second later.
+    /// Let the descendants run for this time, then send SIGTERM, and SIGKILL one second later.
     Linger(Duration),
     /// Leave the descendants running.
     Keep,

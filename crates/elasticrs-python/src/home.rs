@@ -24,7 +24,7 @@ impl Home {
         supervisor.map_or_else(|| Stores::entered().map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
     }
 
-    /// Raises an exception in a forked child.
+    /// Raises an exception in a forked child, because the thread belongs to the parent.
     pub fn check_owner(&self) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.check_owner(),

@@ -16,7 +16,7 @@ use pyo3::types::PyBytes;
 use crate::error::os_error;
 use crate::spec::{ProcessSpec, duration, signal};
 
-/// The nursery's program, built by `build.rs`. It is executed from a memory file.
+/// The nursery's program, which `build.rs` builds and which is executed from a memory file.
 static IMAGE: &[u8] = include_bytes!(env!("ELASTICRS_NURSERY_IMAGE"));
 
 /// Returns the images to try, in order. The first is the embedded program. The second, for systems that cannot execute

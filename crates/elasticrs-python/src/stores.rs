@@ -17,19 +17,19 @@ use crate::error::{SupervisorError, os_error};
 /// child may not use its parent's thread.
 static SHARED: Mutex<Option<(u32, Weak<Runtime>)>> = Mutex::new(None);
 
-/// A reference to the stores' thread.
+/// A reference to the stores' thread, or room for one.
 pub struct Stores {
     runtime: Mutex<Option<Arc<Runtime>>>,
     owner: u32,
 }
 
 impl Stores {
-    /// Creates a value without a reference to the thread.
+    /// Creates a `Stores` that does not hold a reference to the thread yet.
     pub fn new() -> Self {
         Self { runtime: Mutex::default(), owner: std::process::id() }
     }
 
-    /// Creates a value with a reference to the thread.
+    /// Creates a `Stores` that holds a reference to the thread.
     pub fn entered() -> PyResult<Self> {
         let stores = Self::new();
         stores.enter().map_err(|error| os_error(&error, "start the thread of the stores"))?;

@@ -3,8 +3,8 @@
 //!
 //! - **CONSOLE-1** The flags of a descriptor are never changed, because the shell and the workers share the descriptor.
 //!   A write could therefore block. To avoid this, a write is made only after `poll` has reported free space. On pipes,
-//!   terminals and sockets, a write has at most `PIPE_BUF` bytes, for which that space is sufficient. If another
-//!   process fills the space in between, only this thread waits.
+//!   terminals and sockets, a write has at most `PIPE_BUF` bytes, which fit into that space. If another process fills
+//!   the space before the write, only this thread waits.
 //! - **CONSOLE-2** If possible, a write ends at the end of a line. Lines of up to `PIPE_BUF` bytes are therefore
 //!   written in one piece and do not mix with lines that other processes write to the same pipe.
 //! - **CONSOLE-3** The buffer of an output holds at most [`HIGH_WATER`] bytes plus the lines of one block. When the
@@ -24,7 +24,7 @@ use nix::unistd::write;
 use super::lines::{Screen, Unit};
 use super::{Dest, LogStream, Notice, StreamId, To};
 
-/// Number of buffered bytes at which an output stops accepting more.
+/// Number of buffered bytes at which an output stops accepting data.
 pub(super) const HIGH_WATER: usize = 256 * 1024;
 
 /// Maximum size of a write that is atomic on a pipe according to POSIX. On Linux, `POLLOUT` also guarantees room for

@@ -3,17 +3,14 @@
 //! - **FOLLOW-1** A file is read only while its destination has room, so that the file is the only buffer.
 //! - **FOLLOW-2** Files are read in turn, one block at a time, so that a rank with a lot of output does not delay the
 //!   others.
-//! - **FOLLOW-3** A stream ends only after [`Follower::finish`] was called and the end of its file was reached. All
-//!   bytes of the file have then been passed to the stream's output.
+//! - **FOLLOW-3** A stream ends only after [`Follower::finish`], when all bytes of its file were passed to its output.
 //! - **FOLLOW-4** If a file is smaller than the number of bytes already read, it was truncated (copy and truncate), and
 //!   is read again from its beginning.
 //! - **FOLLOW-5** Files are polled only if inotify is unavailable, or on file systems whose changes the kernel does not
-//!   see. Apart from the polling interval, a file needs timeouts only while its data waits to be shown, while it is
-//!   read in every round, or while a check for free space is due.
+//!   see. Other timeouts are set only after data has arrived.
 //! - **FOLLOW-6** A watch fires only once, because a notification per write would slow each write down by half. After
-//!   the notification, the file is read in every round until it has had no new data for some rounds ([`QUIET_ROUNDS`]).
-//!   The file is then watched again and read once more, so that bytes written before the new watch was set are not
-//!   missed.
+//!   that, the file is read in every round until some rounds ([`QUIET_ROUNDS`]) bring no new data. The file is then
+//!   watched again, and read once more for bytes that were written before the new watch was set.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
@@ -45,8 +42,7 @@ const QUIET_ROUNDS: (u8, u8) = (4, 1);
 /// A file is busy if less than this time passes between two arrivals of data. See [`QUIET_ROUNDS`].
 const BUSY: Duration = Duration::from_millis(2);
 
-/// Interval between checks for a full file system. Checks are made only while data arrives, and once after the last
-/// data.
+/// Interval between checks for a full file system. Checks are made while data arrives, and once afterwards.
 const SPACE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Minimum and maximum polling interval. The interval starts at the minimum when data arrives, and grows to the maximum
@@ -104,13 +100,11 @@ struct Followed {
     /// Number of bytes read so far. `shown` is how many of these bytes are on the console.
     taken: u64,
     shown: u64,
-    /// Position in the output, as a number of accepted bytes, after the last byte from this file. All bytes of the file
-    /// are written once the output has written up to this position.
+    /// Value of [`Output::accepted`] after the last byte of this file.
     put_until: u64,
     is_queued: bool,
     is_polled: bool,
-    /// Number of rounds without new data. `None` if the file is not read in every round, because it is watched or
-    /// polled.
+    /// Number of rounds without new data. `None` if the file is not read in every round.
     quiet_rounds: Option<u8>,
     /// Number of rounds without new data after which the file is watched again.
     patience: u8,
@@ -172,8 +166,7 @@ impl Follower {
         follower
     }
 
-    /// Reports that files are polled, because this user cannot create more inotify instances or watches. Reports it
-    /// only once.
+    /// Reports, on the first call, that this user cannot create more inotify instances or watches, so files are polled.
     fn tell_polling(&mut self, errno: Errno) {
         if !std::mem::replace(&mut self.polling_told, true) {
             (self.notify)(Notice::Polling { errno });
@@ -232,8 +225,7 @@ impl Follower {
     /// Sets a watch on a file. If that fails, the file is polled instead.
     fn watch(&mut self, id: StreamId) {
         let Some(file) = self.files.get_mut(&id) else { return };
-        // Use the open descriptor instead of the log's path, because the log may have been renamed, and the path may
-        // now refer to another file.
+        // Use the open descriptor, because if the log was renamed, its path may refer to another file.
         let path = format!("/proc/self/fd/{}", file.file.as_raw_fd());
         let flags = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ONESHOT;
         match self.inotify.as_ref().map(|inotify| inotify.add_watch(path.as_str(), flags)) {
@@ -320,8 +312,7 @@ impl Follower {
         self.files.values().any(|file| file.quiet_rounds.is_some() && file.ready_output(outputs).is_some())
     }
 
-    /// Handles the loss of an output. The output's streams remain in the list until they finish, but are no longer
-    /// watched or shown.
+    /// Handles the loss of an output. Its streams are still followed until they finish, but no longer shown.
     pub(super) fn drop_output(&mut self, lost: usize) {
         let streams: Vec<StreamId> =
             self.files.iter().filter(|(_, file)| file.output == Some(lost)).map(|(id, _)| *id).collect();
@@ -493,8 +484,7 @@ impl Followed {
                 } else {
                     self.unread = 0;
                 }
-                // A short read means that the end of the file was reached. An inotify event or the next round finds
-                // data that is written later.
+                // A short read means that the end of the file was reached.
                 is_full_block || self.phase == Phase::Finishing
             }
             Err(Errno::EINTR) => true,
@@ -563,8 +553,7 @@ impl Followed {
     fn publish_stall(&mut self, outputs: &[Output]) {
         let is_stalled = self.unread > 0 || self.output.is_none_or(|index| !outputs[index].has_room());
         if self.is_stalled && !is_stalled && self.info.read_at.load(Ordering::Relaxed) > 0 {
-            // The writer may have stopped writing at any time during the stall, so start to measure the time without
-            // output now.
+            // Measure the time without output from now, because the writer may have stopped during the stall.
             self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
         }
         self.is_stalled = is_stalled;
@@ -590,8 +579,7 @@ fn show<'a>(
 }
 
 fn changes_unseen(file: &File) -> bool {
-    // If the file system is unknown, assume that the kernel does not see its changes. The polling costs one wake-up per
-    // second.
+    // Poll the file if its file system is unknown. This costs one wake-up per second.
     let Ok(fs) = fstatfs(file) else { return true };
     // The width of the type depends on the platform, but the magic numbers have 32 bits.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the magic number has 32 bits")]

@@ -63,7 +63,7 @@ pub struct LineSplitter {
 }
 
 impl LineSplitter {
-    /// Processes the next bytes of the stream, and emits the resulting units.
+    /// Adds the next bytes of the stream, and emits the resulting units.
     pub fn push(&mut self, bytes: &[u8], now: Instant, mut emit: impl FnMut(Unit<'_>)) {
         let mut rest = bytes;
         while let Some(at) = memchr::memchr2(b'\n', b'\r', rest) {

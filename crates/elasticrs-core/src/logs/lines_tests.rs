@@ -203,7 +203,7 @@ fn what_is_held_is_bounded() {
     }
 }
 
-/// Bytes with many line ends.
+/// Generates bytes with many line ends.
 fn text() -> impl Strategy<Value = Vec<u8>> {
     let byte = prop_oneof![4 => Just(b'a'), 1 => Just(b' '), 2 => Just(b'\n'), 1 => Just(b'\r'), 2 => any::<u8>()];
     prop::collection::vec(byte, 0..200)

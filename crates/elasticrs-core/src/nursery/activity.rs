@@ -1,9 +1,10 @@
 //! The current activity of a nursery, which the nursery shares with its sentinel in a page of memory.
 //!
 //! A nursery that starts a worker runs third-party code (`fork` handlers) and system calls that can block, such as
-//! `exec` on a network file system. While it hangs there, it notices neither the death of its agent nor the fence
-//! deadline. So the nursery sets a timer, which it shares with the sentinel, before the first step of a start, and
-//! stops it after the last step. As a result, the sentinel wakes up only if a start takes longer than [`PATIENCE_MS`].
+//! `exec` on a network file system. While a nursery hangs there, it notices neither the death of its agent nor the
+//! fence deadline. Nursery and sentinel therefore share a timer, which the nursery sets before the first step of a
+//! start and stops after the last step. As a result, the sentinel wakes up only if a start takes longer than
+//! [`PATIENCE_MS`].
 //!
 //! The page holds one number: an activity (`IMPORTS`, `WAITS`, `DONE`), or the number of the current step of a
 //! start. Only the nursery writes the page, before it sets or stops the timer. The sentinel stops the timer before it
@@ -40,7 +41,8 @@ pub struct Activity {
 /// Activity of a nursery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Doing {
-    /// The nursery is importing modules. It does not watch its agent yet, but the kernel kills it when the agent dies.
+    /// The nursery is importing modules. It does not watch its agent yet, but the kernel kills the nursery when the
+    /// agent dies.
     Imports,
     /// The nursery is waiting for requests. It watches its agent and the fence deadline, and handles both by itself.
     Waits,

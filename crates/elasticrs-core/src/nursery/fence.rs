@@ -10,10 +10,9 @@
 //! The page holds one number. Its low 60 bits are 0 (no deadline), `PASSED`, or the deadline in nanoseconds on
 //! `CLOCK_BOOTTIME`. Its high 4 bits are the number of the nursery that enforces the deadline, the holder.
 //!
-//! 1. Only a process that checks the deadline writes `PASSED`. This is usually the nursery. While the nursery cannot
-//!    check the deadline, it is the sentinel or the agent. `PASSED` replaces the expired deadline in a
-//!    compare-and-swap. A renewal therefore either comes first and takes effect, or comes second and is reported as too
-//!    late.
+//! 1. Only a process that checks the deadline writes `PASSED`. The nursery usually makes this check. While the nursery
+//!    cannot, the sentinel or the agent does. `PASSED` replaces the expired deadline in a compare-and-swap. A renewal
+//!    therefore either comes first and takes effect, or comes second and is reported as too late.
 //! 2. The timer is never set for a later time than the deadline. A process writes or reads the page before it sets the
 //!    timer. After setting the timer, the nursery reads the page again, because the agent may have moved the deadline
 //!    and set the timer in between.
@@ -211,7 +210,7 @@ impl Deadline {
     }
 
     fn hand_over(&self) -> bool {
-        // The addition overflows after number 15, so the next holder has number 0.
+        // If the current holder has number 15, the addition overflows and the next holder gets number 0.
         let update = |number: u64| (number & DEADLINE != PASSED).then_some(number.wrapping_add(1 << HOLDER_SHIFT));
         self.page.number().fetch_update(Ordering::SeqCst, Ordering::SeqCst, update).is_ok()
     }

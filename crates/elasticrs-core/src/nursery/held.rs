@@ -14,8 +14,8 @@ use crate::stat::Stat;
 /// for it. A working tracer releases the process within milliseconds.
 pub const LIMIT: Duration = Duration::from_secs(1);
 
-/// Number of the field in `/proc/PID/stat` that contains the exit status. Processes that may not read the exit status
-/// see 0.
+/// Number of the field in `/proc/PID/stat` that contains the exit status. The field is 0 for readers without the
+/// permission to see the exit status.
 const EXIT_CODE: usize = 52;
 
 /// A process that has exited but cannot be reaped yet, because a tracer holds it.

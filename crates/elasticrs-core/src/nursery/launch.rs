@@ -33,7 +33,7 @@ pub enum NurseryImage {
     /// Run the workers' program as a warm nursery: it imports the modules that the workers need, becomes ready, and
     /// then forks the workers from itself.
     Warm(Arc<Warm>),
-    /// Run an executable that is embedded in the extension module, from memory. Contains the executable's bytes.
+    /// Run an executable file from memory. Contains the bytes of the file, which is embedded in the extension module.
     Embedded(&'static [u8]),
     /// Run another program in the agent's environment. The text of a [`Start`] is appended to `args`, and the program
     /// must pass it to [`super::server::run`].
@@ -77,7 +77,7 @@ const SINCE_VARIABLE: &str = "ELASTICRS_WARM_SINCE";
 /// Descriptor number of the import report in a warm nursery: the first number after those of [`FIXED_FDS`].
 pub const REPORT_FD: i32 = 6;
 
-/// A nursery that was started. Its first reply will be `Ready`.
+/// A started nursery, which sends `Ready` as its first reply once it can serve requests.
 #[derive(Debug)]
 pub struct Launched {
     /// Pid of the nursery, which is a child of this process. The owner of this value must reap it once the pidfd is
@@ -92,9 +92,9 @@ pub struct Launched {
     pub token: Token,
     /// Imports that the nursery performs before it becomes ready. `None` if it imports nothing.
     pub warming: Option<Warming>,
-    /// Sentinel of this nursery. If the agent dies, the sentinel kills all processes that this nursery cannot kill,
-    /// because this nursery is importing modules and dies with the agent, or hangs while it starts a worker. The owner
-    /// of this value must stop the sentinel like any nursery.
+    /// Sentinel of this nursery. If the agent dies while this nursery imports modules or hangs in the start of a
+    /// worker, the sentinel kills the job's processes in its place. The owner of this value must stop the sentinel like
+    /// any nursery.
     pub sentinel: Option<Box<Launched>>,
 }
 
@@ -141,9 +141,9 @@ impl From<Errno> for LaunchError {
 ///
 /// Safe to call in a multithreaded process. The nursery does not depend on the calling thread, because it watches the
 /// whole process. The nursery and its workers inherit descriptors 0 to 2, the working directory, the resource limits
-/// and the umask of this process, except for a soft limit on file descriptors that was raised for this process only.
-/// Several images are tried in order, because the embedded image cannot be executed on every system (`vm.memfd_noexec`,
-/// security modules).
+/// and the umask of this process. If the soft limit on file descriptors was raised for this process only, they get the
+/// previous limit. Several images are tried in order, because the embedded image cannot be executed on every system
+/// (`vm.memfd_noexec`, security modules).
 pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
     launch_again(images, &Import::default())
 }
@@ -191,7 +191,7 @@ fn launch_as(images: &[NurseryImage], import: &Import, start: Start) -> Result<L
                     }
                     Err(error) => failure = error,
                 }
-                // The only possible error is ESRCH, if the sentinel has already exited.
+                // The only possible error is ESRCH, which means that the sentinel has already exited.
                 let _ = pidfd::send_signal(&sentinel.pidfd, libc::SIGKILL);
                 wait::reap(sentinel.pid);
                 continue;

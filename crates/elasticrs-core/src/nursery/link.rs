@@ -4,8 +4,9 @@
 //! [`Link::receive`] when the socket is readable, and [`Link::flush`] when it is writable and [`Link::has_unsent`].
 //!
 //! Descriptors are matched with their frame as follows. The sender passes them with the `sendmsg` that carries the
-//! first byte of the frame. The kernel ends a `recvmsg` after a segment that carries descriptors. So each frame with
-//! descriptors produces exactly one batch of descriptors at the receiver, in order. The batch may be truncated.
+//! first byte of the frame. A `recvmsg` returns no data beyond a segment that carries descriptors. Therefore, each
+//! frame with descriptors produces exactly one batch of descriptors at the receiver, in order. The batch may be
+//! truncated.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -236,7 +237,8 @@ mod tests {
 
     fn arbitrary_request() -> impl Strategy<Value = Request> {
         prop_oneof![
-            // Some messages are larger than a socket buffer, so that frames are sent and received in parts.
+            // Generates some messages that are larger than a socket buffer, so that frames are sent and received in
+            // parts.
             (0..5_u32, prop_oneof![4 => 0..200_usize, 1 => 200_000..600_000_usize])
                 .prop_map(|(n, size)| spawn(n, size)),
             (any::<i32>(), any::<i32>()).prop_map(|(pid, signal)| Request::SignalGroup { pid, signal }),
@@ -305,7 +307,8 @@ mod tests {
     fn what_is_queued_for_a_peer_that_does_not_read_is_bounded() {
         let (agent, mut nursery) = ends();
         let reply = Reply::Continued { pid: 1 };
-        // Enough messages to exceed the limit. The range is finite so that the test ends if there is no limit.
+        // Send enough messages to exceed the limit. The range is finite, so that the test finishes even if there is no
+        // limit.
         let refused = (0..Reply::MAX_UNSENT / size_of::<Frame>() + 10_000)
             .map(|_| nursery.send(&reply, Vec::new()))
             .find_map(Result::err);

@@ -2,8 +2,7 @@
 //!
 //! The kernel kills the workers when their nursery dies. Processes that the workers started become children of the next
 //! subreaper (the agent, unless it runs in a host application) or of init. The functions of this module block until
-//! these processes have exited, or until `give_up` has elapsed. Cleaners can extend this time limit by up to
-//! [`LONGEST`].
+//! these processes have exited, or until `give_up` has elapsed. Cleaners can extend this time limit.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -115,7 +114,7 @@ impl Look {
                     self.kill(pid, &target, ended);
                 }
             }
-            // The process has exited during the check.
+            // The process exited during the check.
             _ => self.unsure = true,
         }
     }

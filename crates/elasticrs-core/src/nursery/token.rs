@@ -47,8 +47,8 @@ impl Token {
         setrlimit(Resource::RLIMIT_RTTIME, self.0, hard)
     }
 
-    /// Returns the token that a process carries, which may come from any nursery. `None` if the process has no token or
-    /// is gone.
+    /// Returns the token that a process carries, no matter which nursery it comes from. `None` if the process has no
+    /// token or is gone.
     pub fn of(pid: i32) -> Option<Self> {
         soft_limit(pid).and_then(Self::from_limit)
     }

@@ -1,7 +1,7 @@
 //! Lists the descendants of a process, read from `/proc`.
 //!
-//! A listing never proves that no process is left, because processes start and exit while it is made. It only shows
-//! which processes to signal next.
+//! A listing never proves that no process is left, because processes start and exit while the listing is made. The
+//! listing only shows which processes to signal next.
 //!
 //! If `/proc` does not show this pid namespace ([`procfs::is_own`]), each possible pid is checked with a system call
 //! that shows whether it is a child of this process. Indirect descendants are not found in this case. They become

@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use super::spawn::{Stack, set_signal_mask};
 use super::{signals, wait};
 
-/// Size of a buffer that holds `/proc/PID/status` up to and including the signal masks.
+/// Size of the buffer for `/proc/PID/status`, large enough for the lines up to the signal masks.
 const STATUS: usize = 4096;
 
 struct Shared {

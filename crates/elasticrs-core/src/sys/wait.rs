@@ -84,7 +84,7 @@ fn wait(pid: i32, options: i32) -> Waited {
             Ok(0) => Waited::Pending,
             Ok(pid) => Waited::Changed { pid, status, usage: convert(&usage) },
             Err(Errno::EINTR) => continue,
-            // The only other error is EINVAL, for options that are constants here.
+            // The only other error is EINVAL, which is impossible because the options are valid constants.
             Err(_) => Waited::NoChildren,
         };
     }

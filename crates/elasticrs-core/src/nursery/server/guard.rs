@@ -81,7 +81,8 @@ impl Nursery {
 
     fn end_lease(&mut self) {
         self.settle();
-        // First reap the workers that have exited on their own, so that their exits are reported as such.
+        // First reap the workers that have exited on their own, so that their exits are reported before
+        // [`Reply::Fenced`].
         self.reap();
         self.tell(&Reply::Fenced { seen: Stamp::now() }, Vec::new());
         if !self.orphaned {

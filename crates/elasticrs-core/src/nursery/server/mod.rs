@@ -59,11 +59,11 @@ pub fn run(start: Option<&str>) -> u8 {
     run_warm(start, None).err().unwrap_or_default()
 }
 
-/// Makes processes that imported modules start belong to the job. Must be called before the imports. After the imports,
-/// call [`run_warm`].
+/// Makes sure that all processes that are started during the imports belong to the job. Must be called before the
+/// imports. After the imports, call [`run_warm`].
 pub fn begin_warm(start: &str) {
-    // Ignore errors, because the nursery also works if it is not a child subreaper and has no token. No errors are
-    // expected, because the agent was permitted to make both calls.
+    // Ignore errors, because the nursery also works if it is not a child subreaper and has no token. Errors are not
+    // expected, because the agent was permitted to make the same calls.
     let _ = prctl::set_child_subreaper(true);
     let _ = Start::parse(start).map(|start| start.token.apply());
 }
@@ -97,7 +97,7 @@ struct Nursery {
     stack: Stack,
     forker: Option<Forker>,
     compaction: Compaction,
-    /// Name of this process before the nursery renamed it.
+    /// Name that this process had before the nursery renamed it.
     name: CString,
     /// True if this process carries a token. If so, every descendant without a token has reset its token.
     marked: bool,
@@ -122,7 +122,8 @@ struct Nursery {
     /// Exited children that their tracers did not release. The nursery reports them once, and then no longer waits for
     /// them.
     held_by_tracers: BTreeSet<i32>,
-    /// Processes that were killed by sweeps without a request. The answer to the next sweep request reports them.
+    /// Processes killed by sweeps that were not requested by the agent. The answer to the agent's next sweep request
+    /// reports them.
     untold: Ended,
     /// Connections that are kept open for the agent.
     held: Connections,
@@ -368,7 +369,7 @@ impl Nursery {
         self.reserve.clear();
         self.sweep = Some(Sweep::new(deadlines, number, left_by, std::mem::take(&mut self.untold)));
         // Raise the nursery's priority, because a normal share of the CPU is too little when hundreds of processes are
-        // busy. Continue if this is not permitted.
+        // busy. If this is not permitted, sweep at the normal priority.
         self.nice = priority::set_nice(-20).ok();
     }
 

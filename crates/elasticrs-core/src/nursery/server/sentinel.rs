@@ -39,8 +39,8 @@ pub(super) struct Sentinel {
 struct Guarded {
     pidfd: OwnedFd,
     activity: Activity,
-    /// Step of a start that the nursery had not finished at the last check, although the fence deadline had passed.
-    /// `None` if the nursery was not starting a worker, or if the deadline had not passed.
+    /// Step that the nursery was performing at the last check, if it was starting a worker after the fence deadline had
+    /// passed. `None` otherwise.
     overdue: Option<Doing>,
 }
 

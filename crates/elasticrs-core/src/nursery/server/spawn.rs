@@ -112,13 +112,13 @@ fn announce(stages: &OwnedFd, stage: u8) {
     let _ = nix::unistd::write(stages, &[stage]);
 }
 
-/// A forked worker that has not finished its setup, seen from the nursery.
+/// The nursery's record of a forked worker that has not finished its setup.
 pub(super) struct Unsettled {
     process: ProcessSpec,
     settling: Settling,
 }
 
-/// A forked process that has yet to set itself up as a worker.
+/// A forked process's own record of the worker that it is about to become.
 pub(super) struct Begun {
     process: ProcessSpec,
     fds: Vec<OwnedFd>,
@@ -137,8 +137,8 @@ pub struct Worker {
 }
 
 impl Begun {
-    /// Completes the setup of a forked worker, so that the worker has the same state as a worker that is started by
-    /// executing a program. Exits the process on failure.
+    /// Completes the setup of a forked worker, which then has the same state as an executed worker at the start of its
+    /// program. Exits the process on failure.
     pub(super) fn settle(self) -> Worker {
         let Self { process, fds, mut outlet, name, oom_score_adj, parent } = self;
         let targets: Vec<i32> = process.pass_fds.iter().map(|passed| passed.target).collect();

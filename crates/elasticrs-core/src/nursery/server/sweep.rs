@@ -70,8 +70,8 @@ pub(super) struct Sweep {
     /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
     /// holds them.
     corpses: BTreeSet<i32>,
-    /// Time of the first of the latest consecutive checks that have found only processes that may stay. `None` if the
-    /// last check found another process.
+    /// Time since which the checks have found only processes that may stay. `None` if the last check found another
+    /// process.
     only_held: Option<Instant>,
     pause: Duration,
 }
@@ -179,8 +179,8 @@ impl Sweep {
             self.pause = Duration::ZERO;
             return Verdict::GoOn;
         }
-        // Do not require `ECHILD` if processes may stay: running workers, exempt processes, or processes that a tracer
-        // holds.
+        // Running workers, exempt processes and processes that a tracer holds may stay. Do not wait for `ECHILD` in
+        // this case.
         let may_stay = self.left_by.is_some() || !look.exempt.is_empty() || !look.held.is_empty();
         let only_harmless = is_quiet && !look.cleaners && may_stay;
         self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));
