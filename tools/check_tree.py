@@ -43,6 +43,15 @@ LINE_RULES = (
     LineRule("name of a package host", re.compile(r"(?:pypi|crates)[.](?:org|io)\b|download[.]pytorch")),
     LineRule("swallowed error", re.compile(r"except[^:]*:\s*pass\b"), r"\.py$"),
     LineRule(
+        "an odd turn of phrase",
+        re.compile(
+            r"\b(?:for e[v]er|who[e]ver|some[b]ody|every[b]ody|signs? of l[i]fe|for w[a]nt of|of our o[w]n)\b"
+            r"|\bwhat is l[e]ft\b",
+            re.IGNORECASE,
+        ),
+        r"^(?:python|crates/[^/]+/src)/",
+    ),
+    LineRule(
         "a test that sleeps",
         re.compile(r"\b(?:time|thread)(?:[.]|::)sleep\("),
         r"^(?:tests|crates/[^/]+/tests)/",

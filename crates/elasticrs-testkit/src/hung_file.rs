@@ -45,7 +45,7 @@ impl HungFile {
     pub fn new(folder: &Path) -> Option<Self> {
         unshare(CloneFlags::CLONE_NEWNS).ok()?;
         let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
-        mount(None::<&str>, "/", None::<&str>, private, None::<&str>).expect("mounts of our own");
+        mount(None::<&str>, "/", None::<&str>, private, None::<&str>).expect("a private mount namespace");
         let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").ok()?;
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", device.as_raw_fd());
         mount(Some("hung"), folder, Some("fuse"), MsFlags::empty(), Some(options.as_str())).expect("a mounted FUSE");

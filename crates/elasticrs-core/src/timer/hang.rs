@@ -1,11 +1,11 @@
 //! Decides which ranks hang, from the heartbeats and output lines of the ranks. The result of a check is a verdict or
 //! the time of the next check. Uses no clock and no I/O.
 //!
-//! A sign of life of a rank is a heartbeat. If no rank sends heartbeats, an output line of any rank is a sign of life
-//! of all ranks. All times are nanoseconds of the monotonic clock. Invariants, cited by the tests:
+//! A sign of activity of a rank is a heartbeat. If no rank sends heartbeats, an output line of any rank is a sign of
+//! activity of all ranks. All times are nanoseconds of the monotonic clock. Invariants, cited by the tests:
 //!
-//! - **HANG-1** a rank is hung only if its limit has passed since its last sign of life. Before its first sign of life,
-//!   it is hung only if there is a limit for the start and that limit has passed;
+//! - **HANG-1** a rank is hung only if its limit has passed since its last sign of activity. Before its first sign of
+//!   activity, it is hung only if there is a limit for the start and that limit has passed;
 //! - **HANG-2** time in which no rank could run does not count. This is the time for which the group was suspended. It
 //!   is also the delay of a late call of [`Watch::look`], because calls are due at least every [`LOOK_EVERY`];
 //! - **HANG-3** the next check is due no later than any rank can exceed its limit for steps, but at least
@@ -13,12 +13,12 @@
 //! - **HANG-4** output lines count only while no rank has sent a heartbeat, and then only if all ranks are silent;
 //! - **HANG-5** no rank is blamed because of a check that was made before or while the group was suspended. The ranks
 //!   are checked again instead;
-//! - **HANG-6** a rank that has given a sign of life since the check is not hung, see [`still_late`];
+//! - **HANG-6** a rank that has given a sign of activity since the check is not hung, see [`still_late`];
 //! - **HANG-7** [`Watch::unwatched`] only returns ranks to which no limit applies, and only once for each group;
 //! - **HANG-8** time in which a rank is being replaced does not count for the other ranks, because they may be waiting
-//!   for that rank. A replacement lasts until the first sign of life of the new process. For the other ranks, the time
-//!   from their last sign of life to the start of the replacement does not count either. During a replacement, at
-//!   least [`LOOK_FOR_ABSENT`] passes between two checks;
+//!   for that rank. A replacement lasts until the first sign of activity of the new process. For the other ranks, the
+//!   time from their last sign of activity to the start of the replacement does not count either. During a replacement,
+//!   at least [`LOOK_FOR_ABSENT`] passes between two checks;
 //! - **HANG-9** after the program of a rank has returned, only the limit for the exit applies to the rank, and not the
 //!   limit for steps. If another heartbeat follows, the limit for steps applies again, because a background thread is
 //!   still training.
@@ -58,7 +58,7 @@ pub enum StepLimit {
 pub struct Limits {
     /// Time limit between two heartbeats of a rank or, if no rank sends heartbeats, between two output lines.
     pub step: StepLimit,
-    /// Time limit from the start of a rank's process to its first sign of life. `None` if there is no limit.
+    /// Time limit from the start of a rank's process to its first sign of activity. `None` if there is no limit.
     pub startup: Option<Duration>,
     /// Time limit from the return of a rank's program to the exit of its process. `None` if there is no limit.
     pub exit: Option<Duration>,
@@ -120,7 +120,7 @@ pub struct Overdue {
     /// Index of the rank in the group.
     pub rank: usize,
     pub missed: Missed,
-    /// Time of the rank's last sign of life. The time of its start if there was none.
+    /// Time of the rank's last sign of activity. The time of its start if there was none.
     pub since: u64,
     pub limit: Duration,
     /// True if the whole limit has passed.
@@ -153,7 +153,7 @@ pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
 }
 
 /// Time that does not count as silence of a rank, for example because the group was suspended. It is granted for the
-/// silence since one sign of life, at the time `since`, and ends with the next sign of life.
+/// silence since one sign of activity, at the time `since`, and ends with the next sign of activity.
 #[derive(Debug, Clone, Copy, Default)]
 struct Credit {
     since: u64,
@@ -180,7 +180,7 @@ pub struct Watch {
     started: u64,
     /// Start time of each rank's process.
     starts: Vec<u64>,
-    /// Ranks that have failed and whose replacements have not given a sign of life yet.
+    /// Ranks that have failed and whose replacements have not given a sign of activity yet.
     absent: BTreeSet<usize>,
     /// True if a rank has failed since the last check.
     has_lost: bool,
@@ -342,7 +342,7 @@ impl Watch {
         (late, next)
     }
 
-    /// Removes ranks from the set of absent ranks once their replacements have given a sign of life.
+    /// Removes ranks from the set of absent ranks once their replacements have given a sign of activity.
     fn find_absent(&mut self, seen: &[Seen], line: Option<u64>) {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
         let starts = &self.starts;
@@ -400,8 +400,8 @@ impl Watch {
     }
 }
 
-/// Returns the ranks in `late` that have not given a sign of life since they were found to be late. `seen` contains the
-/// current heartbeats, and `line` is the time of the last output line of any rank.
+/// Returns the ranks in `late` that have not given a sign of activity since they were found to be late. `seen` contains
+/// the current heartbeats, and `line` is the time of the last output line of any rank.
 ///
 /// A rank may recover while evidence is being gathered. A rank may also have been found late by mistake: if its worker
 /// was writing to the heartbeat page during the read, the read may have returned an old time and a new limit.
@@ -409,8 +409,9 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> V
     let somebody_beats = seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
-        // If the program has returned, use the last heartbeat before the return. The return is no sign of life, because
-        // the program may only have left the call in which it hung when it got the signal that requests its stacks.
+        // If the program has returned, use the last heartbeat before the return. The return is no sign of activity,
+        // because the program may only have left the call in which it hung when it got the signal that requests its
+        // stacks.
         (_, Some(Seen::Beat(beat))) if beat.is_exiting => beat.before_exit.is_none_or(|last| last <= overdue.since),
         (_, Some(Seen::Beat(beat))) => beat.last <= overdue.since,
         (_, Some(Seen::Nothing | Seen::Ended) | None) => true,
@@ -435,7 +436,7 @@ pub struct Suspect {
 /// A rank that hangs on another node, as reported by that node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Elsewhere {
-    /// Time since the rank's last sign of life.
+    /// Time since the rank's last sign of activity.
     pub silence: Duration,
     pub step: Option<u64>,
     /// Innermost frame of the rank's Python program. `None` if it is unknown.

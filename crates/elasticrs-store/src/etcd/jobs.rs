@@ -78,7 +78,7 @@ impl From<Unexpected> for Stop {
     }
 }
 
-const GONE: &str = "the lease of this session is gone: etcd has not heard of it in time, or somebody revoked it";
+const GONE: &str = "the lease of this session is gone: etcd has not heard of it in time, or another client revoked it";
 
 impl Desk {
     /// Executes a job. If it put the session's marker, also returns the revision at which that happened.

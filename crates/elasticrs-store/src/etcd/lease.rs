@@ -188,7 +188,8 @@ impl<'a> Lease<'a> {
             return Ok(false);
         }
         if answer.ttl <= 0 {
-            let why = "the lease of this session has ended: etcd did not hear of it in time, or somebody revoked it";
+            let why =
+                "the lease of this session has ended: etcd did not hear of it in time, or another client revoked it";
             return Err(Lost::new(LostKind::Silent, why));
         }
         self.ttl = Duration::from_secs(unsigned(answer.ttl));

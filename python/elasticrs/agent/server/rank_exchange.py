@@ -26,14 +26,14 @@ def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare)
     told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
     store.set(f"{_INFO}{group_rank}", told.serialize().decode())
     if group_rank == 0:
-        everybody = range(group_world_size)
-        infos = map(_RoleInstanceInfo.deserialize, store.multi_get([f"{_INFO}{rank}" for rank in everybody]))
+        groups = range(group_world_size)
+        infos = map(_RoleInstanceInfo.deserialize, store.multi_get([f"{_INFO}{rank}" for rank in groups]))
         nodes = [NodeShare(str(info.role), int(info.local_world_size)) for info in infos]
         answers = [
             json.dumps([ranks.first_rank, ranks.world_size, ranks.first_role_rank, ranks.role_world_size])
             for ranks in node_ranks(nodes)
         ]
-        store.multi_set([f"{_RANKS}{rank}" for rank in everybody], answers)
+        store.multi_set([f"{_RANKS}{rank}" for rank in groups], answers)
     first, world_size, first_in_role, role_world_size = json.loads(store.get(f"{_RANKS}{group_rank}"))
     return NodeRanks(group_rank, group_world_size, first, world_size, first_in_role, role_world_size)
 

@@ -572,7 +572,7 @@ proptest! {
         prop_assert!(group.has_ended());
         prop_assert!(seen.failures <= 1);
         let exits = (0..4).map(Timer::Exit).filter(|timer| seen.armed.contains(timer));
-        prop_assert!(exits.count() == 0 || seen.exits.len() < PIDS.len(), "a deadline of somebody who has ended");
+        prop_assert!(exits.count() == 0 || seen.exits.len() < PIDS.len(), "a deadline of a worker that has exited");
         if seen.ends[0] == Outcome::Succeeded {
             prop_assert!(!seen.any_failed_exit && seen.exits.len() == PIDS.len());
         }

@@ -384,7 +384,7 @@ proptest! {
                 Seen::Beat(beat) => beat.section.as_ref().is_none_or(|section| section.limit.is_some()),
                 _ => false,
             };
-            prop_assert!(!watched, "whoever has stopped is found");
+            prop_assert!(!watched, "a rank that has stopped is found");
         }
     }
 
@@ -426,7 +426,7 @@ fn who_has_given_a_sign_of_life_since_is_not_hung() {
     assert_eq!(left(&[beat(10), beat(10), Seen::Nothing]), [0, 1, 2]);
     assert_eq!(left(&[beat(10), beat(11), beat(11)]), [0], "HANG-6");
     let exiting = Seen::Beat(Beat { last: 11, is_exiting: true, ..Beat::default() });
-    assert_eq!(left(&[exiting.clone(), beat(11), beat(11)]), [0], "leaving is no sign of life");
+    assert_eq!(left(&[exiting.clone(), beat(11), beat(11)]), [0], "leaving is no sign of activity");
     let Seen::Beat(exiting) = exiting else { unreachable!() };
     let alive = Seen::Beat(Beat { before_exit: Some(11), ..exiting });
     assert_eq!(left(&[alive, beat(11), beat(11)]), [0_usize; 0], "it gave a heartbeat before it left");

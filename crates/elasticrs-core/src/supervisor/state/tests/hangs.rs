@@ -200,7 +200,7 @@ fn one_that_fails_while_evidence_is_taken_blames_no_other() {
     let mut group = waiting_for_one();
     assert!(matches!(group.on_input(LOOK)[..], [Effect::TakeEvidence { .. }]));
     let effects = group.on_input(exited(102, FAILED));
-    assert_eq!(hung(&effects), [] as [u32; 0], "rank 1, whose sign of life is older, waited for it");
+    assert_eq!(hung(&effects), [] as [u32; 0], "rank 1, whose sign of activity is older, waited for it");
     let _ = group.on_input(without_rank_2());
     let effects = group.on_input(Input::Evidence(Vec::new()));
     assert!(matches!(effects[..], [Effect::Arm(Timer::Hang, _)]), "{effects:?}");
