@@ -1,5 +1,5 @@
-"""Runs a job as a train step that is repeatedly applied to a state. After a failure, a single step is
-repeated, and the workers that have not failed keep running. The names are those of torchelastic 0.1.
+"""Runs a job as a loop that applies a train step to a state. After a failure, only one step is repeated, and
+the workers that have not failed keep running. The names are those of torchelastic 0.1.
 
 Importing this package does not import torch.
 """
@@ -48,5 +48,5 @@ _SUBMODULES = (
 
 
 def __getattr__(name: str) -> object:
-    # Import these modules on demand, because a loop with a custom coordinator does not need the rendezvous.
+    # Import these modules on demand, because a program with its own coordinator does not need the rendezvous.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -87,10 +87,11 @@ def agent_place() -> AgentPlace:
 
 @cache
 def _place_of_restarted_workers() -> AgentPlace:
-    """Let rank 0 host the coordination store, because the agent of this job hosts none for its workers.
+    """Return the rendezvous settings if the agent hosts no coordination store for its workers. Rank 0 then
+    hosts the store.
 
     The other ranks read the port and the token from torch's ``env://`` store. The result is cached, because
-    a rendezvous changes the environment variables that locate that store.
+    the next rendezvous changes the environment variables that locate torch's store.
     """
     if not all(name in os.environ for name in _OF_EVERY_WORKER):
         raise RuntimeError(

@@ -37,7 +37,7 @@ class Coordinator(ABC):
     and stops.
 
     Attributes:
-        rounds_before: Number of known rounds of the job before the current one.
+        rounds_before: Number of earlier rounds of the job, as far as they are known.
         takes_requests: True if this coordinator implements :meth:`request` and the related methods.
         others_come_back: True if a worker that exits is replaced. False if its agent restarts all workers.
         keeps_final_state: True if this coordinator can pass the final state to workers that start after the
@@ -86,7 +86,7 @@ class Coordinator(ABC):
         return all_gather_longs(numbers)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return a context manager for work that only this worker does. The work uses no collectives and may
+        """Return a context manager for work that this worker does alone, without collectives. The work may
         take any time.
         """
         return nullcontext()
@@ -107,8 +107,8 @@ class Coordinator(ABC):
         """
 
     def request(self, *, leave: bool) -> None:
-        """Record that a checkpoint was requested from this worker. It only records the request, because
-        signal handlers call it.
+        """Record that a checkpoint was requested from this worker. Signal handlers call this method, so it
+        does nothing else.
 
         All workers then save after the same step, before the next round: :meth:`should_rendezvous` and
         :meth:`should_save_before_meeting` return true.
@@ -150,8 +150,8 @@ class Coordinator(ABC):
         The loop calls this after a step or a rendezvous raised a retryable error, before this worker leaves
         the round. The call may wait briefly for the store to report a lost member.
 
-        Such an error counts little against ``max_failures``, because the worker that caused it also counts
-        it.
+        Such an error counts little against ``max_failures``, because the worker that caused the error counts
+        it as its own failure.
 
         Args:
             is_meeting: True if the error was raised before ``sync``.
@@ -166,8 +166,8 @@ class Coordinator(ABC):
         """Announce that this worker has no more data. The loop calls this before the worker's last
         :meth:`rendezvous_barrier`.
 
-        Workers that have not finished the last step yet must still finish it. No worker may wait for this one
-        in a later step.
+        The coordinator must let the other workers finish the steps that this worker has finished, and must
+        not let them wait for this worker in a later step.
         """
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- optional to override

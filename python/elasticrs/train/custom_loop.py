@@ -118,14 +118,14 @@ class Participant:
         groups.record_further_groups(current.connections)
 
     def passed(self) -> bool:
-        """Count a completed step. Return true if it is time to :meth:`meet` again. As long as no change is
-        due, this sends no message.
+        """Count a completed step. Return true if it is time to :meth:`meet` again. Sends no message, but may
+        block while the workers agree when to leave the round.
         """
         return self._member.passed()
 
     def announce_end(self) -> None:
-        """Announce that the training has finished on this worker. When the round ends, the other workers
-        first complete the steps that this worker has completed.
+        """Announce that the training has finished on this worker. Before the other workers leave the round,
+        they complete the steps that this worker has completed.
         """
         self._member.announce_end()
 

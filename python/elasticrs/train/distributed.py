@@ -32,7 +32,7 @@ _LARGE = 8 << 20
 
 
 def _distributed() -> Any:
-    # Return `Any`, because type checkers do not consider the names of this module exported.
+    # Return `Any`, because type checkers treat the names in `torch.distributed` as private.
     import torch.distributed
 
     return torch.distributed
@@ -184,7 +184,7 @@ def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
 
 
 def all_gather_longs(values: Sequence[int]) -> list[list[int]]:
-    """Return the integers of all workers, by rank. All workers must pass equally many integers.
+    """Return the integers of all workers, by rank. All workers must pass the same number of integers.
 
     Args:
         values: integers of this worker.
@@ -201,7 +201,8 @@ def all_gather_longs(values: Sequence[int]) -> list[list[int]]:
 
 
 def all_gather_return_max_long(value: int) -> tuple[int, int]:
-    """Return the rank with the largest number (the lowest such rank), and that number.
+    """Return the rank of the worker with the largest value, and that value. If several workers have this
+    value, the lowest of their ranks is returned.
 
     With a single worker, the rank is 0.
 

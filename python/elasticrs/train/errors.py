@@ -6,7 +6,7 @@ __all__ = ["NonRetryableException", "RetryableException", "StopException"]
 
 
 class StopException(Exception):  # noqa: N818 -- torchelastic's name
-    """The job is closed. The loop returns the current state."""
+    """Raised when the job is closed, to end the training loop."""
 
 
 class NonRetryableException(Exception):  # noqa: N818 -- torchelastic's name

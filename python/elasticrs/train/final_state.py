@@ -1,7 +1,7 @@
 """The final state of a job, for workers that start after the training has ended.
 
-Each worker keeps a copy of the final state in memory and serves it over HTTP. The coordination store holds,
-for each rank, the URL and digest of the copy and the place of the worker: a name for its slot under its
+Each worker keeps a copy of the final state in memory and serves it over HTTP. For each rank, the coordination
+store holds the URL and digest of the copy, and the worker's place, which is a name for its slot under its
 agent. A replacement worker has the same place as its predecessor, so it finds the copies and its own rank in
 the store.
 
@@ -69,7 +69,7 @@ class Late(Value):
 
     Args:
         rank: rank of this process.
-        world_size: number of workers of the last round, or more if this process has a new rank.
+        world_size: number of workers in the last round. It is larger if this process has a new rank.
         final: final state of the job.
     """
 
@@ -118,12 +118,12 @@ def publish(
 
 
 def join_late(store: Store, place: str | None) -> Late | None:
-    """Get the final state of the job, and a rank for this process. ``None`` if no worker has published a
-    state.
+    """Get the final state of the job and a rank for this process, and serve the state to other processes.
+    Return ``None`` if no worker has published a state.
 
     Raises:
         DistError: the store cannot be reached.
-        OSError: the copy cannot be served to others.
+        OSError: the state cannot be served.
     """
     if not store.check([_END]):
         return None
@@ -165,7 +165,7 @@ class _Server(ThreadingTCPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- signature of the base class
-        """Log one line, because the base class writes a traceback to the worker's stderr."""
+        """Log one line instead of writing a traceback to the worker's stderr, as the base class does."""
         error = sys.exc_info()[1]
         _log.warning(
             "the final state could not be sent to %s: %s: %s", client_address[0], type(error).__name__, error
@@ -177,7 +177,7 @@ class _Server6(_Server):
 
 
 _servers: list[_Server] = []
-"""HTTP server for this process's copy of the final state. At most one item."""
+"""The HTTP server that serves this process's copy of the final state; empty if there is none."""
 
 
 def _serve(content: memoryview, near: tuple[str, int]) -> str:
@@ -218,10 +218,11 @@ def stop_serving() -> None:
 
 
 def serving_address(near: str, local: str) -> tuple[str, str]:
-    """Return the address to listen at, and the address to publish.
+    """Return the address to listen on and the address to publish.
 
-    If the name of the other worker's machine resolves to a loopback address, that machine is this one.
-    Publish the name in this case, because other machines can resolve it but cannot use the loopback address.
+    If the name of the other worker's machine resolves to a loopback address, both workers run on the same
+    machine. Publish the name in this case, because other machines can resolve it but cannot use the loopback
+    address.
 
     Args:
         near: host of another worker, as other machines know it.
@@ -244,9 +245,8 @@ def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
 
 
 def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] | None]:
-    """Download a copy from a living worker. Return the copy, and host and port of that worker.
-
-    Both are ``None`` if no worker could send a copy.
+    """Download a copy from a living worker. Return the copy, and the host and port of that worker. Both are
+    ``None`` if no worker could send a copy.
     """
     found = [seat for seat in seats if seat["url"]]
     # Shuffle, so that replacements that start at the same time do not all download from the same worker.
@@ -260,8 +260,8 @@ def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] |
 
 
 def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the seats, which are the records of workers with a copy, whose HTTP servers accept
-    connections.
+    """Return the seats whose HTTP servers accept connections. A seat is the stored record of a worker that
+    has a copy.
     """
 
     def accepts(seat: dict[str, Any]) -> bool:

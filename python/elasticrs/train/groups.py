@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
-"""Seconds after which connections that may not belong to a process group are shut down as well, because the
-creation of a group still has not stopped. It is more than :data:`CONNECT_TIMEOUT`, because connecting to the
-store cannot be aborted.
+"""Seconds to wait for the main thread to stop creating a process group in a broken round. After that, all
+other connections that were opened during the creation are shut down as well, although they may belong to
+unrelated code. The time exceeds :data:`CONNECT_TIMEOUT`, because connecting to the store cannot be aborted.
 """
 
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
-"""TCP states in which a shutdown aborts communication. Listening sockets are not among them."""
+"""TCP states in which a shutdown aborts communication. LISTEN is excluded because of GROUPS-1."""
 
 
 class Connections:
     """TCP connections of the process groups of this process. The methods may be called from any thread.
 
     Args:
-        store_port: port of the store in which the groups are created. ``None`` if it is not known.
+        store_port: port of the store through which the groups are created. ``None`` if it is not known.
     """
 
     def __init__(self, store_port: int | None = None) -> None:
@@ -116,10 +116,10 @@ class Connections:
         return all(inode in sockets and _is_connected(sockets[inode], inode) for inode in self._connected)
 
     def leave_to_parent(self, ports: set[int]) -> None:
-        """In a forked child, replace the copies of these connections, and of all connections at these ports,
-        with ``/dev/null``. Otherwise, if the parent were killed, its peers would wait until its children have
-        exited. The descriptor numbers stay in use, because objects copied from the parent may still close
-        them.
+        """In a forked child, replace the inherited copies of the recorded connections, and of all connections
+        that use one of the given ports, with ``/dev/null``. Otherwise, if the parent were killed, its peers
+        would notice only when its children have exited as well. The descriptor numbers stay in use, because
+        objects copied from the parent may still close them.
         """
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for inode, fd in _sockets().items():
@@ -128,9 +128,9 @@ class Connections:
         os.close(null)
 
     def knock(self, world_size: int) -> int:
-        """While a group is created, connect to its listener in place of every peer and disconnect, so that
-        the main thread does not wait for a peer that has died. Each connection sends a number that depends on
-        the rank, because peers of gloo send such a number first.
+        """While a group is created, connect to its listener once for every peer and disconnect, so that the
+        main thread does not wait for a peer that has died. Each connection sends a rank-dependent number,
+        because real gloo peers send such a number first.
 
         Each listener is visited only once. Do nothing if the connections could use up the file descriptors of
         this process, or if gloo uses a transport other than TCP.
@@ -158,7 +158,7 @@ class Connections:
         return count
 
     def shut(self) -> int:
-        """Shut down the connections of the groups, and return their number."""
+        """Shut down the connections of the process groups. Return the number of these connections."""
         before, recorded = self._before, self._recorded
         return sum(
             _shut(fd, inode)
@@ -177,8 +177,8 @@ class Connections:
         now, since = time.monotonic(), self._recording_since
         if since is not None:
             return now - max(began, since) > LAST_RESORT
-        # Wait longer here, because the main thread may be computing, which may take as long as earlier steps
-        # did.
+        # Wait longer if no group is being created, because the main thread may be in a computation that takes
+        # as long as earlier steps did.
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:
@@ -285,8 +285,8 @@ def _knock(address: tuple[int, Any], count: int) -> None:
 # --- groups ---
 
 MEETING_TIMEOUT = 10.0
-"""Time limit in seconds for creating a group. Each worker adds 0.1 seconds. The limit is needed because a
-connection that a dead peer has not opened has no descriptor that could be shut down.
+"""Base time limit in seconds for creating a group, to which each worker adds 0.1 seconds. A limit is needed
+because a peer may die before it connects, and then there is no connection that could be shut down.
 """
 
 CONNECT_TIMEOUT = 3.0
@@ -325,8 +325,8 @@ def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
 
 
 _hooks: list[Any] = []
-"""The ``sys.excepthook`` that torch set when it created the process group, and the hook before it. Empty if
-there is no group.
+"""The ``sys.excepthook`` that torch set when it created the process group, followed by the hook that torch
+replaced. Empty if there is no group.
 """
 
 

@@ -1,5 +1,5 @@
-"""Determines the step after which all workers leave a round together, if no worker has failed but a worker
-joins or leaves the job.
+"""Determines the step after which all workers leave a round together when a worker joins or leaves the job
+and no worker has failed.
 
 Each worker counts the step boundaries that it has passed. A worker that is notified of the change sets a cap,
 which is two boundaries ahead, and publishes it. All workers leave at the largest cap. A worker that reaches
@@ -7,8 +7,8 @@ its own cap before the largest cap is known waits there.
 
 - **LEAVE-1** no worker passes its own cap before the leave step is known. So no worker is ever past the leave
   step, whatever the timing of threads and network.
-- **LEAVE-2** a single worker publishes the leave step, and in the same value whether the workers save a
-  checkpoint there. So either all workers save, or none.
+- **LEAVE-2** a single worker publishes the leave step together with the decision about saving a checkpoint
+  there, as one value. So either all workers save, or none.
 - **LEAVE-3** caps are published by the watching threads, not by the training loop. So all caps are published
   even while workers wait at their caps.
 """
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     Verdict: TypeAlias = Literal["go", "wait", "leave"]
 
 AHEAD = 2
-"""Number of boundaries from a worker's position to its cap. One would be equally safe. With two, the threads
-can agree during the current step and the next one, so that no worker has to wait.
+"""Number of boundaries from a worker's position to its cap. A distance of one would be equally safe. With
+two, the watching threads have the rest of the current step and the whole next step to agree, so that usually
+no worker has to wait.
 """
 
 AT_ONCE = 0
@@ -34,7 +35,8 @@ AT_ONCE = 0
 
 
 class LeaveStep(Record):
-    """Position of one worker in a round. A pure state machine that is protected by its owner's lock.
+    """Progress of one worker within a round, and the step after which the worker leaves. The owner protects
+    this object with a lock.
 
     Args:
         done: number of boundaries that the worker has passed.
@@ -50,31 +52,32 @@ class LeaveStep(Record):
     saves: bool = False
 
     def verdict(self) -> Verdict:
-        """Return what the worker does at its latest boundary: continue, wait or leave."""
+        """Return whether the worker continues, waits or leaves at its latest boundary."""
         if self.at is not None:
             return "leave" if self.done >= self.at else "go"
         return "wait" if self.cap is not None and self.done >= self.cap else "go"
 
     def set_cap(self) -> int:
-        """Return the cap. The first call sets it, when this worker is notified of the change."""
+        """Return the cap. Set it on the first call, which happens when this worker is notified of the change.
+        """
         if self.cap is None:
             self.cap = self.done + AHEAD
         return self.cap
 
 
 def agreed(caps: list[int]) -> int:
-    """Return the leave step, from the caps of all workers."""
+    """Compute the leave step from the caps of all workers."""
     return max(caps)
 
 
 def said(at: int, *, saves: bool) -> str:
-    """Encode the leave step, and whether the workers save a checkpoint there. One worker publishes the
-    result, as a single value, so that all workers get the same.
+    """Encode the leave step and the decision about saving a checkpoint there. One worker publishes the result
+    as a single value, so that all workers get the same result.
     """
     return f"{at} saving" if saves else str(at)
 
 
 def heard(text: str) -> tuple[int, bool]:
-    """Decode a result of :func:`said`."""
+    """Decode the leave step and the checkpoint flag from a text that :func:`said` returned."""
     at, _, saving = text.partition(" ")
     return int(at), bool(saving)

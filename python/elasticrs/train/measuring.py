@@ -17,7 +17,7 @@ _METHODS = (
     *("should_rendezvous", "should_stop_training", "announce_end", "signal_training_done"),
     *("monitor_progress", "report_progress", "on_error"),
 )
-"""Methods of a coordinator whose calls are measured."""
+"""Names of the coordinator methods whose calls are measured."""
 
 
 class Times:
@@ -32,14 +32,16 @@ class Times:
         metrics.put_metric(f"{name}.duration.ms", int((time.perf_counter() - began) * 1000), GROUP)
 
     def end_turn(self) -> None:
-        """Publish the duration of the iteration, and of the inner loop over its steps."""
+        """Publish the duration of the whole iteration, and of its inner loop over the steps if that has
+        started.
+        """
         if self.inner is not None:
             self.put("inner_train_loop", self.inner)
         self.put("outer_train_loop", self._outer)
 
 
 class Measured:
-    """Wrapper of a coordinator that measures its calls."""
+    """Wraps a coordinator and measures the calls of its methods."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator

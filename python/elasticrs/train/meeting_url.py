@@ -30,10 +30,10 @@ _EXPECTED = "elasticrs://HOST:PORT/JOB?min_workers=N&max_workers=M or etcd://HOS
 _MANY = 2**31 - 1
 
 KEEP_ALIVE = "0.4"
-"""Seconds between two keep-alives, of which five may be missed. If a process is killed while it has unread
-data, the kernel resets its connection. A reset does not prove that the process has died, so the lease has to
-expire. The interval is shorter than that of an agent, because a worker that is considered lost by mistake
-costs the other workers no more than a step.
+"""Seconds between two keep-alives. A worker may miss five of them. If a process is killed while it has unread
+data, the kernel resets its connection. A reset does not prove that the process has died, so the store waits
+until the lease expires. The interval is shorter than an agent's, because a worker that is wrongly considered
+lost costs the other workers at most one step.
 """
 
 MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
@@ -42,8 +42,8 @@ of the worker that it replaces.
 """
 
 JOB_VARIABLE = "ELASTICRS_TRAIN_JOB"
-"""Environment variable with the job name that the workers use in the store. It differs from the name in the
-URL, which is that of the agents' job.
+"""Environment variable with the job name that the workers use in the store. The job name in the URL is a
+different one, which the agents use.
 """
 
 
@@ -118,7 +118,8 @@ def parse(
         config["is_host"] = "0"
     token = environ.get(TOKEN_VARIABLE)
     if backend == "etcd" and JOB_VARIABLE in environ:
-        # Remove the token, because here it is the password of the workers' user in the etcd that agents host.
+        # Remove the token, because `describe` would use it as the job's token. In an etcd that agents host,
+        # it is the password of the workers' user.
         environ = {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
     rendezvous, notices = describe(
         backend,

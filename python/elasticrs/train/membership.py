@@ -46,8 +46,8 @@ _log = logging.getLogger("elasticrs.train")
 
 STUCK_TIMEOUT = 10.0
 """Seconds that the main thread may take to leave a broken round, in addition to twice the longest time
-between two step boundaries so far. So the process does not exit during a step that takes as long as earlier
-steps.
+between two step boundaries so far. The step time is included so that the process does not exit during a step
+that takes as long as earlier steps.
 """
 
 _FIRST_SPAN = 25.0
@@ -93,12 +93,14 @@ class Round(Record):
 
 
 class Membership:
-    """Membership of one worker in the rendezvous of a job. One thread must request rounds and count steps.
+    """Membership of one worker in the rendezvous of a job. The same thread must request rounds and count
+    steps.
 
     Args:
         rendezvous: settings of the rendezvous.
         backend: name of the rendezvous backend.
-        on_change: called first when a round of this worker ends, by the watching thread. Errors are logged.
+        on_change: function that the watching thread calls first when a round of this worker ends. Its errors
+            are logged.
         stuck_timeout: see :data:`STUCK_TIMEOUT`.
 
     Attributes:
@@ -145,7 +147,9 @@ class Membership:
 
     @property
     def is_broken(self) -> bool:
-        """True if the round has ended in a way that also ends its process groups, or if there is no round."""
+        """True if there is no round, or if the round was broken, so that its process groups have to be
+        aborted. A round is broken if it ends without an agreed step.
+        """
         current, stop = self._round, self._stop
         if current is None or current.step.at == AT_ONCE:
             return True
@@ -192,8 +196,8 @@ class Membership:
         if self.page is not None:
             self.page.place(current.rank, current.world_size, current.number)
         with suppress(DistError):
-            # Ignore an error. Without this key, other workers do not wait for this worker when they leave the
-            # round.
+            # Ignore an error. If this key is missing, the other workers leave the round without waiting for
+            # this worker.
             current.board.hold(f"here/{current.rank}")
         self._since = time.monotonic()
         with self._changed:
@@ -264,8 +268,8 @@ class Membership:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Mark a block in which the main thread is in no collective and may take any time to leave a
-        round.
+        """Context manager for a block without collectives. Inside the block, the main thread may take any
+        time to leave a round.
         """
         self._is_alone = True
         try:
@@ -300,7 +304,7 @@ class Membership:
 
     def announce_end(self) -> None:
         """Announce that the training has finished on this worker. The round ends when this worker requests
-        the next one. Before that, the other workers complete the steps that this worker has completed.
+        the next one. The other workers first complete the steps that this worker has completed.
         """
         current = self._round
         if current is not None:
@@ -411,11 +415,11 @@ class Membership:
             thread.join(_END_TIMEOUT)
 
     def _finish(self) -> None:
-        """Tell the agent that this worker may exit from now on, unless the job has failed."""
+        """Unless the job has failed, notify the agent that this worker may exit from now on."""
         if self.page is not None and not self._has_failed:
             self.page.finish()
 
-    # --- callback of the rendezvous, which holds its lock ---
+    # --- callback of the rendezvous, called while the rendezvous holds its own lock ---
 
     def _told(self, stop: Stop) -> None:
         with self._changed:
@@ -504,8 +508,8 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If another worker has finished the training, let the main thread complete the steps that that
-        worker has completed.
+        """If another worker has finished the training, wait until the main thread has completed the same
+        steps.
         """
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
@@ -555,7 +559,9 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """Return true if a member has died, and with it its key, before it was out of the round."""
+    """Return true if a member has died before it was out of the round. Its ``here`` key has then disappeared,
+    and it has no ``out`` key.
+    """
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 
 

@@ -40,11 +40,13 @@ ASK_AGAIN = 5.0
 """Seconds between two attempts to end a round for a requested checkpoint."""
 
 _trained: set[tuple[str, str]] = set()
-"""Jobs that this process has trained to the end, each as the address of its store and its name."""
+"""Jobs that this process has trained to the end, as pairs of the store's address and the job's name."""
 
 
 def _rate_of(stats: WorkerStats) -> float | None:
-    """Return a rate that can be compared and written as JSON; ``None`` if it is unknown, infinite or NaN."""
+    """Return the rate that the statistics report. Return ``None`` if it is unknown, infinite or NaN, because
+    such a rate cannot be compared or written as JSON.
+    """
     rate = stats.get_progress_rate()
     return None if rate is None or not math.isfinite(rate) else float(rate)
 
@@ -97,8 +99,8 @@ class CoordinatorP2P(Coordinator):
             max_num_trainers,
             (process_group_timeout, coordinator_pg_timeout),
         )
-        # The agent that started this process, if any, has to know that it trains, although it meets the other
-        # workers at an endpoint of the program's own.
+        # If an agent started this process, let it see the training progress, although the program uses its
+        # own rendezvous URL.
         self._member.page = page_of(os.environ)
 
     def _begin(
@@ -243,8 +245,9 @@ class CoordinatorP2P(Coordinator):
         return found
 
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 -- the loop's interface
-        """Return true if this worker leaves the round now, because a member was lost, or because the workers
-        have agreed to admit others or to save. If nothing has changed, the call only reads memory.
+        """Return true if this worker has to leave the round now, because a member was lost, or because the
+        workers have agreed to admit new workers or to save a checkpoint. If nothing has changed, the call
+        only reads memory.
         """
         if self._is_asked or (self._member.page is not None and self._member.page.is_asked):
             self._ask_the_others()
@@ -278,8 +281,9 @@ class CoordinatorP2P(Coordinator):
                 _log.warning(
                     "rank %d: a checkpoint is asked for, but set_checkpoint_manager was not called", self.rank
                 )
-            # Clear the request, because nothing can be saved. If this worker is leaving, keep the request, so
-            # that this code runs after each step until the worker has left. The warning is printed only once.
+            # Nothing can be saved, so clear the request, unless this worker is leaving. In that case, keep
+            # the request so that this method is called after each step until the worker has left, and do not
+            # repeat the warning.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from elasticrs.train.coordinator import Coordinator
 
 MEETING_LIMIT = 5.0
-"""Seconds without a round after which a worker that was asked to leave no longer waits for the other workers,
-because they may also have been asked to leave and never form a round again.
+"""Time limit in seconds for a worker that was asked to leave. If it has been in no round for this long, it
+exits without the other workers, because they may be leaving as well and may never form a round again.
 """
 
 _TICK = 0.25
@@ -41,7 +41,7 @@ class RequestSignals:
     thread.
 
     Args:
-        coordinator: receives the requests, if it implements them.
+        coordinator: coordinator that receives the requests, if it supports them.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -62,7 +62,7 @@ class RequestSignals:
     ) -> None:
         self._is_over.set()
         for signum in _ASKING:
-            # Keep a handler that the program has set meanwhile.
+            # If the program has set its own handler in the meantime, keep it.
             if signal.getsignal(signum) == self._ask:
                 signal.signal(signum, signal.SIG_DFL)
                 _taken.discard(signum)
@@ -82,7 +82,7 @@ class RequestSignals:
             if self._is_over.wait(_TICK):
                 return
             left = limit if self._coordinator.has_round else left - _TICK
-        # The main thread handles this signal and ends the process.
+        # This is the second SIGTERM, so the handler in the main thread ends the process.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def end_process(self) -> None:

@@ -247,8 +247,8 @@ class _Run:
             if self._forks == forked.count():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
-                # Raise an error, because the agent would consider a worker that exits with 0 finished, and
-                # the other workers would wait for it.
+                # Raise an error instead, because the agent would assume that a worker that exits with 0 has
+                # finished, and the other workers would wait for it.
                 raise NonRetryableException("the program has ended in the middle of the training") from error
             raise
         finally:
@@ -312,8 +312,8 @@ class _Run:
         self._votes = [vote_of(numbers) for numbers in self._coordinator.exchange(numbers_of(vote))]
         if trouble := disagreement(self._votes):
             with suppress(RuntimeError):
-                # Wait for the other workers before raising, because their votes are aborted if this worker
-                # leaves.
+                # Wait for the other workers before raising, because this worker's exit would abort their
+                # exchange of votes.
                 self._coordinator.barrier()
             raise NonRetryableException(trouble)
         self._round = self._votes[0].next_round
@@ -476,7 +476,7 @@ class _Run:
     def _leave_round(self, is_saved: bool | None) -> Event:
         """Leave the round. If a checkpoint was requested, save one first.
 
-        All workers have completed this step, so a save that is aborted does not roll the step back.
+        All workers have completed this step, so the step is not rolled back if the save is aborted.
 
         Args:
             is_saved: true if a checkpoint was saved after this step, false if saving failed. ``None`` if no

@@ -72,8 +72,8 @@ class Shares(Iterator[list[int]]):
         return list(step[self._rank :: self._world_size])
 
     def after(self, place: int) -> int:
-        """Return the position in the epoch after a step, as the number of samples that all workers together
-        have then used.
+        """Return the position in the epoch after a step. The position is the number of samples that all
+        workers together have used.
 
         Args:
             place: position at the start of the step.

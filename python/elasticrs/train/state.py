@@ -15,15 +15,16 @@ _log = logging.getLogger("elasticrs.train")
 
 class State(ABC):
     """Base class for everything that a train step changes. The constructor must create the same state on
-    every worker, only from the job's arguments and without communication.
+    every worker, using only the job's arguments and no communication.
     """
 
     @abstractmethod
     def sync(self, world_size: int, rank: int) -> None:
-        """Make the states of all workers equal, and adapt them to this number of workers.
+        """Synchronize the state with the other workers, and adapt it to the number of workers.
 
-        All workers call this together at the start of each round. Usually, the most advanced state is sent to
-        all workers, and the model's wrapper, the optimizer and the data loader are created again.
+        All workers call this together at the start of each round. Usually, the worker with the most advanced
+        state sends it to all other workers, and every worker recreates the model's wrapper, the optimizer and
+        the data loader.
 
         Args:
             world_size: number of workers.
@@ -33,8 +34,8 @@ class State(ABC):
     def capture_snapshot(self) -> Any:
         """Return a copy of the state in memory, to undo a failed step. Called before every step.
 
-        Return ``None`` to disable the rollback. Changes made by a step that failed halfway then remain. A
-        snapshot is never written to disk, so it may omit values that a step does not change.
+        Return ``None`` to disable the rollback. Without it, the changes of a step that failed halfway remain.
+        A snapshot is never written to disk, so it may omit values that a step does not change.
         """
         return None
 
@@ -94,8 +95,9 @@ class State(ABC):
         """Read what :meth:`save` wrote, and pass it to :meth:`load_state_dict`.
 
         Content that ``torch.load`` accepts with ``weights_only=True`` is read that way. Other content is
-        unpickled, which can run code from the file, and a warning says so. Tensors of a GPU are loaded onto
-        the current GPU of this process, whichever rank saved them; without a GPU, into main memory.
+        unpickled, which can run code from the file, and a warning says so. GPU tensors are loaded onto the
+        current GPU of this process, regardless of the rank that saved them, or into main memory if this
+        process has no GPU.
 
         Args:
             stream: seekable stream to read from.
@@ -135,8 +137,8 @@ class State(ABC):
 
 
 def why_not_saved(state: State) -> str | None:
-    """Return a message that says why a state cannot be saved and loaded, and what to do. ``None`` if it can
-    be.
+    """Return a message that says why a state cannot be saved or loaded, and what to do about it. Return
+    ``None`` if the state can be saved and loaded.
 
     Args:
         state: state of the job.
@@ -158,7 +160,7 @@ def why_not_saved(state: State) -> str | None:
 
 
 def is_torchelastic_program() -> bool:
-    """Return true if this program imports ``torchelastic``. Its version 0.1 stored a snapshot as the
-    checkpoint.
+    """Return true if this program imports ``torchelastic``. In torchelastic 0.1, the checkpoint was simply a
+    snapshot.
     """
     return "torchelastic" in sys.modules

@@ -63,7 +63,8 @@ def vote_of(numbers: Sequence[int]) -> Vote:
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
-    """Return true if a worker of a torchelastic 0.1 program ran out of data, and all are at the same step.
+    """Return true if the program was written for torchelastic 0.1, a worker ran out of data, and all workers
+    are at the same step.
 
     It is enough that one worker ran out of data, because the others may have left the round before they tried
     to take the next step.

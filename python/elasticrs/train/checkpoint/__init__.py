@@ -1,4 +1,4 @@
-"""Saves checkpoints of the training state, which outlive all workers. Disabled until
+"""Saves checkpoints of the training state, so that the state outlives all workers. Nothing is saved until
 :func:`set_checkpoint_manager` is called.
 """
 

@@ -36,7 +36,7 @@ class CheckpointUtil:
 
     Attributes:
         coordinator: Coordinator that the loop uses.
-        checkpoint_manager: Manager that was set when this object was created. ``None`` for no checkpoints.
+        checkpoint_manager: Manager that was set when this object was created. ``None`` if there was none.
         checkpoint_loaded: True if this worker has a state of this job, so that no checkpoint needs to be
             loaded.
     """

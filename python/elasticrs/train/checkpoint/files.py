@@ -1,7 +1,8 @@
 """Stores checkpoints in a directory. Each checkpoint is a subdirectory that is named by its number.
 
-- **SAVE-1** a checkpoint gets its number by a rename, after all its data is on disk. Until then its directory
-  has a different kind of name. The next writer removes the directories that dead writers have left behind.
+- **SAVE-1** a checkpoint gets its number only when all its data is on disk, by renaming its directory. Until
+  then, the directory has a different kind of name. The next writer removes directories that dead writers left
+  behind.
 - **SAVE-2** the length and checksum of every stream are recorded, and checked before the stream is read.
 - **SAVE-3** the newest complete checkpoint is used. A damaged checkpoint is logged and skipped. A checkpoint
   of another job, or in a newer format, is an error, because users would not expect an older checkpoint to be
@@ -142,7 +143,7 @@ class FileSystemCheckpointManager(CheckpointManager):
             _log.warning("checkpoint %s was written, but %s cannot be removed: %s", new, old, error)
 
     def manifest(self, files: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest of a checkpoint with these streams."""
+        """Return the manifest of a checkpoint that contains the given streams."""
         return {"format": FORMAT, "job": self._job, "streams": files}
 
     def _path(self, number: int) -> str:

@@ -70,7 +70,7 @@ def set_checkpoint_manager(checkpoint_manager: CheckpointManager | None) -> None
     """Set the checkpoint manager of this process. All workers must call this before they train.
 
     Args:
-        checkpoint_manager: Manager that saves and loads the checkpoints. ``None`` for no checkpoints.
+        checkpoint_manager: Manager that saves and loads the checkpoints. ``None`` to disable checkpoints.
     """
     global _manager  # noqa: PLW0603 -- process-wide
     _manager = checkpoint_manager

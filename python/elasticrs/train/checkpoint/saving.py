@@ -130,9 +130,10 @@ def _save(manager: CheckpointManager, state: State) -> bool:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the exception if it is an OSError, otherwise the OSError in its chain of causes, if any.
+    """Return the exception itself if it is an OSError, or else the first OSError in its chain of causes.
+    ``None`` if there is none.
 
-    Ignore an OSError that was only being handled when the exception was raised (``__context__``).
+    ``__context__`` is ignored, because such an exception was only being handled when this one was raised.
     """
     seen: list[BaseException] = []
     while error is not None and error not in seen:
