@@ -69,7 +69,7 @@ def write_whole(path: str, text: str) -> None:
         _write(partial, text)
         os.replace(partial, path)
     except OSError:
-        # Delete the partial file first, because it may be what fills the disk.
+        # Delete the partial file first, because the disk may be full.
         if os.path.exists(partial):
             os.unlink(partial)
         _write(path, text)
@@ -111,7 +111,7 @@ def give_notice(name: str, error: BaseException) -> None:
     # agent reads a limited number of bytes for each notice.
     *frames, message = traceback.format_exception(type(error), error, error.__traceback__)
     parts = ("".join(frames).encode(*_CODEC)[-_NOTICE_PART:], message.encode(*_CODEC)[:_NOTICE_PART])
-    # Drop characters that the cuts have split.
+    # Drop characters that were split when the parts were cut.
     text = "".join([part.decode("utf-8", "ignore") for part in parts])
     notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
@@ -120,7 +120,7 @@ def give_notice(name: str, error: BaseException) -> None:
         notices.settimeout(1)
         notices.sendto(f"{time.monotonic_ns()}\n{text}".encode(), "\0" + name)
     except OSError:
-        return  # The agent will read the error file when this process has exited.
+        return  # Ignore the error, because the agent also reads the error file after this process exits.
     finally:
         notices.close()
 

@@ -41,5 +41,5 @@ def _is_caught(signum: int) -> bool:
         with open("/proc/self/status", "rb") as file:
             masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
-        return True  # Assume a handler, because the agent cannot read the masks either.
+        return True  # Assume that there is a handler. The agent cannot read the masks either.
     return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

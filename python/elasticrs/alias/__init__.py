@@ -100,7 +100,7 @@ class _Finder:
             return None
         parent = name.rpartition(".")[0]
         if parent and parent not in sys.modules:
-            # The parent package is torch's own, and its search path finds this module.
+            # The parent package was not redirected, so torch's own search path finds this module.
             return None
         from importlib.machinery import ModuleSpec
         from importlib.util import find_spec
@@ -159,11 +159,12 @@ class _Loader:
             # Import the submodules now, because programs use them as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
-            # Only torchelastic was imported under its alias, and it does not need the modules below.
+            # Torch is not imported, so this is a module of torchelastic, which does not need the modules
+            # below.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
-            # Import these modules now, because programs use them as attributes of `torch.distributed` without
-            # importing them: torch's own modules import them.
+            # Import these modules now, as torch's own modules do, because programs use them as attributes of
+            # `torch.distributed` without importing them.
             if name not in sys.modules:
                 __import__(name)
 

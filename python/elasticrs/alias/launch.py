@@ -21,7 +21,7 @@ def with_local_rank(argv: list[str]) -> list[str]:
     try:
         args = parse(argv, os.environ)
     except (UsageError, HelpRequested):
-        # Return the arguments unchanged. The launcher reports the mistake or prints the help.
+        # Return the arguments unchanged, because the launcher will report the mistake or print the help.
         return argv
     if args.use_env:
         return argv
@@ -30,7 +30,7 @@ def with_local_rank(argv: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Launch the job that the command line describes; exit with its exit code if that is not 0."""
+    """Launch the job that the command line describes. If it fails, exit with its exit code."""
     sys.argv[1:] = with_local_rank(sys.argv[1:])
     launch.main()
 

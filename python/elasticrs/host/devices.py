@@ -179,8 +179,8 @@ def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
         return matches[0] if len(matches) == 1 else None
     if name.startswith("GPU-") and any(uuids):
         return None
-    # The entry names a MIG slice, or the driver reports no UUIDs. Assume that it means any device that is not
-    # taken.
+    # The entry names a MIG slice, or the driver reports no UUIDs. Assume that it means the first device that
+    # no earlier entry has selected.
     return next((index for index in range(len(uuids)) if index not in taken), None)
 
 

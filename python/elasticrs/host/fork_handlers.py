@@ -46,8 +46,8 @@ def is_undone(undo: Callable[[], None]) -> None:
 def _before() -> None:
     signums = {signum for _, each in _installed for signum in tuple(each)}
     if signums:
-        # Save the mask before changing it. The second call may raise an exception, because pending Python
-        # signal handlers run at its end.
+        # Save the mask with a separate call, because the call that changes the mask may raise an exception:
+        # pending Python signal handlers run at its end.
         _masks[_thread.get_ident()] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, signums)
 
@@ -58,7 +58,8 @@ def _after_in_parent() -> None:
         return
     taken: list[int] = []
     try:
-        # The condition is true in the main thread, which runs Python's signal handlers.
+        # Take pending signals only in the main thread, because only this thread runs Python's signal
+        # handlers.
         if _thread.get_native_id() == os.getpid():
             ours = set(signal.pthread_sigmask(signal.SIG_BLOCK, ())) - mask
             while (info := signal.sigtimedwait(ours, 0)) is not None:

@@ -35,7 +35,8 @@ class AffinityMode(str, Enum):
     SOCKET = "socket"
     """All CPUs of all NUMA nodes in the socket of the GPU's NUMA node."""
     EXCLUSIVE = "exclusive"
-    """An equal share of the physical cores of the GPU's NUMA node, which no other GPU of that node gets."""
+    """An equal share of the physical cores of the GPU's NUMA node. No other GPU gets any core of this share.
+    """
     CORE_COMPLEX = "core-complex"
     """Cores of the GPU's NUMA node that share their last-level cache. Each GPU gets a different group of such
     cores, if there are enough groups.
@@ -107,7 +108,7 @@ class _Machine:
         self.node_of = [self._node_of_gpu(address) for address in addresses]
 
     def peers(self, gpu: int) -> list[int]:
-        """Return the GPUs at the same NUMA node as this GPU, including the GPU itself."""
+        """Return all GPUs that have the same NUMA node as this GPU, including this GPU."""
         return [other for other, node in enumerate(self.node_of) if node == self.node_of[gpu]]
 
     def cpus_of_node(self, node: int) -> set[int]:
@@ -151,7 +152,7 @@ class _Machine:
         return int(self._read(f"devices/system/cpu/cpu{min(cpus)}/topology/physical_package_id"))
 
     def _node_of_gpu(self, address: str) -> int:
-        # sysfs reports -1 on machines with a single NUMA node.
+        # Use node 0 if sysfs reports -1, as it does on machines with a single NUMA node.
         return max(0, int(self._read("bus/pci/devices", address, "numa_node")))
 
     def _read(self, *path: str) -> str:

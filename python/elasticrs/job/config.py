@@ -143,8 +143,8 @@ class LogSettings(Value):
     """Settings for the destinations of the workers' output.
 
     Args:
-        log_dir: base directory of log files; ``None`` for a temporary directory, the null device for no files
-            at all.
+        log_dir: base directory of log files; ``None`` for a temporary directory. If it is the null device, no
+            files are written.
         redirects: streams that are written to files, as bits by local rank (1 for stdout, 2 for stderr). A
             plain number applies to all ranks.
         tee: the same, for streams that are written to a file and to the console.
@@ -154,7 +154,8 @@ class LogSettings(Value):
         stdout_filters: texts to search for. Tee'd lines of standard output that contain any of them are also
             copied to another file.
         stderr_filters: the same for standard error.
-        specs: name of a user's class that chooses all destinations instead; ``None`` for none.
+        specs: name of a user's class that chooses all destinations instead; ``None`` if there is no such
+            class.
     """
 
     log_dir: str | None = None

@@ -89,7 +89,7 @@ class Console:
         return 0 if self._is_gone else len(self._lines)
 
     def prefixed(self, text: str) -> str:
-        """Return a text with the prefix of a console line in front. If the prefix contains a time, it is the
+        """Prepend the prefix of a console line to a text. If lines have a time, the prefix contains the
         current time.
         """
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text

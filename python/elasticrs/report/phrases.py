@@ -201,8 +201,8 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
 
 
 def killed(who: str, event: WorkersKilled) -> str:
-    """Return the line that names workers that were killed because they did not exit in time, and that warns
-    of incomplete files. ``who`` names the workers.
+    """Return the line about workers that did not exit in time and were killed. If a save may be incomplete,
+    the line says so. ``who`` names the workers.
     """
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
     if event.reason == "stalled exit":
@@ -215,12 +215,12 @@ def killed(who: str, event: WorkersKilled) -> str:
 
 
 def stuck(local_ranks: Iterable[int]) -> str:
-    """Return the reason why a node cannot be used again: these workers did not exit after SIGKILL."""
+    """Say that a node cannot be used again because these workers did not exit after SIGKILL."""
     return f"SIGKILL did not end local rank(s) {', '.join(map(str, local_ranks))}"
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:
-    """Return the reason why a node cannot be used again: its workers are in uninterruptible sleep.
+    """Say that a node cannot be used again because its workers are in uninterruptible sleep.
 
     Args:
         seconds: time in uninterruptible sleep in seconds, by local rank.
@@ -241,8 +241,8 @@ def milliseconds(span_ns: int) -> str:
 
 
 def phases(phases_ms: Mapping[str, float]) -> str:
-    """Return text with the durations of a restart's phases, to append to the total. Empty if none is
-    known.
+    """Return text with the durations of a restart's phases, to append to the total duration. The text is
+    empty if no phase took at least 0.05 ms.
     """
     shown = [f"{name} {span:.1f}" for name, span in phases_ms.items() if span >= 0.05]
     return f" ({', '.join(shown)})" if shown else ""

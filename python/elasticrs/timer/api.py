@@ -89,8 +89,8 @@ class TimerServer(ABC):
 
     Args:
         request_queue: source of requests.
-        max_interval: maximum number of seconds to wait for a request. Expired timers are noticed at most this
-            late.
+        max_interval: maximum number of seconds to wait for a request. An expired timer is noticed after this
+            time at the latest.
         daemon: true if the process may exit while the thread runs.
     """
 
@@ -325,8 +325,8 @@ class SteadyClock:
     __slots__ = ("_monotonic", "_wall")
 
     TOLERANCE = 0.05
-    """Maximum difference in seconds that does not count as a step, because the two clocks cannot be read at
-    the same instant.
+    """Differences up to this number of seconds do not count as a step of the wall clock, because the two
+    clocks cannot be read at the same instant.
     """
 
     def __init__(self) -> None:
@@ -337,8 +337,8 @@ class SteadyClock:
         return self._wall + time.monotonic() - self._monotonic
 
     def steady(self, expiration_time: float) -> float:
-        """Convert an expiration time that was just computed with the wall clock, in seconds since 1970, to
-        this clock.
+        """Convert an expiration time to this clock. The time is in seconds since 1970 and has just been
+        computed with the wall clock.
         """
         step = time.time() - self.now()
         return expiration_time if abs(step) < self.TOLERANCE else expiration_time - step

@@ -43,11 +43,15 @@ class Descendants:
         return True
 
     def holds(self, pid: int) -> bool:
-        """Return true if :meth:`bind` has accepted the process and its end has not been noticed yet."""
+        """Return true if :meth:`bind` has accepted the process and :meth:`forget_the_dead` has not released
+        it.
+        """
         return pid in self._pidfds
 
     def send(self, pid: int, signum: int) -> bool:
-        """Send a signal to a held process. Return false if the signal could not be sent."""
+        """Send a signal to a held process. Return false if that fails, except if the process has already
+        ended.
+        """
         import signal
 
         try:

@@ -28,7 +28,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# `__getattr__` imports the server.
+# `__getattr__` imports the server on demand.
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]  # noqa: F822
 
 _SIGKILL = 9

@@ -139,7 +139,7 @@ class FileTimerServer(DescendantTimers):
         self._forget(self._descendants.forget_the_dead())
 
     def _run_watchdog(self) -> None:
-        # First read everything that was written before the deadline, because it still counts.
+        # First read all pending requests, because they may release or restart timers that are due.
         self.register_timers(self._get_requests())
         all_expired = self.get_expired_timers(self._clock.now())
         file_based_local_timer.log_debug_info_for_expired_timers(
@@ -159,7 +159,7 @@ class FileTimerServer(DescendantTimers):
                 return
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-        """Send a signal to a descendant. Return true if the signal was sent."""
+        """Send a signal to a descendant. Return false if that fails or the process is not a descendant."""
         if not self._descendants.bind(worker_pid):
             _logger().warning("pid %s has ended, or is not a descendant of this process", worker_pid)
             return False
@@ -169,7 +169,8 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
-        # Also count records of processes that have exited, so that the count does not depend on timing.
+        # Count all records, even those of processes that have exited, so that the count does not depend on
+        # timing.
         self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
@@ -182,7 +183,7 @@ class FileTimerServer(DescendantTimers):
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):
             return True
-        # This process exists but is not a descendant, so it may not be signalled.
+        # Warn if the process exists, because it is then not a descendant and may not be signalled.
         if not self._has_refused and self.is_process_running(pid):
             self._has_refused = True
             _logger().warning(

@@ -58,8 +58,7 @@ class LeaveStep(Record):
         return "wait" if self.cap is not None and self.done >= self.cap else "go"
 
     def set_cap(self) -> int:
-        """Return the cap. Set it on the first call, which happens when this worker is notified of the change.
-        """
+        """Return the cap. The first call, when this worker is notified of the change, sets the cap."""
         if self.cap is None:
             self.cap = self.done + AHEAD
         return self.cap

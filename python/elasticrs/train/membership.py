@@ -46,8 +46,7 @@ _log = logging.getLogger("elasticrs.train")
 
 STUCK_TIMEOUT = 10.0
 """Seconds that the main thread may take to leave a broken round, in addition to twice the longest time
-between two step boundaries so far. The step time is included so that the process does not exit during a step
-that takes as long as earlier steps.
+between two step boundaries so far. So the process does not exit during a step of normal length.
 """
 
 _FIRST_SPAN = 25.0
@@ -93,8 +92,7 @@ class Round(Record):
 
 
 class Membership:
-    """Membership of one worker in the rendezvous of a job. The same thread must request rounds and count
-    steps.
+    """Membership of one worker in a job's rendezvous. The same thread must request rounds and count steps.
 
     Args:
         rendezvous: settings of the rendezvous.
@@ -147,9 +145,7 @@ class Membership:
 
     @property
     def is_broken(self) -> bool:
-        """True if there is no round, or if the round was broken, so that its process groups have to be
-        aborted. A round is broken if it ends without an agreed step.
-        """
+        """True if there is no round, or if the round ended without an agreed step."""
         current, stop = self._round, self._stop
         if current is None or current.step.at == AT_ONCE:
             return True
@@ -508,9 +504,7 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If another worker has finished the training, wait until the main thread has completed the same
-        steps.
-        """
+        """If another worker has finished the training, let the main thread complete the same steps first."""
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
                 self._set_leave_step(current, int(current.board.get("done")))
@@ -559,8 +553,8 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """Return true if a member has died before it was out of the round. Its ``here`` key has then disappeared,
-    and it has no ``out`` key.
+    """Return true if a member died before it was out of the round. Its ``here`` key has then disappeared, and
+    it has no ``out`` key.
     """
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 

@@ -1,4 +1,4 @@
-"""Torch's ``macros``, and a function for required environment variables."""
+"""Helpers with torch's names: ``macros``, and functions for required environment variables and free ports."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def create_c10d_store(
     """
     import torch.distributed
 
-    # Use `Any`, because type checkers do not consider the names of this module exported.
+    # Use `Any`, because type checkers treat the names in `torch.distributed` as private.
     dist: Any = torch.distributed
 
     if use_libuv is not None:

@@ -106,12 +106,13 @@ def barrier(
         key_prefix: prefix of the keys. Use each prefix only once.
         barrier_timeout: time limit in seconds.
         rank: rank of the caller. If given, rank 0 finds the missing ranks and names them in its error.
-        rank_tracing_decoder: returns the name of a rank in that error.
+        rank_tracing_decoder: function that returns the name of a rank for that error.
         trace_timeout: seconds that rank 0 waits for each rank until it has found a missing one.
 
     Raises:
         AssertionError: a decoder was given without a rank.
-        DistStoreError: not all ranks arrived in time. It is the exception class that the store raises.
+        DistStoreError: not all ranks arrived in time. If the store raises another class, such as torch's,
+            that class is used.
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")
@@ -154,15 +155,15 @@ def _missing_ranks(
         try:
             store.wait([f"{key_prefix}{_TRACING_GATE}"])
         except _store_errors():
-            # Rank 0 has not arrived either.
+            # Rank 0 has not arrived either, so it cannot name the missing ranks.
             return None
         return [f"[<check rank 0 ({decoder(0)}) for missing rank info>]"]
     missing: list[str] = []
     for other in range(1, world_size):
         if len(missing) >= _MAX_TRACE_MISSING_RANKS:
             break
-        # Wait only briefly after the first missing rank. A rank that arrives at all has arrived during the
-        # first wait.
+        # After the first missing rank, wait only briefly for each further rank, because the full wait for the
+        # first one gave all ranks enough time.
         patience = timedelta(milliseconds=1) if missing else timedelta(seconds=trace_timeout)
         try:
             store.wait([f"{key_prefix}{other}{_TRACE}"], patience)

@@ -185,8 +185,8 @@ def discard_empty_fault_file(error_file: str) -> None:
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """Return the number of log files that the agent keeps open while workers run. The time that this takes
-    does not depend on ``nproc``, which may be absurdly large.
+    """Return the number of log files that the agent keeps open while workers run. The run time of this
+    function does not depend on ``nproc``, which may be absurdly large.
     """
     if settings.log_dir == os.devnull:
         return 0

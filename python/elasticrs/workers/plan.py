@@ -21,8 +21,8 @@ class Plan(Record):
         ranks: ranks of this node's workers.
         master_addr: address of the workers' store.
         master_port: port of the workers' store.
-        port: keeps the port reserved during the attempt; ``None`` if this agent is not responsible for the
-            port.
+        port: object that keeps the port reserved during the attempt; ``None`` if this agent is not
+            responsible for the port.
         use_agent_store: true if an agent hosts the store; otherwise rank 0 does.
         variables: further variables for the environment of all workers.
         members: if the workers are members of a rendezvous, the names under which they register, by local

@@ -2,8 +2,9 @@
 
 If a free port were chosen and released again, another process could take it before it is used. So the port
 stays *bound* for the whole attempt, with SO_REUSEADDR but without listening. The kernel then does not assign
-it to another process as an ephemeral port, and rejects binding it without SO_REUSEADDR. Torch's TCPStore sets
-SO_REUSEADDR (both with libuv and in the older server), so it can bind the port and listen on it.
+the port to another process as an ephemeral port, and does not let any other process bind it without
+SO_REUSEADDR. Torch's TCPStore sets SO_REUSEADDR (both with libuv and in the older server), so it can bind the
+port and listen on it.
 """
 
 from __future__ import annotations

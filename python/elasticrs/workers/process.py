@@ -112,7 +112,7 @@ def last_lines(path: str, count: int) -> list[str]:
 
 
 def heartbeat_page() -> tuple[int, str]:
-    """Create a heartbeat page for a worker. Return its file descriptor, and the text with which the worker
-    finds the page.
+    """Create a heartbeat page for a worker. Return its file descriptor, and the value of the environment
+    variable through which the worker finds the page.
     """
     return _core.heartbeat_page()

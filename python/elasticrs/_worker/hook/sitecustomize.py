@@ -40,7 +40,7 @@ def _step_aside() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
     elif len(entries) == 1:
         os.environ.pop("PYTHONPATH", None)
-    else:  # The variable named this folder twice, so it was set but empty before.
+    else:  # Two entries with this folder mean that the variable was set but empty before.
         os.environ["PYTHONPATH"] = ""
 
 
@@ -167,7 +167,7 @@ def _install(path: str) -> None:
     def excepthook(kind: "type[BaseException]", error: BaseException, traceback: object) -> None:
         try:
             record(error, get_ident() == main and _is_end(sys._getframe()))
-        finally:  # A signal handler may have raised.
+        finally:  # Print the exception even if a signal handler raised.
             previous(kind, error, traceback)  # type: ignore[arg-type]
 
     def at_exit() -> None:

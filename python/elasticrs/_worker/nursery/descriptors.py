@@ -1,4 +1,4 @@
-"""File descriptors of a warm nursery while it imports modules. Loaded by ``nursery.py``."""
+"""Manages the file descriptors of a warm nursery while it imports modules. Loaded by ``nursery.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Captured:
     """Captures stdout and stderr until :meth:`end`.
 
     Args:
-        lowest: lowest descriptor that may be used for the original streams.
+        lowest: lowest file descriptor that may be used to keep the original streams.
     """
 
     def __init__(self, lowest: int) -> None:
@@ -23,7 +23,7 @@ class Captured:
             os.close(memory)
 
     def end(self) -> dict[int, bytes]:
-        """Restore the streams. Return what was printed, by descriptor."""
+        """Restore the streams. Return the captured output, by descriptor."""
         printed = {}
         for fd, kept in self._kept.items():
             (sys.stdout if fd == 1 else sys.stderr).flush()
@@ -34,7 +34,7 @@ class Captured:
 
 
 def reserve(limit: int) -> list[int]:
-    """Occupy all free descriptors below a limit, so that modules cannot open them, and return them."""
+    """Occupy all free descriptors below a limit, so that modules do not get them. Return the descriptors."""
     null = os.open(os.devnull, os.O_RDONLY)
     free = [fd for fd in range(3, limit) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
     for fd in free:

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
         dict[str, dict[str, str]],
         "list[Callable[[], None]] | None",
     ]
-    """Results of the imports: printed output, by file descriptor; changed environment variables, each with
-    its values before and after; the variables that the script had set when an OpenBLAS library was loaded, by
-    path of the library; and functions that reseed random number generators, or ``None`` if the generators
-    were not watched.
+    """Results of the imports, as four items. The first is the printed output, by file descriptor. The second
+    contains the changed environment variables, each with its values before and after. The third contains, by
+    path of each OpenBLAS library, the variables that the script had set when the library was loaded. The
+    fourth contains functions that reseed random number generators; it is ``None`` if the generators were not
+    watched.
     """
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -55,7 +56,7 @@ _CORE = "ELASTICRS_WARM_CORE"
 _START = "ELASTICRS_NURSERY_START"
 """Environment variable with the nursery's start parameters. ``nursery/launch.rs`` uses the same name."""
 _AGENT, _REPORT = (3, 4, 5), 6
-"""Descriptors that are connected to the agent, the socket first, and the descriptor of the report file.
+"""File descriptors that are connected to the agent (the first is a socket), and the report file's descriptor.
 ``nursery/launch.rs`` uses the same numbers.
 """
 _PID = "ELASTICRS_NURSERY_PID"
@@ -63,8 +64,8 @@ _PID = "ELASTICRS_NURSERY_PID"
 an import has executed in place of the nursery.
 """
 _SINCE = "ELASTICRS_WARM_SINCE"
-"""Environment variable with an offset in the report. The records of earlier nursery processes, which died
-while importing, start there.
+"""Environment variable with an offset in the report file. The records of earlier nursery processes, which
+died while importing, start at this offset.
 """
 
 _RESERVED = min(256, os.sysconf("SC_OPEN_MAX") // 2)
@@ -78,14 +79,14 @@ _RANK_ZERO = {
     "lightning_fabric.utilities.rank_zero": "RANK",
     "torchmetrics.utilities.prints": "LOCAL_RANK",
 }
-"""Modules that may read the rank at import, because each worker updates their ``rank_zero_only.rank``, with
-the environment variable that holds the rank.
+"""Modules that may read the rank at import, because each worker updates their ``rank_zero_only.rank``
+afterwards. The values are the environment variables that hold the rank.
 """
 
 _AT: list[str] = []
 """Name of the module that is being imported. Empty if no import is running."""
 
-_exit, _execv, _execve = os._exit, os.execv, os.execve  # Saved, because imports may patch `os`.
+_exit, _execv, _execve = os._exit, os.execv, os.execve  # Keep the originals, because imports may patch `os`.
 
 _AT_FIRST = frozenset(sys.modules)
 """Modules that the interpreter had imported before this file ran."""
@@ -101,8 +102,8 @@ def _report(**line: object) -> None:
 
 
 class _ProgramError(BaseException):
-    """Raised if a module tries to replace this process with another program, because that would run the
-    script.
+    """Raised if a module tries to replace this process with another program, because the new program could
+    run the script in place of the nursery.
     """
 
 
@@ -125,7 +126,7 @@ def _open_files() -> dict[int, str]:
 
     links = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # This is the descriptor of the listing itself.
+        with suppress(FileNotFoundError):  # `listdir` has closed its own descriptor.
             links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return links
 
@@ -156,7 +157,7 @@ def _name_of_function(finalizer: Any) -> object:
 
 
 def _mapped(name: str) -> set[str]:
-    """Return the memory-mapped files whose path contains this name."""
+    """Return the paths of the memory-mapped files that contain this name in their path."""
     with open("/proc/self/maps") as maps:
         return {line.split(maxsplit=5)[-1].rstrip() for line in maps if name in line}
 
@@ -177,7 +178,7 @@ def _standard_streams() -> list[Any]:
 
 
 def _settings(stream: Any) -> dict[str, object]:
-    stream.buffer.fileno()  # Raises if the stream is closed or detached.
+    stream.buffer.fileno()  # This call raises if the stream is closed or detached.
     return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
 
 
@@ -227,8 +228,8 @@ class _Surroundings:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
             except PermissionError:
-                # Accept the new nice value, which cannot be undone. Workers inherit it, and must not raise it
-                # again by importing the module themselves.
+                # Accept the new nice value, because it cannot be undone. Workers inherit it, so do not leave
+                # the module out: a worker that imports the module itself would raise the value once more.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -322,8 +323,8 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
 def _import(
     written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
 ) -> tuple[str, str | None] | None:
-    """Import a module. If it cannot be preloaded, return the reason, and the traceback if it raised;
-    otherwise return ``None``.
+    """Import a module. If it cannot be preloaded, return the reason, and the traceback if the import raised
+    an exception. Otherwise return ``None``.
     """
     import time
 
@@ -439,8 +440,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # Leave out all later steps as well. In the script, their imports run after this module has
-                # changed the environment, but the nursery cannot import this module.
+                # Leave out all later steps as well. In the script, this module changes the environment before
+                # the later imports, but the nursery cannot import this module.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]

@@ -30,7 +30,7 @@ def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int
     import gc
     import stat
 
-    if "triton._C.libtriton" in sys.modules:  # Otherwise triton warns about uncollected objects.
+    if "triton._C.libtriton" in sys.modules:  # Otherwise triton would warn about uncollected objects.
         return gc.unfreeze()
     for fd, link in open_files().items():
         # Files named `.fault` belong to the hook, and no Python file object writes to them.
@@ -53,7 +53,7 @@ def main_module() -> None:
 
 def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | None]]) -> None:
     """Set the worker's environment to ``entries``, then apply the changes of the imports. ``done`` contains
-    the values before and after the imports, by variable.
+    each changed variable with its values before and after the imports.
     """
     os.environ.clear()
     for entry in entries:
@@ -155,7 +155,7 @@ def blas(assigned: dict[str, dict[str, str]]) -> None:
 
 
 def output(printed: dict[int, bytes]) -> None:
-    """Print the output of the imports, as if this process had run them. ``printed`` contains it by
+    """Print the output of the imports, as if this process had run them. ``printed`` contains the output by
     descriptor.
     """
     for fd, said in printed.items():

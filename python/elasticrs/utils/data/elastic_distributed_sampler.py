@@ -21,7 +21,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
 
     Args:
         dataset: dataset of a fixed size.
-        num_replicas: number of ranks; ``None`` for that of the process group.
+        num_replicas: number of ranks; ``None`` for the size of the process group.
         rank: rank of the caller; ``None`` for its rank in the process group.
         start_index: index of the first item.
 

@@ -26,10 +26,10 @@ not import all of them when it runs (because of ``if``, ``try``, or a path that 
 that is not found is skipped silently.
 
 ``preload.folders`` are the folders that come first on the workers' path. They contain the user's own modules,
-such as a ``profile.py`` beside the script. A preloaded module must not import a module of the same name from
-elsewhere, as ``torch._dynamo`` imports the library's ``profile``, because in a worker that starts cold, both
-it and the script would get the user's module. So a module is left out if its import has loaded a module whose
-name also exists in these folders.
+such as a ``profile.py`` beside the script. In a worker that starts cold, every import of ``profile`` loads
+the user's module. But if ``torch._dynamo`` is preloaded, it imports the library's ``profile``, and the script
+would then get that module as well. So a module is left out if its import has loaded a module whose name also
+exists in these folders.
 
 ``preload.remarks`` are lines for the user, to be printed after ``warm: ``. If there are no modules, the
 workers start cold.

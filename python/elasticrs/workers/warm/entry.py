@@ -76,7 +76,7 @@ def _is_script(program: str) -> bool:
         with open(shutil.which(program) or program, "rb") as file:
             return file.read(4) != b"\x7fELF"
     except OSError:
-        return False  # A program that cannot be read cannot be started either.
+        return False  # The result does not matter, because such a program cannot be started either.
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:
@@ -204,8 +204,8 @@ def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
-    """Return these folders without duplicates, the interpreter's library and folders of installed
-    packages.
+    """Return the folders that may contain the user's own modules. Leave out duplicates, the interpreter's
+    library, and folders of installed packages.
     """
     library = os.path.dirname(os.__file__)
     return tuple(

@@ -127,7 +127,7 @@ def _of_source(entry: Entry) -> Preload:
     # Do not mention modules that are not installed, because the script may import them only optionally.
     late = [top for top in tops if entry.interpreter is not None or found_spec(top) is not None]
     if plan.unknown is not None and late:
-        late.sort(key=sys.stdlib_module_names.__contains__)  # Installed packages come first.
+        late.sort(key=sys.stdlib_module_names.__contains__)  # List the standard library's modules last.
         remarks.append(
             f"{plan.unknown} may change what later imports do, so each worker imports {_listed(late)} by "
             "itself; to preload them, import them before that line"
