@@ -119,8 +119,8 @@ class Warmed:
         """True if the nursery was killed because it exceeded its time limit."""
     @property
     def is_beside(self) -> bool:
-        """True for a second nursery that :meth:`Supervisor.import_beside` has started and that has not taken
-        over.
+        """True if the nursery was started by :meth:`Supervisor.import_beside` and has not replaced the first
+        nursery yet.
         """
 
 @final
@@ -397,8 +397,9 @@ class WorkersKilled:
     @property
     def reason(self) -> Literal["signal", "slow exit", "stalled exit"]:
         """``"signal"``: the workers did not exit within the grace period after a signal. ``"slow exit"``:
-        their exit after an uncaught exception made progress but was not complete at the end of the grace
-        period; they had been sent no signal before. ``"stalled exit"``: that exit made no progress.
+        after an uncaught exception, the workers were still exiting, with progress, at the end of the grace
+        period; they had been sent no signal before. ``"stalled exit"``: after an uncaught exception, the exit
+        of the workers made no progress.
         """
     @property
     def signal(self) -> int | None:
@@ -580,11 +581,12 @@ class LogStream:
 
 @final
 class WarmNursery:
-    """A nursery that is the workers' own program: it imports their modules and then forks them.
+    """A nursery that runs the workers' own program: it imports the workers' modules and then forks the
+    workers.
 
     Args:
-        process: the workers' arguments, and the common part of their environment. The nursery finds the value
-            to start with in ``ELASTICRS_NURSERY_START``, and passes it to :func:`warm_nursery_main` after its
+        process: the workers' arguments, and the common part of their environment. The nursery gets a start
+            value in ``ELASTICRS_NURSERY_START``. It passes that value to :func:`warm_nursery_main` after its
             imports.
         report_fd: file descriptor that the nursery gets as descriptor 6, for its report.
         limit: time limit for the imports, in seconds.
@@ -728,7 +730,7 @@ class Supervisor:
             SupervisorError: see the class.
         """
     def guard_connection(self, fd: int) -> None:
-        """Let the nursery hold a duplicate of this socket. It replaces the socket of an earlier call.
+        """Let the nursery hold a duplicate of this socket. A later call replaces the socket.
 
         If this process dies, the connection is closed only after the nursery has killed all workers and their
         descendants. If the nursery is lost, the nursery that replaces it holds the socket as well.
@@ -844,8 +846,8 @@ class Supervisor:
     def follow(self, streams: Sequence[LogStream]) -> None:
         """Copy the contents of these files to the console, as whole lines, until their group has ended."""
     def drain(self, timeout: float) -> list[LogStream]:
-        """Wait until the files of ended groups have been copied to the console. Return the files that have
-        not.
+        """Wait until the files of ended groups have been copied to the console, for at most ``timeout``
+        seconds. Return the files that have not been copied completely.
         """
     def close(self, keep_descendants: bool = False) -> None:
         """Kill the remaining processes (unless ``keep_descendants``), and stop the nursery and the runtime
@@ -937,7 +939,7 @@ class HealthServer:
             ValueError: the state is unknown, or ``status`` is not a JSON object.
         """
     def enter(self, activity: Activity) -> None:
-        """Record what the job spends its time on from now on.
+        """Record the current activity of the job. The time from now on counts as time for this activity.
 
         Raises:
             ValueError: the activity is unknown.
@@ -1345,8 +1347,8 @@ class CoordinationClient:
         """File descriptor that is readable while :meth:`take` has events."""
     @property
     def met(self) -> tuple[bytes, int] | None:
-        """Name of the store that was connected last, and the highest revision that was seen there; ``None``
-        before the first connection, and for etcd.
+        """Name of the store to which the client was last connected, and the highest revision that was seen
+        there. ``None`` before the first connection, and for etcd.
         """
     def take(self) -> list[StoreEvent]:
         """Return the events since the last call. The first event is :class:`Connected` or

@@ -1,4 +1,4 @@
-"""Record of a single attempt, and result of the whole job."""
+"""Classes for the record of one attempt and for the result of the whole job."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Records the time limit that a worker exceeded, which made the agent stop the worker. Exactly one of
-    ``timer``, ``hung`` and ``raised`` is set.
+    """Time limit that made the agent stop a worker. Exactly one of ``timer``, ``hung`` and ``raised`` is set.
 
     Args:
         seen_ns: time when the agent noticed that the limit was exceeded, in monotonic nanoseconds.
@@ -54,11 +53,11 @@ class Attempt(Record):
             are not included.
         met: last rendezvous of each worker that has exited, by local rank. Contains only workers that took
             part in a rendezvous and recorded it; see :mod:`elasticrs.workers.node_page`.
-        replaced_workers: workers that were replaced. Each is an attempt that contains only that worker.
+        replaced_workers: workers that were replaced, each as an attempt that contains only that worker.
         first_failure: local rank of the worker that failed first.
         raised: uncaught exception that each worker reported, by local rank.
-        expired: the exceeded time limit because of which the agent stopped a worker, by local rank: a timer,
-            a missed heartbeat deadline, or a slow exit.
+        expired: time limits that made the agent stop workers, by local rank: timers, heartbeat deadlines, or
+            ``--exit-timeout``.
         heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
         oom_kills: counters of the kernel's OOM killer at the start of the attempt.
         oom_kills_after: the same counters after the attempt failed.
@@ -157,8 +156,8 @@ class Attempt(Record):
         return f"{span} after {since}{phrases.phases(self.phases)}{how}"
 
     def why_expired(self, local_rank: int) -> str | None:
-        """Describe the time limit because of which the agent killed this worker. Return ``None`` if the
-        agent did not kill it.
+        """Describe the time limit that made the agent kill this worker. Return ``None`` if the agent did not
+        kill the worker.
         """
         event = self.expired.get(local_rank)
         if event is None:
@@ -175,7 +174,7 @@ class Attempt(Record):
         return hung(event.hung, self.global_ranks(), was_found_here=self.first_failure is not None)
 
     def is_slow_to_exit(self, local_rank: int) -> bool:
-        """Return true if a worker had raised an exception and was still exiting, with progress, when
+        """Return true if a worker raised an exception, and its exit was still making progress when
         ``--exit-timeout`` expired.
         """
         event = self.expired.get(local_rank)
@@ -213,7 +212,7 @@ class Attempt(Record):
             return began
         met = {local_rank: self.last_met(local_rank) for local_rank in began}
         taken: dict[int, int] = {}
-        # If two workers held the same rank, the one with the later round keeps it.
+        # If two workers held the same rank, it belongs to the worker with the later round.
         for local_rank, last in sorted(met.items(), key=lambda each: -each[1].round if each[1] else 0):
             rank = last.rank if last else began[local_rank]
             taken[-1 - local_rank if rank in taken else rank] = local_rank

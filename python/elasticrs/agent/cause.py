@@ -1,5 +1,5 @@
-"""Description of a job's first failure, which nodes send to each other. It is small enough for a record in
-the store.
+"""Description of a job's first failure, in the form in which it is sent to other nodes. It is small enough
+for a record in the store.
 
 The message is a JSON object that contains only the known fields. Imported only after a failure.
 """
@@ -30,8 +30,8 @@ class Cause(Value):
         rank: global rank of the worker; ``None`` if the workers could not be started.
         local_rank: local rank of the worker.
         pid: pid of the worker.
-        exitcode: exit code as in ``ProcessFailure``. It is ``None`` as well if the worker raised an exception
-            and was stopped while it was exiting.
+        exitcode: exit code as in ``ProcessFailure``; also ``None`` if the worker raised an exception and was
+            stopped while it was exiting.
         message: shortened traceback or other description of the failure.
         lines: last lines of the worker's stderr, shortened.
         ground: for a hung worker, why it was blamed among all workers that missed their deadline (see

@@ -53,7 +53,7 @@ class CheckpointRequests:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variable through which workers find the shared page, with its value."""
+        """Name and value of the environment variable through which workers find the shared page."""
         return {VARIABLE: self.page.variable}
 
     def ask(self) -> None:
@@ -70,7 +70,9 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Clear the readable state of ``fd``. The request itself is already recorded in the shared page."""
+        """Reset ``fd``, so that it is no longer readable. The request itself is already recorded in the
+        shared page.
+        """
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 
@@ -80,8 +82,8 @@ class CheckpointRequests:
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Report results of checkpoint requests to the user, in one line for all requests that the same save
-        served. Return the number of seconds until this method should be called again.
+        """Report results of checkpoint requests to the user. Requests that were fulfilled by the same save
+        share one line. Return the number of seconds until this method should be called again.
         """
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)

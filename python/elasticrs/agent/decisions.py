@@ -84,11 +84,11 @@ class Decisions(ABC):
         return []
 
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
-        """Set the attempt that the following events belong to."""
+        """Set the attempt to which all later events belong."""
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- subclasses use it
-        """Agree on ranks and addresses, and return the event that reports the result of the action
-        :class:`~elasticrs.agent.state_machine.Rendezvous`. If this agent hosts the workers' store, the
+        """Execute the action :class:`~elasticrs.agent.state_machine.Rendezvous`: agree on ranks and
+        addresses. Return the event that reports the result. If this agent hosts the workers' store, the
         supervisor serves it.
 
         Raises:

@@ -57,8 +57,8 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
 
 
 def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
-    """Return the path at which the directory ``path`` of a cgroup hierarchy can be accessed, through the
-    innermost mount that contains it.
+    """Return the path under which the cgroup directory ``path`` is mounted. If several mounts contain it, use
+    the innermost one. Return ``None`` if no mount contains it.
     """
     best = None
     best_root = ""
@@ -113,8 +113,8 @@ def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def read_counters(paths: Iterable[str]) -> dict[str, int]:
-    """Read the OOM kill counters in these files. ``read_counters(before)`` reads the counters of an earlier
-    result again, without a new search for the files.
+    """Read the OOM kill counters in these files. To read the files of an earlier result again, without
+    searching for them, pass that result as ``paths``.
     """
     counts = {}
     for path in paths:

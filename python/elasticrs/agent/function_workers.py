@@ -265,7 +265,8 @@ class KeptWorkers(FunctionWorkers):
         """Let the core's process group adopt the workers, and then let the workers run."""
         attempt = self._attempt
         if attempt is None or self._was_stopped:
-            # The next event will report that the process group has ended.
+            # A stop was requested, so do not adopt the workers. A later event will report the end of the
+            # process group.
             supervisor.unwatch_fd(kept.control)
             return
         try:
@@ -274,7 +275,7 @@ class KeptWorkers(FunctionWorkers):
                 return
             supervisor.unwatch_fd(kept.control)
             if not adopt(supervisor, pids, kept.statuses, self._pages):
-                return  # The group has already ended. The next event reports that.
+                return  # The group has already ended, as a later event will report.
         except (OSError, RuntimeError) as error:
             supervisor.unwatch_fd(kept.control)
             self._why_not_started = f"the workers could not be started: {error}"
@@ -308,7 +309,8 @@ class KeptWorkers(FunctionWorkers):
         if kept is None:
             self.leftovers = Leftovers()
         elif self._phase is _Phase.PREPARED:
-            # The core never received these workers, so no later event would finish the keeper.
+            # Finish the keeper now, because the core never received these workers and will report no event
+            # for them.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:

@@ -139,8 +139,8 @@ def stack(path: str, *, others: int = 0) -> str | None:
     """Return the first frames of the stack in a hang file: the stack of the thread that handled the signal,
     or of the main thread in a ``py-spy`` dump.
 
-    Return ``None`` if the file ``path`` contains no frames. The innermost frames of ``others`` further
-    threads are added, because those threads may delay the exit.
+    Return ``None`` if the file ``path`` contains no frames. Also include the innermost frames of up to
+    ``others`` further threads, because such a thread may delay the exit of the worker.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -191,5 +191,5 @@ def _frame(line: str) -> str:
 
 
 def seconds(span: float) -> str:
-    """Format a number of seconds for people."""
+    """Format a duration in seconds for display."""
     return f"{span:.2f} s" if span < 10 else f"{span:.1f} s" if span < 100 else f"{span:,.0f} s"

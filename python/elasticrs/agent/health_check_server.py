@@ -41,11 +41,11 @@ class HealthCheckServer:
             in torch.
 
     Attributes:
-        find_overdue: callback that is called in addition to ``alive_callback``, until :meth:`stop`. Returns
-            by how many seconds a report of progress is overdue, and the activity that should have reported
-            it. Not in torch.
-        supervisor: supervisor of the workers. Its thread must be alive as well for the process to count as
-            alive, until :meth:`stop`. Not in torch.
+        find_overdue: callback that is called in addition to ``alive_callback``, until :meth:`stop`. It
+            returns the number of seconds by which a progress report is overdue, and the activity that should
+            have sent the report. Not in torch.
+        supervisor: supervisor of the workers. Until :meth:`stop`, the process counts as alive only if the
+            supervisor's thread is alive as well. Not in torch.
     """
 
     def __init__(

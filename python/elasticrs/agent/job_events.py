@@ -75,7 +75,7 @@ class EventRecorder(Observer):
             self._plan, self._restarts = plan, action.restarts
             span = (time.monotonic() - self._meeting_since) * 1000
             self._record("RENDEZVOUS", EventSource.AGENT, duration_ms=span)
-            # The plan contains the ranks, so assigning them takes no extra time.
+            # Record a duration of 0, because the plan already contains the ranks.
             self._record("ASSIGN_WORKER_RANKS", EventSource.AGENT, duration_ms=0.0)
             self._record_watching(True)
 
@@ -110,7 +110,7 @@ class EventRecorder(Observer):
             self._failed = attempt, self._restarts
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """Record an expired timer, and the kill of its worker if there was one."""
+        """Record that a timer has expired and, if its worker was killed for that, also record the kill."""
         claim: dict[str, object] = {
             "worker_pid": str(timer.pid),
             "scope_id": timer.scope,
@@ -174,8 +174,8 @@ class EventRecorder(Observer):
         """
         self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
-            # As in torch, record that the watchdog stops before the ends of stopped workers, but after the
-            # ends of workers that finished.
+            # As in torch, the stop of the watchdog is recorded before the ends of the workers, unless the
+            # workers have succeeded.
             self._record_watching(False)
         reason = _reason(result, error)
         if reason is None and result.attempts:
@@ -278,7 +278,7 @@ class EventRecorder(Observer):
 
 
 class WatchdogRecorder(EventRecorder):
-    """Observer that records only watchdog events, for an agent whose hooks record the others."""
+    """Observer that records only watchdog events, for an agent whose hooks record all other events."""
 
     def acting(self, action: Action, plan: Plan | None) -> None:
         """Keep the plan of the attempt for later events, and record that the watchdog starts."""

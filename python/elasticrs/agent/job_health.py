@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MAX_EARLIER_FAILURES = 16
-"""Maximum number of failures before the last one that are listed in the status."""
+"""Maximum number of earlier failures that the status lists in addition to the last one."""
 
 
 class HealthObserver(Observer):
@@ -168,7 +168,7 @@ class HealthObserver(Observer):
         self._publish(self._workers_now(self._attempt))
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
-        """Publish why a worker was replaced, and the new workers."""
+        """Publish the reason why a worker was replaced, and the new list of workers."""
         self._native.restarted(_cause(failed))
         self._publish(self._workers_now(attempt))
 

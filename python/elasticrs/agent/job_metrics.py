@@ -89,8 +89,8 @@ class MetricRecorder(Observer):
         if not has_run:
             return
         if result.attempts:
-            # Include restarts caused by other nodes. If workers are replaced, only the last attempt counts
-            # them.
+            # Take the count of the last attempt, because it also includes replacements of workers, and
+            # restarts that other nodes have caused.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
         left, most = self._job.max_restarts - self._restarts, self._job.max_restarts

@@ -91,7 +91,7 @@ class MemberNodes(SeveralNodes):
 
     def fenced(self) -> list[machine.Action]:
         found = super().fenced()
-        # Stop the workers here as well, because the rendezvous may not know between two rounds that workers
+        # Stop the workers here as well, because between two rounds the rendezvous may not know that workers
         # are running.
         return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
 
@@ -135,11 +135,11 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """Record that training results may be incomplete, if the lost node took part in the last rendezvous
-        of the workers and training has ended.
+        """Record that results may be incomplete if a node was lost after the training, and its workers took
+        part in the last rendezvous of all workers.
 
-        The ranks of the lost workers are not assigned to other workers any more, so their work after the
-        training, such as saving, is not repeated.
+        After the training, no other workers take over the ranks of the lost workers. So nothing repeats the
+        work that the lost workers still had to do, such as saving.
         """
         before, world_size = self._begun, self._known_final_world_size()
         if not begun.after_loss or before is None or world_size is None:
@@ -152,8 +152,8 @@ class MemberNodes(SeveralNodes):
             )
 
     def _tell_round(self, begun: messages.Start) -> None:
-        """Print why a new round has started, if a worker on another node failed. If a worker on this node
-        failed, the line about its replacement contains the reason.
+        """Print why a new round has started, unless a worker on this node has failed. In that case, the line
+        about the replacement of the worker contains the reason.
         """
         why, self._why, self._first_word = self._why, "", None
         is_own, self._is_own = self._is_own, False
@@ -177,8 +177,8 @@ class MemberNodes(SeveralNodes):
     # --- decisions ---
 
     def _carry(self, *events: machine.Event) -> list[machine.Action]:
-        """Decide on events, and on the events with which the rendezvous reacts to these decisions. Return the
-        actions.
+        """Process events, and then the events with which the rendezvous responds. Return the actions for the
+        loop.
         """
         pending, found = deque(events), list[machine.Action]()
         while pending:

@@ -36,13 +36,15 @@ if TYPE_CHECKING:
 
 _FOR_WORKERS = frozenset(
     {
-        # Connection to the store: timeouts, and the time for which the store may be down.
+        # Settings of the connection to the store: timeouts, and how long the store may be down.
         *("connect_timeout", "store_lost_timeout", "store_grace"),
         *("keep_alive_interval", "keep_alive_max_attempt"),
-        # Connection of the worker to etcd. The path of the password file is passed on, never the password.
+        # Settings of a worker's connection to etcd. Workers get the path of the password file, never the
+        # password.
         *("protocol", "ca_cert", "cacert", "ssl_cert", "cert", "ssl_cert_key", "key"),
         *("user", "password_file", "etcd_prefix", "lease_ttl", "read_timeout"),
-        # Time limits for the rendezvous of workers, ports of their store, and the order of their ranks.
+        # Settings of the workers' rendezvous: its time limits, the ports of its store, and the order of
+        # ranks.
         *("join_timeout", "last_call_timeout", "restart_call_timeout", "worker_port_range", "order_hint"),
     }
 )

@@ -55,7 +55,8 @@ def make_observers(
 def make_observers_of_hooks(
     job: JobConfig, settings: ObserveSettings, say: Callable[[str], None], server: HealthCheckServer | None
 ) -> Sequence[Observer]:
-    """Return the observers of an agent whose hooks make the decisions, and record torch's events and metrics.
+    """Return the observers of an agent whose own hooks make the decisions and record torch's events and
+    metrics.
 
     ``server`` has already been started. A thread of the server answers for the agent, because hooks may block
     for a long time.

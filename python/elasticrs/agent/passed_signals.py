@@ -96,7 +96,7 @@ class PassedSignals:
     ) -> None:
         self._send, self._say = send, say
         self._can_take, self._now, self._has_own_proc = can_take, now, has_own_proc
-        # Time at which each signal was held first, by signal, local rank and pid.
+        # Time at which each signal was first held, by signal, local rank and pid.
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
@@ -129,7 +129,9 @@ class PassedSignals:
         return TICK if self._held else None
 
     def _deliver(self, workers: Mapping[int, int]) -> set[tuple[int, int, int]]:
-        """Deliver the held signals that workers can take. Return those of workers that have exited."""
+        """Deliver the held signals that workers can take. Return the signals that are held for workers that
+        have exited.
+        """
         ready: dict[int, list[int]] = {}
         gone = set()
         for key in self._held:

@@ -53,8 +53,8 @@ class SeveralNodes(Decisions):
         job: configuration of the job.
         rendezvous: rendezvous of the nodes.
         console: prints lines for the user.
-        planned: called with the plan of each round before its workers start, and with a function that opens
-            the store which the nodes of the round share. It may change the plan.
+        planned: function that may change the plan of each round before the workers start. Its arguments are
+            the plan, and a function that opens the store that the nodes of the round share.
         home: state that is kept if the agent runs several times.
 
     Attributes:

@@ -176,8 +176,8 @@ class SignalPipe:
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # If a SIGCONT arrives from now on, the kernel discards this SIGTSTP. Earlier SIGCONTs are in the
-            # pipe.
+            # A SIGCONT that arrives after this call makes the kernel discard the pending SIGTSTP. A SIGCONT
+            # that arrived earlier is in the pipe.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()
@@ -220,7 +220,8 @@ class SignalPipe:
         try:
             os.write(self._host_fd, received)
         except (BlockingIOError, BrokenPipeError):
-            # The pipe is full or closed. The interpreter itself drops the signal number in this case, too.
+            # Drop the signal number, because the pipe is full or closed. The interpreter does the same in
+            # this case.
             return
 
 
@@ -230,8 +231,9 @@ def _stop_unless_continued() -> None:
     try:
         _core.stop_unless_continued()
     except OSError:
-        # No process can be created for this, but the workers are already stopped. Send the signal to this
-        # thread, because a signal to the process may take effect only after this call has returned.
+        # The helper process could not be created. Stop this process anyway, because the workers are already
+        # stopped. Send the signal to this thread, because a signal to the process may take effect only after
+        # this call has returned.
         signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
 
 

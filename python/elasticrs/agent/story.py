@@ -151,8 +151,7 @@ class Story(Observer):
         charged = f"{used} of {self._job.max_restarts} restarts charged{self._node_changes()}"
         ending = f"{how} after {took}", f"; {charged}{logs}"
         if self._owns_process:
-            # Let the launcher print this line, because it adds the root cause and prints the line below the
-            # failure report.
+            # The launcher prints this line below the failure report, with the root cause added.
             result.ending = ending
         else:
             self._say("".join(ending))

@@ -308,7 +308,7 @@ class AttemptTracker:
 
     def _follow_workers(self) -> None:
         """Report that all workers are running, or that all their processes have exited. If a keeper is the
-        parent of the workers, this happens later than the core's event.
+        parent of the workers, this report comes later than the core's own event.
         """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
@@ -319,7 +319,7 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # If the group was started without workers, it adopts them later, so use the current time.
+        # A group that was started without workers has only just adopted them, so use the current time.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         if "imported" in attempt.stamps:
             # The nursery's report may arrive after the core has started the workers, so do not let the
@@ -390,7 +390,8 @@ class AttemptTracker:
         page, is_stopped = attempt.plan.page, "stopped" in attempt.stamps
         is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
         if self._replaces and (event.exitcode != 0 or is_early) and not is_stopped:
-            # No other worker is stopped for this failure, so no other event sets the first failure.
+            # Record the first failure here, because no other worker is stopped for it and so no other event
+            # reports it.
             attempt.first_failure = (
                 event.local_rank if attempt.first_failure is None else attempt.first_failure
             )

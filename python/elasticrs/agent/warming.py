@@ -39,9 +39,7 @@ _INTERVAL = 5.0
 """Seconds between two checks of the imported files while an attempt runs."""
 
 _SHARE = 50
-"""After a check of the imported files, the agent waits for at least this many times the duration of the
-check.
-"""
+"""Minimum pause after a check of the imported files, as a multiple of the duration of that check."""
 
 _SLOWER = 10
 """Factor by which the time limit for imports is extended in the background, where they get little CPU
@@ -251,8 +249,8 @@ def _why_cold(found: Report, event: Warmed, limit: float) -> str:
 
 
 def _check(known: Sources) -> tuple[Sources, Mapping[str, Stamp], float]:
-    """Check the imported files. Return ``known``, the changed files, and the duration of the check in
-    seconds.
+    """Check the imported files in ``known``. Return ``known`` itself, the changed files, and the duration of
+    the check in seconds.
     """
     begun = time.monotonic()
     return known, known.changes(), time.monotonic() - begun

@@ -49,7 +49,7 @@ def _bad_timer_file(path: str, error: OSError) -> str:
 
 
 def _enough(limit: float | None) -> float | None:
-    """Return a limit of at least one millisecond, because the agent does not check limits more often."""
+    """Raise a shorter limit to one millisecond, because the agent does not check limits more often."""
     return None if limit is None else max(0.001, limit)
 
 
@@ -58,8 +58,9 @@ class WorkerSetup(Value):
 
     Args:
         job: configuration of the job.
-        logs: creates the files of an attempt, from its name and from its workers' environment variables by
-            local rank. It adds the path of the error file to the variables.
+        logs: function that creates the files of an attempt. Its arguments are the name of the attempt, and
+            the environment variables of the workers by local rank. It adds the path of the error file to the
+            variables.
         prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
         environ: environment that all workers inherit.
         keep_ignored: signals that stay ignored in the workers.
@@ -150,8 +151,8 @@ class Workers(ABC):
     def return_values(self, attempt: Attempt) -> dict[int, object]:
         """Return the values that the workers of the last attempt returned, by global rank."""
 
-    # The following methods are for subclasses that have more than the core's processes, such as a keeper or
-    # return values.
+    # Subclasses override the following methods if they manage more than the processes that the core starts,
+    # for example a keeper or pipes for return values.
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- optional to override
         """Handle the start of all workers that the core starts."""
@@ -275,9 +276,9 @@ def prepare_replacement(
 
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:
-    """Return the environment variable with a worker's new member name in the rendezvous, and with the name of
-    the worker that it replaces, if any. With the old name, the other workers know that they need not wait
-    until the old worker's lease expires.
+    """Return the environment variable with a worker's new member name in the rendezvous. For a replacement,
+    the variable also contains the name of the replaced worker, so that the other workers need not wait until
+    the lease of that worker expires.
     """
     if plan.members is None:
         return {}

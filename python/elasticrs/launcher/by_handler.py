@@ -1,4 +1,4 @@
-"""Run jobs from the command line whose rendezvous handler is polled.
+"""Run command-line jobs with a rendezvous handler that must be polled.
 
 Such a handler comes from a package (``--rdzv-backend`` is the name of an entry point, or of a handler that a
 program has registered), or is ``c10d`` with ``store_type=file``. The agent uses torch's polling loop with the

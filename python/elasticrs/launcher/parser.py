@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OLD_LAUNCHERS = "use_env"
-"""Option that exists in torch only in the launcher that was used before torchrun."""
+"""Option of torch's older launcher (``torch.distributed.launch``), which torchrun does not have."""
 
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return an argparse parser with all options, spelled with dashes and with underscores. ``PET_*``
     variables set the defaults.
 
-    As in torch, options that torchrun stores as text accept any text. Their values are checked when the
-    namespace is used; a wrong value raises an exception then.
+    As in torch, options that torchrun stores as text accept any text. Their values are checked only when the
+    namespace is used. An invalid value raises an exception at that point.
     """
     parser = argparse.ArgumentParser(prog="elasticrun")
     for option in OPTIONS:

@@ -92,7 +92,7 @@ def start_processes(
     filters = (duplicate_stdout_filters, duplicate_stderr_filters)
     context: PContext | None = None
     try:
-        # Exceptions because of signals that arrive inside this block are raised at its end.
+        # If a signal arrives inside this block, its exception is raised at the end of the block.
         with interrupts.held():
             if isinstance(entrypoint, str):
                 context = api.SubprocessContext(name, entrypoint, args, envs, *logs, numa_options, *filters)

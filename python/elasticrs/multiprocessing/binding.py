@@ -1,4 +1,4 @@
-"""CPUs that workers are bound to, from the options of the Python API."""
+"""Choose the CPUs that workers are bound to, from the options of the Python API."""
 
 from __future__ import annotations
 

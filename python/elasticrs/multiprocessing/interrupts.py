@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _waits: list[Callable[[], None]] = []
-"""Functions that interrupt the current wait of the main thread. There are several if a signal handler waits
-as well.
+"""Functions that interrupt the current wait of the main thread. There are several if a signal handler
+interrupts one wait and then waits itself.
 """
 
 _holds: list[bool] = []
@@ -112,7 +112,7 @@ def _block(blocks: list[_T], block: _T, *, is_wait: bool) -> Iterator[None]:
 
 
 class CaughtSignals:
-    """Signal handlers that several users have installed. A previous handler is restored when the last user
+    """Signal handlers that several contexts share. The previous handler is restored when the last context
     releases the signal, and in forked children. Use this only in the main thread.
     """
 
@@ -142,7 +142,8 @@ class CaughtSignals:
         """
         for signum in signums:
             if signum not in self._users:
-                # The signal was caught by a user in the process from which this process was forked.
+                # The signal was caught before this process was forked, and the fork has restored the previous
+                # handler.
                 continue
             self._users[signum] -= 1
             if self._users[signum] == 0:

@@ -12,8 +12,9 @@ interpreter that has imported the modules that multiprocessing would preload.
 - **KEEP-1** The keeper has a single thread, so its forks copy no lock that another thread holds.
 - **KEEP-2** The keeper imports nothing between its own fork and the forks of the workers. It uses the core
   only to classify processes that it may have to kill, and only after those forks.
-- **KEEP-3** Workers are killed when the keeper dies (PDEATHSIG, which depends on the keeper's only thread and
-  so cannot take effect too early). The keeper kills all workers when the program dies or requests it.
+- **KEEP-3** Workers are killed when the keeper dies, through PDEATHSIG. The kernel sends this signal as soon
+  as the thread that forked the workers exits, but the keeper has no other thread that could outlive it. The
+  keeper kills all workers when the program dies or requests it.
 - **KEEP-4** A worker starts to run only after the core has started to monitor it.
 """
 
@@ -184,7 +185,9 @@ def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], g
 
 
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
-    """Report the exit statuses of the workers. Return the value in the program's first message."""
+    """Report the exit statuses of the workers until the program sends a message, and return the value in that
+    message.
+    """
     poll = select.poll()
     running = {os.pidfd_open(pid): pid for pid in statuses}
     for fd in (control, parent_pidfd, *running):
@@ -231,8 +234,8 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
         left = deadline - time.monotonic()
         if left <= 0:
             return True
-        # Wait for any single child, because all of them have to exit. When a child exits, its own children
-        # become children of this process. The list may be incomplete while processes exit.
+        # It is enough to wait for one child at a time, because all of them have to exit. When a child exits,
+        # its own children become children of this process. The list may be incomplete while processes exit.
         pidfds = [os.pidfd_open(pid) for pid in _core.children()[:1]]
         try:
             poll = select.poll()

@@ -68,7 +68,7 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
 
 
 def _regular(error_file: str) -> str:
-    # Ignore devices, because they cannot be read and no file can be created beside them.
+    # Ignore the path of a device, because an error file can be neither read from it nor created beside it.
     return error_file if error_file and may_be_replaced(error_file) else ""
 
 

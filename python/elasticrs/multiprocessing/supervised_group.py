@@ -101,8 +101,8 @@ class SupervisedGroup:
             raise not_started(text, self._failure.errno)
 
     def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
-        """Adopt processes that another process has started, and that wait until they are allowed to run. To
-        be called after :meth:`start`.
+        """Adopt processes that another process has started. They must not have been allowed to run yet. To be
+        called after :meth:`start`.
 
         Args:
             pids: pids by local rank.

@@ -4,7 +4,7 @@ the same as in torch.
 The core prints the output of an agent's workers. This module is for programs that use :class:`TailLog`
 themselves, and for a ``sys.stdout`` without a file descriptor (in a notebook). Differences from torch: one
 thread copies all files, only whole lines are copied, the last line always ends with a newline, and stopping
-does not wait after the producer has finished.
+does not wait for another interval once the producer has finished.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class TailLog:
         self._finished = Event()
         self._future: Future[None] | None = None
         self._stopped = False
-        # The pool does not create its thread before the first task.
+        # The pool creates its thread only when the first task is submitted.
         self._threadpool = (
             ThreadPoolExecutor(1, thread_name_prefix=f"{type(self).__qualname__}_{name}")
             if self._log_files
@@ -215,8 +215,8 @@ class TailLog:
 
 
 def replaced_streams() -> dict[int, TextIO]:
-    """Return ``sys.stdout`` with the key 1 and ``sys.stderr`` with the key 2, but only those that do not
-    write to file descriptors 1 and 2.
+    """Return ``sys.stdout`` with the key 1, and ``sys.stderr`` with the key 2. Leave out a stream that writes
+    to the file descriptor with the same number as its key.
     """
     found = {1: sys.stdout, 2: sys.stderr}
     return {fd: stream for fd, stream in found.items() if stream is not None and _descriptor_of(stream) != fd}

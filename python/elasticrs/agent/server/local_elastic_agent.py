@@ -75,7 +75,7 @@ TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = defaults.UNINTERRUPTIBLE_STATE_VARI
 _log = logging.getLogger("elasticrs.agent")
 
 _OWN_START = start_processes
-"""Original function, to detect whether a program has replaced it. If it was replaced, torch's polling loop is
+"""The original function, for detecting whether a program has replaced it. If so, torch's polling loop is
 used.
 """
 
@@ -343,7 +343,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         overdue = self._sleepers.look(pcontext.pids())
         if not overdue:
             return RunResult(WorkerState.HEALTHY)
-        # Allow no restart, because such a process may hold kernel resources that its replacement would need.
+        # Allow no restart, because a process in uninterruptible sleep may hold kernel resources that its
+        # replacement would need.
         self._remaining_restarts = 0
         _log.error(
             "%s; no restart follows", phrases.asleep(overdue, self._local.uninterruptible_state_timeout)
@@ -358,7 +359,9 @@ _HOOKS = (
     *("_restart_workers", "_shutdown", "_start_workers", "_stop_workers", "record_duration"),
 )
 _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
-"""Original hooks, to detect whether a subclass, the class or an object has replaced any of them."""
+"""The original hooks, for detecting whether any of them was replaced in a subclass, in the class or in an
+object.
+"""
 
 
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:

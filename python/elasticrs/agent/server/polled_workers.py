@@ -87,7 +87,8 @@ class PolledWorkers:
             try:
                 tracker.start(tracker.begin(action, plan))
             except BaseException:
-                # No event will report that the attempt has ended.
+                # Record the end of the attempt here, because no event follows a failed call of
+                # `tracker.start`.
                 self._ended = machine.GroupEnded("failed")
                 self._release_plan()
                 raise

@@ -1,8 +1,8 @@
-"""Tracks the current activity of an agent whose hooks decide, and the time limit for it to report progress.
+"""Tracks the current activity of an agent whose hooks decide, and the deadline for its next progress report.
 
 The agent's thread writes this state, and its health check server reads it. A running hook cannot be queried
-for its progress. Only the time of its call is known, and how long the hook may block. Activities that may
-wait without limit, such as a rendezvous, have no deadline.
+for its progress. Only the start of the call and the maximum time for which the hook may block are known.
+Activities that may wait without limit, such as a rendezvous, have no deadline.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Progress:
             self.tell(place.allowance)
 
     def overdue(self) -> tuple[float, str | None]:
-        """Return by how many seconds a report of progress is overdue (0 if it is not), and the name of the
-        activity. May be called from any thread.
+        """Return the number of seconds by which a progress report is overdue (0 if it is not), and the name
+        of the current activity. May be called from any thread.
         """
         place = self._place
         if place is None:
@@ -80,6 +80,6 @@ class Place(Record):
         progress._place = self
 
     def __exit__(self, *_error: object) -> None:
-        # Set the outer activity even if a signal left an inner activity without calling its `__exit__`.
+        # Restore the outer activity, even if a signal has prevented the `__exit__` of an inner activity.
         self._progress._place = self._outer
         self._progress.renew()

@@ -129,7 +129,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop all workers. If the hook has a parameter ``is_restart``, as in torch 2.5, it also gets that
+        """Stop all workers. A hook with a parameter ``is_restart``, as in torch 2.5, is also passed that
         argument.
         """
 
@@ -242,7 +242,8 @@ class SimpleElasticAgent(ElasticAgent):
                 if not is_kind(error, RendezvousError):
                     self._tell_failure(error)
                 raise
-            # Torch's agent returns `None` in this case, but torch's own launcher cannot handle that.
+            # Return a result, although torch's agent returns `None` after a graceful exit, because torch's
+            # own launcher cannot handle `None`.
             _log.info("%s", error)
             self._worker_group.state = WorkerState.SUCCEEDED
             return RunResult(WorkerState.SUCCEEDED)
@@ -349,8 +350,8 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # Check only handlers with `set_succeeded`, because other handlers, such as torch's, also report
-            # new nodes here, which are no reason to restart.
+            # Watch only handlers with `set_succeeded`. The `num_nodes_waiting` of other handlers, such as
+            # torch's, also counts new nodes, which are no reason to restart.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
             # As in torch, ignore the error, because the work is done and the node that hosted the store may
@@ -413,8 +414,8 @@ class SimpleElasticAgent(ElasticAgent):
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
             # The worker was stopped because other workers failed.
             return "TERMINATED"
-        # A missing return value does not mean that the worker is unknown, because programs return no values
-        # and a subclass may return none.
+        # If there are no return values at all, the worker may still be known, because programs return no
+        # values and a subclass may leave them out.
         if has_failed or worker.global_rank in result.return_values or not result.return_values:
             return result.state.value
         raise ValueError(f"Unknown worker: {worker.global_rank}")

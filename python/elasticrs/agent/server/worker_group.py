@@ -206,7 +206,7 @@ class WorkerGroup:
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
 
     def plan(self) -> Plan:
-        """Return the plan that follows from the hooks' rendezvous. Not in torch.
+        """Build the plan of an attempt from the result of the hooks' rendezvous. Not in torch.
 
         Raises:
             RuntimeError: there has been no rendezvous.

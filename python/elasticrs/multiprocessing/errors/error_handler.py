@@ -155,7 +155,8 @@ class ErrorHandler:
         """If a file exists at the path of a new error file, log its contents and remove it. Do not remove a
         file that is not a regular file.
 
-        Such a file exists if a child of the worker has failed first, because children inherit the variable.
+        Such a file exists if a child of the worker has failed first, because children inherit
+        ``TORCHELASTIC_ERROR_FILE``.
         """
         from elasticrs._worker.error_file import may_be_replaced
 

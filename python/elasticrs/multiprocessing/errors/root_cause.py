@@ -33,7 +33,7 @@ _LOST_PEER = (
     *("connection closed", "connection reset", "connection aborted", "connection was closed", "broken pipe"),
     *("socket closed", "failed to recv, got 0 bytes", "remote process exited", "connectionreseterror"),
 )
-"""Phrases that gloo, NCCL, torch's stores and Python use to report that the peer has closed a connection."""
+"""Phrases with which gloo, NCCL, torch's stores and Python report that a peer has closed a connection."""
 
 
 def failed_ns(failure: ProcessFailure) -> int | None:
