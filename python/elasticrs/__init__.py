@@ -54,6 +54,5 @@ def lazy(
 
 
 def __getattr__(name: str) -> Any:
-    # Import submodules lazily, so that the command line starts fast, and so do workers that only use
-    # `record`.
+    # Import submodules lazily, so that the command line, and workers that only use `record`, start fast.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

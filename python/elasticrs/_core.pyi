@@ -1514,5 +1514,6 @@ def warm_nursery_main(start: str) -> tuple[list[bytes], list[bytes]]:
     """Run a nursery in this process. Its workers are forks of this process, which must have only one thread.
 
     Returns:
-        Returns only in a worker: its arguments, and its environment as ``NAME=value`` strings.
+        The worker's arguments, and its environment as ``NAME=value`` strings. This function returns only in a
+        worker.
     """

@@ -65,7 +65,8 @@ _ANY_PORT = "localhost:0"
 
 def __getattr__(name: str) -> object:
     if name == "metadata":
-        # Some programs patch `metadata.entry_points`, which finds the classes for `--logs-specs`.
+        # Provide `metadata`, because some programs patch `metadata.entry_points`, which finds the classes for
+        # `--logs-specs`.
         return importlib.import_module("importlib.metadata")
     return lazy(__name__, name, _HOMES)
 

@@ -1,5 +1,5 @@
-"""Interface through which the agent's loop gets its decisions. One implementation is for jobs on a single
-node, the others are for jobs on several nodes.
+"""Interface through which the agent's loop gets its decisions. There are implementations for jobs on a single
+node and for jobs on several nodes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Decisions(ABC):
         return SAFETY_TICK
 
     def look_around(self) -> list[machine.Action]:
-        """Return the actions that are due because time has passed."""
+        """Return the actions that have become due since the last call, without an event."""
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- subclasses use it

@@ -125,8 +125,8 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
     if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
-        # The job recovered from the failures on this node, and ended in a round in which this node did not
-        # take part. Leave these failures out.
+        # Leave out the failures on this node, because the job recovered from them, and ended in a later round
+        # without this node.
         failed = {}
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
         # No worker caused the failure: the job failed for the reason in `result.message`, and the agent then

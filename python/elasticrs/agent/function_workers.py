@@ -247,8 +247,8 @@ class KeptWorkers(FunctionWorkers):
             supervisor.watch_fd(self._kept.control)
 
     def fd_ready(self, supervisor: Supervisor, fd: int) -> None:
-        """Handle a readable file descriptor of the keeper, because the keeper has started the workers or has
-        exited; see the base class.
+        """Handle a readable file descriptor: the keeper has started the workers or has exited, or a return
+        value has arrived. See the base class.
         """
         kept = self._kept
         if kept is None:

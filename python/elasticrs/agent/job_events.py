@@ -104,7 +104,7 @@ class EventRecorder(Observer):
         self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Keep a failed attempt, to record it later, when that no longer delays the restart."""
+        """Keep a failed attempt, to record it when that no longer delays the restart."""
         self._meeting_since = time.monotonic()
         if outcome in ("failed", "lost"):
             self._failed = attempt, self._restarts

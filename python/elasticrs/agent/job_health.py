@@ -97,8 +97,8 @@ class HealthObserver(Observer):
         return True
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Publish the end of a rendezvous or a hang on another node, and record whether a restart is charged
-        to the restart budget.
+        """Publish that a rendezvous has ended or that a worker on another node hangs. Record whether a
+        restart is charged to the restart budget.
         """
         if isinstance(action, Start):
             self._native.enter("starting" if self._attempt is None else "restarting")
@@ -113,7 +113,7 @@ class HealthObserver(Observer):
             self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
     def not_started(self) -> None:
-        """Publish that the workers are stopped, because their start failed."""
+        """After a failed start, publish that the workers are stopped."""
         self._native.files_ended()
         self._enter_state("STOPPED")
 

@@ -181,7 +181,7 @@ class SeveralNodes(Decisions):
             why = event.message.removeprefix(f"{phrases.NOT_STARTED}: ")
             return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
-            # The next event reports how the group ended.
+            # Wait for the later event that reports how the group ended.
             self._first_failure = event.local_rank
             return []
         if isinstance(event, machine.WorkerExited):
@@ -235,7 +235,7 @@ class SeveralNodes(Decisions):
         from elasticrs.agent.own_cause import own_cause
 
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
-        # Workers have not failed if they were stopped because a worker hung in the kernel.
+        # If the workers were stopped because one of them hung in the kernel, they have not failed.
         is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
         if is_failure or self._first_failure is not None or attempt.expired:
             cause = own_cause(attempt, self._place(), self._clock(), self._first_word)

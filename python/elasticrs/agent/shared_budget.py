@@ -1,9 +1,9 @@
 """State machine, as a pure function, of an agent whose workers keep running when workers on other nodes fail.
 
 The agents are members of their own rendezvous (:mod:`elasticrs.rendezvous.elastic.machine`), which is
-separate from the workers' rendezvous. Its rounds keep account of the restart budget: a failure ends a round,
-and the leader charges the budget and starts the next round. No worker is stopped for this. Invariants, each
-tested by a property test:
+separate from the workers' rendezvous. The rounds of the agents' rendezvous keep account of the restart
+budget: a failure ends a round, and the leader charges the budget and starts the next round. No worker is
+stopped for this. Invariants, each tested by a property test:
 
 - **SHARE-1** A replacement is started only after all processes of the failed worker have exited and the
   restart has been charged, either by a round that started after the failure, or together with an earlier

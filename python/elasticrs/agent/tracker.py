@@ -210,7 +210,7 @@ class AttemptTracker:
         self.events.append(machine.ReplaceFailed(local_rank))
 
     def stop(self, action: machine.Stop) -> None:
-        """Send the workers of the running attempt the stop signal."""
+        """Send the stop signal to the workers of the running attempt."""
         if self.attempt is not None:
             self.attempt.stamps.setdefault("stopped", time.monotonic_ns())
         policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
@@ -240,8 +240,8 @@ class AttemptTracker:
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
 
     def drain(self) -> None:
-        """Wait for a limited time until the console has accepted all output, and handle the supervisor's last
-        events.
+        """Wait until the console has accepted all output, for at most :data:`DRAIN_TIMEOUT` seconds. Then
+        handle the supervisor's last events.
         """
         left = self.supervisor.drain(DRAIN_TIMEOUT)
         if left:
@@ -249,8 +249,8 @@ class AttemptTracker:
             self._console.say(
                 f"the console did not accept all output within {DRAIN_TIMEOUT:g} s; see {files}"
             )
-        # Check for events again, because problems with log files are often found when the files are read for
-        # the last time.
+        # Check for events again, because problems with log files often appear only when the files are read
+        # for the last time.
         self._hear_out()
 
     def _hear_out(self) -> None:
@@ -517,8 +517,8 @@ class AttemptTracker:
 
 
 def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
-    """Call torch's hook ``log_debug_info_for_expired_timers``, as torch's timer server does, because programs
-    replace it with their own function.
+    """Call torch's hook ``log_debug_info_for_expired_timers``, as torch's timer server does. Programs may
+    have replaced the hook with their own function.
     """
     from elasticrs.timer import file_based_local_timer as timers
 

@@ -197,7 +197,7 @@ class Warming:
         self._due = time.monotonic() + _INTERVAL
 
     def _look(self, look: Callable[[], _T]) -> _T | None:
-        """Return the result of a check of files, or ``None`` if the check takes too long."""
+        """Return the result of a file check, or ``None`` if this check or an earlier one takes too long."""
         if any(not self._has_ended(earlier) for earlier in (self._looking, self._checking)):
             return None
         if self._looking is not None:

@@ -85,7 +85,7 @@ class WorkerSetup(Value):
 
 
 class Leftovers(Value):
-    """Facts about the end of workers that the core cannot report.
+    """Facts that the core cannot report about the end of the workers.
 
     Args:
         ended: pid and name of the first few leftover processes that had to be killed and that the core had
@@ -138,12 +138,14 @@ class Workers(ABC):
 
     @abstractmethod
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
-        """Return the processes of an attempt by local rank, with these files and these complete
-        environments.
+        """Return the processes to start for an attempt, in the order of local ranks. ``environments``
+        contains the complete environment of each process.
         """
 
     def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> _core.ProcessSpec:
-        """Return the process that replaces a worker, with its complete environment."""
+        """Return the process to start as the replacement for a worker. ``environ`` is its complete
+        environment.
+        """
         (process,) = self.specs(paths, {local_rank: environ})
         return process
 
@@ -164,7 +166,7 @@ class Workers(ABC):
         """Handle a readable file descriptor that belongs to this object."""
 
     def stop(self) -> None:  # noqa: B027 -- optional to override
-        """Handle a stop of the workers. The core already knows about the stop."""
+        """Handle a request to stop the workers, which the core has already received."""
 
     def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- optional to override
         """Handle the end of the attempt, after all processes that the core started have exited or their start

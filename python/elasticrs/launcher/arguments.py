@@ -193,7 +193,7 @@ def _observe(
         args.event_log_handler,
         os.path.basename(command[0]),
         "c10d" if meeting.rendezvous is None else meeting.rendezvous.backend,
-        # A command-line job can receive metrics only through this file; see `elasticrs.metrics`.
+        # Metrics of a command-line job are recorded only if `static_init.py` exists; see `elasticrs.metrics`.
         has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
         health_port=_health_port(args, environ, notices),
         health_host=args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK,

@@ -285,8 +285,8 @@ class RunProcsResult:
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- signal handler's signature
-    """Raise :class:`SignalException` as soon as that cannot lose an event. If the program is already cleaning
-    up after such an exception, speed up the clean-up instead.
+    """Raise :class:`SignalException`, but not at a moment when that would cause an event to be lost. If the
+    program is already cleaning up after such an exception, speed up the clean-up instead.
     """
     if _clean_ups:
         hurry, requests = _clean_ups[-1]

@@ -6,7 +6,7 @@ ready, and another component starts the process.
 
 A child gets a pipe with multiprocessing's preparation data, a memory file with the pickled function and its
 arguments, and a pipe for the return value. This process keeps its end of the first pipe open, because the
-child watches it, and reads the return value while the function runs.
+child watches that pipe. This process also reads the return value while the function runs.
 """
 
 from __future__ import annotations

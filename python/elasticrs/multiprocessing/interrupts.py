@@ -2,8 +2,8 @@
 
 If a handler raised an exception while an event is being handled, the event would be lost. So while the main
 thread waits for events (:func:`waiting`), the actions of handlers are deferred until the event has been
-recorded. While something is started or closed (:func:`held`), they are deferred until the block waits for
-events or ends. Forked children start without deferred actions.
+recorded. In a block that starts or closes something (:func:`held`), they are deferred until the block waits
+for events or ends. Forked children start without deferred actions.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call a function now, or as soon as an exception in the function cannot lose an event. For use in signal
-    handlers.
+    """Call a function that may raise an exception. The call is deferred while such an exception could cause
+    an event to be lost. For use in signal handlers.
     """
     _kept.append(call)
     if _waits:
@@ -56,7 +56,9 @@ def when_safe(call: Callable[[], object]) -> None:
 
 
 def raise_when_safe(error: BaseException) -> None:
-    """Raise an exception now, or as soon as that cannot lose an event. For use in signal handlers."""
+    """Raise an exception. This is deferred while the exception could cause an event to be lost. For use in
+    signal handlers.
+    """
 
     def raise_it() -> None:
         raise error
@@ -91,8 +93,8 @@ def waiting(end: Callable[[], None]) -> Iterator[None]:
 
 
 def held() -> AbstractContextManager[None]:
-    """Defer the actions of signal handlers until the block ends, or until this thread waits for events in
-    it.
+    """Defer the actions of signal handlers until the block ends, or until this thread waits for events inside
+    the block.
     """
     return _block(_holds, True, is_wait=False)
 

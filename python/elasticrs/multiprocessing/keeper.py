@@ -12,9 +12,9 @@ interpreter that has imported the modules that multiprocessing would preload.
 - **KEEP-1** The keeper has a single thread, so its forks copy no lock that another thread holds.
 - **KEEP-2** The keeper imports nothing between its own fork and the forks of the workers. It uses the core
   only to classify processes that it may have to kill, and only after those forks.
-- **KEEP-3** Workers are killed when the keeper dies, through PDEATHSIG. The kernel sends this signal as soon
-  as the thread that forked the workers exits, but the keeper has no other thread that could outlive it. The
-  keeper kills all workers when the program dies or requests it.
+- **KEEP-3** Workers are killed when the keeper dies, through PDEATHSIG. The kernel sends this signal when the
+  thread that forked the workers exits. The keeper has only that thread, so this happens only when the keeper
+  dies. The keeper kills all workers when the program dies or requests it.
 - **KEEP-4** A worker starts to run only after the core has started to monitor it.
 """
 
@@ -195,7 +195,7 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
     ended: set[int] = set()
     while True:
         # If a debugger traces a worker that has exited, poll for its exit status. The debugger receives the
-        # status first, and there is no event when the debugger releases it.
+        # status first, and there is no event when the debugger releases the worker.
         ready = {fd for fd, _ in poll.poll(1000 * _LOOK_AT_TRACED if ended else None)}
         for fd in ready & running.keys():
             ended.add(running.pop(fd))
@@ -370,7 +370,7 @@ def main(plan_fd: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, IMPORT_NO_MORE)
     if os.getppid() != arguments[-1]:
         return
-    # Set the same arguments as in the workers, which may import the main module again.
+    # Set `sys.argv` as in the workers, because this process imports the main module as the workers do.
     sys.argv[:] = argv
     current: Any = multiprocessing_process.current_process()
     for name in preload:

@@ -1,4 +1,5 @@
-"""Support for ``--logs-specs NAME``, which names a user's class that chooses the workers' log files.
+"""Support for ``--logs-specs NAME``. This option selects a user's class, which chooses the workers' log
+files.
 
 Packages register such classes in the entry point groups ``elasticrs.logs_specs`` and ``torchrun.logs_specs``.
 The first group takes precedence. The name ``default`` stands for :class:`DefaultLogsSpecs`.

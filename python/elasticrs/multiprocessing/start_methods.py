@@ -410,7 +410,8 @@ class Fork(Kept):
     """
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        # This pipe is closed when the program exits. `multiprocessing.parent_process()` relies on it.
+        # The pipe is closed when the program exits. `multiprocessing.parent_process()` in the workers relies
+        # on that.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:

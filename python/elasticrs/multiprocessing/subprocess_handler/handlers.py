@@ -26,4 +26,4 @@ def get_subprocess_handler(
 
 
 _OWN = get_subprocess_handler
-"""Original function, to detect whether a program has replaced it."""
+"""The original function, for detecting whether a program has replaced it."""
