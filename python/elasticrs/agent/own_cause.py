@@ -71,7 +71,7 @@ def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) ->
 
 
 def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None = None) -> Cause | None:
-    """Describe the first failure on this node in full. Return ``None`` if its workers only exited because
+    """Describe the first failure on this node in full. Return ``None`` if the workers exited only because
     they were stopped.
 
     Workers that were killed because their nursery exited count as failed.

@@ -98,7 +98,7 @@ class Pace:
         self._next = 0.0
 
     def look(self) -> None:
-        """Check for slow workers, if the time for the next check has come."""
+        """Check for slow workers if the next check is due."""
         now = time.monotonic()
         if now < self._next:
             return

@@ -1,4 +1,4 @@
-"""Detect workers in uninterruptible sleep: state ``D`` in ``/proc``, in which a process cannot be killed.
+"""Detect workers in uninterruptible sleep. A process in this state (``D`` in ``/proc``) cannot be killed.
 
 A worker stays in this state while it waits for a device or a file system that does not respond. It holds
 resources that any replacement on this node would need, so the job fails and is not restarted. Torch treats

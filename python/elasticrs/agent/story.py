@@ -29,8 +29,8 @@ _QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 
 def is_talkative(level: str) -> bool:
-    """Return true if the user wants to see lines about a job without problems. ``level`` is a log level as a
-    name or a number, as in :mod:`logging`. If ``LOGLEVEL`` is not set, these lines are shown.
+    """Return true if the user wants progress lines even for a job without problems. ``level`` is a log level
+    as a name or a number, as in :mod:`logging`. If ``LOGLEVEL`` is not set, these lines are shown.
     """
     if level.isdecimal():
         return int(level) <= 20

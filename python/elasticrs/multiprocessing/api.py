@@ -330,8 +330,8 @@ _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
 
 @contextmanager
 def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
-    """Return a context manager for closing a context. If the block handles a :class:`SignalException`, a
-    further stop signal calls ``hurry`` instead of raising an exception again.
+    """Return a context manager for the code that closes a :class:`PContext`. If a :class:`SignalException` is
+    already being handled, a further stop signal calls ``hurry`` instead of raising another exception.
     """
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, SignalException):

@@ -127,7 +127,7 @@ class _SupervisedContext(PContext):
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """Stop all processes; see the base class. While a :class:`SignalException` is handled, a second stop
-        signal does not raise an exception but ends the wait of ``timeout`` seconds.
+        signal raises no exception but ends the wait before ``timeout`` seconds have passed.
         """
         with clean_up(self._hurry):
             super().close(death_sig, timeout)

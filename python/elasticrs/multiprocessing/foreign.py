@@ -32,7 +32,7 @@ def replaced_factory() -> Callable[..., Any] | None:
 
 
 class ForeignPrograms(Record):
-    """The programs of one context that a user's handlers run.
+    """The programs of one context. They are run by a user's handlers.
 
     Attributes:
         handlers: handlers by local rank.

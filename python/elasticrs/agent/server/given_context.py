@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def start_by(
     start_processes: Callable[..., PContext], spec: WorkerSpec, local: LocalJob, plan: Plan, restarts: int
 ) -> GivenContext:
-    """Start the workers of an attempt with the user's function, which gets the same arguments as from torch's
-    agent.
+    """Start the workers of an attempt with the user's function, and pass the function the same arguments as
+    torch's agent does.
     """
     template = local.prefix_template
     try:

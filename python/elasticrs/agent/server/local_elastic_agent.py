@@ -206,7 +206,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._pcontext.pass_on(signum)
 
     def _suspend(self, signals: SignalPipe) -> None:
-        """Stop the workers and this process until the process is continued."""
+        """Pause the workers and this process until this process is continued."""
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.suspend(signals)
         else:

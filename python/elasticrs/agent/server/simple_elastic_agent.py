@@ -1,4 +1,4 @@
-"""Torch's base classes of agents, which users can subclass, with their events and metrics.
+"""Torch's base classes for agents, including their events and metrics. Users can subclass them.
 
 :class:`SimpleElasticAgent` calls the hooks of a subclass in torch's order, and polls the workers every
 ``monitor_interval`` seconds. :class:`~elasticrs.agent.server.LocalElasticAgent` waits for events instead.

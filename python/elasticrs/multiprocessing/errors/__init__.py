@@ -1,4 +1,4 @@
-"""Failures, and how they are passed from a worker to the agent and from the agent to its parent process.
+"""Failures of workers. They are passed from a worker to the agent, and from the agent to its parent process.
 
 A worker writes its exception to an error file, either through the hook in :mod:`elasticrs._worker` or because
 its function is decorated with :func:`record`. The agent turns the file into a :class:`ProcessFailure`, adds

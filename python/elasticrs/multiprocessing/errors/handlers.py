@@ -1,4 +1,4 @@
-"""Source of the default error handler. Programs replace :func:`get_error_handler` to use another handler."""
+"""Factory for the default error handler. Programs replace :func:`get_error_handler` to use another handler."""
 
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler
 
