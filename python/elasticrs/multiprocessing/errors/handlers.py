@@ -1,4 +1,4 @@
-"""Factory for the default error handler. Programs replace :func:`get_error_handler` to use another handler."""
+"""Factory for the default error handler. Programs replace :func:`get_error_handler` to use another one."""
 
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler
 
