@@ -155,7 +155,7 @@ def test_a_worker_that_always_fails_gives_up_and_the_others_go_on(monkeypatch):
         return train_sum(coordinator, step=step)
 
     first, *others = Job(3).run(work)
-    assert "max number of recoverable failures: 5 of this worker and 0 collectives" in str(first)
+    assert "max number of recoverable failures: 5 of this worker and 0 interrupted collectives" in str(first)
     assert isinstance(first.__cause__, RetryableException)
     assert others == [DONE] * 2
     (found,) = Job(1).run(
