@@ -432,7 +432,7 @@ mod tests {
         let limit = Duration::from_secs(60);
         let settings = Settings { host: "127.0.0.1".into(), port: 0, limit };
         let handle = Handle::start(&settings, Box::new(|_| ())).unwrap();
-        // The task is dropped before it runs: either with the runtime's queue, or by the runtime before the first poll.
+        // The runtime drops the task before its first poll, or drops its whole queue.
         let ends: [fn(Task); 2] = [drop, |task| drop(task())];
         for end in ends {
             *lock(&handle.shared.liveness) = Liveness::new(limit);

@@ -1,4 +1,4 @@
-"""Check that ``/proc`` shows the processes that this process sees."""
+"""Check that ``/proc`` belongs to the pid namespace of this process."""
 
 from __future__ import annotations
 

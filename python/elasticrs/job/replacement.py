@@ -6,7 +6,7 @@ _ALL = "only all workers can be restarted"
 
 
 def why_not(start_method: str = "spawn", back_end: str | None = None) -> str | None:
-    """Return the reason why single workers cannot be replaced; ``None`` if they can be replaced.
+    """Return the reason why individual workers cannot be replaced; ``None`` if they can.
 
     A program that does not seem to use ``elasticrs.train`` is not rejected, because an installed package may
     use it. If no worker has used it, the agent prints a message at the end of the job.

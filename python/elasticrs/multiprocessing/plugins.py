@@ -61,7 +61,7 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
             # User classes that were written for older releases do not have these fields.
             getattr(destination, "filtered_stdout", ""),
             getattr(destination, "filtered_stderr", ""),
-            # Only this package's own class is known to create a new directory for each attempt.
+            # Other classes may not create a new directory for each attempt.
             are_new=getattr(specs.reify, "__func__", None) is DefaultLogsSpecs.reify,
         )
 

@@ -36,7 +36,7 @@ class EtcdResult(Value):
 
 
 class EtcdClient:
-    """Client of etcd that uses the v3 interface. It is thread-safe, and connects on first use.
+    """Thread-safe etcd client for the v3 interface. It connects on first use.
 
     Args:
         site: addresses of etcd, and settings of the connection.

@@ -220,7 +220,7 @@ class CoordinatorP2P(Coordinator):
         self._gather("")
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all workers, by rank. All workers must call this together.
+        """Exchange one number per worker; return the numbers by rank. All workers must call this together.
 
         Raises:
             RuntimeError: see :meth:`barrier`.

@@ -193,7 +193,7 @@ pub enum KillReason {
     /// The workers were exiting slowly after an uncaught exception and did not finish within the grace period. No
     /// signal was sent to them before SIGKILL.
     SlowExit,
-    /// The workers were exiting after an uncaught exception, and their exit made no progress.
+    /// The workers had raised an uncaught exception, and stalled while they were exiting.
     StalledExit,
 }
 

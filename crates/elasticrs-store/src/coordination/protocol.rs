@@ -69,7 +69,7 @@ pub enum Request {
     Txn { tag: u64, txn: Txn },
     /// Starts a watch: the store reports changes from now on.
     Watch { tag: u64, watch: WatchFrom },
-    /// Ends a watch: the store stops reporting its changes.
+    /// Ends a watch. The store stops reporting changes of the watched keys.
     Unwatch(Watch),
     /// Extends the lease of the session.
     KeepAlive {

@@ -179,7 +179,7 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Returns the time limit for answering a keep-alive. The client leaves a connection that exceeds it.
+    /// Returns the time limit for answering a keep-alive. If it is exceeded, the client reconnects.
     fn patience(&self) -> Duration {
         let Pace { interval_ms, ttl_ms } = self.pace;
         Duration::from_millis((ttl_ms / 5).min(MAX_PATIENCE_MS).max(interval_ms.saturating_mul(2)).into())

@@ -76,7 +76,7 @@ impl<'a> Lease<'a> {
         self.ttl / BEATS
     }
 
-    /// Returns the time limit for answering a keep-alive. The client leaves a connection that exceeds it.
+    /// Returns the time limit for answering a keep-alive. If it is exceeded, the client reconnects.
     pub(super) fn patience(&self) -> Duration {
         self.interval().min(MAX_PATIENCE)
     }

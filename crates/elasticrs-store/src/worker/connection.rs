@@ -149,7 +149,7 @@ impl Connection {
         Poll::Ready(Ok(bytes.len()))
     }
 
-    /// Executes pending requests. Returns true if at least one was complete.
+    /// Executes the requests that have been received in full. Returns true if there was at least one.
     fn work_off_unparsed(&mut self) -> Result<bool, Closed> {
         let mut unparsed = std::mem::take(&mut self.unparsed);
         let used = self.work_off(&unparsed)?;

@@ -185,7 +185,7 @@ class CloseStore(Value):
 
 
 class Arm(Value):
-    """Action: set a timer, or reset it if it is already set. One event :class:`TimerFired` follows."""
+    """Action: set or reset a timer. When it expires, the event :class:`TimerFired` follows once."""
 
     name: str
     seconds: float

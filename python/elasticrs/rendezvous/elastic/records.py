@@ -232,7 +232,7 @@ class Head(Value):
     time_ns: int = 0
 
     def encode(self) -> bytes:
-        """Encode the head, with at most :data:`MAX_HEAD` bytes."""
+        """Encode the head in at most :data:`MAX_HEAD` bytes. Long text is cut."""
         end = self.end and {
             key: cut(each, MAX_NAME if key == "node" else MAX_TEXT) if isinstance(each, str) else each
             for key, each in self.end.items()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def follow(member: Member, registration: Registration, predecessor: Entry | None) -> None:
-    """Watch the registration that precedes the one of this agent. If there is none, become the leader."""
+    """Watch the registration that precedes this agent's own. If there is none, become the leader."""
     if predecessor is None:
         registration.predecessor = None
         registration.leader = Leader()
@@ -55,7 +55,7 @@ def predecessor_gone(member: Member, registration: Registration) -> None:
 
 
 def find_predecessor(member: Member, registration: Registration) -> None:
-    """Request the registration that precedes the one of this agent."""
+    """Request the registration that precedes this agent's own."""
     _ask(member, registration, Purpose.FIND_PREDECESSOR, member.keys.node(registration.member))
 
 
