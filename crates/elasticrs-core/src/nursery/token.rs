@@ -59,7 +59,8 @@ impl Token {
     }
 }
 
-/// Returns the soft resource limit of a process. The token is stored in it. `None` if the process is gone or may not be inspected.
+/// Returns the soft resource limit in which the token of a process is stored. `None` if the process is gone or may not
+/// be inspected.
 fn soft_limit(pid: i32) -> Option<u64> {
     if procfs::is_own() {
         in_limits(&procfs::read(pid, "limits")?)
