@@ -136,6 +136,17 @@ fn when_a_session_has_moved_only_its_new_connection_is_held() {
     guarded.agent.kill();
 }
 
+/// Kills the agent, and checks that the first connection stays open until the nursery continues and exits.
+fn only_the_nursery_holds_the_first_connection(mut guarded: Guarded, nursery: i32) {
+    let held = hold(nursery);
+    guarded.agent.process.kill().unwrap();
+    guarded.agent.process.wait().unwrap();
+    assert!(!guarded.connection_has_ended());
+    ptrace::detach(held, None).unwrap();
+    wait_readable(&guarded.peer, "the end of the first connection");
+    guarded.agent.kill();
+}
+
 #[test]
 fn the_agent_knows_that_a_second_connection_could_not_be_held() {
     let mut guarded = Guarded::start(&["sleep"]);
@@ -150,13 +161,7 @@ fn the_agent_knows_that_a_second_connection_could_not_be_held() {
     assert_eq!(guarded.ask("newest"), "let go");
     wait_readable(&third, "the end of the third connection");
     assert!(has_ended(&mut third));
-    let held = hold(nursery);
-    guarded.agent.process.kill().unwrap();
-    guarded.agent.process.wait().unwrap();
-    assert!(!guarded.connection_has_ended());
-    ptrace::detach(held, None).unwrap();
-    wait_readable(&guarded.peer, "the end of the first connection");
-    guarded.agent.kill();
+    only_the_nursery_holds_the_first_connection(guarded, nursery);
 }
 
 #[test]
@@ -174,13 +179,7 @@ fn the_user_is_told_of_a_socket_that_could_not_be_duplicated_for_the_nursery() {
         assert!(said.starts_with("Degraded") && said.contains(&expected), "{request}: {said}");
     }
     // The nursery must still hold the connection that was held before.
-    let held = hold(nursery);
-    guarded.agent.process.kill().unwrap();
-    guarded.agent.process.wait().unwrap();
-    assert!(!guarded.connection_has_ended());
-    ptrace::detach(held, None).unwrap();
-    wait_readable(&guarded.peer, "the end of the first connection");
-    guarded.agent.kill();
+    only_the_nursery_holds_the_first_connection(guarded, nursery);
 }
 
 #[test]

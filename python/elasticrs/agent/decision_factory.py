@@ -35,15 +35,17 @@ def make_decisions(
         planned: see :class:`~elasticrs.agent.several_nodes.SeveralNodes`.
         home: see :class:`~elasticrs.agent.several_nodes.SeveralNodes`.
     """
-    if rendezvous is None and job.replaces_workers:
-        from elasticrs.agent.member_workers import MemberWorkers
-
-        return MemberWorkers(job, planner)
     if rendezvous is None:
-        from elasticrs.agent.decisions import OneNode
         from elasticrs.rendezvous.one_node import OneNodePlanner
 
-        return OneNode(job, planner or OneNodePlanner(job))
+        planner = planner or OneNodePlanner(job)
+        if job.replaces_workers:
+            from elasticrs.agent.member_workers import MemberWorkers
+
+            return MemberWorkers(job, planner)
+        from elasticrs.agent.decisions import OneNode
+
+        return OneNode(job, planner)
     if job.replaces_workers:
         from elasticrs.agent.member_nodes import MemberNodes
 

@@ -21,7 +21,6 @@ from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
 from elasticrs.rendezvous.elastic.keys import workers_job, workers_scope
 from elasticrs.rendezvous.elastic.meeting_point import CannotHost, MeetingPoint
 from elasticrs.rendezvous.endpoint import shown_endpoint
-from elasticrs.rendezvous.one_node import OneNodePlanner
 from elasticrs.store.session import scoped_token
 from elasticrs.workers.environment import NCCL_ENDS_PROCESSES
 
@@ -58,11 +57,11 @@ class MemberWorkers(OneNode):
 
     Args:
         job: configuration of the job.
-        planner: assigns the ranks of this node; a default planner if ``None``.
+        planner: assigns the ranks of this node.
     """
 
-    def __init__(self, job: JobConfig, planner: Planner | None = None) -> None:
-        super().__init__(job, planner or OneNodePlanner(job))
+    def __init__(self, job: JobConfig, planner: Planner) -> None:
+        super().__init__(job, planner)
         self._rendezvous = among_workers(_alone(job), job)
         self._supervisor: _core.Supervisor | None = None
         self._names: Asked | None = None
