@@ -14,12 +14,16 @@ use super::lines::is_blank;
 pub fn last_lines(path: &Path, count: usize, max_bytes: u64) -> io::Result<Vec<Vec<u8>>> {
     let mut file = File::open(path)?;
     let size = file.metadata()?.len();
-    let start = size.saturating_sub(max_bytes);
+    // Also read the byte before the window, which shows whether the window starts in the middle of a line.
+    let start = size.saturating_sub(max_bytes.saturating_add(1));
     let mut bytes = Vec::new();
     file.seek(SeekFrom::Start(start))?;
     // Limit the read, because the file may grow in the meantime.
     file.take(size - start).read_to_end(&mut bytes)?;
-    Ok(last_of(&bytes, count, start > 0))
+    Ok(match bytes.split_first() {
+        Some((before, window)) if size > max_bytes => last_of(window, count, *before != b'\n'),
+        _ => last_of(&bytes, count, false),
+    })
 }
 
 fn last_of(bytes: &[u8], count: usize, is_cut: bool) -> Vec<Vec<u8>> {
@@ -71,6 +75,7 @@ mod tests {
     fn a_line_that_the_window_cuts_is_left_out_unless_it_is_alone() {
         assert_eq!(lines_of(b"abcdef\nxyz\n", 5, 6), ["xyz"]);
         assert_eq!(lines_of(b"abcdef\n", 5, 4), ["def"]);
+        assert_eq!(lines_of(b"ab\nc\nxyz\n", 5, 6), ["c", "xyz"]);
     }
 
     #[test]
