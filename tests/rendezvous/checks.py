@@ -198,7 +198,9 @@ class Checks:
     def start(self, proc, action):
         require(proc.group is None, "I-4 workers are left of", proc.group and proc.group.round)
         job = decode(self.world.store.get(KEYS.job).value)
-        require(job["max_restarts"] == proc.member.agent.max_restarts, "I-11 settings differ", proc.name)
+        require(
+            job["max_restarts"] == proc.member.agent.policy.max_restarts, "I-11 settings differ", proc.name
+        )
         others = [each for each in self.world.procs if each is not proc and each.group is not None]
         for other in others:
             same = (other.group.round, other.group.rank) == (action.round, action.group_rank)
@@ -287,7 +289,7 @@ class Checks:
         if kind in ("left", "aborted", "stuck") and kind == "left":
             require(proc.leaving, "leaves without being asked", proc.name)
         if kind == "refused":
-            differs = proc.member.agent.max_restarts != self.world.config["max_restarts"]
+            differs = proc.member.agent.policy.max_restarts != self.world.config["max_restarts"]
             is_known = differs or self._first_was_other() or self._is_second(proc, outcome)
             require(is_known, "refused without a reason", outcome)
 

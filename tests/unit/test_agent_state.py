@@ -12,6 +12,8 @@ from elasticrs.agent.state_machine import (
     Begin,
     CloseRendezvous,
     CollectEvidence,
+    Delay,
+    DelayOver,
     Exit,
     FailureSeen,
     GroupEnded,
@@ -32,15 +34,17 @@ from elasticrs.agent.state_machine import (
     WorkerSwept,
     step,
 )
+from elasticrs.job.failure_cause import Cause
+from elasticrs.job.restart_policy import Evidence, RestartSettings
 
 SIGTERM = 15
 SIGINT = 2
 GRACE = 30.0
 
 
-def play(events, max_restarts=1, *, replaces=False):
+def play(events, max_restarts=1, *, replaces=False, policy=None):
     """The state after these events, and all actions in order."""
-    state = AgentState(max_restarts, GRACE, replaces=replaces)
+    state = AgentState(policy or RestartSettings(max_restarts), GRACE, replaces=replaces)
     done = []
     for event in events:
         state, actions = step(state, event)
@@ -77,6 +81,45 @@ def test_a_failure_beyond_the_budget_fails_the_job():
     state, actions = play(UP + FAILURE + AGAIN + FAILURE)
     assert state.phase is Phase.FAILED
     assert actions[-4:] == [CollectEvidence(), ReportFailure(), CloseRendezvous(), Exit(1)]
+
+
+PERMANENT = Evidence((Cause(permanence="non_retryable", permanent_rank=3, permanent_sign="BadConfig"),))
+
+
+def test_a_permanent_failure_fails_the_job_whatever_the_budget():
+    state, actions = play([*UP, FailureSeen(1), GroupEnded("failed", evidence=PERMANENT)], max_restarts=9)
+    assert (state.phase, state.restarts) == (Phase.FAILED, 0)
+    (report,) = [action for action in actions if isinstance(action, ReportFailure)]
+    assert report.is_permanent
+    assert "rank 3" in report.message
+
+
+@pytest.mark.parametrize("replacing", [[], [WorkerExited(0, 1)]], ids=["charged", "shares a charge"])
+def test_a_permanent_failure_of_a_replaceable_worker_stops_all_and_fails_the_job(replacing):
+    failure = WorkerExited(1, 1, evidence=PERMANENT)
+    state, actions = play([*UP, *replacing, failure], max_restarts=9, replaces=True)
+    assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE, is_announced=True))
+    state, actions = step(state, GroupEnded("stopped"))
+    (report,) = [action for action in actions if isinstance(action, ReportFailure)]
+    assert (state.phase, report.is_permanent) == (Phase.FAILED, True)
+
+
+class TestDelay:
+    SLOW = RestartSettings(9, first_delay=4.0, longest_delay=60.0)
+
+    def test_the_next_attempt_starts_when_the_delay_is_over(self):
+        state, actions = play([*UP, *FAILURE], policy=self.SLOW)
+        assert actions[-2:] == [AnnounceRestart(8, delay=4.0), Delay(4.0)]
+        state, actions = step(state, RendezvousCompleted())
+        assert actions == []
+        state, actions = step(state, DelayOver())
+        assert actions == [Rendezvous(2)]
+        _, actions = step(state, DelayOver())
+        assert actions == []
+
+    def test_a_signal_ends_the_delay_and_the_job(self):
+        state, actions = play([*UP, *FAILURE, SignalReceived(SIGTERM), DelayOver()], policy=self.SLOW)
+        assert (state.phase, actions[-1]) == (Phase.STOPPED, Exit(1))
 
 
 def test_the_death_of_the_nursery_is_charged_once():
@@ -155,7 +198,7 @@ def test_a_signal_during_a_failure_prevents_the_restart():
 def test_a_program_that_cannot_be_executed_is_not_tried_again():
     state, actions = play([Begin(), RendezvousCompleted(), StartFailed("no")], max_restarts=5)
     assert state.phase is Phase.FAILED
-    assert actions[-3:] == [ReportFailure("no"), CloseRendezvous(), Exit(1)]
+    assert actions[-3:] == [ReportFailure("no", is_permanent=True), CloseRendezvous(), Exit(1)]
 
 
 def test_a_start_that_failed_for_want_of_memory_is_tried_again():
@@ -227,6 +270,7 @@ def test_a_worker_of_which_something_is_stuck_is_not_replaced():
     assert not any(isinstance(action, Replace) for action in actions)
 
 
+evidences = st.sampled_from([Evidence(), Evidence(), Evidence(), PERMANENT])
 ranks = st.integers(0, 3)
 meetings = st.one_of(st.just(()), st.tuples(*[st.sampled_from([None, 1, 1, 2])] * 4))
 events = st.one_of(
@@ -235,14 +279,16 @@ events = st.one_of(
     st.builds(RendezvousFailed, st.just("why")),
     st.just(Started()),
     st.builds(StartFailed, st.just("why"), st.booleans()),
+    st.just(DelayOver()),
     st.builds(FailureSeen, ranks),
-    st.builds(WorkerExited, ranks, st.sampled_from([0, 0, 0, 1, -9, None]), meetings),
+    st.builds(WorkerExited, ranks, st.sampled_from([0, 0, 0, 1, -9, None]), meetings, evidences),
     st.builds(
         GroupEnded,
         st.sampled_from(["succeeded", "failed", "stopped", "lost"]),
         st.sampled_from([(), (), (), (1,)]),
         st.booleans(),
         st.sampled_from([None, None, None, "hung"]),
+        evidences,
     ),
     st.builds(SignalReceived, st.sampled_from([SIGTERM, SIGINT])),
     st.builds(WorkerSwept, ranks, st.sampled_from([False, False, True])),
@@ -253,9 +299,10 @@ events = st.one_of(
 moves = st.one_of(st.just(RendezvousCompleted()), st.just(Started()), events, events)
 
 
-@given(st.lists(moves, max_size=60), st.integers(0, 3), st.booleans())
-def test_invariants_hold_for_every_sequence(sequence, max_restarts, replaces):
-    state = AgentState(max_restarts, GRACE, replaces=replaces)
+@given(st.lists(moves, max_size=60), st.integers(0, 3), st.booleans(), st.sampled_from([0.0, 1.0]))
+def test_invariants_hold_for_every_sequence(sequence, max_restarts, replaces, delay):
+    policy = RestartSettings(max_restarts, first_delay=delay)
+    state = AgentState(policy, GRACE, replaces=replaces)
     group_exists = False
     empty, swept = set(), set()
     unmet = {}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from elasticrs.agent.attempt import Attempt, JobResult, Overdue
-from elasticrs.agent.cause import Cause, remote_failure
+from elasticrs.agent.cause import remote_failure
 from elasticrs.agent.failed_attempt import all_failures
 from elasticrs.agent.own_cause import (
     MAX_LINE,
@@ -19,6 +19,7 @@ from elasticrs.agent.own_cause import (
     own_cause,
 )
 from elasticrs.host.clock import Clock
+from elasticrs.job.failure_cause import Cause
 from elasticrs.job.ranks import NodeShare, assign
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous.elastic.announcements import failure_of

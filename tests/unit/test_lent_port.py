@@ -5,6 +5,7 @@ import socket
 import pytest
 from helpers import ports
 
+from elasticrs.job.restart_policy import RestartSettings
 from elasticrs.rendezvous.elastic import lent_port, messages
 from elasticrs.rendezvous.elastic.driver import Driver
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
@@ -96,7 +97,7 @@ def driver():
         settings=Settings({"order_hint": 0}),
         node_rank=0,
     )
-    driver = Driver(rendezvous, role="r", nproc=1, max_restarts=0, supervisor=None)
+    driver = Driver(rendezvous, role="r", nproc=1, policy=RestartSettings(0), supervisor=None)
     driver.begin()
     yield driver, port
     driver.close()

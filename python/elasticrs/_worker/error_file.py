@@ -16,6 +16,9 @@ _NOTICE_PART = 2000
 _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
 
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
+"""Parts of paths of code that does not belong to the user's program."""
+
 FROM_HOOK = '"written_by": "hook"'
 """Text that marks an error file as written by the worker's hook."""
 
@@ -47,9 +50,48 @@ def error_document(error: BaseException, written_by: str) -> str:
                 "monotonic_ns": time.monotonic_ns(),
                 "pid": os.getpid(),
                 "written_by": written_by,
+                "failure": failure_facts(error),
             },
         }
     )
+
+
+def failure_facts(error: BaseException) -> "dict[str, object]":
+    """Return what the restart policy needs to know about an uncaught exception.
+
+    Returns:
+        ``exception``: qualified name of its type. ``place``: file name and line where it was raised, such as
+        ``train.py:88``, in the user's program if possible. ``is_start_error``: true if a file of the program
+        could not be parsed, or lacks a module that it imports at its top level. ``is_retryable``: false if
+        the exception, or one of its causes, is an ``elasticrs.errors.NonRetryable``.
+    """
+    kind = type(error)
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(code, line) for code, line in frames if not any(part in code.co_filename for part in _LIBRARIES)]
+    shown = [(code.co_filename, line) for code, line in own or frames]
+    if isinstance(error, SyntaxError) and error.filename:
+        shown.append((error.filename, error.lineno or 0))
+    is_importing = all(code.co_name == "<module>" for code, _ in own)
+    return {
+        "exception": "%s.%s" % (kind.__module__, kind.__qualname__),  # noqa: UP031
+        "place": "%s:%d" % (os.path.basename(shown[-1][0]), shown[-1][1]) if shown else None,  # noqa: UP031
+        "is_start_error": isinstance(error, (SyntaxError, ImportError)) and is_importing,
+        "is_retryable": not _is_marked(error),
+    }
+
+
+def _is_marked(error: "BaseException | None") -> bool:
+    """Return true if an exception or one of its causes is an ``elasticrs.errors.NonRetryable``."""
+    seen = set()  # type: set[int]
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if any(
+            base.__module__ == "elasticrs.errors" and base.__name__ == "NonRetryable"
+            for base in type(error).__mro__
+        ):
+            return True
+        error = error.__cause__
+    return False
 
 
 def write_whole(path: str, text: str) -> None:

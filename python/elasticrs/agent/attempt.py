@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
-    from elasticrs.agent.cause import Cause
+    from elasticrs.job.failure_cause import Cause
     from elasticrs.workers.logs import LogPaths
     from elasticrs.workers.node_page import Met
     from elasticrs.workers.plan import Plan
@@ -295,10 +295,11 @@ class JobResult(Record):
         exit_code: exit code of the launcher.
         signum: signal that stopped the job, if any.
         message: reason for a failure that was not caused by a worker.
+        is_permanent: true if another attempt would fail in the same way.
         ending: summary line of a failed job, as two texts: one before and one after the root cause. The
             launcher prints the line below the report.
         start_errno: ``errno`` of the error that prevented the start of the last attempt.
-        first_cause: first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
+        first_cause: first failure of a job on several nodes; see :mod:`elasticrs.job.failure_cause`.
         clock: clock of the store in which the nodes met.
         attempts: all attempts, in order.
         return_values: return values of the workers, by global rank.
@@ -308,6 +309,7 @@ class JobResult(Record):
     exit_code: int = 1
     signum: int | None = None
     message: str | None = None
+    is_permanent: bool = False
     ending: tuple[str, str] | None = None
     start_errno: int | None = None
     first_cause: Cause | None = None

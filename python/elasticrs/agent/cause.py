@@ -1,80 +1,20 @@
-"""Description of a job's first failure, in the form in which it is sent to other nodes. It is small enough
-for a record in the store.
-
-The message is a JSON object that contains only the known fields. Imported only after a failure.
+"""Conversion of a failure that another node has reported, for this node's workers and report. Imported only
+after a failure.
 """
 
 from __future__ import annotations
 
 from elasticrs.agent.state_machine import HungElsewhere
-from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.rendezvous.elastic.records import silence_of, step_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from typing import Any
 
     from elasticrs.host.clock import Clock
-
-
-class Cause(Value):
-    """Facts about the first failure of a round. Each unknown fact is ``None``.
-
-    Args:
-        node: name of the failed worker's node in the rendezvous.
-        host: host name of that node.
-        group_rank: rank of that node.
-        round: number of the round.
-        rank: global rank of the worker; ``None`` if the workers could not be started.
-        local_rank: local rank of the worker.
-        pid: pid of the worker.
-        exitcode: exit code as in ``ProcessFailure``; also ``None`` if the worker raised an exception and was
-            stopped while it was exiting.
-        message: shortened traceback or other description of the failure.
-        lines: last lines of the worker's stderr, shortened.
-        ground: for a hung worker, why it was blamed among all workers that missed their deadline (see
-            ``WorkerHung``).
-        silence: seconds since the worker's last heartbeat.
-        step: training step in which the worker hung, if its heartbeats contained steps; -1 if it never sent a
-            step.
-        frame: stack frame in which the worker hung, as in ``RankSeen``.
-        time_ns: time of the failure, in nanoseconds of the store's wall clock.
-        error_ns: maximum error of ``time_ns``.
-    """
-
-    node: str | None = None
-    host: str | None = None
-    group_rank: int | None = None
-    round: int | None = None
-    rank: int | None = None
-    local_rank: int | None = None
-    pid: int | None = None
-    exitcode: int | None = None
-    message: str | None = None
-    lines: Sequence[str] = ()
-    ground: str | None = None
-    silence: float | None = None
-    step: int | None = None
-    frame: str | None = None
-    time_ns: int | None = None
-    error_ns: int | None = None
-
-    def encoded(self) -> dict[str, Any]:
-        """Return the known facts as a dictionary that can be sent as JSON."""
-        return {name: value for name, value in self.fields().items() if value is not None and value != ()}
-
-    @staticmethod
-    def decoded(fields: Mapping[str, Any]) -> Cause:
-        """Build a cause from a received message. Ignore unknown fields, because another node may run a
-        different release.
-
-        Args:
-            fields: fields of the right types, some of which may be missing; see
-                :func:`.rendezvous.elastic.checked.cause`.
-        """
-        return Cause(**{name: fields[name] for name in Cause._names if name in fields})
+    from elasticrs.job.failure_cause import Cause
 
 
 def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.agent.cause import Cause
     from elasticrs.job.config import JobConfig
+    from elasticrs.job.failure_cause import Cause
     from elasticrs.workers.plan import Plan
 
     class Planner(Protocol):
@@ -34,7 +34,7 @@ class Decisions(ABC):
 
     Attributes:
         plan: plan of the attempt that :class:`~elasticrs.agent.state_machine.Start` requests.
-        first_cause: first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
+        first_cause: first failure of a job on several nodes; see :mod:`elasticrs.job.failure_cause`.
         clock: clock of the store in which the nodes met.
         has_taken_part: true if workers of this node ran in the last round.
         has_peers: true if other nodes depend on the outcome of this node.
@@ -113,10 +113,12 @@ class OneNode(Decisions):
     """Makes the decisions for a job on a single node, with :func:`elasticrs.agent.state_machine.step`."""
 
     def __init__(self, job: JobConfig, planner: Planner) -> None:
+        self._job = job
         self._state = machine.AgentState(
-            job.max_restarts, job.shutdown_timeout, replaces=job.replaces_workers
+            job.restart_settings, job.shutdown_timeout, replaces=job.replaces_workers
         )
         self._planner = planner
+        self._attempt: Attempt | None = None
 
     @property
     def phase(self) -> machine.Phase:
@@ -126,9 +128,31 @@ class OneNode(Decisions):
     def signum(self) -> int | None:
         return self._state.signum
 
+    def observe(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+
     def step(self, event: machine.Event) -> list[machine.Action]:
-        self._state, actions = machine.step(self._state, event)
+        self._state, actions = machine.step(self._state, self._with_evidence(event))
         return actions
+
+    def _with_evidence(self, event: machine.Event) -> machine.Event:
+        """Return the event with the evidence of a failure, if the restart policy may need it."""
+        if self._attempt is None:
+            return event
+        match event:
+            case machine.GroupEnded(outcome="succeeded") | machine.WorkerExited(exitcode=0):
+                return event
+            case machine.WorkerExited() if not self._state.replaces:
+                return event
+            case machine.GroupEnded() | machine.WorkerExited() | machine.StartFailed():
+                try:
+                    from elasticrs.agent.own_cause import evidence
+                except OSError:
+                    # The import fails if this process has no free file descriptor. Then only the restart
+                    # budget decides.
+                    return event
+                return event.replaced(evidence=evidence(self._attempt, self._job.fatal_exit_codes))
+        return event
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
         self.release_plan()

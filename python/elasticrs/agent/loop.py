@@ -79,6 +79,7 @@ class Agent:
         self.checkpoints: CheckpointRequests | None = None
         self._pace: Pace | None = None
         self._error: Exception | None = None
+        self._delayed_until: float | None = None
         if job.uninterruptible_state_timeout > 0:
             from elasticrs.agent.sleepers import Sleepers
 
@@ -160,6 +161,8 @@ class Agent:
                 self._carry_out(action)
             self._console.flush()
             left = self._decisions.seconds_left()
+            if self._delayed_until is not None:
+                left = max(0.0, min(left, self._delayed_until - time.monotonic()))
             if self._sleepers is not None:
                 left = min(left, self._sleepers.interval)
             if self.checkpoints is not None:
@@ -171,6 +174,9 @@ class Agent:
                 self._actions.extend(self._decisions.look_around())
             if self._sleepers is not None:
                 self._look_for_sleepers(self._sleepers)
+            if self._delayed_until is not None and time.monotonic() >= self._delayed_until:
+                self._delayed_until = None
+                self._events.append(machine.DelayOver())
 
     def _open_checkpoints(self) -> None:
         if self._job.replaces_workers:
@@ -219,6 +225,8 @@ class Agent:
     def _carry_out(self, action: machine.Action) -> None:
         if isinstance(action, machine.Rendezvous):
             self._events.append(self._decisions.next_plan(self._tracker.supervisor))
+        elif isinstance(action, machine.Delay):
+            self._delayed_until = time.monotonic() + action.seconds
         elif isinstance(action, machine.Start):
             self._start(action)
         elif isinstance(action, machine.Stop):
@@ -232,6 +240,7 @@ class Agent:
             self._decisions.release_plan()
         elif isinstance(action, machine.ReportFailure):
             self._result.message = action.message
+            self._result.is_permanent = action.is_permanent
         elif isinstance(action, machine.CloseRendezvous):
             self._decisions.close_rendezvous()
 

@@ -27,8 +27,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from elasticrs.agent.cause import Cause
     from elasticrs.job.config import JobConfig
+    from elasticrs.job.failure_cause import Cause
     from elasticrs.job.restart_budget import Meetings
     from elasticrs.rendezvous.elastic.meeting_point import Home
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
@@ -216,11 +216,14 @@ class MemberNodes(SeveralNodes):
                 return driver.tell(messages.StartFailed(effect.message, effect.transient))
 
     def _first_words(self, local_rank: int) -> Cause:
-        from elasticrs.agent.own_cause import first_word
+        from elasticrs.agent.own_cause import facts, first_word
 
         attempt = self._attempt
         assert attempt is not None
-        self._first_word = first_word(attempt, local_rank, self._place(), self._clock()).replaced(round=None)
+        first = first_word(attempt, local_rank, self._place(), self._clock())
+        # There is no later report, because the other workers of this node keep running.
+        known = facts(attempt, local_rank, self._job.fatal_exit_codes)
+        self._first_word = first.replaced(round=None, **known)
         return self._first_word
 
     def _own_cause(self) -> messages.Cause | None:
@@ -229,7 +232,8 @@ class MemberNodes(SeveralNodes):
             return None
         from elasticrs.agent.own_cause import own_cause
 
-        cause = own_cause(attempt, self._place(), self._clock(), self._first_word)
+        codes = self._job.fatal_exit_codes
+        cause = own_cause(attempt, self._place(), self._clock(), self._first_word, fatal_exit_codes=codes)
         return None if cause is None else cause.replaced(round=None).encoded()
 
     def _plan_group(self) -> None:

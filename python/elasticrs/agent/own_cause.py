@@ -1,14 +1,17 @@
-"""Description of this node's first failure, as a :class:`~elasticrs.agent.cause.Cause` for the other nodes.
+"""Description of this node's first failure, as a :class:`~elasticrs.job.failure_cause.Cause`.
 
 Imported only after a failure.
 """
 
 from __future__ import annotations
 
+import os
 import time
 
-from elasticrs.agent.cause import Cause
 from elasticrs.agent.failed_attempt import failures
+from elasticrs.host.clock import Clock
+from elasticrs.job.failure_cause import Cause, Permanence
+from elasticrs.job.restart_policy import Evidence
 from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
@@ -16,10 +19,10 @@ from elasticrs.report.phrases import how_the_nursery_ended
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
     from typing import Any
 
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.host.clock import Clock
     from elasticrs.multiprocessing.errors import ProcessFailure
 
 MAX_MESSAGE = 1400
@@ -29,6 +32,9 @@ traceback is the most informative part.
 
 BEFORE_ALL_STEPS = -1
 """Step that is reported for a rank that missed the deadline of its first heartbeat."""
+
+_USAGE_ERROR = 2
+"""Exit code with which :mod:`argparse`, like most programs, rejects the command line."""
 
 MAX_LINES = 8
 MAX_LINE = 120
@@ -70,7 +76,14 @@ def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) ->
     )
 
 
-def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None = None) -> Cause | None:
+def own_cause(
+    attempt: Attempt,
+    place: Place,
+    clock: Clock,
+    told: Cause | None = None,
+    *,
+    fatal_exit_codes: Collection[int] = (),
+) -> Cause | None:
     """Describe the first failure on this node in full. Return ``None`` if the workers exited only because
     they were stopped.
 
@@ -83,6 +96,7 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
         told: description of the same failure that was already sent, from :func:`first_word`. The result's
             time is never later than the time in ``told``, although the clock's estimate may have changed
             since then.
+        fatal_exit_codes: exit codes of workers for which another attempt is not worth it.
     """
     failed = failures(attempt)
     is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
@@ -93,9 +107,11 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
         return None
     rank = root_cause(failed)
     first = failed[rank]
+    stopped = victims(failed)
+    permanent = _permanence(attempt, failed, stopped, fatal_exit_codes)
     # If the nursery was lost, the workers that were killed with it have failed. They do not count as stopped,
     # although this agent sent the signal.
-    if rank in victims(failed) and not is_nursery_lost:
+    if rank in stopped and not is_nursery_lost and not permanent:
         return None
     at = failed_ns(first)
     time_ns = clock.from_monotonic(at if at is not None else time.monotonic_ns())
@@ -115,7 +131,92 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None =
         **_hang(attempt, first.local_rank),
         time_ns=time_ns,
         error_ns=clock.error_ns,
+        exception=first.exception,
+        place=first.place,
+        reached=_reached(attempt),
+        **permanent,
     )
+
+
+def facts(attempt: Attempt, local_rank: int, fatal_exit_codes: Collection[int]) -> dict[str, Any]:
+    """Return the fields of a :class:`Cause` that the restart policy needs, for one worker that has exited.
+
+    Args:
+        attempt: attempt of the worker.
+        local_rank: local rank of the worker.
+        fatal_exit_codes: see :func:`own_cause`.
+    """
+    failed = {rank: each for rank, each in failures(attempt).items() if each.local_rank == local_rank}
+    permanent = _permanence(attempt, failed, (), fatal_exit_codes)
+    known = {name: getattr(each, name) for each in failed.values() for name in ("exception", "place")}
+    return {**known, **permanent, "reached": _reached(attempt)}
+
+
+def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
+    """Return the evidence about the end of an attempt on a single node, for the restart policy.
+
+    Args:
+        attempt: attempt that has failed.
+        fatal_exit_codes: see :func:`own_cause`.
+    """
+    node = os.uname().nodename
+    cause = own_cause(attempt, Place(node, node, 0), Clock(), fatal_exit_codes=fatal_exit_codes)
+    now = time.monotonic_ns()
+    started = attempt.stamps.get("started")
+    return Evidence(
+        () if cause is None else (cause,),
+        now=now / 1e9,
+        ran=None if started is None else (attempt.stamps.get("failure_seen", now) - started) / 1e9,
+        jitter=int.from_bytes(os.urandom(2), "big") / 0xFFFF,
+    )
+
+
+def _reached(attempt: Attempt) -> int | None:
+    """Return the highest training step of a heartbeat; ``None`` if there was no heartbeat with a step."""
+    steps = [beat.step for beat in attempt.heartbeats if beat.step is not None]
+    return max(steps, default=None)
+
+
+def _permanence(
+    attempt: Attempt,
+    failed: Mapping[int, ProcessFailure],
+    stopped: Collection[int],
+    fatal_exit_codes: Collection[int],
+) -> dict[str, Any]:
+    """Return the facts that show that another attempt would fail in the same way; see
+    :class:`~elasticrs.job.failure_cause.Permanence`.
+    """
+    own = {rank: failure for rank, failure in failed.items() if rank not in stopped}
+    marked = [rank for rank, failure in failed.items() if not failure.is_retryable]
+    fatal = [rank for rank, failure in own.items() if failure.exitcode in fatal_exit_codes]
+    early = not attempt.heartbeats and all(_failed_at_start(attempt, failure) for failure in own.values())
+    for kind, ranks in (
+        (Permanence.NON_RETRYABLE, marked),
+        (Permanence.EXIT_CODE, fatal),
+        (Permanence.START_ERROR, own if early else ()),
+    ):
+        for rank in ranks:
+            sign = failed[rank]
+            what = f"exit code {sign.exitcode}"
+            if sign.exception is not None and kind is not Permanence.EXIT_CODE:
+                what = sign.exception.removeprefix("builtins.") + (f" at {sign.place}" if sign.place else "")
+            return {"permanence": kind.value, "permanent_rank": rank, "permanent_sign": what}
+    return {}
+
+
+def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
+    """Return true if a worker failed while its program started.
+
+    A program that rejects its arguments exits with 2. That counts only if its standard output is a file and
+    empty, because a program that has printed something has started.
+    """
+    if failure.is_start_error:
+        return True
+    paths = attempt.paths
+    stdout = paths.stdouts.get(failure.local_rank) if paths is not None else None
+    if failure.exitcode != _USAGE_ERROR or failure.exception is not None or stdout is None:
+        return False
+    return os.path.isfile(stdout) and os.path.getsize(stdout) == 0
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:

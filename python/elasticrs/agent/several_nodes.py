@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.agent.cause import Cause
     from elasticrs.agent.own_cause import Place
     from elasticrs.host.clock import Clock
     from elasticrs.job.config import JobConfig
+    from elasticrs.job.failure_cause import Cause
     from elasticrs.rendezvous.elastic.meeting_point import Home
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.report.console import Console
@@ -107,7 +107,8 @@ class SeveralNodes(Decisions):
             self._rendezvous,
             role=job.role,
             nproc=job.nproc,
-            max_restarts=job.max_restarts,
+            policy=job.restart_settings,
+            fatal_exit_codes=phrases.ranges_text(sorted(job.fatal_exit_codes)),
             supervisor=supervisor,
             use_agent_store=self._use_agent_store,
             home=self._home,
@@ -238,7 +239,9 @@ class SeveralNodes(Decisions):
         # If the workers were stopped because one of them hung in the kernel, they have not failed.
         is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
         if is_failure or self._first_failure is not None or attempt.expired:
-            cause = own_cause(attempt, self._place(), self._clock(), self._first_word)
+            codes = self._job.fatal_exit_codes
+            place, clock = self._place(), self._clock()
+            cause = own_cause(attempt, place, clock, self._first_word, fatal_exit_codes=codes)
         else:
             cause = None
         return self._over(messages.GroupEnded(None if cause is None else cause.encoded(), event.why_unfit))
@@ -316,7 +319,7 @@ class SeveralNodes(Decisions):
         self.outcome = outcome
         self.has_taken_part = outcome.kind != "spare"
         if outcome.cause is not None:
-            from elasticrs.agent.cause import Cause
+            from elasticrs.job.failure_cause import Cause
 
             self.first_cause = Cause.decoded(outcome.cause)
         self.phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
@@ -328,4 +331,4 @@ class SeveralNodes(Decisions):
         if self.signum is not None:
             self.phase = machine.Phase.STOPPED
             return [machine.Exit(1)]
-        return [machine.ReportFailure(outcome.message), machine.Exit(code)]
+        return [machine.ReportFailure(outcome.message, outcome.is_permanent), machine.Exit(code)]

@@ -9,8 +9,9 @@ execute, in order. The order of phases::
 Invariants, each tested by a property test:
 
 - **AGENT-1** :class:`Start` is requested only after all processes of an earlier group have exited.
-- **AGENT-2** At most ``max_restarts`` restarts are charged. Only a port conflict is retried without a charge,
-  at most :data:`MAX_PORT_RETRIES` times.
+- **AGENT-2** The restart policy decides whether a failure is followed by a restart, so at most
+  ``max_restarts`` restarts are charged. Only a port conflict is retried without a charge, at most
+  :data:`MAX_PORT_RETRIES` times.
 - **AGENT-3** The terminal phases are final. Each is entered with exactly one :class:`Exit`, which is the last
   action.
 - **AGENT-4** The exit code is 0 only if every worker of the last group exited with 0 and no stop was
@@ -27,7 +28,18 @@ from __future__ import annotations
 
 from enum import Enum
 
-from elasticrs.job.restart_budget import has_not_met_since, used_after, without
+from elasticrs.job.restart_budget import has_not_met_since, without
+from elasticrs.job.restart_policy import (
+    NO_EVIDENCE,
+    Evidence,
+    FailureHistory,
+    RestartDecision,
+    RestartSettings,
+    StopKind,
+    decide,
+    recent,
+    why_permanent,
+)
 from elasticrs.job.value import Value
 from elasticrs.report import phrases
 
@@ -67,11 +79,14 @@ class AgentState(Value):
     """State of the agent, on which all its decisions depend.
 
     Args:
-        max_restarts: maximum number of charged restarts.
+        policy: settings of the restart policy.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         phase: phase of the agent.
         round: number of the attempt, from 1. Every attempt counts.
-        restarts: number of charged restarts. Workers see it as ``TORCHELASTIC_RESTART_COUNT``.
+        history: failures so far.
+        stopped_by: decision of the restart policy that stops the job while workers are running; ``None`` if
+            there is none.
+        is_delayed: true while the next attempt waits for the delay of the restart policy.
         port_retries: number of attempts that were repeated because another process took the port of the
             workers' store.
         signum: the first signal that asked the agent to stop; ``None`` if there was none.
@@ -84,11 +99,13 @@ class AgentState(Value):
             have been replaced since then.
     """
 
-    max_restarts: int
+    policy: RestartSettings
     shutdown_timeout: float
     phase: Phase = Phase.INIT
     round: int = 1
-    restarts: int = 0
+    history: FailureHistory = FailureHistory()
+    stopped_by: RestartDecision | None = None
+    is_delayed: bool = False
     port_retries: int = 0
     signum: int | None = None
     worker_failed: bool = False
@@ -98,9 +115,16 @@ class AgentState(Value):
     met: Meetings = ()
 
     @property
-    def restarts_left(self) -> int:
-        """Number of restarts that may still be charged."""
-        return self.max_restarts - self.restarts
+    def restarts(self) -> int:
+        """Number of charged restarts. Workers see it as ``TORCHELASTIC_RESTART_COUNT``."""
+        return self.history.charged
+
+    def restarts_left(self, now: float) -> int:
+        """Return the number of restarts that may still be charged at a time, in seconds."""
+        used = self.restarts
+        if self.policy.window is not None:
+            used = len(recent(self.policy, self.history, now))
+        return self.policy.max_restarts - used
 
     def _next(self, phase: Phase, **changes: Any) -> AgentState:
         same = {name: getattr(self, name) for name in self._names}
@@ -139,6 +163,11 @@ class StartFailed(Event):
 
     message: str
     transient: bool = False
+    evidence: Evidence = NO_EVIDENCE
+
+
+class DelayOver(Event):
+    """The delay before the next attempt is over."""
 
 
 class FailureSeen(Event):
@@ -155,6 +184,7 @@ class WorkerExited(Event):
     local_rank: int
     exitcode: int | None
     met: Meetings = ()
+    evidence: Evidence = NO_EVIDENCE
 
 
 class WorkerSwept(Event):
@@ -187,12 +217,14 @@ class GroupEnded(Event):
         port_conflict: true if the workers' store could not bind the port that the agent had chosen.
         unfit: reason other than ``stuck_ranks`` why this node cannot be used again; ``None`` if there is
             none.
+        evidence: evidence about the failure; empty if the group succeeded.
     """
 
     outcome: Outcome
     stuck_ranks: tuple[int, ...] = ()
     port_conflict: bool = False
     unfit: str | None = None
+    evidence: Evidence = NO_EVIDENCE
 
     @property
     def why_unfit(self) -> str | None:
@@ -219,6 +251,12 @@ class Rendezvous(Action):
     """
 
     round: int
+
+
+class Delay(Action):
+    """Wait for a number of seconds before the next attempt. The loop responds with :class:`DelayOver`."""
+
+    seconds: float
 
 
 class Start(Action):
@@ -267,11 +305,12 @@ class CollectEvidence(Action):
 
 class AnnounceRestart(Action):
     """Report in one line what failed and that the workers are restarted. ``charged`` is true if the restart
-    was charged to the budget.
+    was charged to the budget. The workers are restarted after ``delay`` seconds.
     """
 
     restarts_left: int
     charged: bool = True
+    delay: float = 0.0
 
 
 class Replace(Action):
@@ -285,10 +324,11 @@ class Replace(Action):
 
 class ReportFailure(Action):
     """Report why the job failed. ``message`` is the reason; ``None`` if the failure of a worker is the
-    reason.
+    reason. ``is_permanent`` is true if another attempt would fail in the same way.
     """
 
     message: str | None = None
+    is_permanent: bool = False
 
 
 class CloseRendezvous(Action):
@@ -322,6 +362,8 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
         return _on_start_failed(state, event) if state.group_exists else (state, [])
     if isinstance(event, Started):
         return (state._next(Phase.RUNNING) if state.phase is Phase.STARTING else state), []
+    if state.is_delayed:
+        return _on_delayed(state, event)
     if isinstance(event, Begin) and state.phase is Phase.INIT:
         return state._next(Phase.RENDEZVOUS), [Rendezvous(state.round)]
     if isinstance(event, RendezvousCompleted) and state.phase is Phase.RENDEZVOUS:
@@ -343,13 +385,19 @@ def _on_signal(state: AgentState, event: SignalReceived) -> tuple[AgentState, li
     return state._next(Phase.STOPPING, signum=event.signum), [Stop(event.signum, state.shutdown_timeout)]
 
 
+def _on_delayed(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
+    if isinstance(event, DelayOver):
+        return state._next(state.phase, is_delayed=False), [Rendezvous(state.round)]
+    return state, []
+
+
 def _on_start_failed(state: AgentState, event: StartFailed) -> tuple[AgentState, list[Action]]:
     ended = state._next(state.phase, group_exists=False)
     if state.signum is not None:
         return ended._next(Phase.STOPPED), [Exit(1)]
     if event.transient:
-        return _restart(ended, event.message)
-    return _fail(ended, event.message)
+        return _restart(ended, event.evidence, event.message)
+    return _fail(ended, event.message, is_permanent=True)
 
 
 def _on_group(
@@ -357,7 +405,7 @@ def _on_group(
 ) -> tuple[AgentState, list[Action]]:
     if isinstance(event, WorkerExited):
         if state.replaces and state.phase is Phase.RUNNING and event.exitcode != 0:
-            return _on_worker_to_replace(state, event.local_rank, event.met)
+            return _on_worker_to_replace(state, event.local_rank, event.met, event.evidence)
         failed = state.worker_failed or event.exitcode != 0
         return state._next(state.phase, worker_failed=failed), []
     if isinstance(event, FailureSeen):
@@ -369,24 +417,29 @@ def _on_group(
         return _fail(ended, phrases.not_restarted(event.why_unfit), evidence=True)
     if event.outcome == "succeeded" and not state.worker_failed and not state.replacing:
         return ended._next(Phase.SUCCEEDED), [CloseRendezvous(), Exit(0)]
-    if event.port_conflict and state.port_retries < MAX_PORT_RETRIES:
+    if event.port_conflict and state.stopped_by is None and state.port_retries < MAX_PORT_RETRIES:
         again = ended._next(
             Phase.RENDEZVOUS, round=state.round + 1, port_retries=state.port_retries + 1, worker_failed=False
         )
-        announce = AnnounceRestart(state.restarts_left, charged=False)
+        announce = AnnounceRestart(state.restarts_left(event.evidence.now), charged=False)
         return again, [CollectEvidence(), announce, Rendezvous(again.round)]
-    return _restart(ended, evidence=True)
+    return _restart(ended, event.evidence, collects=True)
 
 
 def _on_worker_to_replace(
-    state: AgentState, local_rank: int, met: Meetings = ()
+    state: AgentState, local_rank: int, met: Meetings = (), evidence: Evidence = NO_EVIDENCE
 ) -> tuple[AgentState, list[Action]]:
-    restarts: int | None = state.restarts
+    history = state.history
     if not (state.replacing or has_not_met_since(state.met, met, local_rank)):
-        restarts, state = used_after(state.restarts, state.max_restarts), state._next(state.phase, met=met)
-    if restarts is None:
-        return _stop_all(state)
-    new = state._next(state.phase, restarts=restarts, replacing=state.replacing | {local_rank})
+        decision = decide(state.policy, history, evidence)
+        history, state = decision.history, state._next(state.phase, met=met)
+        if decision.stop is not None:
+            return _stop_all(state._next(state.phase, stopped_by=decision))
+    elif (reason := why_permanent(evidence)) is not None:
+        return _stop_all(
+            state._next(state.phase, stopped_by=RestartDecision(history, StopKind.PERMANENT, reason))
+        )
+    new = state._next(state.phase, history=history, replacing=state.replacing | {local_rank})
     return new, []
 
 
@@ -421,19 +474,32 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 
 
 def _restart(
-    state: AgentState, message: str | None = None, *, evidence: bool = False
+    state: AgentState, evidence: Evidence, message: str | None = None, *, collects: bool = False
 ) -> tuple[AgentState, list[Action]]:
-    """Restart all workers if the budget allows it. Otherwise fail the job, with ``message`` as the reason."""
-    restarts = used_after(state.restarts, state.max_restarts)
-    if restarts is None:
-        return _fail(state, message, evidence=evidence)
-    new = state._next(Phase.RENDEZVOUS, round=state.round + 1, restarts=restarts, worker_failed=False)
-    collect: list[Action] = [CollectEvidence()] if evidence else []
-    return new, [*collect, AnnounceRestart(new.restarts_left), Rendezvous(new.round)]
+    """Restart all workers if the restart policy allows it. Otherwise fail the job, with ``message`` as the
+    reason if the budget is used up.
+    """
+    decision = state.stopped_by or decide(state.policy, state.history, evidence)
+    if decision.stop is not None:
+        is_permanent = decision.stop is StopKind.PERMANENT
+        why = decision.reason if is_permanent else message
+        return _fail(state, why, evidence=collects, is_permanent=is_permanent)
+    delay = decision.delay
+    new = state._next(
+        Phase.RENDEZVOUS,
+        round=state.round + 1,
+        history=decision.history,
+        worker_failed=False,
+        is_delayed=delay > 0,
+    )
+    collect: list[Action] = [CollectEvidence()] if collects else []
+    announce = AnnounceRestart(new.restarts_left(evidence.now), delay=delay)
+    return new, [*collect, announce, Delay(delay) if delay > 0 else Rendezvous(new.round)]
 
 
 def _fail(
-    state: AgentState, message: str | None = None, *, evidence: bool = False
+    state: AgentState, message: str | None = None, *, evidence: bool = False, is_permanent: bool = False
 ) -> tuple[AgentState, list[Action]]:
     collect: list[Action] = [CollectEvidence()] if evidence else []
-    return state._next(Phase.FAILED), [*collect, ReportFailure(message), CloseRendezvous(), Exit(1)]
+    report = ReportFailure(message, is_permanent)
+    return state._next(Phase.FAILED), [*collect, report, CloseRendezvous(), Exit(1)]

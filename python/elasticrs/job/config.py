@@ -10,6 +10,7 @@ import os
 import sys
 from enum import Enum
 
+from elasticrs.job.restart_policy import RestartSettings
 from elasticrs.job.value import Record, Value
 
 TYPE_CHECKING = False
@@ -23,6 +24,7 @@ DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
 DEFAULT_LINGER = 5.0
+DEFAULT_MAX_SAME_FAILURES = 3
 DEFAULT_EXIT_TIMEOUT = 10.0
 DEFAULT_HANG_EXIT_TIMEOUT = 1800.0
 DEFAULT_WARM_TIMEOUT = 120.0
@@ -76,6 +78,12 @@ class JobConfig(Record):
         role: role of the workers.
         name: name of the job in the report: the script, the program or the function.
         max_restarts: maximum number of charged restarts.
+        restart_window: seconds within which ``max_restarts`` applies; ``None`` for the whole job.
+        restart_delay: seconds to wait before the first restart, and the maximum delay. The delay doubles with
+            every failure without progress.
+        max_same_failures: number of equal failures without progress after which the job stops; 0 for no
+            limit.
+        fatal_exit_codes: exit codes of workers for which the job stops without a restart.
         on_failure: reaction to a failed worker.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
@@ -112,6 +120,10 @@ class JobConfig(Record):
     role: str = "default"
     name: str = ""
     max_restarts: int = 0
+    restart_window: float | None = None
+    restart_delay: tuple[float, float] = (0.0, 0.0)
+    max_same_failures: int = DEFAULT_MAX_SAME_FAILURES
+    fatal_exit_codes: frozenset[int] = frozenset()
     on_failure: OnFailure = OnFailure.RESTART
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     signals: Sequence[int] = ()
@@ -132,6 +144,13 @@ class JobConfig(Record):
     preload: Preload | None = None
     warm_timeout: float = DEFAULT_WARM_TIMEOUT
     log_prefix: str = DEFAULT_LOG_PREFIX
+
+    @property
+    def restart_settings(self) -> RestartSettings:
+        """Settings of the restart policy."""
+        return RestartSettings(
+            self.max_restarts, self.restart_window, *self.restart_delay, self.max_same_failures
+        )
 
     @property
     def replaces_workers(self) -> bool:

@@ -1,4 +1,4 @@
-"""Rules for the restart budget, which single-node jobs and the leader of a job on several nodes share."""
+"""Rules that decide whether a failure shares the charge of an earlier failure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ if TYPE_CHECKING:
     """Round number of each worker's last rendezvous, by local rank; ``None`` if the worker did not record
     one.
     """
-
-
-def used_after(used: int, most: int) -> int | None:
-    """Return the number of used restarts after another restart is charged. Return ``None`` if the budget is
-    exhausted, so that the job fails.
-    """
-    return used + 1 if used < most else None
 
 
 def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:

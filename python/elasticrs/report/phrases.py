@@ -290,11 +290,15 @@ def printable(text: str, limit: int = 200) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Format ascending ranks as ``rank 3``, ``ranks 0, 1``, or ``ranks 0-6, 8``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges_text(ranks)}"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Format ascending numbers, with a range for three or more consecutive ones, such as ``0-6, 8``."""
     spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
         else:
-            spans.append([rank])
-    texts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
+            spans.append([number])
+    return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 2 else ", ".join(map(str, s)) for s in spans)

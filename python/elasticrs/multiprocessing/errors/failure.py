@@ -56,6 +56,13 @@ class ProcessFailure:
             it did not.
         recorded_pid: pid of the process that recorded the error. It differs from ``pid`` if the worker is a
             wrapper that started that process.
+        exception: qualified name of the type of the recorded exception; ``None`` if unknown.
+        place: file name and line where the exception was raised, such as ``train.py:88``; ``None`` if
+            unknown.
+        is_start_error: true if the program could not be parsed, or lacks a module that it imports at its
+            top level.
+        is_retryable: false if the worker has marked its error as not worth another attempt, with
+            :class:`elasticrs.errors.NonRetryable` or with ``"retryable": false`` in its error file.
         stack: stacks of all threads after a fault such as SIGSEGV, or the stack of a hung thread; ``None`` if
             there are none.
         more_notes: further lines for the report.
@@ -95,6 +102,10 @@ class ProcessFailure:
         self.stderr_tail = tuple(stderr_tail)
         self.recorded_ns: int | None = None
         self.recorded_pid: int | None = None
+        self.exception: str | None = None
+        self.place: str | None = None
+        self.is_start_error = False
+        self.is_retryable = True
         self.stack = _read_stack(error_file) if self.signal_number() in _FAULTS else None
 
         self.more_notes: Sequence[str] = ()
@@ -121,8 +132,23 @@ class ProcessFailure:
                 match data.get("elasticrs"):
                     case {"monotonic_ns": int(recorded_ns), "pid": int(pid)}:
                         self.recorded_ns, self.recorded_pid = recorded_ns, pid
+                self._read_facts(data)
         if not self.message:
             self.message = self._made_up_message(trouble)
+
+    def _read_facts(self, data: Mapping[str, Any]) -> None:
+        """Read what the restart policy needs to know from the contents of an error file."""
+        match data.get("elasticrs"):
+            case {"failure": {"exception": str(exception), **facts}}:
+                place = facts.get("place")
+                self.exception, self.place = exception, place if isinstance(place, str) else None
+                self.is_start_error = facts.get("is_start_error") is True
+                self.is_retryable = facts.get("is_retryable") is not False
+        if data.get("retryable") is False:
+            self.is_retryable = False
+        match data.get("message"):
+            case {"retryable": False} | {"extraInfo": {"retryable": False}}:
+                self.is_retryable = False
 
     def _made_up_message(self, trouble: str) -> str:
         known = self.cause

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticrs import _core
+    from elasticrs.job.restart_policy import RestartSettings
     from elasticrs.rendezvous.elastic.hosting import Found
     from elasticrs.rendezvous.elastic.messages import Action, Event, LoopAction
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
@@ -54,7 +55,8 @@ class Driver:
         rendezvous: description of the rendezvous.
         role: role of this node's workers.
         nproc: number of this node's workers.
-        max_restarts: maximum number of restarts of the job.
+        policy: settings of the restart policy.
+        fatal_exit_codes: exit codes of workers that end the job, as text.
         supervisor: supervisor whose runtime thread serves the stores; a separate thread if ``None``.
         use_agent_store: true if this agent serves the workers' store when its node gets group rank 0.
             Otherwise the agent reserves the port for rank 0, which hosts the store.
@@ -72,7 +74,8 @@ class Driver:
         *,
         role: str,
         nproc: int,
-        max_restarts: int,
+        policy: RestartSettings,
+        fatal_exit_codes: str = "",
         supervisor: _core.Supervisor | None,
         use_agent_store: bool = True,
         home: Home | None = None,
@@ -81,7 +84,8 @@ class Driver:
     ) -> None:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
-        self._role, self._nproc, self._max_restarts = role, nproc, max_restarts
+        self._role, self._nproc = role, nproc
+        self._policy, self._fatal_exit_codes = policy, fatal_exit_codes
         self._keeps_workers = keeps_workers
         self.meeting_point = MeetingPoint(rendezvous, supervisor, home, found)
         self._member: Member | None = None
@@ -120,10 +124,8 @@ class Driver:
             self.meeting_point.host_if_possible()
         except CannotHost as error:
             return [messages.Exit(Outcome("refused", str(error)))]
-        agent = self.meeting_point.this_agent(
-            role=self._role, nproc=self._nproc, max_restarts=self._max_restarts
-        )
-        agent = agent.replaced(keeps_workers=self._keeps_workers)
+        agent = self.meeting_point.this_agent(role=self._role, nproc=self._nproc, policy=self._policy)
+        agent = agent.replaced(keeps_workers=self._keeps_workers, fatal_exit_codes=self._fatal_exit_codes)
         self._member = Member(self._rendezvous, agent)
         doubt = self.meeting_point.doubt
         return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]

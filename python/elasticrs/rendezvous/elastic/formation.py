@@ -39,7 +39,7 @@ def slow_members(view: View) -> set[str]:
 
 def decide(member: Member, leader: Leader, view: View) -> None:
     """Decide what to do while no round is running."""
-    settings, head = member.settings, view.head
+    settings, head, delay = member.settings, view.head, 0.0
     settle = settings.settle + 2 * member.more_lease
     is_settled = not slow_members(view) or has_passed(member, leader, "settle", settle)
     if head is not None and not is_settled:
@@ -47,10 +47,15 @@ def decide(member: Member, leader: Leader, view: View) -> None:
     alive: list[str] = []
     if head is not None:
         judged = _judged(member, leader, view, head)
-        alive, head = judged.alive, judged.head
+        alive, head, delay = judged.alive, judged.head, judged.delay
         if judged.reason is not None:
             close(member, leader, view, head.replaced(outcome="failed", reason=judged.reason), alive)
             return
+    if delay > 0 and not has_passed(member, leader, "delay", delay):
+        if leader.told_delay != view.round:
+            leader.told_delay = view.round
+            member.do(Announce(f"the next round starts in {delay:.3g} s (restart delay)"))
+        return
     if _is_time(member, leader, view):
         _form(member, leader, view, head, alive)
         return
@@ -103,7 +108,7 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
     was_short = member.age.was_short
     rests_on = (view.head_revision, was_short, sizes, frozenset(view.farewells))
     if leader.judged is None or leader.judged[0] != rests_on:
-        judged = round_outcome.judge(view, head, member.settings, member.agent.max_restarts, was_short)
+        judged = round_outcome.judge(view, head, member.settings, member.agent.policy, was_short, member.now)
         leader.judged = rests_on, judged
     return leader.judged[1]
 

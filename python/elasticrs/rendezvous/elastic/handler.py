@@ -23,6 +23,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from elasticrs.job.restart_policy import RestartSettings
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -270,7 +271,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self.rendezvous,
             role="default",
             nproc=1,
-            max_restarts=_MANY,
+            policy=RestartSettings(_MANY),
             supervisor=None,
             use_agent_store=self._use_agent_store,
         )

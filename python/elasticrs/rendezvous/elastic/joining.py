@@ -81,14 +81,18 @@ def job_record(member: Member) -> dict[str, Any]:
 
 def agreed(member: Member) -> dict[str, Any]:
     """Return the settings that must be the same on all nodes of a job."""
-    rendezvous, settings = member.rendezvous, member.settings
+    rendezvous, settings, policy = member.rendezvous, member.settings, member.agent.policy
     return {
         "protocol": PROTOCOL,
         "on_failure": "replace" if member.agent.keeps_workers else "restart",
         "backend": rendezvous.backend,
         "min_nodes": rendezvous.min_nodes,
         "max_nodes": rendezvous.max_nodes,
-        "max_restarts": member.agent.max_restarts,
+        "max_restarts": policy.max_restarts,
+        "restart_window": None if policy.window is None else f"{policy.window:g}",
+        "restart_delay": f"{policy.first_delay:g}..{policy.longest_delay:g}",
+        "max_same_failures": policy.max_same_failures,
+        "fatal_exit_codes": member.agent.fatal_exit_codes,
         "scale_up": settings.scale_up,
         "max_node_losses": settings.max_node_losses,
         "homogeneous": settings.homogeneous,

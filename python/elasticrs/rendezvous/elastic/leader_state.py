@@ -32,6 +32,7 @@ class Leader(Record):
         told: number of waiting nodes that was last reported to the user.
         told_more: number of the last round after which the user was told that the leader waits for more
             nodes.
+        told_delay: number of the last round after which the user was told that the next one is delayed.
         told_damaged: number of damaged records that were reported to the user.
     """
 
@@ -47,6 +48,7 @@ class Leader(Record):
     judged: tuple[RestsOn, Verdict] | None = None
     told: int = -1
     told_more: int = -1
+    told_delay: int = -1
     told_damaged: int = 0
 
     def is_free(self) -> bool:

@@ -164,4 +164,4 @@ def outcome_of(member: Member, head: Head) -> Outcome:
         return Outcome("aborted", f"the job was ended: {head.reason}")
     if head.outcome == "timeout":
         return Outcome("timeout", head.reason)
-    return Outcome("failed", head.reason, head.cause)
+    return Outcome("failed", head.reason, head.cause, is_permanent=head.permanent)

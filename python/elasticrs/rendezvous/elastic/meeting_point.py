@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
+    from elasticrs.job.restart_policy import RestartSettings
     from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.store import Store
@@ -436,7 +437,7 @@ class MeetingPoint:
         """
         return self._session is not None and self._session.wait(timeout)
 
-    def this_agent(self, *, role: str, nproc: int, max_restarts: int) -> ThisAgent:
+    def this_agent(self, *, role: str, nproc: int, policy: RestartSettings) -> ThisAgent:
         """Return the description of this agent and its workers for the state machine."""
         member = self._rendezvous.member
         return ThisAgent(
@@ -446,7 +447,7 @@ class MeetingPoint:
             hosting.host_identity(),
             role,
             nproc,
-            max_restarts,
+            policy,
             self.hosts,
             self.fallback_address(),
         )

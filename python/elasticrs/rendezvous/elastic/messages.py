@@ -216,12 +216,14 @@ class Outcome(Value):
         message: message of one line for the user.
         cause: cause of the job's first failure.
         has_failed: for ``closed``, true if the job had neither succeeded nor been closed by an agent.
+        is_permanent: for ``failed``, true if another attempt would fail in the same way.
     """
 
     kind: OutcomeKind
     message: str | None = None
     cause: Cause | None = None
     has_failed: bool = False
+    is_permanent: bool = False
 
 
 class Exit(Value):

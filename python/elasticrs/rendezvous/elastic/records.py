@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 
+from elasticrs.job.restart_policy import MAX_IN_WINDOW, FailureHistory
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic import validation
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
@@ -30,7 +31,7 @@ PROTOCOL = 1
 job.
 """
 
-MAX_HEAD = 4096
+MAX_HEAD = 6144
 MAX_CAUSE = 2304
 MAX_TEXT = 384
 CAUSE_FIELDS = [name for name in validation.CAUSE if name not in ("frame", "lines")]
@@ -206,6 +207,9 @@ class Head(Value):
             (``failure``, ``lost``, ``left``, ``scale``, ``setup``, ``asked``), ``node``, ``group_rank``,
             ``message``, ``fatal``, ``charged``.
         cause: cause of the first failure in that round, over all nodes.
+        history: what the restart policy remembers of earlier failures, in addition to ``used``; see
+            :meth:`failures`.
+        permanent: true if the job was closed because another attempt would fail in the same way.
         losses: number of nodes lost so far.
         short_losses: number of consecutive short rounds that ended with the loss of a node.
         setups: number of consecutive rounds whose workers could not be started.
@@ -224,6 +228,8 @@ class Head(Value):
     master: tuple[str, int] = ("", 0)
     end: dict[str, Any] | None = None
     cause: dict[str, Any] | None = None
+    history: dict[str, Any] | None = None
+    permanent: bool = False
     losses: int = 0
     short_losses: int = 0
     setups: int = 0
@@ -253,9 +259,37 @@ class Head(Value):
             raise DamagedError(f"it has {len(value)} bytes")
         fields = validation.fields(decode(value), _HEAD, ("state", "round"))
         fields["cause"] = validation.cause(fields.get("cause"))
+        if fields.get("history") is not None:
+            fields["history"] = validation.fields(fields["history"], _HISTORY, ())
         if fields.get("end") is not None:
             fields["end"] = validation.fields(fields["end"], _END, ("kind",))
         return Head(**{**fields, "master": tuple(fields.get("master", ("", 0)))})
+
+    @property
+    def failures(self) -> FailureHistory:
+        """The failures of the job so far, for the restart policy."""
+        kept = self.history or {}
+        last = kept.get("last")
+        return FailureHistory(
+            self.used,
+            tuple(kept.get("charged_at", ())),
+            (last[0], last[1], last[2], last[3]) if last else None,
+            kept.get("same", 0),
+            kept.get("reached"),
+            kept.get("without_progress", 0),
+        )
+
+    def with_failures(self, failures: FailureHistory) -> Head:
+        """Return this head with another history of failures. Long names in the history are cut."""
+        kept = {name: each for name, each in failures.fields().items() if name != "charged" and each}
+        if failures.reached is not None:
+            kept["reached"] = failures.reached
+        if failures.last is not None:
+            exception, place, rank, step = failures.last
+            kept["last"] = (cut(exception, MAX_NAME), cut(place, MAX_NAME), rank, step)
+        if failures.charged_at:
+            kept["charged_at"] = [round(time, 3) for time in failures.charged_at]
+        return self.replaced(used=failures.charged, history=kept or None)
 
     @staticmethod
     def read(entry: Entry) -> Head:
@@ -384,7 +418,8 @@ _NODE = {
 }
 _HEAD = {
     **dict.fromkeys(("round", "used", "size", "world_size", "losses", "short_losses", "setups"), _COUNT),
-    **dict.fromkeys(("end", "cause"), validation.ANY),
+    **dict.fromkeys(("end", "cause", "history"), validation.ANY),
+    "permanent": validation.FLAG,
     "state": validation.one_of("RUNNING", "ENDED", "CLOSED"),
     "form": _NAME,
     "master": validation.row_of(_ADDRESS, _PORT),
@@ -397,6 +432,13 @@ _END = {
     **dict.fromkeys(("fatal", "charged"), validation.FLAG),
     "kind": validation.one_of("failure", "lost", "left", "scale", "setup", "asked"),
     "group_rank": validation.WHOLE,
+}
+_OPTIONAL_WHOLE = validation.optional(validation.WHOLE)
+_HISTORY = {
+    **dict.fromkeys(("same", "without_progress"), _COUNT),
+    "charged_at": validation.list_of(validation.SPAN, MAX_IN_WINDOW),
+    "last": validation.row_of(_NAME, _NAME, _OPTIONAL_WHOLE, _OPTIONAL_WHOLE),
+    "reached": validation.WHOLE,
 }
 _SLOT = (_COUNT, _NAME, _COUNT, _COUNT, _COUNT, _COUNT)
 _SEAT = (_NAME, _NAME, _ADDRESS)

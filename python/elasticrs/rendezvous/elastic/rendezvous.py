@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from dataclasses import KW_ONLY
 
+    from elasticrs.job.restart_policy import RestartSettings
     from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
     from elasticrs.rendezvous.elastic.settings import Settings
 
@@ -116,7 +117,8 @@ class ThisAgent(Value):
         host: identifier of the host. Agents with the same identifier share their loopback interface.
         role: role of this node's workers.
         nproc: number of this node's workers.
-        max_restarts: maximum number of restarts of the job.
+        policy: settings of the restart policy, with the maximum number of restarts of the job.
+        fatal_exit_codes: exit codes of workers that end the job, as the user has written them.
         hosts_store: true if this process serves the store, so that it must stay until the job is over.
         fallback_addr: address or name under which other hosts reach this node. It is used if the connection
             to the store has a loopback address and the round has several hosts. ``None`` if there is none.
@@ -130,7 +132,8 @@ class ThisAgent(Value):
     host: str
     role: str
     nproc: int
-    max_restarts: int
+    policy: RestartSettings
     hosts_store: bool
     fallback_addr: str | None
     keeps_workers: bool = False
+    fatal_exit_codes: str = ""

@@ -1,5 +1,5 @@
 """Evaluate the end of a round: decide whether it uses a restart, and whether it ends the job. These are pure
-functions of the leader's view.
+functions of the leader's view. What follows from a failure is decided by :mod:`elasticrs.job.restart_policy`.
 
 - **VERDICT-1** A restart is charged only if workers have failed and no member was lost. Workers often fail
   *because* a node died, and their report may arrive before the loss is known.
@@ -9,7 +9,10 @@ functions of the leader's view.
 
 from __future__ import annotations
 
-from elasticrs.job.restart_budget import used_after
+import zlib
+
+from elasticrs.job.failure_cause import Cause
+from elasticrs.job.restart_policy import STEADY, Evidence, RestartDecision, StopKind, decide
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.announcements import named, nodes
 from elasticrs.rendezvous.elastic.records import blame_of, time_of
@@ -18,6 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from elasticrs.job.restart_policy import RestartSettings
     from elasticrs.rendezvous.elastic.leader_view import View
     from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.rendezvous.elastic.settings import Settings
@@ -34,11 +38,13 @@ class Verdict(Value):
             charge a restart is invalid.
         head: head of the ended round, with updated counts.
         reason: reason why the job ends; ``None`` if it continues.
+        delay: seconds to wait before the next round.
     """
 
     alive: list[str]
     head: Head
     reason: str | None
+    delay: float = 0.0
 
 
 def is_explained(view: View) -> bool:
@@ -69,14 +75,19 @@ def kind_of(head: Head) -> str:
     return kind
 
 
-def first_cause(view: View, head: Head) -> dict[str, Any] | None:
-    """Return the first cause of the round's failure (VERDICT-2); ``None`` if no cause is known. If a node has
-    reported the same cause twice, return the later report, because it contains more information.
+def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
+    """Return all causes that the members have reported for the round. If a node has reported the same cause
+    twice, the later report comes first, because it contains more information.
     """
     members = [member for member in sorted(view.causes) if member in view.rank_of]
     told = [view.nodes[member] for member in members]
     causes = [head.cause, *(node.cause for node in told if node.idle == head.round)]
-    known: list[dict[str, Any]] = [cause for cause in reversed(causes) if cause is not None]
+    return [cause for cause in reversed(causes) if cause is not None]
+
+
+def first_cause(view: View, head: Head) -> dict[str, Any] | None:
+    """Return the first cause of the round's failure (VERDICT-2); ``None`` if no cause is known."""
+    known = known_causes(view, head)
     if not known:
         return None
     first = min(known, key=lambda cause: (time_of(cause) is None, time_of(cause) or 0))
@@ -86,18 +97,38 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
     return min(hung, key=lambda each: each[0])[1]
 
 
-def judge(view: View, head: Head, settings: Settings, max_restarts: int, was_short: bool | None) -> Verdict:
+def _decide(
+    view: View, head: Head, policy: RestartSettings, was_short: bool | None, now_ns: int
+) -> RestartDecision:
+    """Ask the restart policy what follows from the failure that ended the round."""
+    first = first_cause(view, head)
+    others = [cause for cause in known_causes(view, head) if cause is not first]
+    evidence = Evidence(
+        tuple(Cause.decoded(cause) for cause in (first, *others) if cause is not None),
+        nodes=head.size,
+        now=now_ns / 1e9,
+        ran=None if was_short is None else 0.0 if was_short else STEADY,
+        # Derive the jitter from the round, because a decision must be a function of the store's contents.
+        jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
+    )
+    return decide(policy, head.failures, evidence)
+
+
+def judge(
+    view: View, head: Head, settings: Settings, policy: RestartSettings, was_short: bool | None, now_ns: int
+) -> Verdict:
     """Evaluate an ended round, once every member has stopped or is lost, or the time ``settle`` has passed.
 
     Args:
         view: the leader's view of the store.
         head: head of the ended round.
         settings: settings of the rendezvous.
-        max_restarts: maximum number of restarts of the job.
+        policy: settings of the restart policy.
         was_short: true if the round ended soon after its start; ``None`` if this agent did not see its start.
+        now_ns: current time on the store's wall clock, in nanoseconds.
     """
     kind, charged = kind_of(head), is_charged(view, head)
-    used = used_after(head.used, max_restarts) if charged else head.used
+    decision = _decide(view, head, policy, was_short, now_ns) if charged else RestartDecision(head.failures)
     lost = len(view.missing) - sum(view.rank_of.get(each) in view.missing for each in view.farewells)
     lossy = kind == "lost" or (kind == "failure" and not charged)
     short_losses = head.short_losses
@@ -113,14 +144,13 @@ def judge(view: View, head: Head, settings: Settings, max_restarts: int, was_sho
         end={**(head.end or {}), "charged": charged},
     )
     reason = _why_not_again(view, counted, settings)
-    if reason is None and used is None:
-        reason = (
-            f"workers failed in round {head.round} and no restart is left"
-            f" (max_restarts={max_restarts}, {head.used} used)"
-        )
-    if reason is None and used is not None:
-        counted = counted.replaced(used=used)
-    return Verdict(witnesses(view) if charged else [], counted, reason)
+    if reason is None and decision.stop is StopKind.EXHAUSTED:
+        reason = f"workers failed in round {head.round} and {decision.reason}"
+    elif reason is None and decision.stop is StopKind.PERMANENT:
+        reason, counted = decision.reason, counted.replaced(permanent=True)
+    elif reason is None:
+        counted = counted.with_failures(decision.history)
+    return Verdict(witnesses(view) if charged else [], counted, reason, decision.delay)
 
 
 def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:

@@ -129,7 +129,7 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
         if head.round > 1 and is_news and not member.agent.keeps_workers:
             number, told = member.told_end
             known = told if number == head.round - 1 else None
-            member.do(Announce(round_line(head, member.agent.max_restarts, known)))
+            member.do(Announce(round_line(head, member.agent.policy.max_restarts, known)))
     member.disarm("give_up")
     look(member)
     if _is_spare(member, head):
@@ -405,7 +405,7 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
     """Return the cause of this node's failure in a round; ``None`` if this node did not fail, or if the
-    recorded failure came first.
+    recorded failure came first and this one does not show that another attempt would fail, too.
     """
     own, head = member.own_failure, member.head
     if own is None or own.round != number or own.cause is None or head is None:
@@ -413,7 +413,8 @@ def _earlier_cause(member: Member, number: int) -> Cause | None:
     # Use the cause in the state of the job only after the round has ended, because during a round the state
     # contains the cause of the previous round.
     recorded = head.cause if head.round == number and head.state == "ENDED" else None
-    return own.cause if may_be_first(own.cause, recorded) else None
+    is_permanent = own.cause.get("permanence") is not None
+    return own.cause if is_permanent or may_be_first(own.cause, recorded) else None
 
 
 def give_up(member: Member) -> None:

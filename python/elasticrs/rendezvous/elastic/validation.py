@@ -69,6 +69,16 @@ def row_of(*checks: Check) -> Check:
     )
 
 
+def list_of(check: Check, most: int) -> Check:
+    """Return a check for a list of at most ``most`` values that all pass ``check``."""
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(check, value))
+
+
+def optional(check: Check) -> Check:
+    """Return a check for null, or a value that passes ``check``."""
+    return lambda value: value is None or check(value)
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -97,14 +107,16 @@ def _is_span(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= MOST
 
 
+SPAN = _is_span
 CAUSE: dict[str, Check] = {
     **dict.fromkeys(("node", "host", "message", "frame", "ground"), TEXT),
-    **dict.fromkeys(("group_rank", "signal", "step"), WHOLE),
-    **dict.fromkeys(("round", "rank", "local_rank", "pid"), COUNT),
+    **dict.fromkeys(("exception", "place", "permanence", "permanent_sign"), TEXT),
+    **dict.fromkeys(("group_rank", "signal", "step", "reached"), WHOLE),
+    **dict.fromkeys(("round", "rank", "local_rank", "pid", "permanent_rank"), COUNT),
     **dict.fromkeys(("time_ns", "error_ns"), TIME),
-    "exitcode": lambda value: value is None or WHOLE(value),
+    "exitcode": optional(WHOLE),
     "silence": _is_span,
-    "lines": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "lines": list_of(TEXT, 1000),
 }
 
 

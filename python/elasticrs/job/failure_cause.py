@@ -1,0 +1,101 @@
+"""Description of a failure: one schema for the restart policy, the messages between nodes, events, the status
+page and reports.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from elasticrs.job.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+
+class Permanence(str, Enum):
+    """Reason why another attempt would fail in the same way."""
+
+    NON_RETRYABLE = "non_retryable"
+    """A worker raised :class:`elasticrs.errors.NonRetryable`, or its error file contains
+    ``"retryable": false``.
+    """
+    EXIT_CODE = "exit_code"
+    """A worker exited with one of ``--fatal-exit-codes``."""
+    START_ERROR = "start_error"
+    """Every worker that failed by itself on this node did so while its program started: the program does not
+    exist, cannot be parsed, lacks a module, or rejected its arguments.
+    """
+
+    __str__ = str.__str__
+
+
+class Cause(Value):
+    """Facts about the first failure of a round. Each unknown fact is ``None``.
+
+    Args:
+        node: name of the failed worker's node in the rendezvous.
+        host: host name of that node.
+        group_rank: rank of that node.
+        round: number of the round.
+        rank: global rank of the worker; ``None`` if the workers could not be started.
+        local_rank: local rank of the worker.
+        pid: pid of the worker.
+        exitcode: exit code as in ``ProcessFailure``; also ``None`` if the worker raised an exception and was
+            stopped while it was exiting.
+        message: shortened traceback or other description of the failure.
+        lines: last lines of the worker's stderr, shortened.
+        ground: for a hung worker, why it was blamed among all workers that missed their deadline (see
+            ``WorkerHung``).
+        silence: seconds since the worker's last heartbeat.
+        step: training step in which the worker hung, if its heartbeats contained steps; -1 if it never sent a
+            step.
+        frame: stack frame in which the worker hung, as in ``RankSeen``.
+        time_ns: time of the failure, in nanoseconds of the store's wall clock.
+        error_ns: maximum error of ``time_ns``.
+        exception: qualified name of the type of the worker's uncaught exception.
+        place: file name and line of the program in which the exception was raised, such as ``train.py:88``.
+        permanence: why another attempt would fail in the same way, as a value of :class:`Permanence`.
+        permanent_rank: global rank of the worker that shows it. It may differ from ``rank``.
+        permanent_sign: what that worker did, such as ``ValueError at train.py:88`` or ``exit code 3``.
+        reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
+    """
+
+    node: str | None = None
+    host: str | None = None
+    group_rank: int | None = None
+    round: int | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    pid: int | None = None
+    exitcode: int | None = None
+    message: str | None = None
+    lines: Sequence[str] = ()
+    ground: str | None = None
+    silence: float | None = None
+    step: int | None = None
+    frame: str | None = None
+    time_ns: int | None = None
+    error_ns: int | None = None
+    exception: str | None = None
+    place: str | None = None
+    permanence: str | None = None
+    permanent_rank: int | None = None
+    permanent_sign: str | None = None
+    reached: int | None = None
+
+    def encoded(self) -> dict[str, Any]:
+        """Return the known facts as a dictionary that can be sent as JSON."""
+        return {name: value for name, value in self.fields().items() if value is not None and value != ()}
+
+    @staticmethod
+    def decoded(fields: Mapping[str, Any]) -> Cause:
+        """Build a cause from a received message. Ignore unknown fields, because another node may run a
+        different release.
+
+        Args:
+            fields: fields of the right types, some of which may be missing; see
+                :func:`.rendezvous.elastic.checked.cause`.
+        """
+        return Cause(**{name: fields[name] for name in Cause._names if name in fields})

@@ -1,0 +1,201 @@
+"""The restart policy: which failures end a job, and when the workers are restarted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.job.failure_cause import Cause, Permanence
+from elasticrs.job.restart_policy import (
+    STEADY,
+    Evidence,
+    FailureHistory,
+    RestartDecision,
+    RestartSettings,
+    StopKind,
+    decide,
+)
+
+PLENTY = RestartSettings(max_restarts=1000, max_same_failures=3)
+
+
+def failure(**facts: object) -> Cause:
+    known = {"node": "node1", "rank": 3, "exception": "builtins.ValueError", "place": "train.py:88", **facts}
+    return Cause(**known)
+
+
+def decisions(
+    settings: RestartSettings,
+    causes: list[Cause],
+    *,
+    seconds_apart: float = 1.0,
+    ran: float | None = 1.0,
+    jitter: float = 0.0,
+) -> list[RestartDecision]:
+    """Decide about failures of attempts that follow each other, until one stops the job."""
+    history, found = FailureHistory(), []
+    for index, cause in enumerate(causes):
+        evidence = Evidence((cause,), now=index * seconds_apart, ran=ran, jitter=jitter)
+        decision = decide(settings, history, evidence)
+        found.append(decision)
+        if decision.stop is not None:
+            break
+        history = decision.history
+    return found
+
+
+def stops(found: list[RestartDecision]) -> tuple[int, StopKind | None]:
+    """Return the number of restarts, and the kind of the stop."""
+    return len(found) - (found[-1].stop is not None), found[-1].stop
+
+
+class TestPermanentFailures:
+    @pytest.mark.parametrize("kind", list(Permanence))
+    def test_a_permanent_failure_stops_a_job_of_one_node_at_once(self, kind):
+        cause = failure(permanence=kind.value, permanent_rank=3, permanent_sign="the sign")
+        (decision,) = decisions(PLENTY, [cause])
+        assert decision.stop is StopKind.PERMANENT
+        assert "rank 3" in decision.reason
+        assert "the sign" in decision.reason
+
+    @pytest.mark.parametrize(("reports", "stop"), [(1, None), (2, None), (3, StopKind.PERMANENT)])
+    def test_a_start_error_counts_only_if_all_nodes_report_one(self, reports, stop):
+        causes = [
+            failure(node=f"node{node}", permanence="start_error", permanent_rank=node)
+            for node in range(reports)
+        ]
+        decision = decide(PLENTY, FailureHistory(), Evidence(tuple(causes), nodes=3, ran=1.0))
+        assert decision.stop is stop
+
+    @pytest.mark.parametrize("kind", ["non_retryable", "exit_code"])
+    def test_one_node_is_enough_for_an_error_that_must_not_be_retried(self, kind):
+        causes = [
+            failure(),
+            failure(node="node2", permanence=kind, permanent_rank=9, permanent_sign="exit code 3"),
+        ]
+        decision = decide(PLENTY, FailureHistory(), Evidence(tuple(causes), nodes=3, ran=1.0))
+        assert decision.stop is StopKind.PERMANENT
+        assert "rank 9" in decision.reason
+
+    def test_an_unknown_kind_of_another_release_is_no_reason_to_stop(self):
+        assert stops(decisions(PLENTY, [failure(permanence="curse")])) == (1, None)
+
+
+class TestRepeatedFailures:
+    def test_the_third_equal_failure_stops_the_job(self):
+        found = decisions(PLENTY, [failure(reached=1204)] * 5)
+        assert stops(found) == (2, StopKind.PERMANENT)
+        assert "ValueError at train.py:88 in step 1204" in found[-1].reason
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            failure(exception="builtins.KeyError"),
+            failure(place="train.py:89"),
+            failure(rank=4),
+            failure(exception=None),
+            failure(place=None),
+        ],
+        ids=["exception", "place", "rank", "no exception", "no place"],
+    )
+    def test_a_different_failure_starts_the_count_again(self, other):
+        assert stops(decisions(PLENTY, [failure(), failure(), other, failure(), failure()])) == (5, None)
+
+    def test_the_same_step_on_another_rank_is_the_same_failure(self):
+        found = decisions(PLENTY, [failure(rank=rank, reached=7) for rank in range(3)])
+        assert stops(found) == (2, StopKind.PERMANENT)
+
+    def test_progress_between_failures_starts_the_count_again(self):
+        assert stops(decisions(PLENTY, [failure(reached=step) for step in range(100)])) == (100, None)
+
+    def test_a_step_that_was_reached_before_is_no_progress(self):
+        found = decisions(PLENTY, [failure(reached=step) for step in (7, 5, 7)])
+        assert stops(found) == (2, StopKind.PERMANENT)
+
+    def test_a_long_attempt_without_heartbeats_counts_as_progress(self):
+        assert stops(decisions(PLENTY, [failure()] * 9, ran=STEADY)) == (9, None)
+        assert stops(decisions(PLENTY, [failure()] * 9, ran=None)) == (2, StopKind.PERMANENT)
+
+    def test_failures_without_an_exception_never_count_as_equal(self):
+        plain = Cause(rank=0, exitcode=-11)
+        assert stops(decisions(PLENTY, [plain] * 50)) == (50, None)
+
+    def test_zero_switches_the_check_off(self):
+        settings = PLENTY.replaced(max_same_failures=0)
+        assert stops(decisions(settings, [failure()] * 50)) == (50, None)
+
+
+class TestBudget:
+    @pytest.mark.parametrize("most", [0, 1, 5])
+    def test_the_job_stops_when_the_budget_is_used_up(self, most):
+        found = decisions(RestartSettings(most), [Cause(exitcode=1)] * 10)
+        assert stops(found) == (most, StopKind.EXHAUSTED)
+
+    def test_the_budget_of_a_window_returns_when_the_window_has_passed(self):
+        settings = RestartSettings(3, window=10.0)
+        assert stops(decisions(settings, [Cause()] * 50, seconds_apart=4.0)) == (50, None)
+        assert stops(decisions(settings, [Cause()] * 50, seconds_apart=3.0)) == (3, StopKind.EXHAUSTED)
+
+    def test_the_count_of_restarts_never_decreases(self):
+        found = decisions(RestartSettings(3, window=10.0), [Cause()] * 20, seconds_apart=9.0)
+        assert [each.history.charged for each in found] == list(range(1, 21))
+
+
+class TestDelay:
+    SLOW = RestartSettings(100, first_delay=1.0, longest_delay=60.0)
+
+    def test_the_delay_doubles_up_to_the_longest(self):
+        found = decisions(self.SLOW, [Cause()] * 9)
+        assert [each.delay for each in found] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+    def test_progress_resets_the_delay(self):
+        found = decisions(self.SLOW, [Cause(reached=step) for step in (1, 1, 1, 2, 2)])
+        assert [each.delay for each in found] == [1, 2, 4, 1, 2]
+
+    def test_there_is_no_delay_by_default(self):
+        assert {each.delay for each in decisions(RestartSettings(9), [Cause()] * 9)} == {0}
+
+    def test_a_thousand_failures_overflow_nothing(self):
+        assert decisions(self.SLOW.replaced(max_restarts=2000), [Cause()] * 1500)[-1].delay == 60
+
+    @given(st.floats(0, 1), st.integers(1, 20))
+    def test_jitter_shortens_a_delay_by_at_most_a_half(self, jitter, failures):
+        full = decisions(self.SLOW, [Cause()] * failures)[-1].delay
+        assert full / 2 <= decisions(self.SLOW, [Cause()] * failures, jitter=jitter)[-1].delay <= full
+
+
+CAUSES = st.builds(
+    Cause,
+    node=st.sampled_from(["node1", "node2", "node3"]),
+    rank=st.none() | st.integers(0, 7),
+    exception=st.sampled_from([None, "builtins.ValueError", "builtins.KeyError"]),
+    place=st.sampled_from([None, "train.py:8", "model.py:9"]),
+    reached=st.none() | st.integers(0, 3),
+    permanence=st.sampled_from([None, *(each.value for each in Permanence)]),
+    permanent_rank=st.none() | st.integers(0, 7),
+    permanent_sign=st.just("sign"),
+)
+
+
+@given(
+    CAUSES,
+    st.lists(CAUSES, max_size=4, unique_by=lambda cause: (cause.node, cause.permanent_rank)),
+    st.data(),
+)
+def test_the_order_of_the_reports_does_not_matter(first, others, data):
+    history = FailureHistory(charged=1, last=("builtins.ValueError", "train.py:8", 1, 2), same=2, reached=2)
+    shuffled = data.draw(st.permutations(others))
+    one, other = (
+        decide(PLENTY, history, Evidence((first, *rest), nodes=2, now=5.0, ran=1.0, jitter=0.5))
+        for rest in (others, shuffled)
+    )
+    assert one == other
+
+
+@given(st.lists(CAUSES, max_size=30), st.integers(0, 5))
+def test_restarts_are_counted_and_never_exceed_the_budget(causes, most):
+    found = decisions(RestartSettings(most, max_same_failures=2), causes)
+    restarts = [each for each in found if each.stop is None]
+    assert len(restarts) <= most
+    assert [each.history.charged for each in restarts] == list(range(1, len(restarts) + 1))
