@@ -26,8 +26,7 @@ from elasticrs.job import config as defaults
 from elasticrs.job.config import UsageError
 from elasticrs.job.options import OPTIONS
 from elasticrs.launcher import command_line
-from elasticrs.launcher.arguments import LOG_OPTIONS
-from elasticrs.launcher.namespace import Namespace, values_of
+from elasticrs.launcher.namespace import Namespace
 from elasticrs.launcher.parser import OLD_LAUNCHERS, get_args_parser
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
     # Most options have the same name as a field of `LaunchConfig`.
     names = {field.name for field in fields(LaunchConfig)} & {option.dest for option in OPTIONS}
     configuration = LaunchConfig(**{
-        **values_of(values, names),
+        **{name: getattr(values, name) for name in names},
         "min_nodes": low,
         "max_nodes": high,
         "nproc_per_node": nproc,
@@ -264,9 +263,7 @@ def _health_check_server(values: Namespace) -> HealthCheckServer | None:
     from elasticrs.agent.observer_factory import open_server
 
     host = values.health_check_host or os.environ.get("ELASTICRS_HEALTH_CHECK_HOST") or defaults.LOOPBACK
-    settings = defaults.ObserveSettings(
-        health_port=values.health_check_port, health_host=host, health_timeout=values.health_check_timeout
-    )
+    settings = defaults.ObserveSettings.taken_from(values, health_check_host=host)
     return open_server(settings, partial(_say, values))
 
 
@@ -293,8 +290,7 @@ def _logs_specs(values: Namespace, nproc: int) -> LogsSpecs:
     from elasticrs.job.config import LogSettings
     from elasticrs.multiprocessing.plugins import make_logs_specs
 
-    settings = LogSettings(specs=values.logs_specs, **values_of(values, LOG_OPTIONS))
-    return make_logs_specs(settings, nproc)
+    return make_logs_specs(LogSettings.taken_from(values), nproc)
 
 
 def _numa_options(mode: str | None) -> Any:

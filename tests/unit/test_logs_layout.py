@@ -213,5 +213,5 @@ def test_files_that_are_followed_are_those_that_are_laid_out(tee, chosen, captur
     settings = LogSettings(tee=tee, capture_stderr=capture, local_ranks_filter=ranks)
     paths = layout(settings, "logs", 4)
     assert followed_files(settings, 4) == len(paths.tee_stdouts) + len(paths.tee_stderrs)
-    settings = settings.replaced(stdout_filters=["a"], stderr_filters=["b"])
+    settings = settings.replaced(duplicate_stdout_filters=["a"], duplicate_stderr_filters=["b"])
     assert followed_files(settings, 4) == 3 * (len(paths.tee_stdouts) + len(paths.tee_stderrs))

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from elasticrs.job.value import Record, Value, fresh
+from elasticrs.job.value import Record, Value, fresh, shared_fields
 
 
 class Point(Value):
@@ -78,6 +78,44 @@ def test_records_with_bases_keywords_or_no_fields():
     assert Hot(1).names == []
     with pytest.raises(TypeError, match="x"):
         Hot()
+
+
+@shared_fields
+class Style:
+    __slots__ = ()
+
+    colour: str = "red"
+    width: float = 1.0
+
+
+class Line(Record, Style):
+    length: int
+    width: float = 2.0
+
+
+class Dot(Value, Style):
+    x: int
+    _: KW_ONLY
+    y: int = 0
+
+
+def test_declared_fields_are_keyword_only_fields_of_records():
+    assert repr(Line(3)) == "Line(length=3, width=2.0, colour='red')"
+    assert repr(Dot(1, width=4.0)) == "Dot(x=1, y=0, colour='red', width=4.0)"
+    assert Dot(1, colour="blue") == Dot(1).replaced(colour="blue") != Dot(1)
+    assert Dot.defaults() == {"colour": "red", "width": 1.0, "y": 0}
+    assert not hasattr(Line(3), "__dict__")
+    with pytest.raises(TypeError, match="got 3 values for 2 fields"):
+        Line(3, 1.0, "blue")
+
+
+def test_fields_are_taken_from_another_object():
+    line = Line(3, width=5.0)
+    assert Dot.taken_from(line, x=1, colour="blue") == Dot(1, width=5.0, colour="blue")
+    with pytest.raises(TypeError, match="missing: x"):
+        Dot.taken_from(line)
+    with pytest.raises(TypeError, match="unknown"):
+        Dot.taken_from(line, x=1, z=2)
 
 
 def test_each_object_has_a_default_of_its_own():

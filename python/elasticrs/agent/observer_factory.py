@@ -41,7 +41,7 @@ def make_observers(
         from elasticrs.agent.job_events import EventRecorder
 
         observers.append(EventRecorder(job, settings, tells_end=tells_end))
-    if server is None and settings.health_port is not None:
+    if server is None and settings.health_check_port is not None:
         server = open_server(settings, say)
     if settings.has_metrics or server is not None:
         from elasticrs.agent.job_metrics import MetricRecorder
@@ -87,9 +87,8 @@ def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> Health
 
     from elasticrs.agent.health_check_server import HealthCheckServer
 
-    server = HealthCheckServer(
-        time.time, settings.health_port or 0, settings.health_timeout, settings.health_host
-    )
+    port, host = settings.health_check_port or 0, settings.health_check_host
+    server = HealthCheckServer(time.time, port, settings.health_check_timeout, host)
     try:
         server.open()
     except OSError as error:

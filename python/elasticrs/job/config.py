@@ -1,22 +1,23 @@
 """Settings of a job, with every default in one place.
 
-The command line uses these internal classes, which have slots. The public dataclasses in
-:mod:`elasticrs.launcher.api` and :mod:`elasticrs.agent.server` are converted to them.
+A setting is declared once, as a field. :class:`WorkerSettings` and :class:`UnresolvedSettings` declare the
+settings that programs can pass as well: the public dataclasses in :mod:`elasticrs.launcher.api` and
+:mod:`elasticrs.agent.server` inherit them. The other classes declare the settings of the command line alone.
+An option has the default of the field with its name; see :mod:`elasticrs.job.options`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from enum import Enum
 
-from elasticrs.job.restart_policy import RestartSettings
-from elasticrs.job.value import Record, Value
+from elasticrs.job.value import Record, Value, shared_fields
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from dataclasses import KW_ONLY
+    from typing import Any
 
     from elasticrs.job.preload import Preload
 
@@ -24,13 +25,8 @@ DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
 DEFAULT_LINGER = 5.0
-DEFAULT_MAX_SAME_FAILURES = 3
-DEFAULT_EXIT_TIMEOUT = 10.0
-DEFAULT_HANG_EXIT_TIMEOUT = 1800.0
-DEFAULT_WARM_TIMEOUT = 120.0
 DEFAULT_MONITOR_INTERVAL = 0.1
 LOG_PREFIXES = ("auto", "time", "none")
-DEFAULT_LOG_PREFIX = "auto"
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_PORT = 29400
 """Default port of the rendezvous store, and of torch's rendezvous."""
@@ -57,20 +53,76 @@ class UsageError(ValueError):
     """
 
 
-class OnFailure(str, Enum):
-    """Reaction to a failed worker."""
+@shared_fields
+class WorkerSettings:
+    """Settings of the workers that torch does not have, for the command line and for programs.
+    :class:`JobConfig`, :class:`~elasticrs.launcher.LaunchConfig` and
+    :class:`~elasticrs.agent.server.WorkerSpec` inherit them.
 
-    RESTART = "restart"
-    """Restart all workers."""
-    REPLACE = "replace"
-    """Replace only the failed worker, and leave the others running."""
+    Args:
+        hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
+            the limit from the duration of its steps, ``"auto:SECONDS"`` also sets a minimum (default 60), and
+            ``None`` disables the check.
+        hang_startup_timeout: seconds from the start of the workers to the first heartbeat; ``None`` for no
+            limit.
+        hang_exit_timeout: seconds from the return of a worker's program or function to the exit of its
+            process, if heartbeats are checked; 0 for no limit.
+        exit_timeout: seconds within which a worker must exit after an uncaught exception. If it takes longer,
+            it is considered failed. 0 for no limit.
+        warm_timeout: time limit for importing the modules of ``warm``, in seconds. Workers start cold if it
+            is exceeded.
+        on_failure: reaction to a failed worker: ``"restart"`` restarts all workers, ``"replace"`` replaces
+            only the failed worker. Replacement is for functions and scripts that use :mod:`elasticrs.train`;
+            it is not possible with ``fork`` and ``forkserver``.
+        log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
+            ``"auto"`` adds it unless the lines are written to a terminal. If ``None``, the value comes from
+            ``PET_LOG_PREFIX``; the default is ``"auto"``.
+    """
 
-    # `str()` of a member is the option's value, because options are checked and printed as text.
-    __str__ = str.__str__
+    __slots__ = ()
+
+    hang_timeout: float | str | None = None
+    hang_startup_timeout: float | None = None
+    hang_exit_timeout: float = 1800.0
+    exit_timeout: float = 10.0
+    warm_timeout: float = 120.0
+    on_failure: str = "restart"
+    log_prefix: str | None = None
 
 
-class JobConfig(Record):
-    """Configuration of one job, for the agent of one node.
+@shared_fields
+class UnresolvedSettings:
+    """Further settings of the workers that torch does not have. :class:`~elasticrs.launcher.LaunchConfig` and
+    :class:`~elasticrs.agent.server.WorkerSpec` inherit them. :class:`JobConfig` has other fields for them,
+    because their meaning depends on the program or on other settings.
+
+    Args:
+        signals_to_forward: names of signals, separated by commas. The agent passes these signals on to the
+            workers, without any other effect. If ``None``, SIGUSR1 and SIGUSR2 are passed on, except if they
+            stop the job or the program has a handler for them.
+        stop_scope: processes that receive the first signal of a stop. ``"worker"``: the worker, and the rest
+            of its process group once the worker has exited. ``"group"``: the worker's whole process group.
+            ``None`` means ``"worker"`` for functions and for programs run by a Python interpreter, and
+            ``"group"`` for other programs.
+        warm: modules to import once, before the workers are forked: ``"auto"``, or names separated by commas;
+            ``"off"`` for none.
+    """
+
+    __slots__ = ()
+
+    signals_to_forward: str | None = None
+    stop_scope: str | None = None
+    warm: str = "off"
+
+
+def worker_settings(source: WorkerSettings) -> dict[str, Any]:
+    """Return the values of the fields of :class:`WorkerSettings`."""
+    return {name: getattr(source, name) for name in WorkerSettings.__annotations__}
+
+
+class JobConfig(Record, WorkerSettings):
+    """Configuration of one job, for the agent of one node. :class:`WorkerSettings` describes the inherited
+    fields.
 
     Args:
         nproc: number of workers on this node.
@@ -78,13 +130,6 @@ class JobConfig(Record):
         role: role of the workers.
         name: name of the job in the report: the script, the program or the function.
         max_restarts: maximum number of charged restarts.
-        restart_window: seconds within which ``max_restarts`` applies; ``None`` for the whole job.
-        restart_delay: seconds to wait before the first restart, and the maximum delay. The delay doubles with
-            every failure without progress.
-        max_same_failures: number of equal failures without progress after which the job stops; 0 for no
-            limit.
-        fatal_exit_codes: exit codes of workers for which the job stops without a restart.
-        on_failure: reaction to a failed worker.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
         forwarded: signals that the agent passes on to the workers, without any other effect.
@@ -99,19 +144,8 @@ class JobConfig(Record):
         virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
         uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not checked
             if 0 or negative.
-        hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
-            the limit from the duration of its steps, ``"auto:SECONDS"`` also sets a minimum, and ``None``
-            disables the check.
-        hang_startup_timeout: seconds from the start to the first heartbeat; ``None`` for no limit.
-        hang_exit_timeout: seconds from the return of a worker's program to the exit of its process, if
-            heartbeats are checked; 0 for no limit.
-        exit_timeout: seconds within which a worker must exit after an uncaught exception; 0 for no limit.
         preload: modules to import before the workers are forked. Workers start cold if it is ``None`` or
             contains no modules.
-        warm_timeout: time limit for importing these modules, in seconds. Workers start cold if it is
-            exceeded.
-        log_prefix: ``"time"`` adds the time to the prefix of the launcher's own lines, ``"none"`` does not,
-            and ``"auto"`` adds it unless the lines are written to a terminal.
     """
 
     nproc: int
@@ -120,11 +154,6 @@ class JobConfig(Record):
     role: str = "default"
     name: str = ""
     max_restarts: int = 0
-    restart_window: float | None = None
-    restart_delay: tuple[float, float] = (0.0, 0.0)
-    max_same_failures: int = DEFAULT_MAX_SAME_FAILURES
-    fatal_exit_codes: frozenset[int] = frozenset()
-    on_failure: OnFailure = OnFailure.RESTART
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     signals: Sequence[int] = ()
     forwarded: Sequence[int] = ()
@@ -137,13 +166,7 @@ class JobConfig(Record):
     cpus: Sequence[Sequence[int]] | None = None
     virtual_local_rank: bool = False
     uninterruptible_state_timeout: float = 0.0
-    hang_timeout: float | str | None = None
-    hang_startup_timeout: float | None = None
-    hang_exit_timeout: float = DEFAULT_HANG_EXIT_TIMEOUT
-    exit_timeout: float = DEFAULT_EXIT_TIMEOUT
     preload: Preload | None = None
-    warm_timeout: float = DEFAULT_WARM_TIMEOUT
-    log_prefix: str = DEFAULT_LOG_PREFIX
 
     @property
     def restart_settings(self) -> RestartSettings:
@@ -155,7 +178,7 @@ class JobConfig(Record):
     @property
     def replaces_workers(self) -> bool:
         """True if a failed worker is replaced while the others keep running."""
-        return self.on_failure is OnFailure.REPLACE
+        return self.on_failure == "replace"
 
 
 class LogSettings(Value):
@@ -168,12 +191,12 @@ class LogSettings(Value):
             plain number applies to all ranks.
         tee: the same, for streams that are written to a file and to the console.
         local_ranks_filter: local ranks whose output is printed on the console; ``None`` for all.
-        prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
+        log_line_prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
         capture_stderr: true to write stderr of all ranks to a file and to the console.
-        stdout_filters: texts to search for. Tee'd lines of standard output that contain any of them are also
-            copied to another file.
-        stderr_filters: the same for standard error.
-        specs: name of a user's class that chooses all destinations instead; ``None`` if there is no such
+        duplicate_stdout_filters: texts to search for. Tee'd lines of standard output that contain any of them
+            are also copied to another file.
+        duplicate_stderr_filters: the same for standard error.
+        logs_specs: name of a user's class that chooses all destinations instead; ``None`` if there is no such
             class.
     """
 
@@ -181,11 +204,11 @@ class LogSettings(Value):
     redirects: int | Mapping[int, int] = 0
     tee: int | Mapping[int, int] = 0
     local_ranks_filter: frozenset[int] | None = None
-    prefix_template: str | None = None
+    log_line_prefix_template: str | None = None
     capture_stderr: bool = False
-    stdout_filters: Sequence[str] = ()
-    stderr_filters: Sequence[str] = ()
-    specs: str | None = None
+    duplicate_stdout_filters: Sequence[str] = ()
+    duplicate_stderr_filters: Sequence[str] = ()
+    logs_specs: str | None = None
 
 
 class ObserveSettings(Value):
@@ -196,44 +219,44 @@ class ObserveSettings(Value):
         entry_point: name of the workers' program in events.
         rdzv_backend: name of the rendezvous back end in events.
         has_metrics: true if there is a receiver for metrics.
-        health_port: port of the health check server; ``None`` for no server, 0 for any free port.
-        health_host: address on which the health check server listens.
-        health_timeout: seconds without progress after which the agent counts as dead.
+        health_check_port: port of the health check server; ``None`` for no server, 0 for any free port.
+        health_check_host: address on which the health check server listens.
+        health_check_timeout: seconds without progress after which the agent counts as dead.
     """
 
     event_log_handler: str = "null"
     entry_point: str = ""
     rdzv_backend: str = "c10d"
     has_metrics: bool = False
-    health_port: int | None = None
-    health_host: str = LOOPBACK
-    health_timeout: float = DEFAULT_HEALTH_TIMEOUT
+    health_check_port: int | None = None
+    health_check_host: str = LOOPBACK
+    health_check_timeout: float = DEFAULT_HEALTH_TIMEOUT
 
     @property
     def is_off(self) -> bool:
         """True if there is no receiver for events, metrics or health checks."""
-        return self.event_log_handler == "null" and not self.has_metrics and self.health_port is None
+        return self.event_log_handler == "null" and not self.has_metrics and self.health_check_port is None
 
 
 class HandlerSettings(Value):
     """Settings of a rendezvous handler that is polled, and of the agent that polls it.
 
     Args:
-        backend: name of the back end.
-        endpoint: endpoint as the user typed it. The handler interprets it.
-        run_id: name of the job.
-        nodes: minimum and maximum number of nodes.
-        config: settings of the handler.
+        rdzv_backend: name of the back end.
+        rdzv_endpoint: endpoint as the user typed it. The handler interprets it.
+        rdzv_id: name of the job.
+        nnodes: minimum and maximum number of nodes.
+        rdzv_conf: settings of the handler.
         local_addr: address of this node; ``None`` if the user has not set one.
         exit_barrier_timeout: seconds to wait for other nodes at the end.
         monitor_interval: seconds between two polls.
     """
 
-    backend: str
-    endpoint: str
-    run_id: str
-    nodes: tuple[int, int]
-    config: Mapping[str, object]
+    rdzv_backend: str
+    rdzv_endpoint: str
+    rdzv_id: str
+    nnodes: tuple[int, int]
+    rdzv_conf: Mapping[str, object]
     local_addr: str | None
     exit_barrier_timeout: float
     monitor_interval: float
@@ -362,7 +385,7 @@ def log_prefix_from(environ: Mapping[str, str]) -> str:
     Raises:
         UsageError: the value is invalid.
     """
-    text = environ.get("PET_LOG_PREFIX") or DEFAULT_LOG_PREFIX
+    text = environ.get("PET_LOG_PREFIX") or "auto"
     if text not in LOG_PREFIXES:
         raise UsageError(f"PET_LOG_PREFIX: got {text!r}, expected one of {', '.join(LOG_PREFIXES)}")
     return text

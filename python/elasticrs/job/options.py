@@ -1,21 +1,24 @@
 """Table of the command-line options: names, conversions and help. This module does not parse the command
 line.
 
-Each option is declared once, with its flag and environment variable, its default, its kind of value, its
-help, and the values that a program may pass instead (:func:`check`). The table is used by the parser, by
-``--help``, by the argparse parser for programs, and by :class:`~elasticrs.launcher.LaunchConfig`. It replaces
-:mod:`argparse` when a job is launched, because argparse takes 13 ms with this many options.
+Each option is declared once, with its flag and environment variable, its kind of value, its help, and the
+values that a program may pass instead (:func:`check`). The default comes from the field with its name in
+:mod:`elasticrs.job.config`, if there is one. The table is used by the parser, by ``--help``, by the argparse
+parser for programs, and by :class:`~elasticrs.launcher.LaunchConfig`. It replaces :mod:`argparse` when a job
+is launched, because argparse takes 13 ms with this many options.
 """
 
 from __future__ import annotations
 
 from elasticrs.job import config
-from elasticrs.job.value import Value
+from elasticrs.job.config import JobConfig, LogSettings, ObserveSettings, UnresolvedSettings, WorkerSettings
+from elasticrs.job.value import Value, defaults_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from dataclasses import KW_ONLY
+    from typing import Any
 
 OURS = "elasticrs"
 """Name of the group of options that torchrun does not have."""
@@ -124,13 +127,6 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return convert
 
 
-def _on_failure(text: str) -> config.OnFailure:
-    try:
-        return config.OnFailure(text)
-    except ValueError:
-        raise ValueError("'restart' or 'replace'") from None
-
-
 def _interval(text: str) -> float:
     value = config.seconds(text)
     if value == 0:
@@ -212,7 +208,7 @@ SECONDS = Kind(config.seconds, "SECONDS")
 EXIT_TIMEOUT = Kind(config.seconds, "SECONDS", "seconds, 0 for any time")
 INTERVAL = Kind(_interval, "SECONDS", "seconds above 0")
 HANG_TIMEOUT = Kind(_hang_timeout, "SECONDS|auto", "seconds above 0, 'auto' or 'auto:SECONDS'")
-ON_FAILURE = Kind(_on_failure, "restart|replace", "'restart' or 'replace'")
+ON_FAILURE = Kind(_one_of("restart", "replace"), "restart|replace", "'restart' or 'replace'")
 STOP_SCOPE = Kind(_one_of("worker", "group"), "worker|group", "'worker' or 'group'")
 WARM = Kind(_warm, "auto|MODULE,…", "'off', 'auto' or names of modules separated by commas")
 COUNT = Kind(_whole("a whole number, 0 or more", 0), "N")
@@ -233,31 +229,47 @@ DRAIN = Kind(_one_of("node", "job"), "node|job")
 LOG_PREFIX = Kind(_one_of(*config.LOG_PREFIXES), "auto|time|none", "'auto', 'time' or 'none'")
 SHELL = Kind(_one_of(*SHELLS), "SHELL")
 
+_DEFAULTS = {
+    **JobConfig.defaults(),
+    **LogSettings.defaults(),
+    **ObserveSettings.defaults(),
+    **defaults_of(UnresolvedSettings),
+}
+
+
+def _setting(name: str, text: str, kind: Kind | None = None, **more: Any) -> Option:
+    """Return an option for the setting with the same name, which declares the default. ``{default}`` in the
+    help stands for it.
+    """
+    default = _DEFAULTS[name.replace("-", "_")]
+    if "{default}" in text:
+        text = text.replace("{default}", f"{default:g}")
+    return Option(name, text, default, kind, **more)
+
+
 # fmt: off
 SECTIONS: dict[str, tuple[Option, ...]] = {
     "Workers": (
         Option("nproc-per-node", "workers on this node: a number, cpu, gpu, xpu or auto (default 1)",
                1, WORKERS, typed="1"),
-        Option("max-restarts", "how many times the workers are restarted before the job fails (default 0)",
-               0, COUNT),
-        Option("on-failure", "what follows when a worker fails: restart (all of them; the default), or "
-               "replace (only that one; for scripts that use elasticrs.train)", "restart", ON_FAILURE,
-               group=OURS),
+        _setting("max-restarts", "how many times the workers are restarted before the job fails "
+                 "(default {default})", COUNT),
+        _setting("on-failure", "what follows when a worker fails: restart (all of them; the default), or "
+                 "replace (only that one; for scripts that use elasticrs.train)", ON_FAILURE, group=OURS),
         Option("module", "the script is a module, as in python -m", False, short="m"),
         Option("no-python", "the script is a program: run it without Python", False),
         Option("run-path", "run the script with runpy.run_path in a function worker", False),
         Option("start-method", "with --run-path, how workers are started: spawn (the default), fork or "
                "forkserver", "spawn", START_METHOD),
-        Option("warm", "import modules once and fork the workers from there: auto (those that the script "
-               "imports), or names (default off)", "off", WARM, group=OURS),
-        Option("warm-timeout", "seconds that these imports may take before the workers start without them "
-               "(default 120)", config.DEFAULT_WARM_TIMEOUT, INTERVAL, group=OURS),
-        Option("role", 'role of the workers, in their environment and in log lines (default "default")',
-               "default", NAME),
+        _setting("warm", "import modules once and fork the workers from there: auto (those that the script "
+                 "imports), or names (default off)", WARM, group=OURS),
+        _setting("warm-timeout", "seconds that these imports may take before the workers start without them "
+                 "(default {default})", INTERVAL, group=OURS),
+        _setting("role", 'role of the workers, in their environment and in log lines (default "default")',
+                 NAME),
         Option("numa-binding", "bind workers to CPUs near their GPUs: node, socket, exclusive or "
                "core-complex", None, AFFINITY, has_variable=False),
-        Option("virtual-local-rank", "each worker sees LOCAL_RANK=0 and only its own GPU, as device 0",
-               False),
+        _setting("virtual-local-rank", "each worker sees LOCAL_RANK=0 and only its own GPU, as device 0"),
     ),
     "Nodes": (
         Option("nnodes", "number of nodes, or a range MIN:MAX (default 1)", (1, 1), NODES, typed="1:1"),
@@ -281,59 +293,59 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                "(TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT or 300)", None, SECONDS, group=OURS),
     ),
     "Output": (
-        Option("log-dir", "folder for log files; each run creates a folder of its own in it (default: a "
-               "temporary one)", None, Kind(str, "FOLDER")),
-        Option("redirects", "write to files instead of the console: 1 stdout, 2 stderr, 3 both; by local "
-               "rank: 0:1,1:3", 0, STREAMS, short="r", typed="0"),
-        Option("tee", "write to files and show on the console, each line with its rank; same values",
-               0, STREAMS, short="t", typed="0"),
-        Option("capture-stderr", "write stderr of all workers to files as well, so that the failure report "
-               "shows the last lines", False, group=OURS),
-        Option("log-prefix", "time in the launcher's own lines: auto (the default: unless they go to a "
-               "terminal), time or none", config.DEFAULT_LOG_PREFIX, LOG_PREFIX, group=OURS),
-        Option("local-ranks-filter", "show only these local ranks on the console, such as 0,3",
-               None, RANKS, typed=""),
-        Option("log-line-prefix-template", "prefix of --tee lines; may use ${role_name}, ${local_rank}, "
-               "${rank}, ${hostname}", None, TEXT, typed=""),
-        Option("duplicate-stdout-filters", "copy --tee lines that contain one of these texts to "
-               "filtered_stdout.log; write ,, for a comma", (), TEXTS),
-        Option("duplicate-stderr-filters", "the same for stderr and filtered_stderr.log", (), TEXTS),
-        Option("logs-specs", "class that decides where output goes: an entry point in torchrun.logs_specs",
-               None, NAME, has_variable=False),
+        _setting("log-dir", "folder for log files; each run creates a folder of its own in it (default: a "
+                 "temporary one)", Kind(str, "FOLDER")),
+        _setting("redirects", "write to files instead of the console: 1 stdout, 2 stderr, 3 both; by local "
+                 "rank: 0:1,1:3", STREAMS, short="r", typed="0"),
+        _setting("tee", "write to files and show on the console, each line with its rank; same values",
+                 STREAMS, short="t", typed="0"),
+        _setting("capture-stderr", "write stderr of all workers to files as well, so that the failure report "
+                 "shows the last lines", group=OURS),
+        _setting("log-prefix", "time in the launcher's own lines: auto (the default: unless they go to a "
+                 "terminal), time or none", LOG_PREFIX, group=OURS),
+        _setting("local-ranks-filter", "show only these local ranks on the console, such as 0,3", RANKS,
+                 typed=""),
+        _setting("log-line-prefix-template", "prefix of --tee lines; may use ${role_name}, ${local_rank}, "
+                 "${rank}, ${hostname}", TEXT, typed=""),
+        _setting("duplicate-stdout-filters", "copy --tee lines that contain one of these texts to "
+                 "filtered_stdout.log; write ,, for a comma", TEXTS),
+        _setting("duplicate-stderr-filters", "the same for stderr and filtered_stderr.log", TEXTS),
+        _setting("logs-specs", "class that decides where output goes: an entry point in torchrun.logs_specs",
+                 NAME, has_variable=False),
     ),
     "Stops and hangs": (
         Option("signals-to-handle", "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
                config.DEFAULT_SIGNALS, STOP_SIGNALS, typed=config.DEFAULT_SIGNALS),
-        Option("signals-to-forward", "signals that the workers get and that do nothing else (default "
-               "USR1,USR2)", None, FORWARDED_SIGNALS, group=OURS),
-        Option("stop-scope", "whom a stop signals first: the worker, and the rest of its process group when "
-               "it has ended, or the whole group (default worker, group with --no-python)",
-               None, STOP_SCOPE, group=OURS),
+        _setting("signals-to-forward", "signals that the workers get and that do nothing else (default "
+                 "USR1,USR2)", FORWARDED_SIGNALS, group=OURS),
+        _setting("stop-scope", "whom a stop signals first: the worker, and the rest of its process group "
+                 "when it has ended, or the whole group (default worker, group with --no-python)",
+                 STOP_SCOPE, group=OURS),
         Option("shutdown-timeout", "seconds between the stop signal and SIGKILL (default: "
                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30)", None, SECONDS),
-        Option("exit-timeout", "a rank that has not ended this long after an uncaught exception has failed, "
-               "and is killed unless its exit makes progress (default 10; 0: never)",
-               config.DEFAULT_EXIT_TIMEOUT, EXIT_TIMEOUT, group=OURS),
-        Option("linger", "after success, seconds that processes left behind by workers may go on (default 5)",
-               config.DEFAULT_LINGER, SECONDS, group=OURS),
+        _setting("exit-timeout", "a rank that has not ended this long after an uncaught exception has "
+                 "failed, and is killed unless its exit makes progress (default {default}; 0: never)",
+                 EXIT_TIMEOUT, group=OURS),
+        _setting("linger", "after success, seconds that processes left behind by workers may go on "
+                 "(default {default})", SECONDS, group=OURS),
         Option("keep-descendants", "after success, leave processes that workers left behind alone",
                False, group=OURS),
-        Option("hang-timeout", "a rank without a heartbeat for this long has failed; auto[:LEAST] learns the "
-               "limit from steps", None, HANG_TIMEOUT, group=OURS),
-        Option("hang-startup-timeout", "the same, from the start of the workers to the first heartbeat "
-               "(default: no limit)", None, INTERVAL, group=OURS),
-        Option("hang-exit-timeout", "the same, from the return of the program to the end of the process "
-               "(default 1800; 0: no limit)", config.DEFAULT_HANG_EXIT_TIMEOUT, EXIT_TIMEOUT, group=OURS),
+        _setting("hang-timeout", "a rank without a heartbeat for this long has failed; auto[:LEAST] learns "
+                 "the limit from steps", HANG_TIMEOUT, group=OURS),
+        _setting("hang-startup-timeout", "the same, from the start of the workers to the first heartbeat "
+                 "(default: no limit)", INTERVAL, group=OURS),
+        _setting("hang-exit-timeout", "the same, from the return of the program to the end of the process "
+                 "(default {default}; 0: no limit)", EXIT_TIMEOUT, group=OURS),
     ),
     "Monitoring": (
-        Option("health-check-port", "port for /healthz, /readyz, /metrics, /status (default: "
-               "TORCHELASTIC_HEALTH_CHECK_PORT)", None, HEALTH_PORT, group=OURS),
+        _setting("health-check-port", "port for /healthz, /readyz, /metrics, /status (default: "
+                 "TORCHELASTIC_HEALTH_CHECK_PORT)", HEALTH_PORT, group=OURS),
         Option("health-check-host", "address that the health check server listens on (default: "
                "ELASTICRS_HEALTH_CHECK_HOST or 127.0.0.1)", None, HOST, group=OURS),
-        Option("health-check-timeout", "seconds without progress after which /healthz answers 503 (default "
-               "60)", config.DEFAULT_HEALTH_TIMEOUT, SECONDS, group=OURS),
-        Option("event-log-handler", "where events go: null (default), console, file:PATH, an entry point in "
-               "elasticrs.event_handlers", "null", NAME),
+        _setting("health-check-timeout", "seconds without progress after which /healthz answers 503 "
+                 "(default {default})", SECONDS, group=OURS),
+        _setting("event-log-handler", "where events go: null (default), console, file:PATH, an entry point "
+                 "in elasticrs.event_handlers", NAME),
         Option("monitor-interval", "for a rendezvous backend or agent class that polls; ours react at once "
                "(default 0.1)", config.DEFAULT_MONITOR_INTERVAL, INTERVAL),
     ),
@@ -352,23 +364,24 @@ OPTIONS = tuple(option for options in SECTIONS.values() for option in options)
 _BY_DEST = {option.dest: option for option in OPTIONS}
 
 
-def check(**values: object) -> None:
-    """Check values that a program has passed, by the rules of the command line. The names are those of the
-    options' attributes. ``None`` is always allowed.
+def check(settings: WorkerSettings) -> None:
+    """Check the values that a program has passed for the fields of ``WorkerSettings`` and
+    ``UnresolvedSettings``, by the rules of the command line. ``None`` is always allowed.
 
     Raises:
         ValueError: a value is invalid. The message contains the value and what is expected.
     """
-    for name, value in values.items():
-        kind = _BY_DEST[name].kind
+    for name in (*WorkerSettings.__annotations__, *UnresolvedSettings.__annotations__):
+        kind, value = _BY_DEST[name].kind, getattr(settings, name)
         if kind is None or value is None:
             continue
+        expected = kind.needs
         try:
             # Reject numbers that are passed as text, because they are allowed only on the command line.
-            is_right = isinstance(kind.convert(str(value)), str) == isinstance(value, str)
-        except ValueError:
-            is_right = False
+            is_right = isinstance(kind.convert(str(value)), int | float) != isinstance(value, str)
+        except ValueError as error:
+            expected, is_right = expected or str(error), False
         if not is_right:
-            raise ValueError(f"{name} must be {kind.needs}, got {value!r}")
-    if values.get("hang_startup_timeout") is not None and values.get("hang_timeout") is None:
+            raise ValueError(f"{name} must be {expected}, got {value!r}")
+    if settings.hang_startup_timeout is not None and settings.hang_timeout is None:
         raise ValueError("hang_startup_timeout needs hang_timeout: seconds or 'auto'")

@@ -11,9 +11,11 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, ClassVar
+    from typing import Any, ClassVar, TypeVar
 
     from typing_extensions import Self, dataclass_transform
+
+    T = TypeVar("T")
 else:
 
     def dataclass_transform(**_: object) -> Callable[[type], type]:
@@ -35,25 +37,43 @@ def fresh(*, factory: Callable[[], Any]) -> Any:
     return _Fresh(factory)
 
 
+@dataclass_transform(kw_only_default=True)
+def shared_fields(made: type[T]) -> type[T]:
+    """Mark a plain class with empty ``__slots__`` that declares fields with defaults, for records and for
+    dataclasses. In a record for which it is a further base class, its fields are keyword-only.
+    """
+    return made
+
+
+def defaults_of(declaration: type) -> dict[str, Any]:
+    """Return the fields that a class with :func:`shared_fields` declares, with their defaults."""
+    return {name: getattr(declaration, name) for name in declaration.__annotations__}
+
+
 class _Fields(type):
     """Metaclass that turns the annotations of a class into its slots."""
 
     def __new__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]) -> _Fields:
-        """Create a class. The annotations in its body become fields, which come after the fields of the base
-        class.
+        """Create a class. The annotations in its body become fields, which come after the fields of the first
+        base class. The keyword-only fields of further base classes (:func:`shared_fields`) follow.
         """
         above, inherited, by_name = (
             (bases[0]._names, bases[0]._defaults, bases[0]._by_name) if bases else ((), {}, ())
         )
         own: list[str] = []
         positional = None
-        for field, kind in namespace.get("__annotations__", {}).items():
+        annotations: dict[str, str] = namespace.get("__annotations__", {})
+        shared: dict[str, Any] = {}
+        for base in bases[1:]:
+            annotations = {**annotations, "_": "KW_ONLY", **base.__annotations__}
+            shared |= defaults_of(base)
+        for field, kind in annotations.items():
             if kind == "KW_ONLY":
                 positional = len(own)
             elif not kind.startswith("ClassVar"):
                 own.append(field)
         defaults = {field: namespace.pop(field) for field in own if field in namespace}
-        names, all_defaults = (*above, *own), {**inherited, **defaults}
+        names, all_defaults = (*above, *own), {**inherited, **shared, **defaults}
         keywords = frozenset(by_name).union(own[positional:] if positional is not None else ())
         return super().__new__(cls, name, bases, {
             **namespace,
@@ -94,9 +114,27 @@ class _Made(metaclass=_Fields):
             raise TypeError(f"{kind}: missing: {', '.join(missing)}")
         return tuple([values[name] if name in values else self._default(name) for name in names])
 
-    def _default(self, name: str) -> Any:
-        default = self._defaults[name]
+    @classmethod
+    def _default(cls, name: str) -> Any:
+        default = cls._defaults[name]
         return default.factory() if type(default) is _Fresh else default
+
+    @classmethod
+    def taken_from(cls, source: object, **others: Any) -> Self:
+        """Return an object whose fields have the values of the attributes with the same names of another
+        object.
+
+        Args:
+            source: object to copy from. A field without such an attribute gets its default.
+            others: values of the fields that are not copied.
+        """
+        names = [name for name in cls._names if name not in others and hasattr(source, name)]
+        return cls(**{name: getattr(source, name) for name in names}, **others)
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return the defaults of all fields that have one, by the names of the fields."""
+        return {name: cls._default(name) for name in cls._defaults}
 
     def fields(self) -> dict[str, Any]:
         """Return all values by the names of their fields, in the order of the fields."""

@@ -17,9 +17,10 @@ from elasticrs import events
 from elasticrs.agent.health_check_server import _AliveCallbackProxy
 from elasticrs.agent.observer_factory import check_destination
 from elasticrs.agent.server.local_elastic_agent import LocalElasticAgent
-from elasticrs.agent.server.worker_group import WorkerSpec
+from elasticrs.agent.server.worker_group import WorkerSpec, with_settings
 from elasticrs.job import config as defaults
 from elasticrs.job import options
+from elasticrs.job.config import UnresolvedSettings, WorkerSettings
 from elasticrs.metrics import MetricsConfig, initialize_metrics
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
@@ -40,8 +41,11 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 
 @dataclass
-class LaunchConfig:
-    """Configuration of a job, with torch's fields and defaults.
+@with_settings
+class LaunchConfig(WorkerSettings, UnresolvedSettings):
+    """Configuration of a job, with torch's fields and defaults. Its keyword-only fields, which torch does not
+    have, are described in :class:`~elasticrs.job.config.WorkerSettings` and
+    :class:`~elasticrs.job.config.UnresolvedSettings`.
 
     Args:
         min_nodes: minimum number of nodes.
@@ -72,35 +76,9 @@ class LaunchConfig:
             ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``; the default is 30.
         exit_barrier_timeout: seconds to wait for other nodes at the end. If ``None``, the value comes from
             ``rdzv_configs`` or ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``; the default is 300.
-        signals_to_forward: names of signals, separated by commas. The agent passes these signals on to the
-            workers, without any other effect. If ``None``, SIGUSR1 and SIGUSR2 are passed on, except if they
-            stop the job or the program has a handler for them.
-        stop_scope: processes that receive the first signal of a stop. ``"worker"``: the worker, and the rest
-            of its process group once the worker has exited. ``"group"``: the worker's whole process group.
-            ``None`` means ``"worker"`` for functions and for programs run by a Python interpreter, and
-            ``"group"`` for other programs. This field and all later fields do not exist in torch.
-        hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
-            the limit from the duration of its steps, ``"auto:SECONDS"`` also sets a minimum (default 60), and
-            ``None`` disables the check.
-        hang_startup_timeout: seconds from the start of the workers to the first heartbeat; ``None`` for no
-            limit.
-        hang_exit_timeout: seconds from the return of a worker's program or function to the exit of its
-            process; 0 for no limit.
-        exit_timeout: seconds within which a worker must exit after an uncaught exception. If it takes longer,
-            it is considered failed. 0 for no limit.
-        warm: modules to import once, before the workers are forked: ``"auto"``, or names separated by commas;
-            ``"off"`` for none.
-        warm_timeout: time limit for importing these modules, in seconds. Workers start cold if it is
-            exceeded.
-        on_failure: reaction to a failed worker: ``"restart"`` restarts all workers, ``"replace"`` replaces
-            only the failed worker. Replacement is for functions and scripts that use :mod:`elasticrs.train`;
-            it is not possible with ``fork`` and ``forkserver``.
-        log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
-            ``"auto"`` adds it unless the lines are written to a terminal. If ``None``, the value comes from
-            ``PET_LOG_PREFIX``; the default is ``"auto"``.
 
     Raises:
-        ValueError: a time is negative, or a time limit is invalid.
+        ValueError: a time is negative, or a setting is invalid.
     """
 
     min_nodes: int
@@ -127,16 +105,6 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
     exit_barrier_timeout: float | None = None
-    signals_to_forward: str | None = None
-    stop_scope: str | None = None
-    hang_timeout: float | str | None = None
-    hang_startup_timeout: float | None = None
-    hang_exit_timeout: float = defaults.DEFAULT_HANG_EXIT_TIMEOUT
-    exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
-    warm: str = "off"
-    warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
-    on_failure: str = "restart"
-    log_prefix: str | None = None
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -153,17 +121,7 @@ class LaunchConfig:
             raise ValueError(f"exit_barrier_timeout must be non-negative, got {self.exit_barrier_timeout}")
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
-        options.check(
-            stop_scope=self.stop_scope,
-            hang_timeout=self.hang_timeout,
-            hang_startup_timeout=self.hang_startup_timeout,
-            hang_exit_timeout=self.hang_exit_timeout,
-            exit_timeout=self.exit_timeout,
-            warm=self.warm,
-            warm_timeout=self.warm_timeout,
-            on_failure=self.on_failure,
-            log_prefix=self.log_prefix,
-        )
+        options.check(self)
 
 
 _OF_WORKERS = {each.name for each in fields(LaunchConfig)} & {each.name for each in fields(WorkerSpec)}
@@ -249,8 +207,6 @@ def launch_agent(
         shutdown_timeout=config.shutdown_timeout,
         health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
-        signals_to_forward=config.signals_to_forward,
-        stop_scope=config.stop_scope,
     )
     # As in torch, set the variable for agents and contexts that this program or its children create later.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle

@@ -16,7 +16,7 @@ from elasticrs.job.options import NEWER, OPTIONS, OURS, Option
 from elasticrs.job.value import Value
 from elasticrs.launcher.back_end import meeting_of
 from elasticrs.launcher.module_check import why_no_module
-from elasticrs.launcher.namespace import Namespace, values_of
+from elasticrs.launcher.namespace import Namespace
 from elasticrs.launcher.without_effect import hint_for_missing_script, settings_without_effect
 
 TYPE_CHECKING = False
@@ -34,16 +34,6 @@ _MANY = 32
 mistake.
 """
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
-
-
-JOB_OPTIONS = (
-    *("role", "max_restarts", "on_failure", "virtual_local_rank"),
-    *("hang_timeout", "hang_startup_timeout", "hang_exit_timeout", "exit_timeout", "warm_timeout"),
-    "log_prefix",
-)
-"""Options that are passed unchanged as settings of :class:`~elasticrs.job.config.JobConfig`."""
-LOG_OPTIONS = ("log_dir", "redirects", "tee", "local_ranks_filter", "capture_stderr")
-"""Options that are passed unchanged as settings of :class:`~elasticrs.job.config.LogSettings`."""
 
 
 class HelpRequested(Exception):  # noqa: N818 -- not an error
@@ -131,11 +121,12 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     timeout = args.shutdown_timeout
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
     meeting = meeting_of(args, environ, grace, notices)
-    if args.on_failure is config.OnFailure.REPLACE:
+    if args.on_failure == "replace":
         _check_replace(args, meeting)
-    job = JobConfig(
-        nproc,
-        meeting.run_id,
+    job = JobConfig.taken_from(
+        args,
+        nproc=nproc,
+        run_id=meeting.run_id,
         name=args.training_script,
         shutdown_timeout=grace,
         signals=args.signals_to_handle,
@@ -148,20 +139,14 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         cpus=_cpus(args.numa_binding, nproc, environ),
         uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
         preload=_preload(args, command),
-        **values_of(args, JOB_OPTIONS),
     )
-    logs = LogSettings(
-        prefix_template=args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
-        stdout_filters=args.duplicate_stdout_filters,
-        stderr_filters=args.duplicate_stderr_filters,
-        specs=args.logs_specs,
-        **values_of(args, LOG_OPTIONS),
-    )
+    template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    logs = LogSettings.taken_from(args, log_line_prefix_template=template)
     if args.virtual_local_rank:
         _check_devices(nproc, environ)
     if args.hang_startup_timeout is not None and args.hang_timeout is None:
         raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
-    if args.hang_exit_timeout != config.DEFAULT_HANG_EXIT_TIMEOUT and args.hang_timeout is None:
+    if args.hang_exit_timeout != config.WorkerSettings.hang_exit_timeout and args.hang_timeout is None:
         raise UsageError("--hang-exit-timeout needs --hang-timeout: SECONDS or auto")
     notices += settings_without_effect(args, environ, nproc)
     cpus = len(os.sched_getaffinity(0))
@@ -189,15 +174,15 @@ def _observe(
     args: Namespace, command: list[str], meeting: Meeting, environ: Mapping[str, str], notices: list[str]
 ) -> ObserveSettings:
     metrics = os.path.join(os.path.dirname(os.path.dirname(__file__)), "metrics")
-    return ObserveSettings(
-        args.event_log_handler,
-        os.path.basename(command[0]),
-        "c10d" if meeting.rendezvous is None else meeting.rendezvous.backend,
+    host = args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK
+    return ObserveSettings.taken_from(
+        args,
+        entry_point=os.path.basename(command[0]),
+        rdzv_backend="c10d" if meeting.rendezvous is None else meeting.rendezvous.backend,
         # Metrics of a command-line job are recorded only if `static_init.py` exists; see `elasticrs.metrics`.
         has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
-        health_port=_health_port(args, environ, notices),
-        health_host=args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK,
-        health_timeout=args.health_check_timeout,
+        health_check_port=_health_port(args, environ, notices),
+        health_check_host=host,
     )
 
 

@@ -129,16 +129,7 @@ def _polled(args: Namespace, environ: Mapping[str, str], _grace: float, notices:
     barrier = args.exit_barrier_timeout
     if barrier is None:
         barrier = exit_barrier_timeout_of(args.rdzv_conf, environ, "--rdzv-conf")
-    handler = HandlerSettings(
-        args.rdzv_backend,
-        args.rdzv_endpoint,
-        args.rdzv_id,
-        args.nnodes,
-        args.rdzv_conf,
-        args.local_addr,
-        barrier,
-        args.monitor_interval,
-    )
+    handler = HandlerSettings.taken_from(args, exit_barrier_timeout=barrier)
     return Meeting(args.rdzv_id, args.local_addr or "localhost", handler=handler)
 
 

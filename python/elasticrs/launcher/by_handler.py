@@ -140,6 +140,7 @@ def _make_agent(
         local_addr=settings.local_addr,
         event_log_handler=observe.event_log_handler,
         log_prefix=job.log_prefix,
+        signals_to_forward=",".join(signal.Signals(signum).name for signum in job.forwarded),
     )
     agent = LocalElasticAgent(
         spec,
@@ -148,8 +149,7 @@ def _make_agent(
         exit_barrier_timeout=settings.exit_barrier_timeout,
         shutdown_timeout=job.shutdown_timeout,
         uninterruptible_state_timeout=job.uninterruptible_state_timeout,
-        health_check_server=None if observe.health_port is None else open_server(observe, console.say),
-        signals_to_forward=",".join(signal.Signals(signum).name for signum in job.forwarded),
+        health_check_server=None if observe.health_check_port is None else open_server(observe, console.say),
         signals_to_handle=launch.variables["TORCHELASTIC_SIGNALS_TO_HANDLE"],
     )
     agent._local.made = job, workers
@@ -157,24 +157,24 @@ def _make_agent(
 
 
 def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
-    low, high = settings.nodes
-    config: dict[str, Any] = {"timeout": _DEFAULT_TIMEOUT, **settings.config}
+    backend, endpoint, (low, high) = settings.rdzv_backend, settings.rdzv_endpoint, settings.nnodes
+    config: dict[str, Any] = {"timeout": _DEFAULT_TIMEOUT, **settings.rdzv_conf}
     parameters = RendezvousParameters(
-        settings.backend, settings.endpoint, settings.run_id, low, high, settings.local_addr, **config
+        backend, endpoint, settings.rdzv_id, low, high, settings.local_addr, **config
     )
     try:
         return registry.get_rendezvous_handler(parameters)
     except (SignalException, UsageError):
         raise
     except ValueError as error:
-        raise UsageError(f"--rdzv-backend {settings.backend}: {error}") from error
+        raise UsageError(f"--rdzv-backend {backend}: {error}") from error
     except Exception as error:
         if not is_kind(error, RendezvousError):
-            raise UsageError(f"--rdzv-backend: {settings.backend!r} failed: {error!r}") from error
+            raise UsageError(f"--rdzv-backend: {backend!r} failed: {error!r}") from error
         cause = error.__cause__
         if _is_no_place_for_a_file(cause, settings):
             raise UsageError(
-                f"--rdzv-endpoint: got {settings.endpoint!r}, expected a file in which nodes can meet: "
+                f"--rdzv-endpoint: got {endpoint!r}, expected a file in which nodes can meet: "
                 f"{cause.strerror}"
             ) from error
         raise
@@ -184,7 +184,8 @@ def _is_no_place_for_a_file(error: BaseException | None, settings: HandlerSettin
     """Return true if the error shows that the path that the user has given can never work. Return false if
     the file system failed.
     """
-    is_given = settings.backend == C10D and is_in_file(settings.config) and settings.endpoint.strip()
+    is_in_a_file = settings.rdzv_backend == C10D and is_in_file(settings.rdzv_conf)
+    is_given = is_in_a_file and settings.rdzv_endpoint.strip()
     return bool(is_given) and isinstance(error, OSError) and error.errno in _MISTAKES
 
 

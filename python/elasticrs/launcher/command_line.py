@@ -119,10 +119,10 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     setup = WorkerSetup(
         launch.job,
         logs,
-        launch.logs.prefix_template,
+        launch.logs.log_line_prefix_template,
         _environment(launch),
         ignored_signals(),
-        (launch.logs.stdout_filters, launch.logs.stderr_filters),
+        (launch.logs.duplicate_stdout_filters, launch.logs.duplicate_stderr_filters),
     )
     for notice in launch.notices:
         console.say(notice)
@@ -209,7 +209,7 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
     """Return a function that creates the files of an attempt, and a function that removes the temporary
     folder at the end of the job if it contains no files.
     """
-    if launch.logs.specs is None:
+    if launch.logs.logs_specs is None:
         from elasticrs.agent.workers import directory_logs
         from elasticrs.workers.logs import RunLogs
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from typing import Any
 
 
@@ -27,8 +26,3 @@ class Namespace:
 
     def __repr__(self) -> str:
         return f"Namespace({', '.join(f'{k}={v!r}' for k, v in sorted(self.__dict__.items()))})"
-
-
-def values_of(args: Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of these options as a dict."""
-    return {name: getattr(args, name) for name in names}

@@ -32,7 +32,7 @@ def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
     Raises:
         UsageError: the name is unknown, or the class cannot be loaded or instantiated.
     """
-    chosen = specs_class(settings.specs or "default")
+    chosen = specs_class(settings.logs_specs or "default")
     std = _std_of(chosen)
     ranks = settings.local_ranks_filter
     try:
@@ -43,7 +43,7 @@ def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
             local_ranks_filter=None if ranks is None else set(ranks),
         )
     except Exception as error:
-        raise UsageError(f"--logs-specs: {settings.specs} failed: {error!r}") from error
+        raise UsageError(f"--logs-specs: {settings.logs_specs} failed: {error!r}") from error
     return specs
 
 

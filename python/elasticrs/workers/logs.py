@@ -191,7 +191,7 @@ def followed_files(settings: LogSettings, nproc: int) -> int:
     if settings.log_dir == os.devnull:
         return 0
     # Copying filtered lines opens two more files: one to read and one to write.
-    out, err = 3 if settings.stdout_filters else 1, 3 if settings.stderr_filters else 1
+    out, err = 3 if settings.duplicate_stdout_filters else 1, 3 if settings.duplicate_stderr_filters else 1
     files = (0, out, err, out + err)
     more = STDERR if settings.capture_stderr else 0
     chosen = settings.local_ranks_filter

@@ -103,9 +103,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             negative, the state is not checked.
         signals_to_handle: names of signals. If ``None``, the value comes from
             ``TORCHELASTIC_SIGNALS_TO_HANDLE``; the default is SIGTERM, SIGINT, SIGHUP and SIGQUIT.
-        signals_to_forward: see :class:`elasticrs.launcher.LaunchConfig`.
-        stop_scope: processes that receive the first signal of a stop; see
-            :class:`elasticrs.launcher.LaunchConfig`.
 
     Raises:
         ValueError: an argument is not supported by this release, or a name is not a signal.
@@ -123,8 +120,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         uninterruptible_state_timeout: float | None = None,
         *,
         signals_to_handle: str | None = None,
-        signals_to_forward: str | None = None,
-        stop_scope: str | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
         self._local = LocalJob(
@@ -135,8 +130,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             shutdown_timeout=self._shutdown_timeout,
             uninterruptible_state_timeout=uninterruptible_state_timeout,
             signals_to_handle=signals_to_handle,
-            signals_to_forward=signals_to_forward,
-            stop_scope=stop_scope,
         )
         self._rdzv_handler = spec.rdzv_handler
         self._health_check_server = health_check_server
@@ -157,7 +150,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 that workers are replaced individually, which is not possible here.
         """
         why = why_hooks_decide(self)
-        if why is not None and self._worker_group.spec.on_failure == defaults.OnFailure.REPLACE:
+        if why is not None and self._worker_group.spec.on_failure == "replace":
             raise ValueError(
                 f"on_failure: got 'replace', but {why}; in torch's loop only all workers can be restarted"
             )

@@ -10,7 +10,6 @@ from elasticrs.agent.server.replaced_console import ReplacedConsole
 from elasticrs.agent.signals import ignored_signals
 from elasticrs.agent.workers import CommandWorkers, Workers, WorkerSetup
 from elasticrs.job import config as defaults
-from elasticrs.job import options
 from elasticrs.job.config import JobConfig, ObserveSettings
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.plugins import attempt_logs
@@ -48,8 +47,6 @@ class LocalJob:
         shutdown_timeout: float,
         uninterruptible_state_timeout: float | None,
         signals_to_handle: str | None,
-        signals_to_forward: str | None,
-        stop_scope: str | None,
     ) -> None:
         defaults.check_start_method(start_method)
         names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
@@ -58,16 +55,17 @@ class LocalJob:
             self.signals = defaults.parse_signals(self._signal_names)
         except ValueError as error:
             raise ValueError(f"signals_to_handle: expected {error}") from None
-        self._forwarded = defaults.forwarded_by_name(signals_to_forward, self.signals)
-        options.check(stop_scope=stop_scope)
-        self._stop_scope = stop_scope or defaults.default_stop_scope(spec.entrypoint)
+        # A real `WorkerSpec` has checked its fields. Programs may also pass a `Mock(spec=WorkerSpec)`, whose
+        # fields are mocks.
+        forwarded = spec.signals_to_forward if isinstance(spec.signals_to_forward, str) else None
+        self._forwarded = defaults.forwarded_by_name(forwarded, self.signals)
         if uninterruptible_state_timeout is None:
             uninterruptible_state_timeout = defaults.uninterruptible_state_timeout_from(os.environ)
         self.uninterruptible_state_timeout = uninterruptible_state_timeout
         self.start_method = start_method
         self.logs_specs = logs_specs
         self._spec = spec
-        if spec.on_failure == defaults.OnFailure.REPLACE:
+        if spec.on_failure == "replace":
             from elasticrs.job.replacement import why_not
 
             if why := why_not(start_method):
@@ -106,22 +104,16 @@ class LocalJob:
             role=spec.role,
             name=spec.get_entrypoint_name(),
             max_restarts=spec.max_restarts,
-            on_failure=defaults.OnFailure(spec.on_failure),
             shutdown_timeout=self._shutdown_timeout,
             signals=self.signals,
             forwarded=self.forwarded,
-            stop_scope=self._stop_scope,
+            stop_scope=spec.stop_scope or defaults.default_stop_scope(spec.entrypoint),
             is_multi_node=is_multi_node,
             cpus=cpus_of_options(spec.numa_options, spec.local_world_size),
             virtual_local_rank=spec.virtual_local_rank,
             uninterruptible_state_timeout=self.uninterruptible_state_timeout,
-            hang_timeout=spec.hang_timeout,
-            hang_startup_timeout=spec.hang_startup_timeout,
-            hang_exit_timeout=spec.hang_exit_timeout,
-            exit_timeout=spec.exit_timeout,
             preload=self._preload,
-            warm_timeout=spec.warm_timeout,
-            log_prefix=spec.log_prefix or defaults.DEFAULT_LOG_PREFIX,
+            **defaults.worker_settings(spec),
         )
 
     def workers(self, job: JobConfig) -> Workers:
@@ -171,8 +163,7 @@ def _entry(spec: WorkerSpec, start_method: str) -> Entry:
 
 
 def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
-    # A real `WorkerSpec` has checked its fields. Programs may also pass a `Mock(spec=WorkerSpec)`, whose
-    # fields are mocks.
+    # The specification may be a mock, whose fields are mocks.
     if not isinstance(spec.warm, str) or spec.warm == "off":
         return None
     from elasticrs.workers import warm

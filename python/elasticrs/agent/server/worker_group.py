@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.job import config as defaults
 from elasticrs.job import options
+from elasticrs.job.config import UnresolvedSettings, WorkerSettings
 from elasticrs.job.ranks import WorkerRanks
 from elasticrs.rendezvous.api import RendezvousError
 from elasticrs.workers.plan import Plan
@@ -18,14 +19,30 @@ from elasticrs.workers.ports import StorePort
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import TypeVar
 
     from elasticrs.multiprocessing.errors import ProcessFailure
     from elasticrs.rendezvous.api import RendezvousHandler
 
+    T = TypeVar("T")
+
+
+def with_settings(made: type[T]) -> type[T]:
+    """Prepare a class for ``@dataclass``: make the fields that its base classes declare its last fields, and
+    keyword-only, so that torch's fields keep their positions. Type checkers need no decorator for that.
+    """
+    made.__annotations__["_"] = KW_ONLY
+    for base in made.__bases__:
+        made.__annotations__ |= base.__annotations__
+    return made
+
 
 @dataclass
-class WorkerSpec:
-    """Specification of the workers of one node.
+@with_settings
+class WorkerSpec(WorkerSettings, UnresolvedSettings):
+    """Specification of the workers of one node. Its keyword-only fields, which torch does not have, are
+    described in :class:`~elasticrs.job.config.WorkerSettings` and
+    :class:`~elasticrs.job.config.UnresolvedSettings`.
 
     Args:
         role: role of the workers.
@@ -45,19 +62,11 @@ class WorkerSpec:
             ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error.
         virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
-        hang_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
-        hang_startup_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
-        hang_exit_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
-        exit_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
-        warm: see :class:`elasticrs.launcher.LaunchConfig`.
-        warm_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
-        on_failure: see :class:`elasticrs.launcher.LaunchConfig`.
-        log_prefix: see :class:`elasticrs.launcher.LaunchConfig`.
 
     Raises:
         AssertionError: the number of workers or the interval is not positive, or the entrypoint is missing
             (as in torch).
-        ValueError: a time limit is invalid.
+        ValueError: a setting is invalid.
     """
 
     role: str
@@ -76,30 +85,13 @@ class WorkerSpec:
     duplicate_stdout_filters: list[str] | None = None
     duplicate_stderr_filters: list[str] | None = None
     virtual_local_rank: bool = False
-    hang_timeout: float | str | None = None
-    hang_startup_timeout: float | None = None
-    hang_exit_timeout: float = defaults.DEFAULT_HANG_EXIT_TIMEOUT
-    exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
-    warm: str = "off"
-    warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
-    on_failure: str = "restart"
-    log_prefix: str | None = None
 
     def __post_init__(self) -> None:
         if self.local_world_size <= 0:
             raise AssertionError("local_world_size must be positive")
         if self.monitor_interval <= 0:
             raise AssertionError("monitor_interval must be positive")
-        options.check(
-            hang_timeout=self.hang_timeout,
-            hang_startup_timeout=self.hang_startup_timeout,
-            hang_exit_timeout=self.hang_exit_timeout,
-            exit_timeout=self.exit_timeout,
-            warm=self.warm,
-            warm_timeout=self.warm_timeout,
-            on_failure=self.on_failure,
-            log_prefix=self.log_prefix,
-        )
+        options.check(self)
         if self.log_prefix is None:
             self.log_prefix = defaults.log_prefix_from(os.environ)
         if self.fn:

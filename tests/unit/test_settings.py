@@ -1,0 +1,121 @@
+"""Settings are declared once: the command line, LaunchConfig, WorkerSpec and JobConfig have the same ones."""
+
+import dataclasses
+import os
+
+import pytest
+
+from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
+from elasticrs.job import options
+from elasticrs.job.config import (
+    HandlerSettings,
+    JobConfig,
+    LogSettings,
+    ObserveSettings,
+    UnresolvedSettings,
+    WorkerSettings,
+)
+from elasticrs.job.value import defaults_of
+from elasticrs.launcher import LaunchConfig, api
+from elasticrs.launcher.arguments import parse, resolve
+from elasticrs.multiprocessing.api import DefaultLogsSpecs
+from elasticrs.rendezvous.api import RendezvousParameters
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+
+DECLARED = {**defaults_of(WorkerSettings), **defaults_of(UnresolvedSettings)}
+BY_DEST = {option.dest: option for option in options.OPTIONS}
+
+VALUES = {
+    "hang_timeout": 7.0,
+    "hang_startup_timeout": 8.0,
+    "hang_exit_timeout": 9.0,
+    "exit_timeout": 3.0,
+    "warm_timeout": 4.0,
+    "on_failure": "replace",
+    "log_prefix": "time",
+}
+"""A value for each setting of `WorkerSettings` that is not its default."""
+
+DERIVED = {
+    JobConfig: {
+        *("nproc", "run_id", "name", "signals", "forwarded", "start_deadline", "is_multi_node"),
+        *("cpus", "uninterruptible_state_timeout", "preload"),
+    },
+    LogSettings: set(),
+    ObserveSettings: {"entry_point", "has_metrics"},
+    HandlerSettings: set(),
+}
+"""Fields that are no options: the launcher derives their values from options and from the environment."""
+
+LAUNCHER = {
+    *("nproc_per_node", "module", "no_python", "run_path", "start_method", "numa_binding"),
+    *("standalone", "node_rank", "drain", "signals_to_handle"),
+    *("keep_descendants", "print_completion", "use_env"),
+}
+"""Options that only the launcher uses."""
+
+OWN_DEFAULT = {
+    # Their defaults depend on the environment.
+    *("shutdown_timeout", "health_check_host"),
+    # Workers on one node use localhost, and the static rendezvous 127.0.0.1, as in torch.
+    "master_addr",
+    # It depends on the program.
+    "stop_scope",
+    # The events of a job on one node name c10d, as in torch.
+    "rdzv_backend",
+}
+
+
+@pytest.fixture
+def handler():
+    made = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "job", 1, 1))
+    yield made
+    made.shutdown()
+
+
+@pytest.mark.parametrize("kind", [LaunchConfig, WorkerSpec])
+def test_programs_have_every_setting_by_keyword(kind):
+    found = {field.name: field for field in dataclasses.fields(kind) if field.kw_only}
+    assert {name: field.default for name, field in found.items()} == DECLARED
+
+
+def test_every_setting_is_an_option_with_its_default():
+    assert {name: BY_DEST[name].default for name in DECLARED} == DECLARED
+    assert {name: JobConfig(1, "job").fields()[name] for name in defaults_of(WorkerSettings)} == defaults_of(
+        WorkerSettings
+    )
+
+
+@pytest.mark.parametrize("kind", DERIVED)
+def test_every_field_is_an_option_or_derived(kind):
+    names = set(kind._names)
+    assert names - BY_DEST.keys() == DERIVED[kind]
+    for name in names & kind.defaults().keys() & BY_DEST.keys() - OWN_DEFAULT:
+        assert kind.defaults()[name] == BY_DEST[name].default, name
+
+
+def test_every_option_is_a_field_or_of_the_launcher_alone():
+    fields = {*DECLARED, *(name for kind in DERIVED for name in kind._names)}
+    assert BY_DEST.keys() - fields == LAUNCHER
+
+
+def test_the_values_of_the_command_line_reach_the_job():
+    assert VALUES.keys() == defaults_of(WorkerSettings).keys()
+    argv = [f"--{name.replace('_', '-')}={value}" for name, value in VALUES.items()]
+    job = resolve(parse([*argv, os.__file__], {}), {}).job
+    assert {name: getattr(job, name) for name in VALUES} == VALUES
+
+
+def test_the_values_of_a_program_reach_the_job(handler, tmp_path):
+    config = LaunchConfig(1, 1, 1, logs_specs=DefaultLogsSpecs(str(tmp_path)), **VALUES)
+    passed = {name: getattr(config, name) for name in api._OF_WORKERS}
+    assert passed.keys() >= DECLARED.keys()
+    spec = WorkerSpec(local_world_size=1, rdzv_handler=handler, entrypoint="true", **passed)
+    job = LocalElasticAgent(spec, config.logs_specs)._local.config()
+    assert {name: getattr(job, name) for name in VALUES} == VALUES
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_program_is_told_which_setting_is_wrong(name):
+    with pytest.raises(ValueError, match=f"^{name} must be [^,]{{5}}.*, got <object object"):
+        LaunchConfig(1, 1, 1, **{name: object()})
