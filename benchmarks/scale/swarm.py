@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.scale.children import Lines, write_line
 from benchmarks.scale.server import raise_descriptors
 from elasticrs import _core
+from elasticrs.job.restart_policy import RestartSettings
 from elasticrs.rendezvous.elastic import machine, messages
 from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
 from elasticrs.rendezvous.elastic.rendezvous import Rendezvous, ThisAgent
@@ -76,7 +77,9 @@ class Agent:
             settings=Settings({"last_call_timeout": 3600.0}),
         )
         node = f"node{number}"
-        this_agent = ThisAgent(RUN_ID, f"{number:016x}", node, node, "default", 1, 1000, False, None)
+        this_agent = ThisAgent(
+            RUN_ID, f"{number:016x}", node, node, "default", 1, RestartSettings(1000), False, None
+        )
         self._swarm = swarm
         self._events: deque[Any] = deque()
         self._timers: dict[str, float] = {}

@@ -34,7 +34,7 @@ from elasticrs.agent.state_machine import (
     WorkerSwept,
     step,
 )
-from elasticrs.job.failure_cause import Cause
+from elasticrs.job.failure_cause import Cause, Verdict
 from elasticrs.job.restart_policy import Evidence, RestartSettings
 
 SIGTERM = 15
@@ -90,7 +90,7 @@ def test_a_permanent_failure_fails_the_job_whatever_the_budget():
     state, actions = play([*UP, FailureSeen(1), GroupEnded("failed", evidence=PERMANENT)], max_restarts=9)
     assert (state.phase, state.restarts) == (Phase.FAILED, 0)
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
-    assert report.is_permanent
+    assert report.verdict is Verdict.PERMANENT
     assert "rank 3" in report.message
 
 
@@ -101,7 +101,7 @@ def test_a_permanent_failure_of_a_replaceable_worker_stops_all_and_fails_the_job
     assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE, is_announced=True))
     state, actions = step(state, GroupEnded("stopped"))
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
-    assert (state.phase, report.is_permanent) == (Phase.FAILED, True)
+    assert (state.phase, report.verdict) == (Phase.FAILED, Verdict.PERMANENT)
 
 
 class TestDelay:
@@ -132,6 +132,7 @@ def test_stuck_workers_end_the_job_whatever_the_budget():
     state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", stuck_ranks=(0, 2))], max_restarts=9)
     assert state.phase is Phase.FAILED
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
+    assert report.verdict is Verdict.UNFIT
     assert report.message == "SIGKILL did not end local rank(s) 0, 2; this node cannot be used for a restart"
 
 
@@ -198,7 +199,7 @@ def test_a_signal_during_a_failure_prevents_the_restart():
 def test_a_program_that_cannot_be_executed_is_not_tried_again():
     state, actions = play([Begin(), RendezvousCompleted(), StartFailed("no")], max_restarts=5)
     assert state.phase is Phase.FAILED
-    assert actions[-3:] == [ReportFailure("no", is_permanent=True), CloseRendezvous(), Exit(1)]
+    assert actions[-3:] == [ReportFailure("no", Verdict.PERMANENT), CloseRendezvous(), Exit(1)]
 
 
 def test_a_start_that_failed_for_want_of_memory_is_tried_again():

@@ -20,6 +20,9 @@ from elasticrs.rendezvous.elastic.settings import KEYS
 ENV = {"PATH": "/usr/bin:/bin"}
 
 
+RESTARTS = "a whole number, 0 or more, or a number per duration such as 3/1h"
+
+
 def launch(*argv, **environ):
     return resolve(parse(argv, environ), {**ENV, **environ})
 
@@ -88,7 +91,7 @@ def test_a_flags_variable_is_a_number(text, value):
     "option", [option for option in OPTIONS if option.has_variable], ids=lambda o: o.name
 )
 def test_every_option_has_its_variable(option):
-    texts = ["1", "2", "bad", "SIGTERM", "fork", "node", "k=v", "worker", "replace", "time"]
+    texts = ["1", "2", "bad", "SIGTERM", "fork", "node", "k=v", "worker", "replace", "time", "file:x"]
     found = [value for text in texts if (value := _default_by(option, text)) is not option]
     assert found
     assert any(value != option.default for value in found)
@@ -193,9 +196,9 @@ def test_ranks_of_two_digits_can_be_named():
     ("argv", "environ", "line"),
     [
         (["--nproc-per-node=0", "x"], {}, "--nproc-per-node: got '0', expected a whole number from 1, cpu, gpu, xpu or auto"),  # noqa: E501
-        (["--max-restarts=-1", "x"], {}, "--max-restarts: got '-1', expected a whole number, 0 or more"),
-        (["--max-restarts", "-1", "x"], {}, "--max-restarts: got '-1', expected a whole number, 0 or more"),
-        (["x"], {"PET_MAX_RESTARTS": "many"}, "PET_MAX_RESTARTS: got 'many', expected a whole number, 0 or more"),  # noqa: E501
+        (["--max-restarts=-1", "x"], {}, f"--max-restarts: got '-1', expected {RESTARTS}"),
+        (["--max-restarts", "-1", "x"], {}, f"--max-restarts: got '-1', expected {RESTARTS}"),
+        (["x"], {"PET_MAX_RESTARTS": "many"}, f"PET_MAX_RESTARTS: got 'many', expected {RESTARTS}"),
         (["x"], {"PET_STANDALONE": "yes"}, "PET_STANDALONE: got 'yes', expected 0 or 1"),
         (["--nproc-per-nod3=1", "x"], {}, "unknown option --nproc-per-nod3 (did you mean --nproc-per-node?)"),
         (["--zzz", "x"], {}, "unknown option --zzz; --help all lists the options"),
@@ -384,7 +387,7 @@ def test_help_names_every_option_and_fits_a_screen_and_a_half():
     text = help_text("elasticrun")
     assert all(option.flag in text for option in OPTIONS)
     assert {f"--{name}" for name in COMMON} < set(heads_in(text))
-    assert len(text.splitlines()) <= 75
+    assert len(text.splitlines()) <= 80
 
 
 @pytest.mark.parametrize("topic", ["", *TOPICS])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from elasticrs.job.failure_cause import Cause, Permanence
 from elasticrs.job.restart_policy import (
     STEADY,
+    TRANSIENT,
     Evidence,
     FailureHistory,
     RestartDecision,
@@ -59,8 +60,10 @@ class TestPermanentFailures:
         assert "rank 3" in decision.reason
         assert "the sign" in decision.reason
 
-    @pytest.mark.parametrize(("reports", "stop"), [(1, None), (2, None), (3, StopKind.PERMANENT)])
-    def test_a_start_error_counts_only_if_all_nodes_report_one(self, reports, stop):
+    @pytest.mark.parametrize(
+        ("reports", "stop"), [(1, None), (2, StopKind.PERMANENT), (3, StopKind.PERMANENT)]
+    )
+    def test_a_start_error_counts_only_if_two_nodes_report_one(self, reports, stop):
         causes = [
             failure(node=f"node{node}", permanence="start_error", permanent_rank=node)
             for node in range(reports)
@@ -93,14 +96,23 @@ class TestRepeatedFailures:
         [
             failure(exception="builtins.KeyError"),
             failure(place="train.py:89"),
-            failure(rank=4),
+            failure(rank=4, reached=5),
             failure(exception=None),
             failure(place=None),
         ],
-        ids=["exception", "place", "rank", "no exception", "no place"],
+        ids=["exception", "place", "rank and step", "no exception", "no place"],
     )
     def test_a_different_failure_starts_the_count_again(self, other):
-        assert stops(decisions(PLENTY, [failure(), failure(), other, failure(), failure()])) == (5, None)
+        same = failure(reached=7)
+        assert stops(decisions(PLENTY, [same, same, other, same, same])) == (5, None)
+
+    def test_failures_before_the_first_step_may_be_on_different_ranks(self):
+        found = decisions(PLENTY, [failure(rank=rank) for rank in (0, 1, 0)])
+        assert stops(found) == (2, StopKind.PERMANENT)
+
+    @pytest.mark.parametrize("exception", sorted(TRANSIENT))
+    def test_errors_of_connections_never_count_as_equal(self, exception):
+        assert stops(decisions(PLENTY, [failure(exception=exception)] * 9)) == (9, None)
 
     def test_the_same_step_on_another_rank_is_the_same_failure(self):
         found = decisions(PLENTY, [failure(rank=rank, reached=7) for rank in range(3)])

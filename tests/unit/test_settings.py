@@ -32,6 +32,9 @@ VALUES = {
     "exit_timeout": 3.0,
     "warm_timeout": 4.0,
     "on_failure": "replace",
+    "restart_delay": "1s..5m",
+    "max_same_failures": 5,
+    "fatal_exit_codes": "3,40-49",
     "log_prefix": "time",
 }
 """A value for each setting of `WorkerSettings` that is not its default."""

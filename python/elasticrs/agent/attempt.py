@@ -5,6 +5,7 @@ from __future__ import annotations
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.state_machine import Phase
 from elasticrs.host.clock import Clock
+from elasticrs.job.failure_cause import Verdict
 from elasticrs.job.value import Record, Value, fresh
 from elasticrs.report import phrases
 from elasticrs.workers.logs import error_file_of
@@ -295,7 +296,7 @@ class JobResult(Record):
         exit_code: exit code of the launcher.
         signum: signal that stopped the job, if any.
         message: reason for a failure that was not caused by a worker.
-        is_permanent: true if another attempt would fail in the same way.
+        verdict: what follows from the failure, if the job has failed.
         ending: summary line of a failed job, as two texts: one before and one after the root cause. The
             launcher prints the line below the report.
         start_errno: ``errno`` of the error that prevented the start of the last attempt.
@@ -309,7 +310,7 @@ class JobResult(Record):
     exit_code: int = 1
     signum: int | None = None
     message: str | None = None
-    is_permanent: bool = False
+    verdict: Verdict = Verdict.FAILED
     ending: tuple[str, str] | None = None
     start_errno: int | None = None
     first_cause: Cause | None = None

@@ -151,7 +151,7 @@ class OneNode(Decisions):
                     # The import fails if this process has no free file descriptor. Then only the restart
                     # budget decides.
                     return event
-                return event.replaced(evidence=evidence(self._attempt, self._job.fatal_exit_codes))
+                return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:

@@ -240,7 +240,7 @@ class Agent:
             self._decisions.release_plan()
         elif isinstance(action, machine.ReportFailure):
             self._result.message = action.message
-            self._result.is_permanent = action.is_permanent
+            self._result.verdict = action.verdict
         elif isinstance(action, machine.CloseRendezvous):
             self._decisions.close_rendezvous()
 

@@ -222,7 +222,7 @@ class MemberNodes(SeveralNodes):
         assert attempt is not None
         first = first_word(attempt, local_rank, self._place(), self._clock())
         # There is no later report, because the other workers of this node keep running.
-        known = facts(attempt, local_rank, self._job.fatal_exit_codes)
+        known = facts(attempt, local_rank, self._job.fatal_codes)
         self._first_word = first.replaced(round=None, **known)
         return self._first_word
 
@@ -232,7 +232,7 @@ class MemberNodes(SeveralNodes):
             return None
         from elasticrs.agent.own_cause import own_cause
 
-        codes = self._job.fatal_exit_codes
+        codes = self._job.fatal_codes
         cause = own_cause(attempt, self._place(), self._clock(), self._first_word, fatal_exit_codes=codes)
         return None if cause is None else cause.replaced(round=None).encoded()
 

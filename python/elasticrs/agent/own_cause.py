@@ -14,7 +14,7 @@ from elasticrs.job.failure_cause import Cause, Permanence
 from elasticrs.job.restart_policy import Evidence
 from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors.report import traceback_text
-from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
+from elasticrs.multiprocessing.errors.root_cause import failed_ns, lost_a_peer, root_cause, victims
 from elasticrs.report.phrases import how_the_nursery_ended
 
 TYPE_CHECKING = False
@@ -132,7 +132,8 @@ def own_cause(
         time_ns=time_ns,
         error_ns=clock.error_ns,
         exception=first.exception,
-        place=first.place,
+        # An error that only reports a lost peer says nothing about this worker's program.
+        place=None if lost_a_peer(first) else first.place,
         reached=_reached(attempt),
         **permanent,
     )

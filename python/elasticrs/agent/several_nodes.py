@@ -15,6 +15,7 @@ from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.host.background_call import Asked
 from elasticrs.job.config import SAFETY_TICK
+from elasticrs.job.failure_cause import Verdict
 from elasticrs.job.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.driver import Driver
@@ -108,7 +109,7 @@ class SeveralNodes(Decisions):
             role=job.role,
             nproc=job.nproc,
             policy=job.restart_settings,
-            fatal_exit_codes=phrases.ranges_text(sorted(job.fatal_exit_codes)),
+            fatal_exit_codes=phrases.ranges_text(sorted(job.fatal_codes)),
             supervisor=supervisor,
             use_agent_store=self._use_agent_store,
             home=self._home,
@@ -239,7 +240,7 @@ class SeveralNodes(Decisions):
         # If the workers were stopped because one of them hung in the kernel, they have not failed.
         is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
         if is_failure or self._first_failure is not None or attempt.expired:
-            codes = self._job.fatal_exit_codes
+            codes = self._job.fatal_codes
             place, clock = self._place(), self._clock()
             cause = own_cause(attempt, place, clock, self._first_word, fatal_exit_codes=codes)
         else:
@@ -331,4 +332,7 @@ class SeveralNodes(Decisions):
         if self.signum is not None:
             self.phase = machine.Phase.STOPPED
             return [machine.Exit(1)]
-        return [machine.ReportFailure(outcome.message, outcome.is_permanent), machine.Exit(code)]
+        verdict = Verdict.UNFIT if outcome.kind == "stuck" else Verdict.FAILED
+        if outcome.is_permanent:
+            verdict = Verdict.PERMANENT
+        return [machine.ReportFailure(outcome.message, verdict), machine.Exit(code)]

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from elasticrs.job.failure_cause import Verdict
 from elasticrs.job.restart_budget import has_not_met_since, without
 from elasticrs.job.restart_policy import (
     NO_EVIDENCE,
@@ -324,11 +325,11 @@ class Replace(Action):
 
 class ReportFailure(Action):
     """Report why the job failed. ``message`` is the reason; ``None`` if the failure of a worker is the
-    reason. ``is_permanent`` is true if another attempt would fail in the same way.
+    reason.
     """
 
     message: str | None = None
-    is_permanent: bool = False
+    verdict: Verdict = Verdict.FAILED
 
 
 class CloseRendezvous(Action):
@@ -397,7 +398,7 @@ def _on_start_failed(state: AgentState, event: StartFailed) -> tuple[AgentState,
         return ended._next(Phase.STOPPED), [Exit(1)]
     if event.transient:
         return _restart(ended, event.evidence, event.message)
-    return _fail(ended, event.message, is_permanent=True)
+    return _fail(ended, event.message, verdict=Verdict.PERMANENT)
 
 
 def _on_group(
@@ -414,7 +415,8 @@ def _on_group(
     if state.signum is not None:
         return ended._next(Phase.STOPPED), [CollectEvidence(), Exit(1)]
     if event.why_unfit is not None:
-        return _fail(ended, phrases.not_restarted(event.why_unfit), evidence=True)
+        why = phrases.not_restarted(event.why_unfit)
+        return _fail(ended, why, evidence=True, verdict=Verdict.UNFIT)
     if event.outcome == "succeeded" and not state.worker_failed and not state.replacing:
         return ended._next(Phase.SUCCEEDED), [CloseRendezvous(), Exit(0)]
     if event.port_conflict and state.stopped_by is None and state.port_retries < MAX_PORT_RETRIES:
@@ -481,9 +483,9 @@ def _restart(
     """
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:
-        is_permanent = decision.stop is StopKind.PERMANENT
-        why = decision.reason if is_permanent else message
-        return _fail(state, why, evidence=collects, is_permanent=is_permanent)
+        if decision.stop is StopKind.PERMANENT:
+            return _fail(state, decision.reason, evidence=collects, verdict=Verdict.PERMANENT)
+        return _fail(state, message, evidence=collects)
     delay = decision.delay
     new = state._next(
         Phase.RENDEZVOUS,
@@ -498,8 +500,12 @@ def _restart(
 
 
 def _fail(
-    state: AgentState, message: str | None = None, *, evidence: bool = False, is_permanent: bool = False
+    state: AgentState,
+    message: str | None = None,
+    *,
+    evidence: bool = False,
+    verdict: Verdict = Verdict.FAILED,
 ) -> tuple[AgentState, list[Action]]:
     collect: list[Action] = [CollectEvidence()] if evidence else []
-    report = ReportFailure(message, is_permanent)
+    report = ReportFailure(message, verdict)
     return state._next(Phase.FAILED), [*collect, report, CloseRendezvous(), Exit(1)]

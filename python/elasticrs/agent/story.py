@@ -61,9 +61,13 @@ class Story(Observer):
         self._is_restart = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Keep an announced restart, to print it after its workers have been started."""
+        """Keep an announced restart, to print it after its workers have been started, or now if the restart
+        is delayed.
+        """
         if isinstance(action, AnnounceRestart):
             self._failed = self._result.attempts[-1], action
+            if action.delay > 0:
+                self.started()
 
     def prepared(self, attempt: Attempt) -> None:
         """Print the folder of the logs, before the first attempt."""
@@ -89,6 +93,7 @@ class Story(Observer):
                 action.restarts_left,
                 self._job.max_restarts,
                 time.strftime("%Y-%m-%d %H:%M:%S"),
+                action.delay,
             )
         )
 

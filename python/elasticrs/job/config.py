@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import Enum
 
+from elasticrs.job.policy_options import delays, exit_codes
+from elasticrs.job.restart_policy import RestartSettings
 from elasticrs.job.value import Record, Value, shared_fields
 
 TYPE_CHECKING = False
@@ -47,6 +50,18 @@ SAFETY_TICK = 5.0
 """Seconds after which the agent checks its state even if no event has arrived."""
 
 
+class OnFailure(str, Enum):
+    """Reaction to a failed worker."""
+
+    RESTART = "restart"
+    """Restart all workers."""
+    REPLACE = "replace"
+    """Replace only the failed worker, and leave the others running."""
+
+    # `str()` of a member is the option's value, because options are checked and printed as text.
+    __str__ = str.__str__
+
+
 class UsageError(ValueError):
     """Raised if the user has made a mistake. The message is one line that names the option, the given
     value, and the accepted values.
@@ -74,6 +89,14 @@ class WorkerSettings:
         on_failure: reaction to a failed worker: ``"restart"`` restarts all workers, ``"replace"`` replaces
             only the failed worker. Replacement is for functions and scripts that use :mod:`elasticrs.train`;
             it is not possible with ``fork`` and ``forkserver``.
+        restart_delay: time to wait before the workers are restarted: a duration such as ``"30s"``, or
+            ``"FIRST..LONGEST"``, such as ``"1s..5m"``. The delay doubles with every failure without progress,
+            and each delay is shortened by a random part of at most a half. ``"0"`` for no delay.
+        max_same_failures: number of equal failures without progress after which the job stops, although
+            restarts are left; 0 for no limit. Failures are equal if the same exception is raised at the same
+            place, on the same rank or in the same training step.
+        fatal_exit_codes: exit codes of workers for which the job stops without a restart, such as
+            ``"3,40-49"``.
         log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
             ``"auto"`` adds it unless the lines are written to a terminal. If ``None``, the value comes from
             ``PET_LOG_PREFIX``; the default is ``"auto"``.
@@ -86,7 +109,10 @@ class WorkerSettings:
     hang_exit_timeout: float = 1800.0
     exit_timeout: float = 10.0
     warm_timeout: float = 120.0
-    on_failure: str = "restart"
+    on_failure: str = OnFailure.RESTART.value
+    restart_delay: str = "0"
+    max_same_failures: int = 3
+    fatal_exit_codes: str = ""
     log_prefix: str | None = None
 
 
@@ -130,6 +156,11 @@ class JobConfig(Record, WorkerSettings):
         role: role of the workers.
         name: name of the job in the report: the script, the program or the function.
         max_restarts: maximum number of charged restarts.
+        exit_codes: exit code of the launcher for a failed job. ``"torchrun"``: always 1. ``"verdict"``: 93 if
+            another attempt would fail in the same way, 193 if this node is unfit, otherwise 1;
+            ``"verdict:PERMANENT,UNFIT"`` for other numbers. ``"worker"``: the exit code of the worker that
+            failed first, or 128 plus the number of the signal that killed it.
+        report: file for the JSON report of the job, as ``"file:PATH"``; ``None`` for no report.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
         forwarded: signals that the agent passes on to the workers, without any other effect.
@@ -154,6 +185,8 @@ class JobConfig(Record, WorkerSettings):
     role: str = "default"
     name: str = ""
     max_restarts: int = 0
+    exit_codes: str = "torchrun"
+    report: str | None = None
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     signals: Sequence[int] = ()
     forwarded: Sequence[int] = ()
@@ -171,14 +204,19 @@ class JobConfig(Record, WorkerSettings):
     @property
     def restart_settings(self) -> RestartSettings:
         """Settings of the restart policy."""
-        return RestartSettings(
-            self.max_restarts, self.restart_window, *self.restart_delay, self.max_same_failures
-        )
+        window = getattr(self.max_restarts, "window", None)
+        first, longest = delays(self.restart_delay)
+        return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures)
+
+    @property
+    def fatal_codes(self) -> frozenset[int]:
+        """Exit codes of workers for which the job stops without a restart."""
+        return exit_codes(self.fatal_exit_codes)
 
     @property
     def replaces_workers(self) -> bool:
         """True if a failed worker is replaced while the others keep running."""
-        return self.on_failure == "replace"
+        return self.on_failure == OnFailure.REPLACE
 
 
 class LogSettings(Value):

@@ -31,6 +31,19 @@ class Permanence(str, Enum):
     __str__ = str.__str__
 
 
+class Verdict(str, Enum):
+    """What follows from the failure of a job, for the scheduler that has started it."""
+
+    FAILED = "failed"
+    """The job failed; another attempt may succeed."""
+    PERMANENT = "permanent"
+    """Another attempt would fail in the same way."""
+    UNFIT = "unfit"
+    """This node cannot run the job, but another node may."""
+
+    __str__ = str.__str__
+
+
 class Cause(Value):
     """Facts about the first failure of a round. Each unknown fact is ``None``.
 

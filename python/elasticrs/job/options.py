@@ -10,7 +10,7 @@ is launched, because argparse takes 13 ms with this many options.
 
 from __future__ import annotations
 
-from elasticrs.job import config
+from elasticrs.job import config, policy_options
 from elasticrs.job.config import JobConfig, LogSettings, ObserveSettings, UnresolvedSettings, WorkerSettings
 from elasticrs.job.value import Value, defaults_of
 
@@ -193,6 +193,16 @@ def _hang_timeout(text: str) -> float | str:
     return text
 
 
+def _text_of(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """Return a function that checks text with ``parse`` and returns the text itself."""
+
+    def convert(text: str) -> str:
+        parse(text)
+        return text
+
+    return convert
+
+
 def _warm(text: str) -> str:
     expected = "off, auto, or names of modules separated by commas, such as torch,numpy"
     names = [name.strip() for name in text.split(",")]
@@ -208,7 +218,12 @@ SECONDS = Kind(config.seconds, "SECONDS")
 EXIT_TIMEOUT = Kind(config.seconds, "SECONDS", "seconds, 0 for any time")
 INTERVAL = Kind(_interval, "SECONDS", "seconds above 0")
 HANG_TIMEOUT = Kind(_hang_timeout, "SECONDS|auto", "seconds above 0, 'auto' or 'auto:SECONDS'")
-ON_FAILURE = Kind(_one_of("restart", "replace"), "restart|replace", "'restart' or 'replace'")
+ON_FAILURE = Kind(_one_of(*config.OnFailure), "restart|replace", "'restart' or 'replace'")
+MAX_RESTARTS = Kind(policy_options.MaxRestarts.parse, "N|N/DURATION")
+RESTART_DELAY = Kind(_text_of(policy_options.delays), "FIRST..LONGEST")
+REPORT = Kind(policy_options.report_path, "file:PATH")
+FATAL_EXIT_CODES = Kind(_text_of(policy_options.exit_codes), "CODES")
+EXIT_CODES = Kind(_text_of(policy_options.ExitCodes.parse), "torchrun|verdict|worker")
 STOP_SCOPE = Kind(_one_of("worker", "group"), "worker|group", "'worker' or 'group'")
 WARM = Kind(_warm, "auto|MODULE,…", "'off', 'auto' or names of modules separated by commas")
 COUNT = Kind(_whole("a whole number, 0 or more", 0), "N")
@@ -253,7 +268,16 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         Option("nproc-per-node", "workers on this node: a number, cpu, gpu, xpu or auto (default 1)",
                1, WORKERS, typed="1"),
         _setting("max-restarts", "how many times the workers are restarted before the job fails "
-                 "(default {default})", COUNT),
+                 "(default {default}), or how many times per duration, such as 3/1h", MAX_RESTARTS),
+        _setting("restart-delay", "time to wait before a restart, such as 30s, or 1s..5m to double the delay "
+                 "with every failure without progress (default 0)", RESTART_DELAY, group=OURS),
+        _setting("max-same-failures", "how many equal failures without progress end the job although "
+                 "restarts are left (default {default}; 0: no limit)", COUNT, group=OURS),
+        _setting("fatal-exit-codes", "exit codes of workers that end the job without a restart, such as "
+                 "3,40-49", FATAL_EXIT_CODES, group=OURS),
+        _setting("exit-codes", "exit code of a failed job: torchrun (always 1; the default), verdict (93 if "
+                 "another attempt would fail alike, 193 if this node is unfit, otherwise 1) or worker (that "
+                 "of the worker that failed first)", EXIT_CODES, group=OURS),
         _setting("on-failure", "what follows when a worker fails: restart (all of them; the default), or "
                  "replace (only that one; for scripts that use elasticrs.train)", ON_FAILURE, group=OURS),
         Option("module", "the script is a module, as in python -m", False, short="m"),
@@ -293,6 +317,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                "(TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT or 300)", None, SECONDS, group=OURS),
     ),
     "Output": (
+        _setting("report", "write a JSON report of the job when it ends, to file:PATH", REPORT, group=OURS),
         _setting("log-dir", "folder for log files; each run creates a folder of its own in it (default: a "
                  "temporary one)", Kind(str, "FOLDER")),
         _setting("redirects", "write to files instead of the console: 1 stdout, 2 stderr, 3 both; by local "

@@ -4,10 +4,11 @@ The agent of one node and the leader of a job on several nodes both call :func:`
 judged by one set of rules:
 
 - **POLICY-1** A failure that another attempt would repeat stops the job at once; see :class:`Permanence`. A
-  start error counts only if every node of the round reports one, or the round has a single node. If one of
-  several nodes reports it, that node may be broken, so the workers are restarted.
+  start error counts only if two nodes report one, or the round has a single node. If one of several nodes
+  reports it, that node may be broken, so the workers are restarted.
 - **POLICY-2** A failure that repeats without progress stops the job: the same exception, raised at the same
-  place, on the same rank or in the same training step, as often as ``max_same_failures`` says.
+  place, on the same rank or in the same training step (or before the first step), as often as
+  ``max_same_failures`` says. Errors of connections do not count, because they are often transient.
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
 """
@@ -29,6 +30,15 @@ STEADY = 60.0
 """Number of seconds after which an attempt without heartbeats is assumed to have made progress."""
 MAX_IN_WINDOW = 100
 """Maximum number of restarts in a window, because the time of each is kept in a record of limited size."""
+TRANSIENT = frozenset(
+    {
+        *("builtins.ConnectionError", "builtins.ConnectionResetError", "builtins.ConnectionAbortedError"),
+        *("builtins.ConnectionRefusedError", "builtins.BrokenPipeError", "builtins.TimeoutError"),
+        *("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError"),
+        *("torch.distributed.DistStoreError", "torch.distributed.DistQueueEmptyError"),
+    }
+)
+"""Types of exceptions that report a lost connection or a timeout."""
 MAX_DOUBLINGS = 30
 """Maximum number of times that a delay is doubled, to avoid huge numbers."""
 
@@ -165,8 +175,8 @@ def _with_failure(history: FailureHistory, causes: Sequence[Cause], ran: float |
         has_progressed = history.reached is None or reached > history.reached
     first = causes[0] if causes else None
     last = None
-    if first is not None and first.exception is not None and first.place is not None:
-        last = (first.exception, first.place, first.rank, reached)
+    if first is not None and first.exception not in (None, *TRANSIENT) and first.place is not None:
+        last = (str(first.exception), first.place, first.rank, reached)
     is_same = not has_progressed and last is not None and _are_same(history.last, last)
     highest = [step for step in (history.reached, reached) if step is not None]
     return history.replaced(
@@ -182,7 +192,8 @@ def _are_same(
 ) -> bool:
     if one is None or one[:2] != other[:2]:
         return False
-    return any(mine is not None and mine == theirs for mine, theirs in zip(one[2:], other[2:], strict=True))
+    # Without heartbeats, both steps are unknown: both attempts failed before the first step.
+    return one[2] == other[2] or one[3] == other[3]
 
 
 def why_permanent(evidence: Evidence) -> str | None:
@@ -192,7 +203,7 @@ def why_permanent(evidence: Evidence) -> str | None:
     # Sort by rank, because the decision may not depend on the order of the reports.
     known = sorted((cause for cause in evidence.causes if cause.permanence in _KINDS), key=_order)
     starts = [cause for cause in known if cause.permanence == Permanence.START_ERROR]
-    if starts and len({cause.node for cause in starts}) >= evidence.nodes:
+    if starts and len({cause.node for cause in starts}) >= min(2, evidence.nodes):
         first = starts[0]
         return f"{_who(first)} failed while the program started ({first.permanent_sign}): not transient"
     for cause in known:

@@ -155,6 +155,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
 
 def _run_agent(launch: Launch, workers: Workers, console: Console, signals: SignalPipe | None) -> int:
     from elasticrs.agent.loop import Agent
+    from elasticrs.launcher.outcome import conclude
     from elasticrs.workers.process import SupervisorError
 
     agent = Agent(
@@ -171,15 +172,20 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
     except (SupervisorError, OSError) as error:
         console.write(console.prefixed(f"the job was stopped: {error}{os.linesep}"), _PATIENCE)
         return 1
+    headline = None
     if result.exit_code != 0:
-        _tell_failure(
+        headline = _tell_failure(
             launch, result, console, lambda text: _write(console, text, signals, launch.job.forwarded)
         )
-    return result.exit_code
+    return conclude(launch.job, result, headline, console.say)
 
 
-def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Callable[[str], bool]) -> None:
-    """Print the failure report, and below it a summary line that repeats the root cause."""
+def _tell_failure(
+    launch: Launch, result: JobResult, console: Console, write: Callable[[str], bool]
+) -> str | None:
+    """Print the failure report, and below it a summary line that repeats the root cause. Return the root
+    cause in one line; ``None`` if nothing is known about it.
+    """
     headline = None
     is_read = True
 
@@ -198,6 +204,7 @@ def _tell_failure(launch: Launch, result: JobResult, console: Console, write: Ca
             # Wait until the summary line has been written, because `say` only queues it. Do not wait if the
             # reader has not read the report either.
             write("")
+    return headline
 
 
 def _has_raised(result: JobResult) -> bool:

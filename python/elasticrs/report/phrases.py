@@ -78,7 +78,9 @@ def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
-def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int, when: str) -> str:
+def restart_line(
+    cause: str, stopped: int, restarts_left: int, max_restarts: int, when: str, delay: float = 0.0
+) -> str:
     """Return the line that announces a restart.
 
     Args:
@@ -87,9 +89,11 @@ def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int
         restarts_left: number of restarts left.
         max_restarts: maximum number of restarts.
         when: time of the failure.
+        delay: seconds until the restart.
     """
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
-    return f"{cause}{others}; restarting, {restarts_left} of {max_restarts} left ({when})"
+    soon = f" in {duration(delay)}" if delay else ""
+    return f"{cause}{others}; restarting{soon}, {restarts_left} of {max_restarts} left ({when})"
 
 
 def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left: str, when: str) -> str:

@@ -57,7 +57,7 @@ def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
         if recorded is None or recorded != failure.recorded_ns:
             continue
         later = [end for end in silent if end is not None and recorded < end <= recorded + WAVE_NS]
-        if later and _lost_a_peer(failure):
+        if later and lost_a_peer(failure):
             found[rank] = min(later) + 1
     return found
 
@@ -67,7 +67,8 @@ def _is_silent(failure: ProcessFailure) -> bool:
     return failure.sent_signal is None and failure.recorded_ns is None and failure.cause is None
 
 
-def _lost_a_peer(failure: ProcessFailure) -> bool:
+def lost_a_peer(failure: ProcessFailure) -> bool:
+    """Return true if the message of a failure only reports that a peer has closed a connection."""
     text = str(failure.message).lower()
     return any(words in text for words in _LOST_PEER)
 

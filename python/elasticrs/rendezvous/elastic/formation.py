@@ -10,6 +10,7 @@ from elasticrs.rendezvous.elastic.leader import close, forget, guards, has_passe
 from elasticrs.rendezvous.elastic.member import Purpose
 from elasticrs.rendezvous.elastic.messages import Announce
 from elasticrs.rendezvous.elastic.records import Head, Slot, encode, master_addr
+from elasticrs.report.phrases import duration
 from elasticrs.store.coordination import Delete, DeletePrefix, Put
 
 TYPE_CHECKING = False
@@ -54,7 +55,7 @@ def decide(member: Member, leader: Leader, view: View) -> None:
     if delay > 0 and not has_passed(member, leader, "delay", delay):
         if leader.told_delay != view.round:
             leader.told_delay = view.round
-            member.do(Announce(f"the next round starts in {delay:.3g} s (restart delay)"))
+            member.do(Announce(f"the next round starts in {duration(delay)} (restart delay)"))
         return
     if _is_time(member, leader, view):
         _form(member, leader, view, head, alive)

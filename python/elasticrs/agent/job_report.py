@@ -1,0 +1,143 @@
+"""The outcome of a job for other programs: the JSON report, the launcher's exit code, and a pod's termination
+message. ``docs/report.schema.json`` describes the JSON report. Imported only at the end of a job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from elasticrs.agent.state_machine import Phase
+from elasticrs.job.failure_cause import Verdict
+from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from elasticrs.agent.attempt import Attempt, JobResult
+    from elasticrs.job.config import JobConfig
+    from elasticrs.job.policy_options import ExitCodes
+    from elasticrs.multiprocessing.errors import ProcessFailure
+
+    Failures = Mapping[int, ProcessFailure]
+
+SCHEMA = 1
+"""Version of the JSON report. It changes when a field is removed or gets another meaning."""
+
+MAX_TERMINATION_MESSAGE = 4096
+"""Maximum size of a pod's termination message in bytes; Kubernetes cuts the rest."""
+
+_MAX_TEXT = 16384
+"""Maximum number of characters of a failure's message in the JSON report."""
+
+
+def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
+    """Return the exit code of the launcher.
+
+    Args:
+        codes: exit codes that the user has chosen.
+        result: result of the job.
+        failed: the result of :func:`~elasticrs.agent.failed_attempt.all_failures`.
+    """
+    if result.phase is not Phase.FAILED:
+        return result.exit_code
+    if codes.kind == "verdict":
+        special = {Verdict.PERMANENT: codes.permanent, Verdict.UNFIT: codes.unfit}
+        return special.get(result.verdict, result.exit_code)
+    if codes.kind == "worker" and failed:
+        code = failed[root_cause(failed)].exitcode
+        # A shell reports a process that was killed by a signal as 128 plus the number of the signal.
+        return result.exit_code if not code else code if code > 0 else 128 - code
+    return result.exit_code
+
+
+def report(
+    job: JobConfig, result: JobResult, failed: Failures, headline: str | None, code: int
+) -> dict[str, Any]:
+    """Return the JSON report of a job that has ended.
+
+    Args:
+        job: configuration of the job.
+        result: result of the job.
+        failed: the result of :func:`~elasticrs.agent.failed_attempt.all_failures`.
+        headline: the failure in one line; ``None`` if the job did not fail.
+        code: exit code of the launcher.
+    """
+    root = root_cause(failed) if failed else None
+    stopped = victims(failed)
+    last = result.attempts[-1] if result.attempts else None
+    return {
+        "schema": SCHEMA,
+        "run_id": job.run_id,
+        "name": job.name,
+        "role": job.role,
+        "node": os.uname().nodename,
+        "outcome": result.phase.value,
+        "verdict": result.verdict.value if result.phase is Phase.FAILED else None,
+        "exit_code": code,
+        "signal": result.signum,
+        "reason": result.message,
+        "headline": headline,
+        "root_cause": root,
+        "failures": [_failure(rank, each, rank in stopped) for rank, each in failed.items()],
+        "restarts": {"charged": 0 if last is None else last.restarts, "max": int(job.max_restarts)},
+        "attempts": [_attempt(each) for each in result.attempts],
+    }
+
+
+def _failure(rank: int, failure: ProcessFailure, was_stopped: bool) -> dict[str, Any]:
+    message = failure.message if isinstance(failure.message, str) else failure.message.get("message")
+    return {
+        # A negative rank is a placeholder for a worker whose rank another worker has taken over.
+        "rank": rank if rank >= 0 else None,
+        "local_rank": failure.local_rank,
+        "node": failure.host or os.uname().nodename,
+        "pid": failure.pid,
+        "exit_code": failure.exitcode,
+        "signal": failure.signal_name() if failure.signal_number() else None,
+        "was_stopped": was_stopped,
+        "exception": failure.exception,
+        "place": failure.place,
+        "message": None if message is None else str(message)[-_MAX_TEXT:],
+        "time": failure.wall_ns / 1e9,
+        "failed_ns": failed_ns(failure),
+        "error_file": failure.error_file if os.path.isfile(failure.error_file) else None,
+        "logs": failure.log_paths,
+    }
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    stamps = attempt.stamps
+    ran = (stamps["ended"] - stamps["started"]) / 1e9 if {"started", "ended"} <= stamps.keys() else None
+    return {
+        "name": attempt.name,
+        "round": attempt.round,
+        "restarts": attempt.restarts,
+        "world_size": attempt.world_size,
+        "seconds": ran,
+        "cause": attempt.cause,
+    }
+
+
+def encode(document: Mapping[str, Any]) -> str:
+    """Return the JSON report as text. It is pure ASCII, because names of files may not be valid UTF-8."""
+    return json.dumps(document, indent=1, default=str) + "\n"
+
+
+def termination_message(document: Mapping[str, Any]) -> str:
+    """Return a pod's termination message: the verdict, the reason, the headline, and the failures, in at most
+    :data:`MAX_TERMINATION_MESSAGE` bytes.
+    """
+    verdict = document["verdict"] or document["outcome"]
+    lines = [f"{verdict}: {document['reason'] or document['headline'] or ''}"]
+    if document["reason"] and document["headline"] and document["headline"] != document["reason"]:
+        lines.append(document["headline"])
+    lines += [
+        f"rank {failure['rank']} on {failure['node']}: {failure['message']}"
+        for failure in document["failures"]
+        if not failure["was_stopped"]
+    ]
+    text = "\n".join(lines).encode("utf-8", "backslashreplace")
+    return text[:MAX_TERMINATION_MESSAGE].decode("utf-8", "ignore")

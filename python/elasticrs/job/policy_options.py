@@ -1,0 +1,142 @@
+"""Parse the options of the restart policy: durations, budgets, delays, and lists of exit codes."""
+
+from __future__ import annotations
+
+from elasticrs.job.restart_policy import MAX_IN_WINDOW
+from elasticrs.job.value import Value
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_LONGEST = 30 * 86400.0
+"""Maximum duration in seconds: 30 days."""
+
+
+class MaxRestarts(int):
+    """Maximum number of restarts, which may apply within a window.
+
+    It is a subclass of ``int``, because torchrun's number is an ``int``, and programs use it as such.
+
+    Attributes:
+        window: seconds within which the number applies; ``None`` for the whole job.
+    """
+
+    window: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> MaxRestarts:
+        """Parse ``N`` or ``N/DURATION``, such as ``3/1h``.
+
+        Raises:
+            ValueError: the text has another form, or the number with a window is too large.
+        """
+        number, slash, window = text.partition("/")
+        if not (number.isascii() and number.isdecimal()) or (slash and not window):
+            raise ValueError("a whole number, 0 or more, or a number per duration such as 3/1h")
+        found = MaxRestarts(number)
+        if slash:
+            found.window = duration(window)
+            if not 1 <= found <= MAX_IN_WINDOW:
+                raise ValueError(f"1 to {MAX_IN_WINDOW} restarts per duration")
+        return found
+
+
+def duration(text: str) -> float:
+    """Parse a duration, such as ``90``, ``1.5s``, ``10m``, ``1h`` or ``2d``, and return it in seconds.
+
+    Raises:
+        ValueError: the text has another form, or the duration is 0 or longer than 30 days.
+    """
+    expected = "a duration such as 30s, 10m, 1h or 2d, of at most 30 days"
+    unit = _UNITS.get(text[-1:])
+    try:
+        value = float(text[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        raise ValueError(expected) from None
+    if not 0 < value <= _LONGEST:
+        raise ValueError(expected)
+    return value
+
+
+def delays(text: str) -> tuple[float, float]:
+    """Parse a restart delay: ``0``, a duration, or ``FIRST..LONGEST``.
+
+    Returns:
+        The first delay and the longest delay, in seconds.
+
+    Raises:
+        ValueError: the text has another form, or the longest delay is shorter than the first one.
+    """
+    if text == "0":
+        return 0.0, 0.0
+    first, dots, longest = text.partition("..")
+    least = duration(first)
+    most = duration(longest) if dots else least
+    if most < least:
+        raise ValueError("FIRST..LONGEST, where LONGEST is not shorter than FIRST")
+    return least, most
+
+
+def exit_codes(text: str) -> frozenset[int]:
+    """Parse exit codes, such as ``3,40-49``.
+
+    Raises:
+        ValueError: the text has another form, a code is not from 1 to 255, or a code is given twice.
+    """
+    found: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        low, dash, high = part.partition("-")
+        codes = (low, high if dash else low)
+        if not all(code.isascii() and code.isdecimal() and 1 <= int(code) <= 255 for code in codes):
+            raise ValueError("exit codes from 1 to 255, such as 3,40-49")
+        span = range(int(codes[0]), int(codes[1]) + 1)
+        if not span or not found.isdisjoint(span):
+            raise ValueError(f"exit codes in ascending ranges that do not overlap (not {part})")
+        found.update(span)
+    return frozenset(found)
+
+
+class ExitCodes(Value):
+    """Exit codes of the launcher for a failed job.
+
+    Args:
+        kind: ``"torchrun"``: 1 for every failure. ``"verdict"``: the code says what follows from the failure.
+            ``"worker"``: the exit code of the worker that failed first.
+        permanent: with ``"verdict"``, code of a failure that another attempt would repeat.
+        unfit: with ``"verdict"``, code of a failure for which the job should move to another node.
+    """
+
+    kind: str = "torchrun"
+    permanent: int = 93
+    unfit: int = 193
+
+    @staticmethod
+    def parse(text: str) -> ExitCodes:
+        """Parse ``torchrun``, ``worker``, ``verdict`` or ``verdict:PERMANENT,UNFIT``.
+
+        Raises:
+            ValueError: the text has another form, or the codes are equal or not from 3 to 255.
+        """
+        kind, colon, numbers = text.partition(":")
+        expected = "torchrun, worker, verdict or verdict:PERMANENT,UNFIT (two codes from 3 to 255)"
+        if kind not in ("torchrun", "worker", "verdict") or (colon and kind != "verdict"):
+            raise ValueError(expected)
+        if not colon:
+            return ExitCodes(kind)
+        codes = numbers.split(",")
+        if len(codes) != 2 or not all(code.isascii() and code.isdecimal() for code in codes):
+            raise ValueError(expected)
+        permanent, unfit = map(int, codes)
+        # Codes 0, 1 and 2 already mean success, failure and a usage error.
+        if permanent == unfit or not all(3 <= code <= 255 for code in (permanent, unfit)):
+            raise ValueError(expected)
+        return ExitCodes(kind, permanent, unfit)
+
+
+def report_path(text: str) -> str:
+    """Check the destination of the JSON report, and return it.
+
+    Raises:
+        ValueError: the text is not ``file:PATH``.
+    """
+    if not text.startswith("file:") or text == "file:":
+        raise ValueError("file:PATH")
+    return text

@@ -1,0 +1,66 @@
+"""Hand on the outcome of a job: the exit code, the JSON report, and the termination message of a pod."""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs._worker.error_file import write_whole
+from elasticrs.agent.state_machine import Phase
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elasticrs.agent.attempt import JobResult
+    from elasticrs.job.config import JobConfig
+
+TERMINATION_LOG = "/dev/termination-log"
+"""File from which Kubernetes reads the termination message of a container."""
+
+TERMINATION_LOG_VARIABLE = "ELASTICRS_TERMINATION_LOG"
+"""Environment variable with another path, for containers that set ``terminationMessagePath``. Empty: write no
+message.
+"""
+
+
+def conclude(job: JobConfig, result: JobResult, headline: str | None, say: Callable[[str], None]) -> int:
+    """Write the JSON report and the termination message of a job that has ended, and return the exit code of
+    the launcher. A file that cannot be written is reported in one line.
+
+    Args:
+        job: configuration of the job.
+        result: result of the job.
+        headline: the failure in one line; ``None`` if the job did not fail.
+        say: prints a line for the user.
+    """
+    path = _termination_log() if result.phase is Phase.FAILED else None
+    if job.report is None and path is None and (result.exit_code == 0 or job.exit_codes == "torchrun"):
+        return result.exit_code
+    from elasticrs.agent import job_report
+    from elasticrs.agent.failed_attempt import all_failures
+    from elasticrs.job.policy_options import ExitCodes
+
+    failed = all_failures(result) if result.phase is Phase.FAILED else {}
+    code = job_report.exit_code(ExitCodes.parse(job.exit_codes), result, failed)
+    document = job_report.report(job, result, failed, headline, code)
+    if job.report is not None:
+        _write(job.report.removeprefix("file:"), job_report.encode(document), "--report", say)
+    if path is not None:
+        _write(path, job_report.termination_message(document), "the termination message", say)
+    return code
+
+
+def _termination_log() -> str | None:
+    """Return the path of the pod's termination log. Return ``None`` if there is none, or if the launcher's
+    error file has the same path.
+    """
+    path = os.environ.get(TERMINATION_LOG_VARIABLE, TERMINATION_LOG)
+    is_usable = bool(path) and os.path.isfile(path) and os.access(path, os.W_OK)
+    return path if is_usable and path != os.environ.get("TORCHELASTIC_ERROR_FILE") else None
+
+
+def _write(path: str, text: str, what: str, say: Callable[[str], None]) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        say(f"{what} could not be written to {path}: {error.strerror}")

@@ -1,0 +1,218 @@
+"""Conclusions from a failure: restarts, the exit code, the JSON report, the termination message."""
+
+import json
+import os
+import signal
+
+import jsonschema
+import pytest
+from helpers.schema import DOCS
+
+pytestmark = pytest.mark.beyond_torchrun
+
+MARKED = """
+    import os, signal
+    from elasticrs.errors import NonRetryable
+    class BadConfig(NonRetryable): pass
+    if os.environ["RANK"] == "1":
+        raise BadConfig("no")
+    signal.pause()
+"""
+MARKED_CAUSE = """
+    from elasticrs.errors import NonRetryable
+    try:
+        raise NonRetryable("no")
+    except NonRetryable as error:
+        raise RuntimeError("the trainer failed") from error
+"""
+OWN_ERROR_FILE = """
+    import json, os, sys
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": "no", "timestamp": 1, "retryable": False}, file)
+    sys.exit(1)
+"""
+LAZY_IMPORT = """
+    def main():
+        import there_is_no_such_module
+    main()
+"""
+SAME_AGAIN = "raise ValueError('x')"
+
+
+class Ended:
+    """A job that has ended: its exit code and its JSON report, which is checked against the schema."""
+
+    def __init__(self, launched, path):
+        self.code, self.stderr = launched.wait(), launched.stderr
+        self.report = json.loads(path.read_text())
+        jsonschema.validate(self.report, json.loads((DOCS / "report.schema.json").read_text()))
+
+    @property
+    def restarts(self):
+        return self.report["restarts"]["charged"]
+
+
+@pytest.fixture
+def run(launch, worker_script, tmp_path):
+    """Runs a script with these options and ``--max-restarts 5``."""
+
+    def run(script, *options, nproc=2, **how):
+        report = tmp_path / "report.json"
+        arguments = ("--nproc-per-node", str(nproc), "--max-restarts", "5", "--report", f"file:{report}")
+        return Ended(launch(*arguments, *options, worker_script(script), **how), report)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (MARKED, ()),
+        (MARKED_CAUSE, ()),
+        (OWN_ERROR_FILE, ()),
+        ("import sys; sys.exit(42)", ("--fatal-exit-codes", "3,40-49")),
+        ("import there_is_no_such_module", ()),
+        ("def f(:", ()),
+        ("import sys; sys.exit(2)", ("-r", "3", "--log-dir", "logs")),
+    ],
+    ids=["marked", "marked cause", "own error file", "exit code", "import", "syntax", "usage"],
+)
+def test_a_permanent_failure_ends_the_job_without_a_restart(run, script, options):
+    ended = run(script, "--exit-codes", "verdict", *options)
+    assert (ended.code, ended.report["verdict"], ended.restarts) == (93, "permanent", 0)
+    assert ended.report["reason"] in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("import sys; sys.exit(42)", ("--fatal-exit-codes", "3,40,41,43-49")),
+        ("import os; os.kill(os.getpid(), 9)", ("--fatal-exit-codes", "9,137")),
+        ("import sys; sys.exit(2)", ()),
+        ("print('started'); import sys; sys.exit(2)", ("-r", "3", "--log-dir", "logs")),
+        (LAZY_IMPORT, ("--max-same-failures", "0")),
+        (SAME_AGAIN, ("--max-same-failures", "0")),
+    ],
+    ids=["other code", "signal", "unknown output", "output", "lazy import", "check is off"],
+)
+def test_any_other_failure_is_restarted_until_the_budget_is_used_up(run, script, options):
+    ended = run(script, "--exit-codes", "verdict", *options, nproc=1)
+    assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "failed", 5)
+
+
+def test_the_third_equal_failure_ends_the_job(run):
+    ended = run(SAME_AGAIN)
+    assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "permanent", 2)
+
+
+def test_a_victim_of_the_first_failure_does_not_hide_it(run):
+    ended = run(MARKED)
+    assert ended.report["root_cause"] == 1
+    first, other = sorted(ended.report["failures"], key=lambda each: each["was_stopped"])
+    assert (first["rank"], first["exception"], first["place"]) == (1, "__main__.BadConfig", "worker.py:6")
+    assert (other["rank"], other["was_stopped"], other["signal"]) == (0, True, "SIGTERM")
+
+
+def test_the_window_limits_the_restarts(run):
+    ended = run("import sys; sys.exit(1)", "--max-restarts", "2/1h")
+    assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "failed", 2)
+
+
+def test_a_delay_comes_before_each_restart_and_a_signal_ends_it(launch, worker_script):
+    script = worker_script("import sys; sys.exit(1)")
+    launched = launch("--max-restarts", "5", "--restart-delay", "1h", script)
+    launched.wait_for_line(r"restarting in \d+ min")
+    launched.signal(signal.SIGTERM)
+    launched.exits(1)
+
+
+@pytest.mark.parametrize(
+    ("codes", "how", "code"),
+    [
+        ("torchrun", "sys.exit(42)", 1),
+        ("worker", "sys.exit(42)", 42),
+        ("worker", "os.kill(os.getpid(), 9)", 137),
+        ("verdict", "sys.exit(42)", 1),
+        ("verdict:7,8", "import there_is_no_such_module", 7),
+    ],
+)
+def test_the_exit_code_is_the_chosen_one(launch, worker_script, codes, how, code):
+    script = worker_script(f"import os, sys\n{how}\n")
+    launch("--exit-codes", codes, script).exits(code)
+
+
+def test_the_variable_chooses_the_exit_codes(launch, worker_script):
+    launch(worker_script("raise SystemExit(7)"), env={"PET_EXIT_CODES": "worker"}).exits(7)
+
+
+def test_a_job_that_succeeds_or_is_stopped_has_a_report_too(run, launch, worker_script, tmp_path):
+    ended = run("pass")
+    assert (ended.code, ended.report["outcome"], ended.report["verdict"]) == (0, "succeeded", None)
+    report = tmp_path / "stopped.json"
+    script = worker_script("import os, signal; os.write(1, b'UP\\n'); signal.pause()")
+    launched = launch("--report", f"file:{report}", "--exit-codes", "verdict", script)
+    launched.wait_for_line("UP")
+    launched.signal(signal.SIGTERM)
+    ended = Ended(launched, report)
+    assert (ended.code, ended.report["outcome"], ended.report["signal"]) == (1, "stopped", signal.SIGTERM)
+
+
+class TestTerminationLog:
+    @pytest.fixture
+    def log(self, tmp_path):
+        path = tmp_path / "termination-log"
+        path.touch()
+        return path
+
+    def test_a_failed_job_writes_its_verdict(self, launch, worker_script, log):
+        script = worker_script("raise ValueError('x' * 10_000)")
+        launch(script, env={"ELASTICRS_TERMINATION_LOG": str(log)}).exits(1)
+        text = log.read_bytes()
+        assert text.startswith(b"failed: ")
+        assert b"ValueError" in text
+        assert len(text) <= 4096
+
+    @pytest.mark.parametrize("how", ["success", "no file", "empty", "error file"])
+    def test_nothing_is_written_if_nothing_should(self, launch, worker_script, log, how):
+        script = worker_script("pass" if how == "success" else "raise ValueError('x')")
+        env = {"ELASTICRS_TERMINATION_LOG": "" if how == "empty" else str(log)}
+        if how == "no file":
+            log.unlink()
+        if how == "error file":
+            env["TORCHELASTIC_ERROR_FILE"] = str(log)
+        launch(script, env=env).exits(0 if how == "success" else 1)
+        if how == "no file":
+            assert not log.exists()
+        elif how == "error file":
+            assert "message" in json.loads(log.read_text())
+        else:
+            assert log.read_bytes() == b""
+
+
+def test_a_report_that_cannot_be_written_is_named_and_changes_nothing(launch, worker_script, tmp_path):
+    path = tmp_path / "missing" / "report.json"
+    launched = launch("--report", f"file:{path}", worker_script("pass")).exits(0)
+    assert str(path) in launched.stderr
+    assert os.strerror(2) in launched.stderr
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--fatal-exit-codes", "40-49,45"),
+        ("--fatal-exit-codes", "0"),
+        ("--fatal-exit-codes", "49-40"),
+        ("--max-restarts", "3/"),
+        ("--max-restarts", "0/1h"),
+        ("--max-restarts", "3/1w"),
+        ("--restart-delay", "5s..1s"),
+        ("--exit-codes", "verdict:1,2"),
+        ("--exit-codes", "worker:3,4"),
+        ("--report", "report.json"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_one_line_and_starts_nothing(launch, worker_script, option):
+    launched = launch(*option, worker_script("open('ran', 'w')")).exits(2)
+    assert option[0] in launched.stderr
+    assert len(launched.stderr.splitlines()) == 1

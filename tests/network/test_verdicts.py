@@ -1,0 +1,94 @@
+"""What several nodes conclude from a failure: the same on each of them, with the evidence of all."""
+
+import signal
+
+import pytest
+
+pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
+
+VERDICT = ("--exit-codes", "verdict")
+
+MARKED = """
+import os, signal
+from elasticrs.errors import NonRetryable
+if os.environ["RANK"] == "1":
+    raise NonRetryable("no")
+signal.pause()
+"""
+MISSING = "import there_is_no_such_module\n"
+MISSING_ON_NODE2 = """
+import os, signal
+if os.uname().nodename == "node2":
+    import there_is_no_such_module
+signal.pause()
+"""
+SAME_AGAIN = """
+import os, signal
+if os.environ["RANK"] == "1":
+    raise ValueError("no")
+signal.pause()
+"""
+
+
+def test_a_permanent_failure_ends_the_job_on_all_nodes_without_a_restart(hosts, multinode, worker_script):
+    machines = hosts(3)
+    job = multinode(machines[0], "3", *VERDICT, script=worker_script(MARKED))
+    agents = job.start(*machines)
+    assert job.ended() == [93, 93, 93], job.story("another exit code")
+    for agent in agents:
+        assert "round 2 starts" not in agent.launched.stderr, job.story("a restart")
+    job.assert_empty()
+
+
+def test_a_module_that_all_nodes_lack_ends_the_job_after_at_most_two_restarts(
+    hosts, multinode, worker_script
+):
+    machines = hosts(3)
+    job = multinode(machines[0], "3", *VERDICT, max_restarts=9, script=worker_script(MISSING))
+    agents = job.start(*machines)
+    # The first node that fails stops the others, perhaps before they have failed in the same way.
+    assert job.ended() == [93, 93, 93], job.story("another exit code")
+    for agent in agents:
+        assert "round 4 starts" not in agent.launched.stderr, job.story("a third restart")
+    job.assert_empty()
+
+
+def test_a_module_that_one_node_lacks_is_tried_again_until_the_failure_repeats(
+    hosts, multinode, worker_script
+):
+    machines = hosts(2)
+    job = multinode(machines[0], "2", *VERDICT, max_restarts=9, script=worker_script(MISSING_ON_NODE2))
+    agents = job.start(*machines)
+    assert job.ended() == [93, 93], job.story("another exit code")
+    for agent in agents:
+        assert "round 3 starts" in agent.launched.stderr, job.story("no second restart")
+        assert "round 4 starts" not in agent.launched.stderr, job.story("a third restart")
+        assert "ModuleNotFoundError at worker.py" in agent.launched.stderr, job.story("no reason")
+    job.assert_empty()
+
+
+def test_a_failure_that_repeats_ends_the_job_on_all_nodes(hosts, multinode, worker_script):
+    machines = hosts(2)
+    options = (*VERDICT, "--max-same-failures", "2", "--restart-delay", "1")
+    job = multinode(machines[0], "2", *options, max_restarts=9, script=worker_script(SAME_AGAIN))
+    agents = job.start(*machines)
+    assert job.ended() == [93, 93], job.story("another exit code")
+    texts = [agent.launched.stderr for agent in agents]
+    assert all("the same ValueError at worker.py" in text for text in texts), job.story("no reason")
+    assert any("restart delay" in text for text in texts), job.story("no delay")
+    job.assert_empty()
+
+
+def test_nodes_with_other_exit_codes_are_refused(hosts, multinode, worker_script):
+    machines = hosts(2)
+    job = multinode(machines[0], "2", script=worker_script(SAME_AGAIN))
+    first, second = (
+        job.start(machine, options=("--fatal-exit-codes", codes))[0]
+        for machine, codes in zip(machines, ("3", "4"), strict=True)
+    )
+    texts = lambda: first.launched.stderr + second.launched.stderr  # noqa: E731 -- read again at each call
+    job.until(lambda: "fatal_exit_codes" in texts() or None, "a refusal")
+    for agent in (first, second):
+        agent.signal(signal.SIGTERM)
+    job.ended()
+    job.assert_empty()
