@@ -24,10 +24,10 @@ const OUTER: [&str; 9] = [
 fn main() {
     let crates = variable("CARGO_MANIFEST_DIR").join("..");
     let core = crates.join("elasticrs-core");
-    for watched in
-        ["elasticrs-core/src", "elasticrs-core/Cargo.toml", "elasticrs-runtime/src", "elasticrs-runtime/Cargo.toml"]
-    {
-        println!("cargo::rerun-if-changed={}", crates.join(watched).display());
+    for watched in ["elasticrs-core", "elasticrs-runtime", "elasticrs-sys"] {
+        for part in ["src", "Cargo.toml"] {
+            println!("cargo::rerun-if-changed={}", crates.join(watched).join(part).display());
+        }
     }
     println!("cargo::rerun-if-changed=build.rs");
     let target = text("TARGET");

@@ -15,19 +15,25 @@
 //! Without the `agent` feature, only the code that the nursery needs is built.
 #![deny(unsafe_code)]
 
-pub mod exit;
 #[cfg(feature = "agent")]
 pub mod limits;
 #[cfg(feature = "agent")]
 pub mod logs;
 pub mod nursery;
-pub mod procfs;
-pub mod signal;
+#[cfg(feature = "agent")]
+#[expect(unsafe_code, reason = "every block carries its SAFETY")]
+pub mod readiness;
 pub mod spec;
-pub mod stat;
 #[cfg(feature = "agent")]
 pub mod supervisor;
-#[expect(unsafe_code, reason = "the one place for it; every block carries its SAFETY")]
-pub mod sys;
 #[cfg(feature = "agent")]
 pub mod timer;
+
+pub use elasticrs_sys::{exit, procfs, signal, stat};
+
+/// The wrappers of system calls.
+pub mod sys {
+    #[cfg(feature = "agent")]
+    pub use crate::readiness;
+    pub use elasticrs_sys::*;
+}

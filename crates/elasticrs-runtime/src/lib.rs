@@ -6,7 +6,6 @@
 
 #[cfg(feature = "agent")]
 pub mod blocking;
-pub mod clock;
 #[cfg(feature = "agent")]
 pub mod door;
 #[cfg(feature = "agent")]
@@ -23,6 +22,7 @@ pub mod threads;
 #[cfg(feature = "agent")]
 pub mod wake;
 
+pub use elasticrs_sys::clock;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Locks a mutex and ignores poisoning. Use it only for plain data that is always changed in a single step, because a

@@ -71,8 +71,8 @@ pub struct Command<'fd> {
     pub keeps_orphans: bool,
     /// True to give the child the lowest CPU priority: nice value 19, also for its autogroup.
     pub is_background: bool,
-    /// Mask of the CPUs that the child may run on. See [`crate::spec::CpuSet::mask`]. `None` for the same CPUs as the
-    /// parent.
+    /// Mask of the CPUs that the child may run on, in the format of `sched_setaffinity`. `None` for the same CPUs as
+    /// the parent.
     pub cpus: Option<&'fd [u8]>,
     /// Value for the child's `oom_score_adj`. `None` to leave it unchanged. Errors are ignored.
     pub oom_score_adj: Option<CString>,
