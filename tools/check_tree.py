@@ -14,7 +14,7 @@ SOURCES = {".py", ".rs", ".sh", ".toml", ".yml"}  # not .pyi: the extension is o
 
 UNSAFE_HOMES = (
     "crates/elasticrs-sys/src/",  # thin wrappers of system calls
-    "crates/elasticrs-core/src/readiness.rs",  # registers descriptors with tokio, which the nursery does not need
+    "crates/elasticrs-runtime/src/readiness.rs",  # registers descriptors with tokio, which the nursery does not need
     "crates/elasticrs-testkit/src/",  # a program whose purpose is to fork, crash and misbehave; never shipped
 )
 """Where `unsafe` code may be."""

@@ -20,9 +20,6 @@ pub mod limits;
 #[cfg(feature = "agent")]
 pub mod logs;
 pub mod nursery;
-#[cfg(feature = "agent")]
-#[expect(unsafe_code, reason = "every block carries its SAFETY")]
-pub mod readiness;
 pub mod spec;
 #[cfg(feature = "agent")]
 pub mod supervisor;
@@ -33,7 +30,5 @@ pub use elasticrs_sys::{exit, procfs, signal, stat};
 
 /// The wrappers of system calls.
 pub mod sys {
-    #[cfg(feature = "agent")]
-    pub use crate::readiness;
     pub use elasticrs_sys::*;
 }

@@ -4,6 +4,8 @@
 //! [`wake`] wakes waiting threads. [`listen`] and [`door`] accept clients, [`stream`] transfers their bytes, and
 //! [`notices`] delivers messages to the user. Without the feature `agent`, only [`clock`] and [`named_enum`] are built.
 
+#![deny(unsafe_code)]
+
 #[cfg(feature = "agent")]
 pub mod blocking;
 #[cfg(feature = "agent")]
@@ -13,6 +15,9 @@ pub mod listen;
 mod named;
 #[cfg(feature = "agent")]
 pub mod notices;
+#[cfg(feature = "agent")]
+#[expect(unsafe_code, reason = "the one place for it; every block carries its SAFETY")]
+pub mod readiness;
 #[cfg(feature = "agent")]
 pub mod runtime;
 #[cfg(feature = "agent")]

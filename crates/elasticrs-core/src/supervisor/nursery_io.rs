@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use elasticrs_runtime::readiness::{Registered, register};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -28,7 +29,6 @@ use crate::nursery::token::Token;
 use crate::procfs;
 use crate::stat::Stat;
 use crate::sys::pidfd;
-use crate::sys::readiness::register;
 use crate::sys::stage::Stage;
 
 /// Event that [`Nursery::next`] returns.
@@ -54,7 +54,7 @@ pub(super) struct Nursery {
     /// State of the module imports. `None` if the nursery is not importing modules.
     pub(super) import: Option<Import>,
     pub(super) sentinel: Option<Guard>,
-    link: AsyncFd<AgentLink>,
+    link: Registered<AgentLink>,
     pidfd: AsyncFd<OwnedFd>,
     stages: OwnedFd,
     /// Channels to notify once all queued requests are in the kernel's socket buffer.
@@ -114,7 +114,7 @@ impl Nursery {
             token,
             import,
             sentinel: None,
-            link: register(link, Interest::READABLE | Interest::WRITABLE)?,
+            link: Registered::new(link, Interest::READABLE | Interest::WRITABLE)?,
             pidfd: register(pidfd, Interest::READABLE)?,
             stages,
             waiting: Vec::new(),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticrs_runtime::clock::Stamp;
+use elasticrs_runtime::readiness::register;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::{Pid, getsid};
@@ -16,7 +17,6 @@ use crate::exit::WorkerExit;
 use crate::nursery::sweep;
 use crate::nursery::token::Token;
 use crate::procfs;
-use crate::sys::readiness::register;
 
 /// Exit of a watched process.
 #[derive(Debug)]

@@ -13,9 +13,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
-use elasticrs_core::sys::readiness::register;
 use elasticrs_runtime::door::{Door, Purpose};
 use elasticrs_runtime::notices::Notices;
+use elasticrs_runtime::readiness::register;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::UnboundedReceiver;

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use elasticrs_runtime::clock::Stamp;
 use elasticrs_runtime::notices::Rate;
+use elasticrs_runtime::readiness::register;
 use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
@@ -29,7 +30,6 @@ use crate::supervisor::event::{Event, TimerExpired};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 use crate::sys::pidfd;
-use crate::sys::readiness::register;
 use crate::timer::complaints::{Complaints, INTERVAL, MAX_TOLD, excerpt, more_timers};
 use crate::timer::fifo::CAPACITY;
 use crate::timer::lines::Lines;

@@ -1,0 +1,69 @@
+//! Registers file descriptors with the async runtime.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+use tokio::io::Interest;
+use tokio::io::unix::{AsyncFd, AsyncFdReadyGuard};
+
+/// Type that owns one file descriptor.
+///
+/// # Safety
+/// `as_raw_fd` must return the same open descriptor for as long as the value lives.
+pub unsafe trait OwnsDescriptor: AsRawFd {}
+
+// SAFETY: an owned descriptor is open until it is dropped, and cannot be replaced.
+unsafe impl OwnsDescriptor for OwnedFd {}
+// SAFETY: as above. The reference count keeps the descriptor open.
+unsafe impl OwnsDescriptor for Arc<OwnedFd> {}
+
+/// Registers a file descriptor with the current runtime.
+///
+/// # Errors
+/// Epoll does not support the descriptor, or the user's limit on epoll watches is reached.
+pub fn register<T: OwnsDescriptor>(inner: T, interest: Interest) -> io::Result<AsyncFd<T>> {
+    // SAFETY: `OwnsDescriptor` guarantees the requirements of this call.
+    unsafe { AsyncFd::register_with_interest(inner, interest) }.map_err(io::Error::from)
+}
+
+/// A value that reads and writes a file descriptor by itself, and the readiness of that descriptor.
+#[derive(Debug)]
+pub struct Registered<T> {
+    /// A duplicate of the descriptor, because `inner` may be a type of which only its own crate knows that it never
+    /// replaces its descriptor. The kernel reports the same readiness for both.
+    readiness: AsyncFd<OwnedFd>,
+    inner: T,
+}
+
+impl<T: AsFd> Registered<T> {
+    /// Registers the descriptor of `inner` with the current runtime.
+    ///
+    /// # Errors
+    /// As for [`register`], or this process has reached its limit on file descriptors.
+    pub fn new(inner: T, interest: Interest) -> io::Result<Self> {
+        Ok(Self { readiness: register(inner.as_fd().try_clone_to_owned()?, interest)?, inner })
+    }
+}
+
+impl<T> Registered<T> {
+    /// Returns a reference to the value.
+    pub fn get_ref(&self) -> &T {
+        &self.inner
+    }
+
+    /// Returns a mutable reference to the value.
+    pub fn get_mut(&mut self) -> &mut T {
+        &mut self.inner
+    }
+
+    /// Waits until the descriptor is readable. See [`AsyncFd::readable`].
+    pub async fn readable(&self) -> io::Result<AsyncFdReadyGuard<'_, OwnedFd>> {
+        self.readiness.readable().await
+    }
+
+    /// Waits until the descriptor is writable. See [`AsyncFd::writable`].
+    pub async fn writable(&self) -> io::Result<AsyncFdReadyGuard<'_, OwnedFd>> {
+        self.readiness.writable().await
+    }
+}
