@@ -2,8 +2,8 @@
 //!
 //! The server runs on a thread of its own. Neither the agent's loop nor the supervisor's runtime thread ever waits for
 //! a client, and the server can still answer when one of them hangs. It serves data that other threads provide: the
-//! loop publishes the state of the workers when it changes, metrics are reported through [`Handle`], and the runtime's
-//! counters are atomics. Only the liveness check needs the loop. A liveness request makes a file descriptor readable,
+//! loop publishes the state of the workers when it changes, metrics are reported through [`Handle`], and the counters of
+//! the core are read through a [`Source`]. Only the liveness check needs the loop. A liveness request makes a file descriptor readable,
 //! which the loop polls together with its other descriptors, and then waits a short time for the answer. The answer
 //! passes through the runtime thread, so it proves that both threads are alive. The server wakes an idle agent only for
 //! a request.
@@ -28,11 +28,13 @@ pub mod metrics;
 pub mod names;
 pub mod processes;
 pub mod server;
+pub mod source;
 mod spans;
 
 pub use metrics::{Cause, Job, State};
 pub use processes::Worker;
 pub use server::{Handle, Settings};
+pub use source::{Output, Source};
 pub use spans::{Activity, Spans};
 
 /// Parses the agent's status of the job, which must be a JSON object. The error is a message for the user.

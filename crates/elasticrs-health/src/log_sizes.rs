@@ -17,18 +17,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-use elasticrs_core::logs::Dest;
 use elasticrs_runtime::lock;
 use elasticrs_runtime::threads::Leavable;
 use tokio::sync::watch;
 use tokio::time::timeout_at;
 
+use crate::source::Stream;
+
 /// Time limit for a scrape to wait for the thread. A scrape does not wait if the thread has already been busy for
 /// longer.
 pub const PATIENCE: Duration = Duration::from_millis(200);
-
-/// A stream of a worker: its local rank, and standard output or standard error.
-pub type Stream = (u32, Dest);
 
 /// Log file to which only one stream of one worker writes.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -4,9 +4,10 @@ use std::io::Write;
 use proptest::prelude::*;
 
 use super::*;
+use crate::source::Output;
 
-const OUT: Stream = (0, Dest::Stdout);
-const ERR: Stream = (0, Dest::Stderr);
+const OUT: Stream = (0, Output::Stdout);
+const ERR: Stream = (0, Output::Stderr);
 
 fn file(stream: Stream, path: &str, is_new: bool) -> LogFile {
     LogFile { stream, path: path.into(), is_new }

@@ -9,13 +9,12 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use elasticrs_core::logs::Dest;
-use elasticrs_core::supervisor::counters::Counters;
-use elasticrs_runtime::clock::Stamp;
 use elasticrs_runtime::named_enum;
+use elasticrs_sys::clock::Stamp;
 
-use crate::log_sizes::{Known, Stream};
+use crate::log_sizes::Known;
 use crate::processes::{self, Usage, Worker};
+use crate::source::{Heartbeat, Readings, Stream, TimerCounts};
 use crate::spans::Spans;
 
 /// Maximum number of series (pairs of group and name) that `put_metric` may create.
@@ -90,7 +89,7 @@ pub struct Moment<'a> {
     pub workers: &'a [Worker],
     /// Usage of the running workers, see [`usages`].
     pub usages: &'a [(&'a Worker, Usage)],
-    pub counters: &'a Counters,
+    pub readings: &'a Readings,
     pub sizes: &'a Known,
 }
 
@@ -146,8 +145,8 @@ impl Registry {
         self.render_identity(&mut page);
         self.render_job(&mut page, moment);
         render_workers(&mut page, moment.usages);
-        render_heartbeats(&mut page, moment.counters, moment.workers);
-        render_timers(&mut page, moment.counters);
+        render_heartbeats(&mut page, &moment.readings.heartbeats, moment.workers);
+        render_timers(&mut page, moment.readings.timers);
         render_logs(&mut page, moment);
         self.render_put(&mut page);
         page.0
@@ -243,9 +242,9 @@ fn render_workers(page: &mut Page, usages: &[(&Worker, Usage)]) {
     }
 }
 
-fn render_heartbeats(page: &mut Page, counters: &Counters, workers: &[Worker]) {
-    let (now, beats) = (Stamp::now(), counters.heartbeats.all());
-    let beats: Vec<_> = beats
+fn render_heartbeats(page: &mut Page, heartbeats: &[Heartbeat], workers: &[Worker]) {
+    let now = Stamp::now();
+    let beats: Vec<_> = heartbeats
         .iter()
         .filter_map(|beat| Some((workers.iter().find(|worker| worker.local_rank == beat.local_rank)?, beat)))
         .collect();
@@ -264,19 +263,18 @@ fn render_heartbeats(page: &mut Page, counters: &Counters, workers: &[Worker]) {
     }
 }
 
-fn render_timers(page: &mut Page, counters: &Counters) {
-    let timers = &counters.timers;
+fn render_timers(page: &mut Page, timers: TimerCounts) {
     page.family("elasticrs_timers_live", "gauge", "Expiration timers of the workers that are not released yet.");
-    page.sample("elasticrs_timers_live", &[], whole(timers.live()));
+    page.sample("elasticrs_timers_live", &[], whole(timers.live));
     page.family("elasticrs_timers_expired_total", "counter", "Timers that were not released in time.");
-    page.sample("elasticrs_timers_expired_total", &[], whole(timers.expired()));
+    page.sample("elasticrs_timers_expired_total", &[], whole(timers.expired));
     page.family("elasticrs_timers_late_total", "counter", "Of these, seen more than 10 ms after their deadline.");
-    page.sample("elasticrs_timers_late_total", &[], whole(timers.late()));
+    page.sample("elasticrs_timers_late_total", &[], whole(timers.late));
 }
 
 fn render_logs(page: &mut Page, moment: &Moment<'_>) {
     let (mut bytes, mut lines) = (moment.sizes.counts.clone(), BTreeMap::new());
-    for (stream, read, newlines) in moment.counters.logs.all() {
+    for &(stream, read, newlines) in &moment.readings.logs {
         *bytes.entry(stream).or_default() += read;
         lines.insert(stream, newlines);
     }
@@ -293,12 +291,11 @@ fn render_logs(page: &mut Page, moment: &Moment<'_>) {
 
 fn render_streams(page: &mut Page, name: &str, help: &str, counts: &BTreeMap<Stream, u64>, workers: &[Worker]) {
     page.family(name, "counter", help);
-    for ((local_rank, dest), count) in counts {
+    for ((local_rank, output), count) in counts {
         // Skip a stream whose worker is not known yet, because streams are registered shortly before their workers.
         let Some(worker) = workers.iter().find(|worker| worker.local_rank == *local_rank) else { continue };
         let [rank, local_rank] = worker.labels();
-        let stream = if *dest == Dest::Stdout { "stdout" } else { "stderr" };
-        let labels = [(rank.0, rank.1.as_str()), (local_rank.0, local_rank.1.as_str()), ("stream", stream)];
+        let labels = [(rank.0, rank.1.as_str()), (local_rank.0, local_rank.1.as_str()), ("stream", output.name())];
         page.sample(name, &labels, whole(*count));
     }
 }
@@ -355,9 +352,9 @@ fn whole(value: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::source::Output;
 
     fn page(registry: &Registry, workers: &[Worker]) -> String {
-        let counters = Counters::default();
         let moment = Moment {
             now: Instant::now(),
             uptime: Duration::from_secs(2),
@@ -366,9 +363,9 @@ mod tests {
             restarts_left: Some(3.0),
             workers,
             usages: &usages(workers),
-            counters: &counters,
+            readings: &Readings::default(),
             sizes: &Known {
-                counts: BTreeMap::from([((1, Dest::Stderr), 12), ((7, Dest::Stdout), 1)]),
+                counts: BTreeMap::from([((1, Output::Stderr), 12), ((7, Output::Stdout), 1)]),
                 age: Some(Duration::from_millis(500)),
             },
         };

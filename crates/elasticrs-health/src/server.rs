@@ -6,15 +6,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use elasticrs_core::supervisor::counters::{Counters, Turn};
-use elasticrs_core::supervisor::{Heartbeat, Supervisor};
-use elasticrs_runtime::clock::Stamp;
 use elasticrs_runtime::door::{Door, Purpose};
 use elasticrs_runtime::listen::{ListenError, Port, listen};
 use elasticrs_runtime::notices::{Notices, Tell};
 use elasticrs_runtime::runtime::{Runtime, Spawn, Task};
 use elasticrs_runtime::wake::Wake;
 use elasticrs_runtime::{lock, stream};
+use elasticrs_sys::clock::Stamp;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
@@ -27,6 +25,7 @@ use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
 use crate::processes::Worker;
+use crate::source::{Heartbeat, Readings, Source};
 
 /// Maximum number of connections at the same time. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
@@ -66,9 +65,9 @@ struct Shared {
     answered: watch::Sender<()>,
     published: Mutex<Published>,
     registry: Mutex<Registry>,
-    counters: Mutex<Counters>,
+    source: Mutex<Option<Arc<dyn Source>>>,
     /// Shows how long the agent's loop has been busy with one event. `None` if no loop is watched.
-    turn: Mutex<Option<Arc<Turn>>>,
+    watched_loop: Mutex<Option<Arc<dyn Source>>>,
     sizes: LogSizes,
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
@@ -111,8 +110,8 @@ impl Handle {
             answered: watch::Sender::default(),
             published: Mutex::new(Published { state: State::Init, status: json!({}), workers: Vec::new() }),
             registry: Mutex::new(Registry::new(now)),
-            counters: Mutex::default(),
-            turn: Mutex::default(),
+            source: Mutex::default(),
+            watched_loop: Mutex::default(),
             sizes: LogSizes::default(),
             page: Mutex::default(),
         });
@@ -140,7 +139,7 @@ impl Handle {
 
     /// Same as [`Self::answer`], but passes the answer through the thread that supervises the workers, because that
     /// thread may also hang.
-    pub fn answer_through(&self, supervisor: &Supervisor, age: Duration, doing: Option<String>) {
+    pub fn answer_through(&self, supervisor: &impl Spawn, age: Duration, doing: Option<String>) {
         self.shared.wake.clear();
         lock(&self.shared.liveness).pass_on();
         // Ignore an error. It means that the runtime has stopped, of which the loop is notified in another way.
@@ -152,15 +151,15 @@ impl Handle {
         Box::new(move || Box::pin(async move { drop(answer) }))
     }
 
-    /// Sets the runtime's counters, which appear in the metrics.
-    pub fn show(&self, counters: Counters) {
-        *lock(&self.shared.counters) = counters;
+    /// Sets the source of the core's values, which appear in the metrics and in the status.
+    pub fn show(&self, source: Arc<dyn Source>) {
+        *lock(&self.shared.source) = Some(source);
     }
 
-    /// Watches the agent's loop, which takes this supervisor's events. If the loop is busy with one event for too long,
-    /// a liveness request detects that without waiting for an answer.
-    pub fn watch_loop(&self, supervisor: &Supervisor) {
-        *lock(&self.shared.turn) = Some(supervisor.counters().turn);
+    /// Watches the agent's loop, see [`Source::at_work`]. If the loop is busy with one event for too long, a liveness
+    /// request detects that without waiting for an answer.
+    pub fn watch_loop(&self, source: Arc<dyn Source>) {
+        *lock(&self.shared.watched_loop) = Some(source);
     }
 
     /// Starts an attempt whose workers write to log files that no thread reads. See [`crate::log_sizes`].
@@ -335,8 +334,13 @@ impl Shared {
     }
 
     fn verdict(&self) -> Verdict {
-        let at_work = lock(&self.turn).as_ref().and_then(|turn| turn.at_work());
+        let at_work = lock(&self.watched_loop).as_ref().and_then(|source| source.at_work());
         lock(&self.liveness).verdict(Instant::now(), at_work)
+    }
+
+    fn read(&self) -> Readings {
+        let source = lock(&self.source).clone();
+        source.map(|source| source.read()).unwrap_or_default()
     }
 
     fn health(&self, verdict: Verdict) -> Response {
@@ -355,9 +359,9 @@ impl Shared {
     fn status(&self) -> Response {
         let mut status = lock(&self.published).status.clone();
         let Verdict { alive, age, reason } = self.verdict();
-        let Counters { timers, heartbeats, .. } = lock(&self.counters).clone();
+        let Readings { timers, heartbeats, .. } = self.read();
         if let Some(workers) = status.get_mut("workers").and_then(Value::as_array_mut) {
-            add_heartbeats(workers, &heartbeats.all());
+            add_heartbeats(workers, &heartbeats);
         }
         if let Some(fields) = status.as_object_mut() {
             let agent = json!({
@@ -367,7 +371,7 @@ impl Shared {
                 "age_seconds": age.as_secs_f64(),
                 "reason": reason,
             });
-            let timers = json!({"live": timers.live(), "expired": timers.expired(), "late": timers.late()});
+            let timers = json!({"live": timers.live, "expired": timers.expired, "late": timers.late});
             fields.insert("agent".into(), agent);
             fields.insert("timers".into(), timers);
         }
@@ -400,7 +404,7 @@ impl Shared {
 
     fn render(&self, now: Instant) -> String {
         let alive = self.verdict().alive;
-        let (counters, uptime) = (lock(&self.counters).clone(), now.saturating_duration_since(self.began));
+        let uptime = now.saturating_duration_since(self.began);
         let (state, workers, restarts_left) = {
             let published = lock(&self.published);
             let left = published.status.get("restarts_left").and_then(Value::as_f64);
@@ -416,7 +420,7 @@ impl Shared {
             restarts_left,
             workers: &workers,
             usages: &usages,
-            counters: &counters,
+            readings: &self.read(),
             sizes: &self.sizes.known(now),
         };
         lock(&self.registry).render(&moment)

@@ -1,0 +1,56 @@
+//! Values that the core of the agent counts, in the form in which the server shows them.
+
+use std::time::Duration;
+
+use elasticrs_runtime::named_enum;
+use elasticrs_sys::clock::Stamp;
+
+named_enum! {
+    /// Output of a worker.
+    #[derive(PartialOrd, Ord)]
+    pub enum Output {
+        Stdout = "stdout",
+        Stderr = "stderr",
+    }
+}
+
+/// A stream of a worker: its local rank, and standard output or standard error.
+pub type Stream = (u32, Output);
+
+/// Source of the values. The server reads it on its own thread, so a call must not wait for the core.
+pub trait Source: Send + Sync {
+    /// Returns the current values.
+    fn read(&self) -> Readings;
+
+    /// Returns how long the agent's loop has been handling its current event. `None` if it is waiting for an event.
+    fn at_work(&self) -> Option<Duration>;
+}
+
+/// Values at one moment.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Readings {
+    pub timers: TimerCounts,
+    /// Numbers of bytes and newlines that were read from each stream that goes to the console.
+    pub logs: Vec<(Stream, u64, u64)>,
+    /// The last heartbeat of each worker that has sent one.
+    pub heartbeats: Vec<Heartbeat>,
+}
+
+/// Numbers of expiration timers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TimerCounts {
+    /// Timers that are neither released nor expired.
+    pub live: u64,
+    pub expired: u64,
+    /// Expired timers that were handled more than 10 ms after their deadline.
+    pub late: u64,
+}
+
+/// The last heartbeat of a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Heartbeat {
+    pub local_rank: u32,
+    pub at: Stamp,
+    pub step: Option<u64>,
+    pub section: Option<String>,
+}
