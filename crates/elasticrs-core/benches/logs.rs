@@ -19,7 +19,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use elasticrs_core::logs::{Console, Dest, LogStream, Logs, To};
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_sys::clock::Stamp;
 use nix::sys::resource::{UsageWho, getrusage};
 
 const RANKS: u32 = 8;

@@ -19,14 +19,15 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use elasticrs_core::nursery::connections::Release;
-use elasticrs_core::nursery::launch::NurseryImage;
-use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, Stdio, StopPolicy, StopScope};
+use elasticrs_core::spec::{Descendants, GroupSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
-use elasticrs_runtime::clock::boot_now;
+use elasticrs_nursery::connections::Release;
+use elasticrs_nursery::launch::NurseryImage;
+use elasticrs_nursery::spec::{ProcessSpec, Stdio};
 use elasticrs_runtime::runtime::Spawn;
+use elasticrs_sys::clock::boot_now;
+use elasticrs_sys::signal::Signal;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;

@@ -11,24 +11,13 @@
 //! policy, and queues typed events, which Python fetches. A second thread writes to the console ([`logs`]). Decision
 //! logic, such as the state machine of [`supervisor`] and the line splitter of [`logs`], is pure and separate from side
 //! effects.
-//!
-//! Without the `agent` feature, only the code that the nursery needs is built.
 #![deny(unsafe_code)]
 
-#[cfg(feature = "agent")]
 pub mod limits;
-#[cfg(feature = "agent")]
 pub mod logs;
-pub mod nursery;
 pub mod spec;
-#[cfg(feature = "agent")]
 pub mod supervisor;
-#[cfg(feature = "agent")]
 pub mod timer;
 
-pub use elasticrs_sys::{exit, procfs, signal, stat};
-
-/// The wrappers of system calls.
-pub mod sys {
-    pub use elasticrs_sys::*;
-}
+pub use elasticrs_nursery as nursery;
+pub use elasticrs_sys::{self as sys, exit, procfs, signal, stat};

@@ -3,9 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use elasticrs_nursery::descriptors;
+use nix::sys::resource::{Resource, getrlimit};
 use nix::unistd::geteuid;
 
 /// Number of file descriptors that the agent needs in addition to one for each worker.
@@ -35,33 +34,9 @@ fn counted(number: u64, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// This process's soft limit on file descriptors before [`raise_descriptors`] raised it. 0 if the limit was not raised.
-static GIVEN: AtomicU64 = AtomicU64::new(0);
-
-/// Raises this process's soft limit on file descriptors to the hard limit if permitted. Returns the resulting soft
-/// limit.
-///
-/// Call this only in a process that runs no other application code, because code that uses `select` breaks with
-/// descriptors above 1023. Nurseries that are started later, and their workers, still get the previous limit.
-pub fn raise_descriptors() -> u64 {
-    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 0 };
-    // Keep the soft limit if setting it fails, which happens if `fs.nr_open` was lowered below the hard limit.
-    if soft < hard && setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
-        let _ = GIVEN.compare_exchange(0, soft, Ordering::Relaxed, Ordering::Relaxed);
-        return hard;
-    }
-    soft
-}
-
-/// Returns the soft limit on file descriptors as it was before [`raise_descriptors`] raised it. `None` if the limit was
-/// not raised.
-pub(crate) fn given_descriptors() -> Option<u64> {
-    Some(GIVEN.load(Ordering::Relaxed)).filter(|&soft| soft != 0)
-}
-
 /// Returns the soft limit on file descriptors that workers start with.
 pub(crate) fn descriptors_of_workers() -> u64 {
-    given_descriptors().or_else(|| Some(getrlimit(Resource::RLIMIT_NOFILE).ok()?.0)).unwrap_or(u64::MAX)
+    descriptors::given().or_else(|| Some(getrlimit(Resource::RLIMIT_NOFILE).ok()?.0)).unwrap_or(u64::MAX)
 }
 
 /// Checks the requested numbers against `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE`, and the `pids.max` of every control

@@ -9,13 +9,14 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use common::groups::{HANG, TERM, close, event, group, run, warm_image};
-use common::{hold, image, worker};
-use elasticrs_core::exit::WorkerExit;
-use elasticrs_core::nursery::tree::children_of_self;
+use common::image;
 use elasticrs_core::spec::GroupSpec;
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, Supervisor};
-use elasticrs_core::sys::{pidfd, priority};
-use elasticrs_runtime::clock::boot_now;
+use elasticrs_nursery::tree::children_of_self;
+use elasticrs_sys::clock::boot_now;
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::{pidfd, priority};
+use elasticrs_testkit::nursery::{hold, worker};
 use elasticrs_testkit::{wait_for_end, wait_until};
 use nix::sys::ptrace;
 use tempfile::TempDir;
@@ -84,7 +85,7 @@ fn kill(pid: i32) {
 fn nurseries() -> Vec<i32> {
     let is_nursery = |pid: &i32| {
         let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        String::from_utf8_lossy(&command).contains("warm-nursery")
+        String::from_utf8_lossy(&command).contains("test-nursery")
     };
     children_of_self().into_iter().filter(is_nursery).collect()
 }

@@ -11,13 +11,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use common::groups::{HANG, KILL, KILLED, close, event, group, hanging_worker, run, supervisor, telling_group};
-use common::worker;
-use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::Descendants;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Event, Outcome, StartFailure, Supervisor};
-use elasticrs_core::sys::stage::Stage;
-use elasticrs_runtime::clock::boot_now;
+use elasticrs_sys::clock::boot_now;
+use elasticrs_sys::signal::Signal;
+use elasticrs_sys::stage::Stage;
+use elasticrs_testkit::nursery::worker;
 use elasticrs_testkit::{pidfd, wait_for_end};
 
 /// The exits and the outcome; the first event must be that of the fence.
@@ -112,7 +112,7 @@ fn a_suspended_group_is_fenced_and_a_worker_that_failed_before_stays_the_cause()
 
     supervisor.fence().set(None);
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["ignore-term"]]);
-    elasticrs_core::sys::pidfd::send_signal(pidfd(pids[0]).unwrap(), libc::SIGKILL).unwrap();
+    elasticrs_sys::pidfd::send_signal(pidfd(pids[0]).unwrap(), libc::SIGKILL).unwrap();
     while !matches!(event(&supervisor), Event::WorkerExited { local_rank: 0, sent: None, .. }) {}
     supervisor.fence().set(Some(after(Duration::ZERO)));
     assert_eq!(until_fenced_end(&supervisor), Outcome::Failed);
@@ -150,7 +150,7 @@ fn a_nursery_that_replaces_a_lost_one_guards_as_well() {
     assert!(open_in(first).contains(&socket));
     let lease = Duration::from_secs(2);
     supervisor.fence().set(Some(after(lease)));
-    elasticrs_core::sys::pidfd::send_signal(pidfd(first).unwrap(), libc::SIGKILL).unwrap();
+    elasticrs_sys::pidfd::send_signal(pidfd(first).unwrap(), libc::SIGKILL).unwrap();
     while !matches!(event(&supervisor), Event::GroupEnded { outcome: Outcome::Lost, .. }) {}
 
     run(&supervisor, &[&["sleep"]]);

@@ -5,21 +5,13 @@ mod common;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::AsFd;
 
-use common::{Agent, Client, hold};
-use elasticrs_core::exit::WorkerExit;
-use elasticrs_core::nursery::fence::Fence;
-use elasticrs_core::nursery::launch::NurseryImage;
-use elasticrs_core::nursery::protocol::{Reply, Request};
-use elasticrs_core::sys::wait;
-use elasticrs_runtime::clock::boot_now;
+use elasticrs_sys::clock::boot_now;
+use elasticrs_testkit::nursery::{Agent, hold};
 use elasticrs_testkit::{
-    assert_no_children, is_running, pidfd, wait_for_end, wait_for_state, wait_readable, wait_until, worker_program,
+    assert_no_children, is_running, pidfd, wait_for_state, wait_readable, wait_until, worker_program,
 };
-use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::ptrace;
-use nix::unistd::Pid;
 
 /// `examples/guarded-agent.rs`, and the peer of its connection.
 struct Guarded {
@@ -35,7 +27,7 @@ impl Guarded {
         let workers = commands.iter().map(|command| format!("{} {command}", worker_program().display()));
         let arguments: Vec<String> = std::iter::once(port).chain(workers).collect();
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let agent = Agent::start("guarded-agent", &arguments, commands.len());
+        let agent = Agent::start(common::nursery_program(), "guarded-agent", &arguments, commands.len());
         let (peer, _) = listener.accept().unwrap();
         Self { agent, listener, peer }
     }
@@ -65,7 +57,7 @@ fn has_ended(peer: &mut TcpStream) -> bool {
 }
 
 fn send(pid: i32, signal: i32) {
-    elasticrs_core::sys::pidfd::send_signal(pidfd(pid).expect("it lives"), signal).unwrap();
+    elasticrs_sys::pidfd::send_signal(pidfd(pid).expect("it lives"), signal).unwrap();
 }
 
 fn sockets(pid: i32) -> usize {
@@ -235,70 +227,4 @@ fn workers_of_a_stopped_agent_are_killed_at_the_deadline_and_it_hears_of_it() {
     drop(process.stdin.take());
     assert!(process.wait().unwrap().success());
     assert_no_children();
-}
-
-#[test]
-fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
-    let fence = Fence::new().unwrap();
-    let mut client = Client::start();
-    client.nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
-    for number in 1..=3 {
-        fence.set(None);
-        let (worker, lines) = client.spawn_ready(&["daemonise"]);
-        let daemon: i32 = lines.said[0].parse().unwrap();
-        fence.set(Some(boot_now()));
-        wait_for_end(daemon);
-        client.send(&Request::Sweep { number, linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 });
-        assert!(matches!(client.next().0, Reply::Fenced { .. }), "first of all");
-        let Reply::Exited { pid, .. } = client.next().0 else { panic!("then the worker") };
-        assert_eq!(pid, worker.pid);
-        let (answer, _) = client.next();
-        let Reply::Swept { number: answered, ended, .. } = answer else { panic!("{answer:?}") };
-        assert_eq!(answered, number);
-        assert_eq!(ended.iter().map(|ended| ended.pid).collect::<Vec<_>>(), [daemon]);
-    }
-}
-
-#[test]
-fn a_sweep_of_the_fence_that_still_runs_does_not_end_the_next_group() {
-    let fence = Fence::new().unwrap();
-    let mut client = Client::start();
-    client.nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
-    let (_, lines) = client.spawn_ready(&["daemonise"]);
-    let slow = Pid::from_raw(lines.said[0].parse().unwrap());
-    // It stops on its way out until we let it go.
-    ptrace::seize(slow, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
-    fence.set(Some(boot_now()));
-    assert!(matches!(client.next().0, Reply::Fenced { .. }));
-    wait_for_state(slow.as_raw(), 't');
-    fence.set(None);
-    client.request_spawn(&common::worker(&["sleep"]), &[], Vec::new());
-    // A nursery that starts it now would say so, and kill it in the next moment.
-    let mut told = [PollFd::new(client.nursery.link.as_fd(), PollFlags::POLLIN)];
-    poll(&mut told, 300_u16).unwrap();
-    ptrace::cont(slow, None).unwrap();
-    wait_for_end(slow.as_raw());
-    wait::reap(slow.as_raw());
-    let worker = client.spawned().unwrap();
-    client.send(&Request::SignalGroup { pid: worker.pid, signal: libc::SIGTERM });
-    let ended_by = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
-    assert_eq!(client.exit_of(worker.pid).0, ended_by);
-    client.sweep(0, 0);
-}
-
-#[test]
-fn a_nursery_that_has_no_descriptor_left_says_that_it_cannot_guard() {
-    // The limit just covers its own: the standard ones, the fixed ones, SIGCHLD, and those in reserve.
-    let code = format!("ulimit -n 11; exec {} \"$0\"", env!("CARGO_BIN_EXE_worker-nursery"));
-    let args = vec!["sh".into(), "-c".into(), code.into()];
-    let mut client = Client::start_from(NurseryImage::Program { path: "/bin/sh".into(), args });
-    let fence = Fence::new().unwrap();
-    let page = fence.descriptors().unwrap().remove(0);
-    for (request, fds) in [
-        (Request::Hold { beside: false, word: None }, vec![page]),
-        (Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()),
-    ] {
-        client.nursery.link.send(&request, fds).unwrap();
-        assert_eq!(client.next().0, Reply::NotGuarded { errno: libc::EMFILE });
-    }
 }

@@ -1,5 +1,4 @@
 //! Log files of real writer processes, shown on a console that is a pipe.
-#![cfg(feature = "agent")]
 #![allow(clippy::unwrap_used, reason = "a failure is a failed test")]
 
 use std::collections::BTreeMap;
@@ -12,7 +11,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use elasticrs_core::logs::{Console, Dest, LogStream, Logs, MatchingLines, NotDrained, Notice, StreamId, To};
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_sys::clock::Stamp;
 use elasticrs_testkit::wait_until;
 use nix::errno::Errno;
 

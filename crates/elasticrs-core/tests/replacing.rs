@@ -9,12 +9,13 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use common::groups::{KILL, KILLED, TERM, close, event, hanging_worker, is_warm, supervisor, telling_group};
-use common::{Lines, pipe, worker};
-use elasticrs_core::exit::WorkerExit;
-use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{GroupSpec, PassedFd, ProcessSpec};
+use elasticrs_core::spec::GroupSpec;
 use elasticrs_core::supervisor::{Event, Outcome, Supervisor, SupervisorError, Swept};
-use elasticrs_runtime::clock::boot_now;
+use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
+use elasticrs_sys::clock::boot_now;
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::signal::Signal;
+use elasticrs_testkit::nursery::{Lines, pipe, worker};
 use elasticrs_testkit::{is_running, open_fds, wait_for_end, wait_for_state, worker_program};
 use tempfile::TempDir;
 
@@ -70,7 +71,7 @@ fn hang_in_place(supervisor: &Supervisor) -> TempDir {
 
 fn kill(pid: i32) {
     let pidfd = elasticrs_testkit::pidfd(pid).expect("it lives");
-    elasticrs_core::sys::pidfd::send_signal(pidfd, libc::SIGKILL).unwrap();
+    elasticrs_sys::pidfd::send_signal(pidfd, libc::SIGKILL).unwrap();
 }
 
 /// The next two events: a worker's end, and that nothing of it is left.

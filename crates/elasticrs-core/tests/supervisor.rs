@@ -10,13 +10,15 @@ use std::time::Duration;
 use common::groups::{
     HANG, KILL, KILLED, TERM, close, event, group, hanging_worker, is_warm, run, supervisor, telling_group,
 };
-use common::{image, pipe, process, worker};
-use elasticrs_core::exit::WorkerExit;
-use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, PassedFd, ProcessSpec, Stdio, StopPolicy};
+use common::image;
+use elasticrs_core::spec::{Descendants, StopPolicy};
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
-use elasticrs_core::sys::stage::Stage;
-use elasticrs_core::sys::wait::{Waited, any_child};
+use elasticrs_nursery::spec::{PassedFd, ProcessSpec, Stdio};
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::signal::Signal;
+use elasticrs_sys::stage::Stage;
+use elasticrs_sys::wait::{Waited, any_child};
+use elasticrs_testkit::nursery::{pipe, process, worker};
 use elasticrs_testkit::{assert_no_children, wait_for_state, wait_until, worker_program};
 
 const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
@@ -43,7 +45,7 @@ fn outcome(end: &Event) -> Outcome {
 
 fn kill(pid: i32, signal: i32) {
     let pidfd = elasticrs_testkit::pidfd(pid).expect("it lives");
-    elasticrs_core::sys::pidfd::send_signal(pidfd, signal).unwrap();
+    elasticrs_sys::pidfd::send_signal(pidfd, signal).unwrap();
 }
 
 #[test]
@@ -249,7 +251,7 @@ fn a_worker_that_a_tracer_does_not_let_go_has_ended_as_it_did_and_the_nursery_ha
         let Event::GroupEnded { outcome, nursery: None, ref swept, .. } = end else { panic!("{end:?}") };
         assert_eq!((outcome, &swept.held[..]), (expected, &pids[..]));
         supervisor.close(false).unwrap();
-        elasticrs_core::sys::wait::reap(pids[0]);
+        elasticrs_sys::wait::reap(pids[0]);
         close(supervisor);
     }
 }

@@ -11,14 +11,16 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use common::{Lines, image, pipe, process, with_stdout, worker};
-use elasticrs_core::exit::WorkerExit;
-use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, StopPolicy, StopScope};
+use common::image;
+use elasticrs_core::spec::{Descendants, GroupSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Outcome, Supervisor, SupervisorError, TimerExpired};
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_nursery::spec::ProcessSpec;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::signal::Signal;
+use elasticrs_testkit::nursery::{Lines, pipe, process, with_stdout, worker};
 use elasticrs_testkit::{assert_no_children, is_running, wait_until};
 
 /// A guard against hanging, never what is measured.

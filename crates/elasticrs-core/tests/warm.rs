@@ -8,11 +8,13 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use common::groups::{HANG, KILL, TERM, close, event, group, telling_group, warm_image};
-use common::{image, worker};
-use elasticrs_core::exit::WorkerExit;
-use elasticrs_core::spec::{GroupSpec, PassedFd, Stdio};
+use common::image;
+use elasticrs_core::spec::GroupSpec;
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor};
-use elasticrs_core::sys::stage::Stage;
+use elasticrs_nursery::spec::{PassedFd, Stdio};
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::stage::Stage;
+use elasticrs_testkit::nursery::worker;
 use elasticrs_testkit::{wait_for_end, wait_until};
 
 fn supervisor(what: &str, limit: Duration) -> Supervisor {
@@ -234,7 +236,7 @@ fn a_lost_nursery_is_replaced_by_a_warm_one() {
     supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
     let pids = started(&supervisor);
     let nursery = elasticrs_testkit::pidfd(supervisor.nursery_pid().unwrap()).unwrap();
-    elasticrs_core::sys::pidfd::send_signal(nursery, libc::SIGKILL).unwrap();
+    elasticrs_sys::pidfd::send_signal(nursery, libc::SIGKILL).unwrap();
     assert_eq!(outcome(&supervisor), Outcome::Lost);
     pids.into_iter().for_each(wait_for_end);
     supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();

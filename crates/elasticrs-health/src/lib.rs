@@ -2,11 +2,11 @@
 //!
 //! The server runs on a thread of its own. Neither the agent's loop nor the supervisor's runtime thread ever waits for
 //! a client, and the server can still answer when one of them hangs. It serves data that other threads provide: the
-//! loop publishes the state of the workers when it changes, metrics are reported through [`Handle`], and the counters of
-//! the core are read through a [`Source`]. Only the liveness check needs the loop. A liveness request makes a file descriptor readable,
-//! which the loop polls together with its other descriptors, and then waits a short time for the answer. The answer
-//! passes through the runtime thread, so it proves that both threads are alive. The server wakes an idle agent only for
-//! a request.
+//! loop publishes the state of the workers when it changes, metrics are reported through [`Handle`], and the counters
+//! of the core are read through a [`Source`]. Only the liveness check needs the loop. A liveness request makes a file
+//! descriptor readable, which the loop polls together with its other descriptors, and then waits a short time for the
+//! answer. The answer passes through the runtime thread, so it proves that both threads are alive. The server wakes an
+//! idle agent only for a request.
 //!
 //! The [`Handle`] belongs to the agent's thread, and the sockets belong to the server's thread. Shared data is
 //! protected by locks that are held briefly. Checking files on a dead network mount may hang in the kernel, so a

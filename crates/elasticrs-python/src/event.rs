@@ -2,10 +2,10 @@
 
 use std::ffi::OsString;
 
-use elasticrs_core::exit::{Usage, WorkerExit};
-use elasticrs_core::nursery::protocol;
 use elasticrs_core::supervisor::{self, Event, ExitStage, KillReason, Outcome, StartFailure};
 use elasticrs_core::timer::hang::{Ground, Missed};
+use elasticrs_nursery::protocol;
+use elasticrs_sys::exit::{Usage, WorkerExit};
 use pyo3::prelude::*;
 
 use crate::error::SupervisorError;
@@ -246,7 +246,7 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
                 pid,
                 exitcode: exitcode(exit),
                 core_dumped,
-                sent_signal: sent.map(elasticrs_core::signal::Signal::number),
+                sent_signal: sent.map(elasticrs_sys::signal::Signal::number),
                 seen_ns: seen.0,
                 max_rss_kib: used(|u| u.max_rss_kib),
                 user_us: used(|u| u.user_us),
@@ -322,7 +322,7 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
 #[expect(clippy::cast_precision_loss, reason = "milliseconds since 1970 fit for the next 200,000 years")]
 fn timer_expired(timer: supervisor::TimerExpired) -> TimerExpired {
     let supervisor::TimerExpired { local_rank, pid, scope, at, deadline_ms, others, signal, seen } = timer;
-    let (deadline, signal) = (deadline_ms as f64 / 1000.0, signal.map(elasticrs_core::signal::Signal::number));
+    let (deadline, signal) = (deadline_ms as f64 / 1000.0, signal.map(elasticrs_sys::signal::Signal::number));
     TimerExpired { local_rank, pid, scope, at, deadline, others, signal, seen_ns: seen.0 }
 }
 

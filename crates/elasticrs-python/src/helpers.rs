@@ -3,12 +3,13 @@
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 
-use elasticrs_core::nursery::cleaner;
-use elasticrs_core::nursery::tree::{self, Target};
 use elasticrs_core::timer::pages::HeartbeatPage;
-use elasticrs_core::{limits, logs, sys};
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_core::{limits, logs};
+use elasticrs_nursery::tree::{self, Target};
+use elasticrs_nursery::{cleaner, descriptors};
 use elasticrs_store::coordination;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::stop;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -30,7 +31,7 @@ pub fn check_limits(processes: u64, files: u64, others: u64) -> PyResult<()> {
 
 #[pyfunction]
 pub fn raise_descriptor_limit() -> u64 {
-    limits::raise_descriptors()
+    descriptors::raise()
 }
 
 #[pyfunction]
@@ -42,7 +43,7 @@ pub fn heartbeat_page() -> PyResult<(i32, String)> {
 
 #[pyfunction]
 pub fn stop_unless_continued() -> PyResult<()> {
-    sys::stop::stop_unless_continued().map_err(|errno| os_error(&errno.into(), "stop"))
+    stop::stop_unless_continued().map_err(|errno| os_error(&errno.into(), "stop"))
 }
 
 #[pyfunction]
@@ -67,5 +68,5 @@ pub fn patience_with(pid: i32) -> Option<f64> {
 
 #[pyfunction]
 pub fn order_stop_signals() -> PyResult<()> {
-    sys::stop::order_signals().map_err(|errno| os_error(&errno.into(), "order signals"))
+    stop::order_signals().map_err(|errno| os_error(&errno.into(), "order signals"))
 }

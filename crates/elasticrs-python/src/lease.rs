@@ -5,8 +5,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use elasticrs_core::nursery::connections::Release;
 use elasticrs_core::supervisor::Keeper;
+use elasticrs_nursery::connections::Release;
 use elasticrs_store::coordination::guard::{Guard, NoGuard};
 use pyo3::prelude::*;
 

@@ -4,10 +4,10 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use elasticrs_core::nursery::launch::{NurseryImage, Warm};
-use elasticrs_core::nursery::server;
-use elasticrs_core::sys::duplicate::duplicate;
-use elasticrs_core::sys::fork::Forker;
+use elasticrs_nursery::launch::{NurseryImage, Warm};
+use elasticrs_nursery::server;
+use elasticrs_sys::duplicate::duplicate;
+use elasticrs_sys::fork::Forker;
 use nix::errno::Errno;
 use pyo3::exceptions::{PySystemExit, PyValueError};
 use pyo3::prelude::*;

@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use elasticrs_core::logs;
-use elasticrs_core::signal::Signal;
 use elasticrs_core::spec as core;
-use elasticrs_core::sys::duplicate::duplicate;
+use elasticrs_sys::duplicate::duplicate;
+use elasticrs_sys::signal::Signal;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMapping};

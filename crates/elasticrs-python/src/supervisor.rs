@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{self as core, Config};
-use elasticrs_core::sys::duplicate::duplicate;
 use elasticrs_core::timer::hang::{Elsewhere, LEAST_LEARNED, Limits, StepLimit};
-use elasticrs_runtime::clock::boot_now;
+use elasticrs_nursery::launch::NurseryImage;
+use elasticrs_sys::clock::boot_now;
+use elasticrs_sys::duplicate::duplicate;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 

@@ -49,7 +49,7 @@ impl Reader {
                             record.pid,
                             record.scope.into(),
                             expires,
-                            signal.map_or(0, elasticrs_core::signal::Signal::number),
+                            signal.map_or(0, elasticrs_sys::signal::Signal::number),
                         ),
                     }),
                 }),

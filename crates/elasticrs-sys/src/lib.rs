@@ -21,7 +21,6 @@ pub mod procfs;
 pub mod rlimit;
 pub mod shown;
 pub mod signal;
-pub mod signals;
 pub mod socket;
 pub mod spawn;
 pub mod stage;

@@ -1,5 +1,10 @@
-//! Signal numbers and their names.
+//! Signal numbers and their names, and functions for signals that nix lacks, or that do not work for real-time signals
+//! because nix's own type excludes them.
 
+use std::ptr;
+
+use nix::errno::Errno;
+use nix::sys::signal::{self, SigHandler};
 use serde::{Deserialize, Serialize};
 
 /// A valid signal number, including real-time signals.
@@ -29,11 +34,40 @@ impl Signal {
 
 impl std::fmt::Display for Signal {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match nix::sys::signal::Signal::try_from(self.0) {
+        match signal::Signal::try_from(self.0) {
             Ok(signal) => f.write_str(signal.as_str()),
             Err(_) => write!(f, "SIG{}", self.0),
         }
     }
+}
+
+/// Resets a signal to its default disposition.
+pub fn set_default(number: signal::Signal) -> nix::Result<()> {
+    // SAFETY: the default disposition runs no code of this process.
+    unsafe { signal::signal(number, SigHandler::SigDfl) }.map(drop)
+}
+
+/// Makes each of the two signals block the other while its handler runs, so that the handlers run in the order of the
+/// signals.
+pub fn take_turns(one: signal::Signal, other: signal::Signal) -> nix::Result<()> {
+    for (number, waits) in [(one as i32, other as i32), (other as i32, one as i32)] {
+        // SAFETY: the struct consists of integers and an optional handler, for which zero is a valid value.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: each pointer is null or points to a live local variable. The handler is the one that was installed
+        // before.
+        Errno::result(unsafe { libc::sigaction(number, ptr::null(), &raw mut action) })?;
+        // SAFETY: as above. The signal number is valid.
+        Errno::result(unsafe { libc::sigaddset(&raw mut action.sa_mask, waits) })?;
+        // SAFETY: as above.
+        Errno::result(unsafe { libc::sigaction(number, &raw const action, ptr::null_mut()) })?;
+    }
+    Ok(())
+}
+
+/// Sends a signal to a process group whose leader is an unreaped child of this process.
+pub fn kill_group(leader: i32, signal: i32) -> nix::Result<()> {
+    // SAFETY: the call takes only integers.
+    Errno::result(unsafe { libc::kill(-leader, signal) }).map(drop)
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 
 use super::spawn::{Stack, set_signal_mask};
-use super::{signals, wait};
+use super::{signal, wait};
 
 /// Size of the buffer for `/proc/PID/status`, large enough for the lines up to the signal masks.
 const STATUS: usize = 4096;
@@ -46,7 +46,7 @@ pub fn stop_unless_continued() -> nix::Result<()> {
 /// Prevents the handlers of SIGTSTP and SIGCONT from interrupting each other, so that they run in the order in which
 /// the signals arrive.
 pub fn order_signals() -> nix::Result<()> {
-    signals::take_turns(Signal::SIGTSTP, Signal::SIGCONT)
+    signal::take_turns(Signal::SIGTSTP, Signal::SIGCONT)
 }
 
 /// Entry point of the child. Makes only raw system calls, as in [`super::spawn`].
@@ -54,14 +54,14 @@ extern "C" fn child_main(argument: *mut c_void) -> c_int {
     // SAFETY: the parent passes a pointer to its `Shared` and is suspended until the child has exited, so this is the
     // only reference.
     let shared = unsafe { &mut *argument.cast::<Shared>() };
-    signal(shared.parent, libc::SIGSTOP);
+    send(shared.parent, libc::SIGSTOP);
     if !is_pending(read(shared), libc::SIGTSTP) {
-        signal(shared.parent, libc::SIGCONT);
+        send(shared.parent, libc::SIGCONT);
     }
     0
 }
 
-fn signal(pid: c_int, number: c_int) {
+fn send(pid: c_int, number: c_int) {
     // SAFETY: the call takes only integers.
     unsafe { libc::syscall(libc::SYS_kill, pid, number) };
 }

@@ -14,15 +14,20 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 pub mod hung_file;
+pub mod nursery;
 
 /// Maximum time to wait for a condition before the test fails.
 pub const HANG_GUARD: Duration = Duration::from_secs(40);
 
 /// Returns the path of the program `testkit-worker`. It is in the folder of the running test, or in a folder above it.
 pub fn worker_program() -> PathBuf {
+    built("testkit-worker")
+}
+
+fn built(program: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a running program has a path");
-    let built = test.ancestors().map(|folder| folder.join("testkit-worker")).find(|path| path.is_file());
-    built.expect("testkit-worker is built by `cargo build -p elasticrs-testkit`")
+    let built = test.ancestors().map(|folder| folder.join(program)).find(|path| path.is_file());
+    built.unwrap_or_else(|| panic!("{program} is built by `cargo build --bins`"))
 }
 
 /// Blocks until a descriptor is readable. A pidfd becomes readable when its process exits.

@@ -5,7 +5,7 @@
 use elasticrs_core::timer::lines::{Lines, MAX_LINE};
 use elasticrs_core::timer::record::{self, Record, Request};
 use elasticrs_core::timer::table::{Terms, Timers, on_monotonic};
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_sys::clock::Stamp;
 
 /// Panics when something is wrong. Returns how many timers were live at the end.
 pub fn run(data: &[u8]) -> usize {

@@ -5,15 +5,17 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use elasticrs_core::exit::WorkerExit;
-use elasticrs_core::nursery::launch::{NurseryImage, Warm};
-use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, Stdio, StopPolicy, StopScope};
+use elasticrs_core::spec::{Descendants, GroupSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
+use elasticrs_nursery::launch::{NurseryImage, Warm};
+use elasticrs_nursery::spec::{PassedFd, ProcessSpec, Stdio};
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::signal::Signal;
 use elasticrs_testkit::assert_no_children;
+use elasticrs_testkit::nursery::{Lines, pipe, process, worker};
 
-use super::{Lines, image, pipe, process, worker};
+use super::image;
 
 /// A guard against hanging, never what is measured.
 pub const HANG: Duration = Duration::from_secs(20);
@@ -31,9 +33,9 @@ pub fn is_warm() -> bool {
     std::env::var_os("ELASTICRS_TEST_WARM").is_some()
 }
 
-/// A warm nursery; for `what` see `programs/warm_nursery.rs`.
+/// A warm nursery; for `what` see `programs/nursery.rs`.
 pub fn warm_image(what: &str, limit: Duration) -> NurseryImage {
-    let program = process(vec![env!("CARGO_BIN_EXE_warm-nursery").into()]);
+    let program = process(vec![super::nursery_program().into()]);
     let process = ProcessSpec { env: vec![format!("WARM_NURSERY={what}").into()], ..program };
     let report = File::open("/dev/null").unwrap().into();
     NurseryImage::Warm(Arc::new(Warm { process, ignored: Vec::new(), report, limit }))

@@ -1,7 +1,0 @@
-//! Executable of the nursery. See `elasticrs_core::nursery`.
-
-use std::process::ExitCode;
-
-fn main() -> ExitCode {
-    elasticrs_core::nursery::server::run(std::env::args().nth(1).as_deref()).into()
-}

@@ -1,0 +1,54 @@
+//! The smallest agent: starts workers under a nursery, says their pids, and waits for its own end.
+//!
+//! `small-agent NURSERY COUNT PROGRAM [ARGUMENT …]`. Each worker has the agent's standard output. When all run, the
+//! line `nursery PID workers PID …` is written.
+
+use std::error::Error;
+use std::ffi::OsString;
+use std::io::{self, Write};
+
+use elasticrs_nursery::launch::{Launched, NurseryImage, launch};
+use elasticrs_nursery::protocol::{Reply, Request};
+use elasticrs_nursery::spec::{ProcessSpec, Stdio};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use std::os::fd::AsFd;
+
+fn next(nursery: &mut Launched) -> Result<Reply, Box<dyn Error>> {
+    loop {
+        if let Some((reply, _)) = nursery.link.receive()? {
+            return Ok(reply);
+        }
+        poll(&mut [PollFd::new(nursery.link.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE)?;
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut arguments = std::env::args_os().skip(1);
+    let mut argument = || arguments.next().ok_or("an argument is missing");
+    let program = argument()?.into();
+    let count: u32 = argument()?.to_str().ok_or("no number")?.parse()?;
+    let argv: Vec<OsString> = arguments.collect();
+
+    let mut nursery = launch(&[NurseryImage::Program { path: program, args: vec!["worker-nursery".into()] }])?;
+    next(&mut nursery)?;
+    let mut pids = Vec::new();
+    for local_rank in 0..count {
+        let stdio = [Stdio::Null, Stdio::Inherit, Stdio::Inherit];
+        let (argv, env) = (argv.clone(), vec!["PATH=/usr/bin:/bin".into()]);
+        let process = ProcessSpec { local_rank, stdio, ..ProcessSpec::new(argv, env) };
+        nursery.link.send(&Request::Spawn { process, keep_ignored: Vec::new() }, Vec::new())?;
+        // Others of the group may be stopped or gone before all are started.
+        let pid = loop {
+            match next(&mut nursery)? {
+                Reply::Spawned { pid, .. } => break pid,
+                failed @ Reply::SpawnFailed { .. } => return Err(format!("{failed:?}").into()),
+                _ => {}
+            }
+        };
+        pids.push(pid.to_string());
+    }
+    writeln!(io::stdout(), "nursery {} workers {}", nursery.pid, pids.join(" "))?;
+    loop {
+        next(&mut nursery)?;
+    }
+}

@@ -1,0 +1,193 @@
+//! The current activity of a nursery, which the nursery shares with its sentinel in a page of memory.
+//!
+//! A nursery that starts a worker runs third-party code (`fork` handlers) and system calls that can block, such as
+//! `exec` on a network file system. While a nursery hangs there, it notices neither the death of its agent nor the
+//! fence deadline. Nursery and sentinel therefore share a timer, which the nursery sets before the first step of a
+//! start and stops after the last step. As a result, the sentinel wakes up only if a start takes longer than
+//! [`PATIENCE_MS`].
+//!
+//! The page holds one number: an activity (`IMPORTS`, `WAITS`, `DONE`), or the number of the current step of a
+//! start. Only the nursery writes the page, before it sets or stops the timer. The sentinel stops the timer before it
+//! reads the page.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use elasticrs_sys::page::Page;
+use elasticrs_sys::timer;
+use nix::sys::time::TimeSpec;
+use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+
+/// Time in milliseconds after which an unfinished step of a start is considered hung. The time is short, because all
+/// processes must be killed within 100 ms of the agent's death.
+pub const PATIENCE_MS: u16 = 50;
+
+const IMPORTS: u64 = 0;
+const WAITS: u64 = 1;
+const DONE: u64 = 2;
+
+/// Shared page and timer through which a nursery reports its activity to its sentinel.
+#[derive(Debug)]
+pub struct Activity {
+    page: Page,
+    timer: TimerFd,
+    /// Number of the most recent step of a start. Used only by the nursery.
+    step: u64,
+}
+
+/// Activity of a nursery.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Doing {
+    /// The nursery is importing modules. It does not watch its agent yet, but the kernel kills the nursery when the
+    /// agent dies.
+    Imports,
+    /// The nursery is waiting for requests. It watches its agent and the fence deadline, and handles both by itself.
+    Waits,
+    /// The nursery is starting a worker. Contains the number of the current step, which is different for every step.
+    Starts(u64),
+    /// The nursery has killed all of its descendants and is about to exit.
+    Done,
+}
+
+impl Activity {
+    /// Creates a page and a timer for a nursery that is importing modules.
+    ///
+    /// # Errors
+    /// No file descriptor or memory is available.
+    pub fn new() -> io::Result<Self> {
+        let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
+        let timer = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags)?;
+        Ok(Self { page: Page::of_our_own(c"nursery-activity")?, timer, step: DONE })
+    }
+
+    /// Returns duplicates of the descriptors of the page and the timer, to be sent to another process.
+    ///
+    /// # Errors
+    /// No file descriptor is available.
+    pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
+        Ok(vec![self.page.as_fd().try_clone_to_owned()?, self.timer.as_fd().try_clone_to_owned()?])
+    }
+
+    /// Maps the page and takes ownership of the timer. Another process must have made the descriptors with
+    /// `descriptors`.
+    ///
+    /// # Errors
+    /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if the number of descriptors is
+    /// wrong, because some were lost in transit.
+    pub fn from_descriptors(fds: Vec<OwnedFd>) -> io::Result<Self> {
+        let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
+        Ok(Self { page: Page::map(page)?, timer: timer::from_descriptor(timer)?, step: DONE })
+    }
+
+    /// Records that the next step of starting a worker has begun.
+    pub fn step(&mut self) {
+        let is_first = matches!(self.look(), Doing::Waits);
+        self.step += 1;
+        self.tell(self.step);
+        if is_first {
+            self.look_later();
+        }
+    }
+
+    /// Records that the nursery has finished all starts and is waiting for requests.
+    pub fn wait(&mut self) {
+        if !matches!(self.look(), Doing::Waits) {
+            self.tell(WAITS);
+            self.look_no_more();
+        }
+    }
+
+    /// Records that the nursery has killed all of its descendants.
+    pub fn end(&self) {
+        self.tell(DONE);
+    }
+
+    /// Returns the nursery's activity.
+    pub fn look(&self) -> Doing {
+        match self.page.number().load(Ordering::SeqCst) {
+            IMPORTS => Doing::Imports,
+            WAITS => Doing::Waits,
+            DONE => Doing::Done,
+            step => Doing::Starts(step),
+        }
+    }
+
+    /// Returns the nursery's activity, and sets the timer again if the nursery is still starting a worker. Called when
+    /// the timer has expired.
+    pub fn look_again(&self) -> Doing {
+        self.look_no_more();
+        let doing = self.look();
+        if matches!(doing, Doing::Starts(_)) {
+            self.look_later();
+        }
+        doing
+    }
+
+    /// Descriptor that becomes readable when [`Self::look_again`] should be called.
+    pub fn timer(&self) -> BorrowedFd<'_> {
+        self.timer.as_fd()
+    }
+
+    fn tell(&self, number: u64) {
+        self.page.number().store(number, Ordering::SeqCst);
+    }
+
+    fn look_later(&self) {
+        // Ignore the result, because setting a timer fails only if the time or the descriptor is invalid.
+        let _ = self.timer.set(
+            Expiration::OneShot(TimeSpec::from(Duration::from_millis(PATIENCE_MS.into()))),
+            TimerSetTimeFlags::empty(),
+        );
+    }
+
+    fn look_no_more(&self) {
+        // Ignore the result, because stopping a valid timer cannot fail.
+        let _ = self.timer.unset();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+    use super::*;
+
+    fn both() -> (Activity, Activity) {
+        let nursery = Activity::new().unwrap();
+        let fds = nursery.descriptors().unwrap();
+        (nursery, Activity::from_descriptors(fds).unwrap())
+    }
+
+    fn expires(activity: &Activity) -> bool {
+        poll(&mut [PollFd::new(activity.timer(), PollFlags::POLLIN)], PollTimeout::from(10_000_u16)) == Ok(1)
+    }
+
+    fn runs(activity: &Activity) -> bool {
+        activity.timer.get().unwrap().is_some()
+    }
+
+    #[test]
+    fn who_watches_is_woken_only_while_a_start_goes_on() {
+        let (mut nursery, sentinel) = both();
+        assert_eq!(sentinel.look(), Doing::Imports);
+        nursery.wait();
+        assert_eq!((sentinel.look(), runs(&sentinel)), (Doing::Waits, false));
+        nursery.step();
+        let first = sentinel.look();
+        assert!(matches!(first, Doing::Starts(_)) && runs(&sentinel));
+        nursery.step();
+        assert!(expires(&sentinel));
+        let second = sentinel.look_again();
+        assert!(matches!(second, Doing::Starts(_)) && second != first && runs(&sentinel));
+        assert!(expires(&sentinel));
+        assert_eq!(sentinel.look_again(), second, "it hangs");
+        nursery.wait();
+        assert_eq!((sentinel.look(), runs(&sentinel)), (Doing::Waits, false));
+        nursery.step();
+        assert!(!matches!(sentinel.look(), Doing::Waits) && sentinel.look() != second);
+        nursery.end();
+        assert_eq!((sentinel.look_again(), runs(&sentinel)), (Doing::Done, false));
+    }
+}

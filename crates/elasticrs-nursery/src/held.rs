@@ -1,0 +1,69 @@
+//! Exited processes that their parent cannot reap, because a tracer holds them. The kernel notifies a tracer of an exit
+//! before it notifies the parent. The tracer may fail to handle the exit, for example if it is a debugger that waits at
+//! its prompt, or a profiler that was stopped.
+
+use std::fs;
+use std::time::Duration;
+
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::procfs;
+use elasticrs_sys::stat::Stat;
+
+use super::tree::{Status, has_died};
+
+/// Time limit for a tracer to release an exited process. After this time, sweeps report the process and stop waiting
+/// for it. A working tracer releases the process within milliseconds.
+pub const LIMIT: Duration = Duration::from_secs(1);
+
+/// Number of the field in `/proc/PID/stat` that contains the exit status. The field is 0 for readers without the
+/// permission to see the exit status.
+const EXIT_CODE: usize = 52;
+
+/// A process that has exited but cannot be reaped yet, because a tracer holds it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Held {
+    pub exit: WorkerExit,
+    /// Pid of the tracer.
+    pub tracer: i32,
+    /// One-line message for the user about the process.
+    pub told: String,
+}
+
+/// Describes an exited process that a tracer holds. `None` if the process is running, is gone, or has no visible
+/// tracer.
+pub fn by_tracer(pid: i32) -> Option<Held> {
+    let stat = Stat::of(pid)?;
+    if !has_died(pid, Status::in_stat(&stat)?) {
+        return None;
+    }
+    let status = procfs::read(pid, "status")?;
+    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?.trim().parse().ok()?;
+    let exit = match stat.field(EXIT_CODE) {
+        Some(status) if may_read(pid) => WorkerExit::from_wait_status(status).unwrap_or(WorkerExit::Unknown),
+        _ => WorkerExit::Unknown,
+    };
+    (tracer != 0).then(|| Held { exit, tracer, told: tell(pid, &stat.name, tracer) })
+}
+
+/// Returns a one-line message about an exited process that a sweep could not reap, because a tracer holds it. If the
+/// tracer is in another pid namespace, the message does not name it.
+pub fn told(pid: i32) -> String {
+    by_tracer(pid)
+        .map_or_else(|| tell(pid, &Stat::of(pid).map(|stat| stat.name).unwrap_or_default(), 0), |held| held.told)
+}
+
+fn tell(pid: i32, name: &str, tracer: i32) -> String {
+    let tracer = match Stat::of(tracer) {
+        Some(stat) => format!("{} (pid {tracer})", stat.name),
+        None => "a process that cannot be seen from here".to_owned(),
+    };
+    format!("{name} (pid {pid}) has ended, but {tracer} traces it and does not wait for it: it stays until then")
+}
+
+/// True if this process may read the exit status of `pid`. To find out, reads the link `cwd`, which requires the same
+/// permission. For an exited process, the kernel checks the permission first, and then reports the missing directory as
+/// ENOENT.
+fn may_read(pid: i32) -> bool {
+    let link = procfs::folder(pid).map(|folder| fs::read_link(folder.join("cwd")));
+    link.is_some_and(|link| link.is_err_and(|error| error.raw_os_error() == Some(libc::ENOENT)))
+}

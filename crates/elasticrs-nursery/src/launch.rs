@@ -1,0 +1,266 @@
+//! Starts nurseries from the agent.
+
+use std::ffi::{CString, OsStr, OsString};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use elasticrs_sys::features::{UnsupportedKernel, check_floor};
+use elasticrs_sys::signal::Signal;
+use elasticrs_sys::spawn::{self, Child, Command, Failure, Program, Stack, Standard};
+use elasticrs_sys::stage::Stage;
+use elasticrs_sys::{fds, pidfd, wait};
+use nix::errno::Errno;
+use nix::fcntl::OFlag;
+
+use super::NAME;
+use super::descriptors;
+use super::link::AgentLink;
+use super::protocol::FIXED_FDS;
+use super::report;
+use super::server::command;
+use super::start::Start;
+use super::token::Token;
+use crate::spec::ProcessSpec;
+
+/// Program that a nursery runs.
+#[derive(Debug, Clone)]
+pub enum NurseryImage {
+    /// Run the workers' program as a warm nursery: it imports the modules that the workers need, becomes ready, and
+    /// then forks the workers from itself.
+    Warm(Arc<Warm>),
+    /// Run an executable file from memory. Contains the bytes of the file, which is embedded in the extension module.
+    Embedded(&'static [u8]),
+    /// Run another program in the agent's environment. The text of a [`Start`] is appended to `args`, and the program
+    /// must pass it to [`super::server::run`].
+    Program {
+        path: PathBuf,
+        /// Arguments of the program, including the program's own name.
+        args: Vec<OsString>,
+    },
+}
+
+/// Program of a warm nursery. The program reads the text of a [`Start`] from `START_VARIABLE`, imports modules, and
+/// then calls [`super::server::run_warm`] to fork workers.
+#[derive(Debug)]
+pub struct Warm {
+    /// Arguments of the workers, and the part of the environment that all workers share.
+    pub process: ProcessSpec,
+    /// Signals that the workers ignore.
+    pub ignored: Vec<Signal>,
+    /// File for the import report. The nursery receives it as descriptor [`REPORT_FD`].
+    pub report: OwnedFd,
+    /// Time limit for the imports.
+    pub limit: Duration,
+}
+
+/// Options for the imports of a warm nursery.
+#[derive(Debug, Default)]
+pub struct Import {
+    /// Offset in the report at which the imports started, if this nursery replaces a nursery that died while it
+    /// imported a module. `None` for any other nursery. See [`Warming::since`].
+    pub since: Option<u64>,
+    /// True to import at the lowest priority. The nursery's nice value must be restored before it forks workers.
+    pub is_background: bool,
+}
+
+/// Name of the environment variable that gives a warm nursery its settings. See [`super::start::Start`].
+const START_VARIABLE: &str = "ELASTICRS_NURSERY_START";
+/// Name of the environment variable that contains the report offset. Set only if the warm nursery replaces one that
+/// died while it imported modules.
+const SINCE_VARIABLE: &str = "ELASTICRS_WARM_SINCE";
+
+/// Descriptor number of the import report in a warm nursery: the first number after those of [`FIXED_FDS`].
+pub const REPORT_FD: i32 = 6;
+
+/// A started nursery, which sends `Ready` as its first reply once it can serve requests.
+#[derive(Debug)]
+pub struct Launched {
+    /// Pid of the nursery, which is a child of this process. The owner of this value must reap it once the pidfd is
+    /// readable.
+    pub pid: i32,
+    pub pidfd: OwnedFd,
+    /// Connection to the nursery. When it is closed, the nursery kills all of its descendants and exits.
+    pub link: AgentLink,
+    /// Non-blocking read end of the stage pipe. See [`stage_reached`].
+    pub stages: OwnedFd,
+    /// Token that all descendants of the nursery carry.
+    pub token: Token,
+    /// Imports that the nursery performs before it becomes ready. `None` if it imports nothing.
+    pub warming: Option<Warming>,
+    /// Sentinel of this nursery. If the agent dies while this nursery imports modules or hangs in the start of a
+    /// worker, the sentinel kills the job's processes in its place. The owner of this value must stop the sentinel like
+    /// any nursery.
+    pub sentinel: Option<Box<Launched>>,
+}
+
+/// Imports that a warm nursery performs before it becomes ready.
+#[derive(Debug)]
+pub struct Warming {
+    pub warm: Arc<Warm>,
+    /// Offset in the report file at which the records of these imports start. They include the records of earlier
+    /// nurseries that died while they imported a module.
+    pub since: u64,
+}
+
+/// Returns the latest stage that the nursery has announced since the last call. Used to describe a start that hangs.
+/// The hanging worker is the first one whose start request was not answered.
+pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
+    let mut reached = None;
+    let mut bytes = [0; 4096];
+    // Read until the pipe is empty (EAGAIN) or the nursery has exited (0 bytes).
+    while let Ok(count @ 1..) = nix::unistd::read(stages, &mut bytes) {
+        reached = Stage::from_byte(bytes[count - 1]);
+    }
+    reached
+}
+
+/// Reason why no nursery could be started.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    #[error(transparent)]
+    Unsupported(#[from] UnsupportedKernel),
+    /// None of the images could be executed. Contains the error for the last one.
+    #[error("could not start the nursery: could not {stage}: {}", .stage.reason(*.errno))]
+    Start { stage: Stage, errno: Errno },
+    #[error("could not prepare the nursery: {0}")]
+    Prepare(#[from] io::Error),
+}
+
+impl From<Errno> for LaunchError {
+    fn from(errno: Errno) -> Self {
+        Self::Prepare(errno.into())
+    }
+}
+
+/// Starts a nursery from the first of these images that can be executed.
+///
+/// Safe to call in a multithreaded process. The nursery does not depend on the calling thread, because it watches the
+/// whole process. The nursery and its workers inherit descriptors 0 to 2, the working directory, the resource limits
+/// and the umask of this process. If the soft limit on file descriptors was raised for this process only, they get the
+/// previous limit. Several images are tried in order, because the embedded image cannot be executed on every system
+/// (`vm.memfd_noexec`, security modules).
+pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
+    launch_again(images, &Import::default())
+}
+
+/// Does the same as [`launch`], with options for the imports.
+pub fn launch_again(images: &[NurseryImage], import: &Import) -> Result<Launched, LaunchError> {
+    check_floor()?;
+    launch_as(images, import, Start { token: Token::random()?, descriptors: descriptors::given(), is_sentinel: false })
+}
+
+/// Starts the sentinel of a nursery whose descendants carry this token.
+pub fn launch_sentinel(images: &[NurseryImage], token: Token) -> Result<Launched, LaunchError> {
+    launch_as(images, &Import::default(), Start { token, descriptors: None, is_sentinel: true })
+}
+
+fn launch_as(images: &[NurseryImage], import: &Import, start: Start) -> Result<Launched, LaunchError> {
+    let token = start.token;
+    let (ours, theirs) = UnixStream::pair()?;
+    let (stages, stages_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
+    let agent = pidfd::open(nix::unistd::getpid().as_raw())?;
+    let [socket_number, agent_number, stages_number] = FIXED_FDS;
+    let passed = [(theirs.as_fd(), socket_number), (agent.as_fd(), agent_number), (stages_end.as_fd(), stages_number)];
+    let text = start.to_string();
+    let mut stack = Stack::new()?;
+    let mut failure = Failure { stage: Stage::Exec, errno: Errno::ENOENT, descriptor: 0 };
+    for image in images {
+        let memory_file;
+        let (program, argv, env) = match image {
+            NurseryImage::Warm(_) if start.is_sentinel => continue,
+            NurseryImage::Warm(warm) => {
+                let sentinel = Box::new(launch_sentinel(images, token)?);
+                let variables = [
+                    Some((START_VARIABLE, text.clone())),
+                    import.since.map(|since| (SINCE_VARIABLE, since.to_string())),
+                ];
+                let since = import.since.unwrap_or_else(|| report::length(&warm.report));
+                let command = warm_command(warm, variables.into_iter().flatten(), &passed);
+                let command = command.map(|command| Command { is_background: import.is_background, ..command });
+                match command.and_then(|command| spawn::spawn(&command, &mut stack)) {
+                    Ok(child) => {
+                        let mut launched = launched(child, ours, stages, token)?;
+                        launched.warming = Some(Warming { warm: Arc::clone(warm), since });
+                        launched.sentinel = Some(sentinel);
+                        return Ok(launched);
+                    }
+                    Err(error) => failure = error,
+                }
+                // The only possible error is ESRCH, which means that the sentinel has already exited.
+                let _ = pidfd::send_signal(&sentinel.pidfd, libc::SIGKILL);
+                wait::reap(sentinel.pid);
+                continue;
+            }
+            NurseryImage::Embedded(content) => {
+                memory_file = match fds::executable_memory_file(NAME, content) {
+                    Ok(file) => file,
+                    Err(error) => {
+                        failure.errno = Errno::from_raw(error.raw_os_error().unwrap_or(libc::EACCES));
+                        continue;
+                    }
+                };
+                (Program::File(memory_file.as_fd()), vec![OsStr::from_bytes(NAME.to_bytes()).to_owned()], Vec::new())
+            }
+            NurseryImage::Program { path, args } => {
+                let path = c_string(path.as_os_str().as_bytes().to_vec())?;
+                (Program::Paths(vec![path]), args.clone(), environment())
+            }
+        };
+        let argv = argv.into_iter().chain([text.clone().into()]);
+        let command = Command {
+            program,
+            argv: argv.map(|arg| c_string(arg.into_vec())).collect::<Result<_, _>>()?,
+            env: env.into_iter().map(c_string).collect::<Result<_, _>>()?,
+            cwd: None,
+            stdio: [const { Standard::Inherit }; 3],
+            fds: passed.to_vec(),
+            ignored: Vec::new(),
+            dies_with_parent: false,
+            keeps_orphans: false,
+            is_background: false,
+            cpus: None,
+            oom_score_adj: None,
+            stages: None,
+        };
+        match spawn::spawn(&command, &mut stack) {
+            Ok(child) => return launched(child, ours, stages, token),
+            Err(error) => failure = error,
+        }
+    }
+    Err(LaunchError::Start { stage: failure.stage, errno: failure.errno })
+}
+
+fn launched(child: Child, socket: UnixStream, stages: OwnedFd, token: Token) -> Result<Launched, LaunchError> {
+    let link = AgentLink::new(socket)?;
+    Ok(Launched { pid: child.pid, pidfd: child.pidfd, link, stages, token, warming: None, sentinel: None })
+}
+
+fn warm_command<'fd>(
+    warm: &'fd Warm,
+    variables: impl Iterator<Item = (&'static str, String)>,
+    passed: &[(BorrowedFd<'fd>, i32)],
+) -> Result<Command<'fd>, Failure> {
+    let ignored: Vec<i32> = warm.ignored.iter().map(|signal| signal.number()).collect();
+    let mut command = command(&warm.process, &ignored, &[])?;
+    let exec = |errno| Failure { stage: Stage::Exec, errno, descriptor: 0 };
+    for (name, value) in variables {
+        command.env.push(c_string(format!("{name}={value}").into_bytes()).map_err(exec)?);
+    }
+    command.fds = passed.to_vec();
+    command.fds.push((warm.report.as_fd(), REPORT_FD));
+    Ok(command)
+}
+
+fn environment() -> Vec<Vec<u8>> {
+    let join = |(name, value): (OsString, OsString)| [name.as_bytes(), b"=", value.as_bytes()].concat();
+    std::env::vars_os().map(join).collect()
+}
+
+fn c_string(bytes: Vec<u8>) -> Result<CString, Errno> {
+    CString::new(bytes).map_err(|_| Errno::EINVAL)
+}

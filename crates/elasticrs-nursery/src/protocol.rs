@@ -1,0 +1,205 @@
+//! Messages between agent and nursery, which are connected by a Unix stream socket.
+//!
+//! Agent and nursery always come from the same build. [`PROTOCOL`] only detects a nursery from another build that is
+//! run by mistake. A frame consists of a little-endian `u32` length and a message of that length in the postcard
+//! format. Descriptors are sent as `SCM_RIGHTS` with the first byte of the frame to which they belong.
+
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::exit::{Usage, WorkerExit};
+use elasticrs_sys::stage::Stage;
+use serde::{Deserialize, Serialize};
+
+use super::connections::{LastWord, Release};
+use super::fence::Holder;
+use crate::spec::ProcessSpec;
+
+/// Version of this protocol. Increment it with every change to this file.
+pub const PROTOCOL: u32 = 12;
+
+/// Maximum length of a frame in bytes. The environments of 1024 workers need far less.
+pub const MAX_FRAME: usize = 256 * 1024 * 1024;
+
+/// Numbers of the file descriptors with which the nursery is started: the socket, the agent's pidfd, and the stage
+/// pipe.
+pub const FIXED_FDS: [i32; 3] = [3, 4, 5];
+
+/// A message that is sent as one frame.
+pub trait Message {
+    /// Maximum number of bytes to queue for a peer that does not read.
+    const MAX_UNSENT: usize;
+
+    /// Number of file descriptors that are sent with the message.
+    fn descriptors(&self) -> usize;
+}
+
+impl Message for Request {
+    /// The limit is high, because the agent sends the start requests for all workers of a group at once, and each
+    /// request contains the environment of a worker.
+    const MAX_UNSENT: usize = 4 * MAX_FRAME;
+
+    fn descriptors(&self) -> usize {
+        match self {
+            Self::Spawn { process, .. } => process.pass_fds.len(),
+            Self::Hold { .. } => 1,
+            Self::Fence { .. } | Self::Activity => 2,
+            Self::Guard => 3,
+            Self::SignalGroup { .. } | Self::Sweep { .. } | Self::SweepLeft { .. } | Self::Release(_) | Self::Leave => {
+                0
+            }
+        }
+    }
+}
+
+impl Message for Reply {
+    /// The limit allows for hundreds of thousands of replies, which accumulate if the agent is stopped while another
+    /// program repeatedly stops and resumes the workers.
+    const MAX_UNSENT: usize = 16 * 1024 * 1024;
+
+    fn descriptors(&self) -> usize {
+        usize::from(matches!(self, Self::Spawned { .. }))
+    }
+}
+
+/// A message from the agent to the nursery.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request {
+    /// Start one worker. The descriptors of `pass_fds` are sent with the frame, in the order of `pass_fds`, and each
+    /// `source` is an index into them.
+    Spawn {
+        process: ProcessSpec,
+        /// Signals that stay ignored in the worker because they were ignored when the agent was started (`nohup`).
+        keep_ignored: Vec<i32>,
+    },
+    /// Send a signal to the process group of a worker. Used on kernels before 6.9, because they cannot signal a process
+    /// group through a pidfd. Also used for every SIGKILL, because the nursery spares [cleaners](super::cleaner).
+    /// Unknown pids are ignored.
+    SignalGroup {
+        /// Pid of the worker, which leads its process group.
+        pid: i32,
+        signal: i32,
+    },
+    /// Stop all descendants of the nursery, including workers, and wait until none is left. Answered by
+    /// [`Reply::Swept`]. Another request during a sweep can only make the sweep's deadlines earlier. Both requests then
+    /// get a single answer.
+    Sweep {
+        /// Number of this request. An answer contains the number of the last request that it covers, so an answer with
+        /// a lower number does not cover this request.
+        number: u32,
+        /// Time in milliseconds for which descendants may continue to run before the first signal.
+        linger_ms: u64,
+        /// Time in milliseconds from SIGTERM to SIGKILL. 0 sends SIGKILL at once.
+        grace_ms: u64,
+        /// Time in milliseconds after which the nursery stops waiting for processes that cannot be killed, and reports
+        /// them.
+        give_up_ms: u64,
+    },
+    /// Kill the processes that an exited worker has left behind: all descendants of the nursery, except running workers
+    /// and the descendants that they keep as [subreapers](ProcessSpec::keeps_orphans). Processes in the sessions of
+    /// other exited workers are spared as well. Answered by [`Reply::Swept`], unless a [`Request::Sweep`] replaces this
+    /// request. The agent sends the next request of this kind only after the answer.
+    SweepLeft {
+        /// Number of this request, as in [`Request::Sweep`].
+        number: u32,
+        worker: i32,
+        /// Time limit in milliseconds for processes that cannot be killed, as in [`Request::Sweep`].
+        give_up_ms: u64,
+    },
+    /// Keep the descriptor that is sent with this request open until the nursery exits. A connection to the store of
+    /// which the nursery holds a duplicate therefore stays open until all processes of a dead agent are gone.
+    Hold {
+        /// True to keep the descriptors that are already held, false to replace them.
+        beside: bool,
+        /// Secret to send on the descriptor when the agent is dead and none of its processes is left. `None` to send
+        /// nothing.
+        word: Option<LastWord>,
+    },
+    /// Close some or all of the descriptors that earlier [`Self::Hold`] requests keep open.
+    Release(Release),
+    /// Check the fence deadline whenever the timer expires. The timer and the page that contains the deadline are sent
+    /// with this request. See [`super::fence`].
+    Fence {
+        /// Number of the nursery that receives this request.
+        holder: Holder,
+    },
+    /// Record the nursery's activity in the page and the timer that are sent with this request. See
+    /// [`super::activity`].
+    Activity,
+    /// Guard a nursery. Only sent to a sentinel, together with the nursery's pidfd and its activity page and timer.
+    Guard,
+    /// Exit at once and leave all descendants running (`--keep-descendants`).
+    Leave,
+}
+
+/// A message from the nursery to the agent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// The nursery is ready. This is its first message.
+    Ready {
+        /// Protocol version of the nursery's build. See [`PROTOCOL`].
+        protocol: u32,
+        pid: i32,
+    },
+    /// A worker was started and runs its program. The worker's pidfd is sent with the frame. If the pidfd is missing,
+    /// the agent has reached its limit on open files; see [`Stage::Receive`].
+    Spawned {
+        local_rank: u32,
+        /// Pid of the worker, which is also the id of its session and process group.
+        pid: i32,
+    },
+    /// A worker could not be started. Its process, if there was one, has been reaped.
+    SpawnFailed {
+        local_rank: u32,
+        stage: Stage,
+        errno: i32,
+        /// Path or program for which the stage failed. Empty if the stage uses none.
+        subject: String,
+    },
+    /// A worker has exited and was reaped. Sent once for each worker.
+    Exited {
+        pid: i32,
+        exit: WorkerExit,
+        usage: Usage,
+        /// Time at which the nursery noticed the exit. Exits that it noticed at the same wake-up have the same time.
+        seen: Stamp,
+    },
+    /// A worker was stopped by a signal (SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU).
+    Stopped {
+        pid: i32,
+        signal: i32,
+    },
+    Continued {
+        pid: i32,
+    },
+    /// The fence deadline has passed, and the nursery is killing all workers and their descendants. Sent before the
+    /// resulting exits are reported.
+    Fenced {
+        seen: Stamp,
+    },
+    /// A [`Request::Hold`] or [`Request::Fence`] failed.
+    NotGuarded {
+        /// Error number from the kernel. `EMFILE` if the descriptor was lost, or if the nursery holds too many links.
+        errno: i32,
+    },
+    /// A sweep is complete.
+    Swept {
+        /// Number of the last request that this message answers.
+        number: u32,
+        /// The first 64 descendants that had to be signalled, not including workers.
+        ended: Vec<Descendant>,
+        more: u32,
+        /// Descendants, including workers, that could not be killed in time (state D).
+        stuck: Vec<Descendant>,
+        /// Descendants that were spared, because they have left their worker's session and have reset the token.
+        spared: Vec<Descendant>,
+        /// Descendants, including workers, that have exited but cannot be reaped yet, because a tracer holds them.
+        held: Vec<i32>,
+    },
+}
+
+/// A process in the result of a sweep.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Descendant {
+    pub pid: i32,
+    /// The kernel's short name of the process, at most 15 bytes. Empty if the process was gone.
+    pub command: String,
+}

@@ -1,0 +1,97 @@
+//! Actions of the nursery on behalf of an agent that can no longer act. The nursery keeps the agent's connections open
+//! until no process is left, and kills all processes when the fence deadline has passed.
+
+use std::os::fd::OwnedFd;
+
+use elasticrs_sys::clock::Stamp;
+
+use super::{Nursery, at_once};
+use crate::activity::Activity;
+use crate::connections::{Held, LastWord, Release};
+use crate::fence::{Fence, Holder, Look};
+use crate::protocol::{Reply, Request};
+
+impl Nursery {
+    pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
+        // A missing socket means that the descriptor was lost, because this process has reached its limit on open
+        // files. `hold` is not expected to refuse a link, because the agent enforces the same limit before it sends a
+        // link.
+        let is_held =
+            fds.into_iter().next().is_some_and(|socket| self.held.hold(Held { socket, word }, beside).is_ok());
+        if !is_held {
+            self.tell(&Reply::NotGuarded { errno: libc::EMFILE }, Vec::new());
+        }
+    }
+
+    /// Releases the connections that are held for a dead agent, so that its session ends. Called when no process of the
+    /// agent is left, except cleaners.
+    pub(super) fn end_session(&mut self) {
+        // First handle the agent's last requests, because they may report that the session has moved to another
+        // connection, or that the agent is alive.
+        while let Ok(Some((request, fds))) = self.link.receive() {
+            match request {
+                Request::Hold { beside, word } => self.hold(fds, beside, word),
+                Request::Release(which) => self.held.release(which),
+                _ => {}
+            }
+        }
+        self.held.release(Release::All);
+    }
+
+    pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
+        // Ignore an error. The page then still shows that the nursery is importing modules, so the sentinel kills all
+        // processes itself when the agent is gone, without waiting for the nursery.
+        self.activity = Activity::from_descriptors(fds).ok();
+        if let Some(activity) = &mut self.activity {
+            activity.wait();
+        }
+    }
+
+    pub(super) fn set_fence(&mut self, fds: Vec<OwnedFd>, holder: Holder) {
+        match Fence::from_descriptors(fds, holder) {
+            Ok(fence) => {
+                self.fence = Some(fence);
+                self.check_fence();
+            }
+            Err(error) => self.cannot_guard(&error),
+        }
+    }
+
+    /// Starts killing all workers and their descendants if the fence deadline has passed, because the agent's lease may
+    /// have expired since then. Returns true if the deadline has passed.
+    pub(super) fn check_fence(&mut self) -> bool {
+        match self.fence.as_ref().map(Fence::look) {
+            None | Some(Ok(Look::Unset | Look::At(_))) => false,
+            Some(Ok(Look::Passed { first })) => {
+                if first {
+                    self.end_lease();
+                }
+                true
+            }
+            Some(Ok(Look::HandedOver(_))) => {
+                self.fence = None;
+                false
+            }
+            Some(Err(error)) => {
+                self.cannot_guard(&error);
+                false
+            }
+        }
+    }
+
+    fn end_lease(&mut self) {
+        self.settle();
+        // First reap the workers that have exited on their own, so that their exits are reported before
+        // [`Reply::Fenced`].
+        self.reap();
+        self.tell(&Reply::Fenced { seen: Stamp::now() }, Vec::new());
+        if !self.orphaned {
+            self.begin_sweep(at_once(), None, None);
+        }
+    }
+
+    fn cannot_guard(&mut self, error: &std::io::Error) {
+        let errno = error.raw_os_error().unwrap_or(libc::EINVAL);
+        self.tell(&Reply::NotGuarded { errno }, Vec::new());
+    }
+}

@@ -1,0 +1,483 @@
+//! Main program of the nursery.
+//!
+//! A single loop waits for the agent's socket, the agent's pidfd, SIGCHLD and the fence timer. See [`super`] for the
+//! invariants.
+
+mod compact;
+mod groups;
+mod guard;
+mod sentinel;
+mod spawn;
+mod sweep;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::prctl;
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::time::TimeSpec;
+use nix::unistd::{getpid, getsid, setsid};
+
+use self::compact::Compaction;
+use self::sentinel::Sentinel;
+pub use self::spawn::Worker;
+pub(crate) use self::spawn::command;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::fork::Forker;
+use elasticrs_sys::spawn::Stack;
+use elasticrs_sys::wait::{self, Waited};
+use elasticrs_sys::{fds, priority, signal};
+
+use self::spawn::{Begun, Unsettled};
+use self::sweep::{Deadlines, Sweep, Verdict};
+use super::NAME;
+use super::activity::Activity;
+use super::connections::Connections;
+use super::fence::Fence;
+use super::link::NurseryLink;
+use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
+use super::start::Start;
+use super::tree::Ended;
+
+/// Time limit for the last sweep, which starts when the agent is gone or its lease has expired. Processes that are
+/// still alive after this time have a pending SIGKILL, which takes effect without the nursery.
+const LAST_SWEEP: Duration = Duration::from_secs(10);
+
+/// Runs the nursery on the descriptors [`FIXED_FDS`], with the text of a [`Start`]. Returns when the nursery is done.
+///
+/// The process must be single-threaded and must have been started for this purpose only. Returns the exit code: 0, or
+/// an error number (255 if there is none). The agent sees the exit code and the closed socket. Errors are reported in
+/// no other way.
+pub fn run(start: Option<&str>) -> u8 {
+    run_warm(start, None).err().unwrap_or_default()
+}
+
+/// Makes sure that all processes that are started during the imports belong to the job. Must be called before the
+/// imports. After the imports, call [`run_warm`].
+pub fn begin_warm(start: &str) {
+    // Ignore errors, because the nursery also works if it is not a child subreaper and has no token. Errors are not
+    // expected, because the agent was permitted to make the same calls.
+    let _ = prctl::set_child_subreaper(true);
+    let _ = Start::parse(start).map(|start| start.token.apply());
+}
+
+/// Does the same as [`run`], in a process that has imported the modules that its workers need. The workers are forks of
+/// this process. In each forked worker, returns a [`Worker`]. In the nursery, returns its exit code as an error.
+pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u8> {
+    let code = |error: io::Error| error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255);
+    let start = start.and_then(Start::parse);
+    let nursery = Nursery::new(start, forker).map_err(code)?;
+    if let Some(start) = start.filter(|start| start.is_sentinel) {
+        Sentinel::new(nursery, start.token).serve().map_err(code)?;
+        return Err(0);
+    }
+    // In a forked worker, close the nursery's descriptors before the worker's descriptors are put in place.
+    nursery.serve().map_err(code)?.map(Begun::settle).ok_or(0)
+}
+
+/// Returns the name of this process before the nursery renames it. Forked workers get this name back.
+fn leave_program() -> CString {
+    let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
+    CString::new(name.trim_end()).unwrap_or_default()
+}
+
+struct Nursery {
+    pid: i32,
+    link: NurseryLink,
+    agent: OwnedFd,
+    stages: OwnedFd,
+    child_signals: SignalFd,
+    stack: Stack,
+    forker: Option<Forker>,
+    compaction: Compaction,
+    /// Name that this process had before the nursery renamed it.
+    name: CString,
+    /// True if this process carries a token. If so, every descendant without a token has reset its token.
+    marked: bool,
+    /// Value of `oom_score_adj` to restore in workers. `None` if the nursery did not lower its own value.
+    oom_score_adj: Option<CString>,
+    /// Workers that have not been reaped.
+    workers: BTreeSet<i32>,
+    /// Sessions of all workers since the last sweep, including workers that have exited.
+    sessions: BTreeSet<i32>,
+    /// The last forked worker, which has not finished its setup. It continues its setup while the nursery serves
+    /// requests or forks the next worker.
+    unsettled: Option<Unsettled>,
+    /// Signals that have yet to be sent to process groups, keyed by group. Each member is signalled individually.
+    left_groups: BTreeMap<i32, i32>,
+    sweep: Option<Sweep>,
+    /// A start request that arrived during a sweep, with its descriptors. It is postponed because the sweep would kill
+    /// the worker. Later requests are not read in the meantime.
+    postponed: Option<(Request, Vec<OwnedFd>)>,
+    /// Leftover processes of workers that SIGKILL did not kill in time. The nursery reports them once, and then no
+    /// longer waits for them while other workers are alive.
+    given_up: BTreeSet<i32>,
+    /// Exited children that their tracers did not release. The nursery reports them once, and then no longer waits for
+    /// them.
+    held_by_tracers: BTreeSet<i32>,
+    /// Processes killed by sweeps that were not requested by the agent. The answer to the agent's next sweep request
+    /// reports them.
+    untold: Ended,
+    /// Connections that are kept open for the agent.
+    held: Connections,
+    fence: Option<Fence>,
+    /// Shared page through which the sentinel sees this nursery's activity. `None` if there is no sentinel.
+    activity: Option<Activity>,
+    /// Nice value of the nursery before the current sweep lowered it. `None` if the value is not lowered.
+    nice: Option<i32>,
+    /// Spare descriptors. They are closed at the start of a sweep, so that the sweep can open files in `/proc`. Without
+    /// free descriptors, the sweep would find no processes.
+    reserve: Vec<OwnedFd>,
+    /// True if the agent is gone. Nothing is reported anymore, and the current sweep is the last one.
+    orphaned: bool,
+}
+
+impl Nursery {
+    fn new(start: Option<Start>, forker: Option<Forker>) -> io::Result<Self> {
+        let [socket, agent, stages] = fds::take_inherited(FIXED_FDS)?;
+        if forker.is_none() {
+            fds::close_from(FIXED_FDS.into_iter().fold(2, i32::max) + 1)?;
+        }
+        if getsid(None)? != getpid() {
+            setsid()?;
+        }
+        if let Some(start) = start {
+            start.limit_descriptors()?;
+        }
+        prctl::set_child_subreaper(true)?;
+        // Have the kernel send SIGCONT to this nursery when the agent dies. A stopped nursery must resume, because
+        // otherwise the workers would outlive the lease. The kernel sends the signal even if no other process is alive.
+        // In a warm nursery, SIGCONT replaces SIGKILL, which was set for the imports because the nursery could not
+        // watch its agent at that time.
+        prctl::set_pdeathsig(Signal::SIGCONT)?;
+        let name = if forker.is_some() { leave_program() } else { CString::default() };
+        prctl::set_name(NAME)?;
+        // With autogroups, the scheduler first divides the CPU among sessions, and nice values count only within a
+        // session. The nursery is alone in its session, so set the nice value of the session's autogroup. Ignore
+        // errors: the nursery then has an ordinary share of the CPU.
+        let _ = std::fs::write("/proc/self/autogroup", "-20");
+        // If SIGCHLD were ignored, the kernel would discard the exit statuses of the workers.
+        signal::set_default(Signal::SIGCHLD)?;
+        sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None)?;
+        let mut child_signal = SigSet::empty();
+        child_signal.add(Signal::SIGCHLD);
+        let child_signals = SignalFd::with_flags(&child_signal, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
+        let mut nursery = Self {
+            reserve: reserve_of(&agent),
+            pid: getpid().as_raw(),
+            link: NurseryLink::new(socket)?,
+            agent,
+            stages,
+            child_signals,
+            stack: Stack::new()?,
+            forker,
+            compaction: Compaction::Later,
+            name,
+            marked: start.is_some_and(|start| start.token.apply().is_ok()),
+            oom_score_adj: lower_oom_score(),
+            workers: BTreeSet::new(),
+            sessions: BTreeSet::new(),
+            unsettled: None,
+            left_groups: BTreeMap::new(),
+            sweep: None,
+            postponed: None,
+            given_up: BTreeSet::new(),
+            held_by_tracers: BTreeSet::new(),
+            untold: Ended::default(),
+            held: Connections::default(),
+            fence: None,
+            activity: None,
+            nice: None,
+            orphaned: false,
+        };
+        nursery.tell(&Reply::Ready { protocol: PROTOCOL, pid: nursery.pid }, Vec::new());
+        Ok(nursery)
+    }
+}
+
+impl Nursery {
+    /// Serves requests. Returns `None` when the nursery is done, and `Some` in each forked worker.
+    fn serve(mut self) -> io::Result<Option<Begun>> {
+        loop {
+            let ready = self.wait()?;
+            if self.sweep.is_none() && !ready.any() {
+                self.step_compaction();
+            }
+            if ready.child {
+                while self.child_signals.read_signal()?.is_some() {}
+                self.reap();
+            }
+            if ready.fence {
+                self.check_fence();
+            }
+            if ready.agent_gone {
+                self.lose_agent();
+            }
+            if (ready.socket || self.postponed.is_some()) && !self.orphaned {
+                match self.serve_requests() {
+                    Served::GoOn => {}
+                    Served::Leave => return Ok(None),
+                    Served::Become(begun) => return Ok(Some(*begun)),
+                }
+            }
+            if matches!(self.step_sweep(), Served::Leave) {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn wait(&self) -> io::Result<Ready> {
+        let timeout = match &self.sweep {
+            Some(sweep) => Some(sweep.wait(Instant::now())),
+            None => self.postponed.as_ref().map(|_| Duration::ZERO).or(self.pause_of_compaction()),
+        };
+        let timeout = timeout.map(TimeSpec::from);
+        let mut wanted = PollFlags::empty();
+        wanted.set(PollFlags::POLLIN, self.postponed.is_none());
+        wanted.set(PollFlags::POLLOUT, self.link.has_unsent());
+        let timer = self.fence.as_ref().map_or(self.child_signals.as_fd(), Fence::timer);
+        let mut polled = [
+            PollFd::new(self.child_signals.as_fd(), PollFlags::POLLIN),
+            PollFd::new(self.agent.as_fd(), PollFlags::POLLIN),
+            PollFd::new(self.link.as_fd(), wanted),
+            PollFd::new(timer, PollFlags::POLLIN),
+        ];
+        // After the agent is gone, poll only the children, because the other descriptors would always be ready.
+        let count = match &self.fence {
+            _ if self.orphaned => 1,
+            None => polled.len() - 1,
+            Some(_) => polled.len(),
+        };
+        match ppoll(&mut polled[..count], timeout, None) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        // Check for a hang-up of the socket here. While a start is postponed, the nursery does not read from the
+        // socket, and so would not notice the end of the stream.
+        let has_hung_up =
+            self.postponed.is_some() && polled[2].revents().is_some_and(|e| e.contains(PollFlags::POLLHUP));
+        let [child, agent_gone, socket, fence] = polled.map(|fd| fd.any().unwrap_or(true));
+        Ok(Ready { child, agent_gone: agent_gone || has_hung_up, socket, fence })
+    }
+
+    /// Handles all state changes of children and reaps those that have exited. Returns true if any children are left.
+    fn reap(&mut self) -> bool {
+        let seen = Stamp::now();
+        loop {
+            match wait::any_child() {
+                Waited::Changed { pid, status, usage } => {
+                    let exit = WorkerExit::from_wait_status(status);
+                    self.held_by_tracers.remove(&pid);
+                    self.given_up.remove(&pid);
+                    // A worker that called `PTRACE_TRACEME` is traced by its parent, the nursery. Such a worker stops
+                    // at each signal, so detach from the worker.
+                    if exit.is_none() && libc::WIFSTOPPED(status) && wait::release(pid, libc::WSTOPSIG(status)) {
+                        continue;
+                    }
+                    let is_worker =
+                        if exit.is_some() { self.workers.remove(&pid) } else { self.workers.contains(&pid) };
+                    if !is_worker {
+                        continue;
+                    }
+                    let reply = match exit {
+                        Some(exit) => Reply::Exited { pid, exit, usage, seen },
+                        None if libc::WIFSTOPPED(status) => Reply::Stopped { pid, signal: libc::WSTOPSIG(status) },
+                        None => Reply::Continued { pid },
+                    };
+                    self.tell(&reply, Vec::new());
+                }
+                Waited::Pending => return true,
+                Waited::NoChildren => return false,
+            }
+        }
+    }
+
+    fn serve_requests(&mut self) -> Served {
+        loop {
+            let received = match self.postponed.take() {
+                None => self.link.receive(),
+                postponed => Ok(postponed),
+            };
+            match received {
+                Ok(Some(start @ (Request::Spawn { .. }, _)))
+                    if self.sweep.as_ref().is_some_and(Sweep::ends_workers) =>
+                {
+                    self.postponed = Some(start);
+                    break;
+                }
+                Ok(Some((request, fds))) => match self.serve_request(request, fds) {
+                    Served::GoOn => {}
+                    other => return other,
+                },
+                Ok(None) => break,
+                Err(_) => {
+                    self.lose_agent();
+                    break;
+                }
+            }
+        }
+        self.settle();
+        if let Some(activity) = &mut self.activity {
+            activity.wait();
+        }
+        self.signal_left_groups();
+        if self.link.flush().is_err() {
+            self.lose_agent();
+        }
+        Served::GoOn
+    }
+
+    fn serve_request(&mut self, request: Request, fds: Vec<OwnedFd>) -> Served {
+        if !matches!(request, Request::Spawn { .. }) {
+            self.settle();
+        }
+        match request {
+            Request::Spawn { process, keep_ignored } => return self.spawn(process, &keep_ignored, fds),
+            Request::SignalGroup { pid, signal } => self.signal_group(pid, signal),
+            Request::Sweep { number, linger_ms, grace_ms, give_up_ms } => {
+                let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
+                self.begin_sweep(Deadlines::new(Instant::now(), linger, grace, give_up), Some(number), None);
+            }
+            Request::SweepLeft { number, worker, give_up_ms } => {
+                let give_up = Duration::from_millis(give_up_ms);
+                let at_once = Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, give_up);
+                self.begin_sweep(at_once, Some(number), Some(worker));
+            }
+            Request::Hold { beside, word } => self.hold(fds, beside, word),
+            Request::Release(which) => self.held.release(which),
+            Request::Fence { holder } => self.set_fence(fds, holder),
+            Request::Activity => self.set_activity(fds),
+            Request::Guard => {}
+            Request::Leave => return Served::Leave,
+        }
+        Served::GoOn
+    }
+
+    /// Starts a sweep. `number` is the number of the request to answer. `None` if no answer is expected. If `left_by`
+    /// is a worker's pid, kills only the leftover processes of this worker.
+    fn begin_sweep(&mut self, deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>) {
+        if let Some(sweep) = &mut self.sweep {
+            return sweep.bring_forward(deadlines, number, left_by);
+        }
+        self.reserve.clear();
+        self.sweep = Some(Sweep::new(deadlines, number, left_by, std::mem::take(&mut self.untold)));
+        // Raise the nursery's priority, because a normal share of the CPU is too little when hundreds of processes are
+        // busy. If this is not permitted, sweep at the normal priority.
+        self.nice = priority::set_nice(-20).ok();
+    }
+
+    fn step_sweep(&mut self) -> Served {
+        let Some(mut sweep) = self.sweep.take() else { return Served::GoOn };
+        let has_children = self.reap();
+        match sweep.step(self, has_children) {
+            Verdict::GoOn => {
+                if self.orphaned && sweep.is_quiet() {
+                    // End the session without waiting for the cleaners, because other nodes wait only until the workers
+                    // of this node have exited.
+                    self.end_session();
+                }
+                self.sweep = Some(sweep);
+            }
+            Verdict::Over { stuck, spared, held } => {
+                if self.orphaned {
+                    if let Some(activity) = &self.activity {
+                        activity.end();
+                    }
+                    self.end_session();
+                    return Served::Leave;
+                }
+                // Forget the workers that tracers hold, because the reply below reports their exits to the agent. The
+                // tracers may release them later.
+                self.workers.retain(|pid| !held.contains(pid));
+                self.held_by_tracers.extend(&held);
+                let left_by = sweep.left_by();
+                match left_by {
+                    Some(_) => self.given_up.extend(stuck.iter().map(|stuck| stuck.pid)),
+                    None => self.given_up.clear(),
+                }
+                self.sessions.retain(|pid| self.workers.contains(pid) || left_by.is_some_and(|worker| worker != *pid));
+                self.reserve = reserve_of(&self.agent);
+                self.lower_priority();
+                match sweep.into_answer(&stuck) {
+                    (Some(number), ended) => {
+                        let (more, ended) = (ended.more(), ended.named);
+                        self.tell(&Reply::Swept { number, ended, more, stuck, spared, held }, Vec::new());
+                    }
+                    (None, ended) => self.untold = ended,
+                }
+            }
+        }
+        Served::GoOn
+    }
+
+    /// Restores the normal priority after a sweep, because workers would inherit the raised one.
+    fn lower_priority(&mut self) {
+        if let Some(nice) = self.nice.take() {
+            // Ignore the result, because raising the nice value is always permitted.
+            let _ = priority::set_nice(nice);
+        }
+    }
+
+    /// Starts to kill all processes, because the agent is dead or has closed its end of the connection. The nursery
+    /// exits once all are gone or the time limit has passed.
+    fn lose_agent(&mut self) {
+        if !self.orphaned {
+            self.orphaned = true;
+            self.begin_sweep(at_once(), None, None);
+        }
+    }
+
+    fn tell(&mut self, reply: &Reply, fds: Vec<OwnedFd>) {
+        if !self.orphaned && self.link.send(reply, fds).is_err() {
+            self.lose_agent();
+        }
+    }
+}
+
+enum Served {
+    GoOn,
+    Leave,
+    /// This process is now a forked worker.
+    Become(Box<Begun>),
+}
+
+#[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a descriptor of its own")]
+struct Ready {
+    child: bool,
+    agent_gone: bool,
+    socket: bool,
+    fence: bool,
+}
+
+impl Ready {
+    fn any(&self) -> bool {
+        self.child || self.agent_gone || self.socket || self.fence
+    }
+}
+
+/// Returns the deadlines of a sweep that sends SIGKILL immediately.
+fn at_once() -> Deadlines {
+    Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
+}
+
+/// Reserves as many file descriptors as a sweep opens at the same time, or as many as are available.
+fn reserve_of(any: &OwnedFd) -> Vec<OwnedFd> {
+    (0..4).map_while(|_| any.try_clone().ok()).collect()
+}
+
+/// Tells the kernel not to kill this process when memory runs out. Returns the previous `oom_score_adj`. `None` if the
+/// change is not permitted.
+fn lower_oom_score() -> Option<CString> {
+    const PATH: &str = "/proc/self/oom_score_adj";
+    let before = std::fs::read_to_string(PATH).ok()?;
+    std::fs::write(PATH, "-1000").ok()?;
+    CString::new(before.trim_end()).ok()
+}

@@ -1,0 +1,303 @@
+//! Starts the worker that a [`ProcessSpec`] describes.
+
+use std::ffi::{CString, OsString};
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use elasticrs_sys::fork::{Forked, Outlet, Settling, fork};
+use elasticrs_sys::shown;
+use elasticrs_sys::spawn::{self, Child, Command, Failure, Program, Standard};
+use elasticrs_sys::stage::Stage;
+use nix::errno::Errno;
+use nix::sys::prctl;
+
+use super::{Nursery, Served};
+use crate::protocol::Reply;
+use crate::spec::{CpuSet, ProcessSpec, Stdio};
+
+/// Directories that are searched for programs if `PATH` is not set.
+const DEFAULT_PATH: &[u8] = b"/bin:/usr/bin";
+
+impl Nursery {
+    pub(super) fn spawn(&mut self, process: ProcessSpec, keep_ignored: &[i32], fds: Vec<OwnedFd>) -> Served {
+        self.step();
+        let local_rank = process.local_rank;
+        // Send the queued replies first, because starting the worker may hang.
+        if self.link.flush().is_err() {
+            self.lose_agent();
+            return Served::GoOn;
+        }
+        if self.check_fence() {
+            self.settle();
+            let (stage, errno, subject) = (Stage::Fence, libc::ECANCELED, String::new());
+            self.tell(&Reply::SpawnFailed { local_rank, stage, errno, subject }, Vec::new());
+            return Served::GoOn;
+        }
+        self.lower_priority();
+        let Some(forker) = self.forker.as_mut().filter(|_| process.warm) else {
+            self.settle();
+            announce(&self.stages, Stage::Clone as u8);
+            let started = self.execute(&process, keep_ignored, &fds);
+            self.answer(&process, started);
+            return Served::GoOn;
+        };
+        let stage = if self.unsettled.is_some() { Stage::NextFork } else { Stage::Fork };
+        announce(&self.stages, stage as u8);
+        let started = match fork(forker) {
+            Ok(Forked::Child(outlet)) => {
+                let (name, oom_score_adj) = (self.name.clone(), self.oom_score_adj.clone());
+                let parent = self.pid;
+                return Served::Become(Box::new(Begun { process, fds, outlet, name, oom_score_adj, parent }));
+            }
+            Ok(Forked::Parent(settling)) => Ok(settling),
+            Err(failure) => Err(failure),
+        };
+        self.settle();
+        match started {
+            Ok(settling) => {
+                self.begin_compaction();
+                self.unsettled = Some(Unsettled { process, settling });
+            }
+            Err(failure) => self.answer(&process, Err(failure)),
+        }
+        Served::GoOn
+    }
+
+    /// Waits until the most recently forked worker has finished its setup, and answers its start request.
+    pub(super) fn settle(&mut self) {
+        if let Some(Unsettled { process, settling }) = self.unsettled.take() {
+            self.step();
+            announce(&self.stages, Stage::Forked as u8);
+            let agent = [self.agent.as_fd(), self.link.as_fd()];
+            let settled = settling.wait(agent, |stage| announce(&self.stages, stage));
+            self.answer(&process, settled);
+        }
+    }
+
+    /// Notifies the sentinel that the next step of a start is about to run, because the step may hang.
+    fn step(&mut self) {
+        if let Some(activity) = &mut self.activity {
+            activity.step();
+        }
+    }
+
+    fn answer(&mut self, process: &ProcessSpec, started: Result<Child, Failure>) {
+        let local_rank = process.local_rank;
+        match started {
+            Ok(child) => {
+                self.workers.insert(child.pid);
+                self.sessions.insert(child.pid);
+                self.tell(&Reply::Spawned { local_rank, pid: child.pid }, vec![child.pidfd]);
+            }
+            Err(failure) => {
+                let Failure { stage, errno, .. } = failure;
+                let subject = subject(process, failure);
+                self.tell(&Reply::SpawnFailed { local_rank, stage, errno: errno as i32, subject }, Vec::new());
+            }
+        }
+    }
+
+    fn execute(&mut self, process: &ProcessSpec, keep_ignored: &[i32], fds: &[OwnedFd]) -> Result<Child, Failure> {
+        let mut command = command(process, keep_ignored, fds)?;
+        command.stages = Some(self.stages.as_fd());
+        command.oom_score_adj.clone_from(&self.oom_score_adj);
+        spawn::spawn(&command, &mut self.stack)
+    }
+}
+
+/// Writes a stage to the stage pipe. The first stage of each start is [`Stage::Clone`] or [`Stage::Fork`]. Ignores a
+/// full pipe, because the stages are only informational.
+fn announce(stages: &OwnedFd, stage: u8) {
+    let _ = nix::unistd::write(stages, &[stage]);
+}
+
+/// The nursery's record of a forked worker that has not finished its setup.
+pub(super) struct Unsettled {
+    process: ProcessSpec,
+    settling: Settling,
+}
+
+/// A forked process's own record of the worker that it is about to become.
+pub(super) struct Begun {
+    process: ProcessSpec,
+    fds: Vec<OwnedFd>,
+    outlet: Outlet,
+    name: CString,
+    oom_score_adj: Option<CString>,
+    parent: i32,
+}
+
+/// Program that a forked worker runs after its setup.
+#[derive(Debug)]
+pub struct Worker {
+    pub argv: Vec<OsString>,
+    /// The complete environment, as `NAME=value` entries.
+    pub env: Vec<OsString>,
+}
+
+impl Begun {
+    /// Completes the setup of a forked worker, which then has the same state as an executed worker at the start of its
+    /// program. Exits the process on failure.
+    pub(super) fn settle(self) -> Worker {
+        let Self { process, fds, mut outlet, name, oom_score_adj, parent } = self;
+        let targets: Vec<i32> = process.pass_fds.iter().map(|passed| passed.target).collect();
+        let floor = targets.iter().fold(2, |floor, &target| floor.max(target)).saturating_add(1);
+        if let Err(errno) = outlet.move_above(floor) {
+            outlet.fail(Failure { stage: Stage::Descriptors, errno, descriptor: 0 });
+        }
+        let settled = command(&process, &[], &fds).and_then(|mut command| {
+            command.stages = Some(outlet.as_fd());
+            command.oom_score_adj = oom_score_adj;
+            spawn::settle(&command, parent)
+        });
+        for fd in fds {
+            if targets.contains(&fd.as_raw_fd()) {
+                // Forget `fd` without closing it, because one of the worker's own descriptors now has the same number.
+                let _ = fd.into_raw_fd();
+            }
+        }
+        match settled {
+            Err(failure) => outlet.fail(failure),
+            Ok(()) => outlet.close(),
+        }
+        // Ignore the result, because the only possible error is a bad address.
+        let _ = prctl::set_name(&name);
+        // Ignore an error, because the command line that `/proc` shows is only informational.
+        let _ = shown::show(&process.argv, &process.env);
+        Worker { argv: process.argv, env: process.env }
+    }
+}
+
+pub(crate) fn command<'fd>(
+    process: &'fd ProcessSpec,
+    keep_ignored: &[i32],
+    fds: &'fd [OwnedFd],
+) -> Result<Command<'fd>, Failure> {
+    let failed = |stage, descriptor| move |errno| Failure { stage, errno, descriptor };
+    let mut stdio = [const { Standard::Inherit }; 3];
+    for (descriptor, (standard, spec)) in stdio.iter_mut().zip(&process.stdio).enumerate() {
+        *standard = self::standard(descriptor, spec).map_err(failed(Stage::OpenLog, descriptor))?;
+    }
+    let passed = process.pass_fds.iter().map(|passed| {
+        // Descriptors are missing if this process has reached its limit on open files.
+        let index = usize::try_from(passed.source).map_err(|_| Errno::EBADF)?;
+        let fd = fds.get(index).ok_or(Errno::EMFILE)?;
+        if passed.target < 0 { Err(Errno::EBADF) } else { Ok((fd.as_fd(), passed.target)) }
+    });
+    let fds = passed.collect::<Result<_, _>>().map_err(failed(Stage::Descriptors, 0))?;
+    let exec = failed(Stage::Exec, 0);
+    let cwd = process.cwd.as_deref().map(|cwd| c_string(cwd.as_os_str().as_bytes()));
+    Ok(Command {
+        program: Program::Paths(candidates(process).map_err(exec)?),
+        argv: c_strings(&process.argv).map_err(exec)?,
+        env: c_strings(&process.env).map_err(exec)?,
+        cwd: cwd.transpose().map_err(failed(Stage::ChangeDir, 0))?,
+        stdio,
+        fds,
+        ignored: keep_ignored.to_vec(),
+        dies_with_parent: true,
+        keeps_orphans: process.keeps_orphans,
+        is_background: false,
+        cpus: process.cpus.as_ref().map(CpuSet::mask),
+        oom_score_adj: None,
+        stages: None,
+    })
+}
+
+fn standard(descriptor: usize, spec: &Stdio) -> Result<Standard, Errno> {
+    let (path, is_file) = match spec {
+        Stdio::Inherit => return Ok(Standard::Inherit),
+        Stdio::Null => (Path::new("/dev/null"), false),
+        Stdio::File(path) => (path.as_path(), true),
+    };
+    let flags = match (descriptor, is_file) {
+        (0, _) => libc::O_RDONLY,
+        (_, false) => libc::O_WRONLY,
+        (_, true) => libc::O_WRONLY | libc::O_CREAT | libc::O_APPEND,
+    };
+    Ok(Standard::Open { path: c_string(path.as_os_str().as_bytes())?, flags })
+}
+
+/// Returns the paths at which to look for the program, in order, by the rules of `execvpe` and Python's `subprocess`.
+fn candidates(process: &ProcessSpec) -> Result<Vec<CString>, Errno> {
+    let program = process.argv.first().ok_or(Errno::EINVAL)?.as_bytes();
+    if program.is_empty() {
+        return Err(Errno::ENOENT);
+    }
+    if program.contains(&b'/') {
+        return Ok(vec![c_string(program)?]);
+    }
+    let path = process.env.iter().find_map(|entry| entry.as_bytes().strip_prefix(b"PATH="));
+    let directories = path.unwrap_or(DEFAULT_PATH).split(|&byte| byte == b':');
+    directories
+        .map(|directory| match directory {
+            // An empty entry in `PATH` means the working directory.
+            b"" => c_string(program),
+            _ => c_string(&[directory, b"/", program].concat()),
+        })
+        .collect()
+}
+
+fn c_strings(strings: &[OsString]) -> Result<Vec<CString>, Errno> {
+    strings.iter().map(|string| c_string(string.as_bytes())).collect()
+}
+
+fn c_string(bytes: &[u8]) -> Result<CString, Errno> {
+    CString::new(bytes).map_err(|_| Errno::EINVAL)
+}
+
+/// Returns the path or program that caused the failure, for use in messages.
+fn subject(process: &ProcessSpec, failure: Failure) -> String {
+    let lossy = |path: &Path| path.to_string_lossy().into_owned();
+    match failure.stage {
+        Stage::OpenLog => match process.stdio.get(failure.descriptor) {
+            Some(Stdio::File(path)) => lossy(path),
+            Some(Stdio::Null) => "/dev/null".to_owned(),
+            Some(Stdio::Inherit) | None => String::new(),
+        },
+        Stage::ChangeDir => process.cwd.as_deref().map(lossy).unwrap_or_default(),
+        Stage::Exec => process.argv.first().map(|program| lossy(Path::new(program))).unwrap_or_default(),
+        Stage::Clone
+        | Stage::NewSession
+        | Stage::ParentDeathSignal
+        | Stage::Descriptors
+        | Stage::Receive
+        | Stage::Fence
+        | Stage::Affinity
+        | Stage::Fork
+        | Stage::NextFork
+        | Stage::Forked => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(program: &str, env: &[&str]) -> ProcessSpec {
+        ProcessSpec::new(vec![program.into()], env.iter().map(OsString::from).collect())
+    }
+
+    fn paths(program: &str, env: &[&str]) -> Vec<String> {
+        let found = candidates(&process(program, env)).unwrap();
+        found.into_iter().map(|path| path.into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn a_program_with_a_slash_is_not_searched_for() {
+        assert_eq!(paths("./a", &["PATH=/x"]), ["./a"]);
+    }
+
+    #[test]
+    fn the_path_is_that_of_the_workers_environment() {
+        assert_eq!(paths("a", &["HOME=/h", "PATH=/x::/y"]), ["/x/a", "a", "/y/a"]);
+        assert_eq!(paths("a", &[]), ["/bin/a", "/usr/bin/a"]);
+    }
+
+    #[test]
+    fn what_cannot_be_a_program_is_refused() {
+        assert_eq!(candidates(&process("", &[])), Err(Errno::ENOENT));
+        assert_eq!(candidates(&process("a\0b", &[])), Err(Errno::EINVAL));
+    }
+}

@@ -1,0 +1,275 @@
+//! Kills all descendants of the nursery until none is left.
+//!
+//! Each step reaps exited children, lists the remaining processes, and signals them according to the phase: no signal
+//! during the linger time, SIGTERM once during the grace time, and SIGKILL after that.
+//! [Cleaners](crate::cleaner) are killed last. Only `ECHILD` proves that no process is left. A process that
+//! has left its worker's session and has reset its token is exempt. While exempt processes are running, `ECHILD` cannot
+//! occur, so the sweep stops after two consecutive checks that find no other process.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use super::Nursery;
+use crate::cleaner::{LAST_MOMENT, LONGEST, Patience};
+use crate::held;
+use crate::protocol::Descendant;
+use crate::token::Token;
+use crate::tree::{self, Ended, Listed, Status, Target};
+
+/// Maximum interval between checks. Checks are repeated because the exit of a process that is not a child of this
+/// process causes no SIGCHLD.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+const FIRST_LOOK: Duration = Duration::from_micros(200);
+
+/// Deadlines of the phases of a sweep.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Deadlines {
+    term: Instant,
+    kill: Instant,
+    give_up: Instant,
+}
+
+impl Deadlines {
+    pub(super) fn new(now: Instant, linger: Duration, grace: Duration, give_up: Duration) -> Self {
+        // If the end of a duration is beyond the range of the clock, use one year instead.
+        let after = |start: Instant, span| start.checked_add(span).unwrap_or(start + Duration::from_secs(31_536_000));
+        let term = after(now, linger);
+        let kill = after(term, grace);
+        Self { term, kill, give_up: after(now, give_up).max(kill) }
+    }
+
+    fn next(&self, now: Instant) -> Option<Instant> {
+        [self.term, self.kill, self.give_up].into_iter().find(|&at| at > now)
+    }
+}
+
+#[derive(Debug)]
+pub(super) enum Verdict {
+    GoOn,
+    Over { stuck: Vec<Descendant>, spared: Vec<Descendant>, held: Vec<i32> },
+}
+
+#[derive(Debug)]
+pub(super) struct Sweep {
+    deadlines: Deadlines,
+    /// Number of the last request that this sweep answers. `None` if no request is to be answered.
+    number: Option<u32>,
+    /// Pid of the worker whose leftover processes the sweep kills while it spares running workers. `None` to kill all
+    /// descendants.
+    left_by: Option<i32>,
+    /// Pids to which SIGTERM was sent. The field `killed` contains the pids to which SIGKILL was sent.
+    termed: BTreeSet<i32>,
+    killed: BTreeSet<i32>,
+    ended: Ended,
+    /// Tracks how long to wait for cleaners after all other processes have exited.
+    patience: Patience,
+    /// Number of consecutive checks that have found only cleaners and exempt processes.
+    quiet_looks: u8,
+    /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
+    /// holds them.
+    corpses: BTreeSet<i32>,
+    /// Time since which the checks have found only processes that may stay. `None` if the last check found another
+    /// process.
+    only_held: Option<Instant>,
+    pause: Duration,
+}
+
+/// Result of a single check of the processes.
+#[derive(Debug, Default)]
+struct Look {
+    others: Vec<Listed>,
+    exempt: Vec<i32>,
+    /// True if the check spared a [cleaner](crate::cleaner).
+    cleaners: bool,
+    /// Exited children that `wait4` does not return, because a tracer holds them.
+    held: Vec<i32>,
+    /// True if a process exited during the check. The check may have missed the children of that process, which are now
+    /// children of this process. A zombie with another parent does not count, because its children already have a new
+    /// parent.
+    unsure: bool,
+    /// True if the check sent a process its first SIGTERM or its first SIGKILL.
+    new: bool,
+}
+
+impl Sweep {
+    pub(super) fn new(deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>, ended: Ended) -> Self {
+        Self {
+            deadlines,
+            number,
+            left_by,
+            termed: BTreeSet::new(),
+            killed: BTreeSet::new(),
+            ended,
+            patience: Patience::default(),
+            quiet_looks: 0,
+            corpses: BTreeSet::new(),
+            only_held: None,
+            pause: Duration::ZERO,
+        }
+    }
+
+    /// Handles another sweep request during this sweep. Does nothing if `left_by` is set. If this sweep kills only the
+    /// leftover processes of one worker, extends it to all descendants with the deadlines `by`. Otherwise, adopts each
+    /// deadline in `by` that is earlier than the current one.
+    pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>, left_by: Option<i32>) {
+        if left_by.is_some() {
+            return;
+        }
+        if self.left_by.take().is_some() {
+            let (termed, killed) = (std::mem::take(&mut self.termed), std::mem::take(&mut self.killed));
+            *self = Self { termed, killed, ..Self::new(by, number, None, std::mem::take(&mut self.ended)) };
+            return;
+        }
+        self.number = number.or(self.number);
+        let now = &mut self.deadlines;
+        now.term = now.term.min(by.term);
+        now.kill = now.kill.min(by.kill);
+        now.give_up = now.give_up.min(by.give_up).max(now.kill);
+        self.pause = Duration::ZERO;
+    }
+
+    /// Returns the time until the next step of the sweep. If a child changes state earlier, the step is due at once.
+    pub(super) fn wait(&self, now: Instant) -> Duration {
+        let until = self.deadlines.next(now).map_or(Duration::ZERO, |at| at - now);
+        until.min(self.pause)
+    }
+
+    /// Returns the number of the request to answer, and all signalled processes except the `stuck` ones.
+    pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Ended) {
+        let stuck: Vec<i32> = stuck.iter().map(|stuck| stuck.pid).collect();
+        (self.number, self.ended.without(&stuck))
+    }
+
+    /// True if the sweep also kills running workers.
+    pub(super) fn ends_workers(&self) -> bool {
+        self.left_by.is_none()
+    }
+
+    /// Returns the pid of the worker whose leftover processes this sweep kills. `None` if it kills all descendants.
+    pub(super) fn left_by(&self) -> Option<i32> {
+        self.left_by
+    }
+
+    /// True if the last two checks have found only cleaners and exempt processes.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.quiet_looks >= 2
+    }
+
+    pub(super) fn step(&mut self, nursery: &Nursery, has_children: bool) -> Verdict {
+        if !has_children {
+            return Verdict::Over { stuck: Vec::new(), spared: Vec::new(), held: Vec::new() };
+        }
+        let now = Instant::now();
+        let signal = match now {
+            now if now < self.deadlines.term => None,
+            now if now < self.deadlines.kill => Some(Signal::SIGTERM),
+            _ => Some(Signal::SIGKILL),
+        };
+        let look = self.look(nursery, signal, now);
+        let is_quiet = look.others.is_empty() && !look.unsure;
+        self.quiet_looks = if is_quiet { self.quiet_looks.saturating_add(1) } else { 0 };
+        if is_quiet && look.cleaners && self.patience.begin(now) {
+            self.deadlines.give_up = self.deadlines.give_up.max(now + LONGEST);
+        }
+        if now >= self.deadlines.give_up && look.cleaners && self.patience.end() {
+            // The time limit has passed. Kill the cleaners as well, and wait a moment for them to exit.
+            self.deadlines.give_up = now + LAST_MOMENT;
+            self.pause = Duration::ZERO;
+            return Verdict::GoOn;
+        }
+        // Running workers, exempt processes and processes that a tracer holds may stay. Do not wait for `ECHILD` in
+        // this case.
+        let may_stay = self.left_by.is_some() || !look.exempt.is_empty() || !look.held.is_empty();
+        let only_harmless = is_quiet && !look.cleaners && may_stay;
+        self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));
+        let waits_for_tracer = look.held.iter().any(|pid| !nursery.held_by_tracers.contains(pid))
+            && self.only_held.is_some_and(|since| now < since + held::LIMIT);
+        if self.is_quiet() && only_harmless && !waits_for_tracer || now >= self.deadlines.give_up {
+            let describe = |pids: Vec<i32>| pids.into_iter().map(tree::describe).collect();
+            let stuck = look.others.iter().map(|listed| listed.pid).collect();
+            return Verdict::Over { stuck: describe(stuck), spared: describe(look.exempt), held: look.held };
+        }
+        // Check again immediately while new processes appear, because they may fork faster than this process checks.
+        // Otherwise, pause. The exit of a child ends the pause.
+        self.pause = match (look.new, self.pause) {
+            (true, _) => Duration::ZERO,
+            (false, pause) if pause.is_zero() => FIRST_LOOK,
+            (false, pause) => (2 * pause).min(LOOK_AGAIN),
+        };
+        Verdict::GoOn
+    }
+
+    /// Checks all descendants once, and sends `signal` to those that must exit.
+    fn look(&mut self, nursery: &Nursery, signal: Option<Signal>, now: Instant) -> Look {
+        let mut look = Look::default();
+        let corpses = std::mem::take(&mut self.corpses);
+        let living: Vec<i32> = self.left_by.iter().flat_map(|_| &nursery.workers).copied().collect();
+        let mut others = BTreeSet::new();
+        for listed in tree::descendants(nursery.pid, &living) {
+            let Some(target) = Target::open(nursery.pid, listed) else {
+                look.unsure = true;
+                continue;
+            };
+            if self.is_left_by_another(nursery, target.status.session) || others.contains(&listed.parent) {
+                others.insert(listed.pid);
+                continue;
+            }
+            if tree::has_died(listed.pid, target.status) {
+                if listed.parent == nursery.pid {
+                    self.corpses.insert(listed.pid);
+                    if corpses.contains(&listed.pid) { look.held.push(listed.pid) } else { look.unsure = true }
+                }
+                continue;
+            }
+            if nursery.is_exempt(listed.pid, target.status) {
+                look.exempt.push(listed.pid);
+                continue;
+            }
+            if !nursery.workers.contains(&listed.pid) && self.patience.spares(&target, now) {
+                look.cleaners = true;
+                continue;
+            }
+            if self.left_by.is_none() || !nursery.given_up.contains(&listed.pid) {
+                look.others.push(listed);
+            }
+            if let Some(signal) = signal {
+                look.new |= self.signal(nursery, listed.pid, &target, signal);
+            }
+        }
+        look
+    }
+
+    /// True if this session belongs to a worker other than the one whose leftover processes this sweep kills.
+    fn is_left_by_another(&self, nursery: &Nursery, session: i32) -> bool {
+        self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
+    }
+
+    /// Sends a signal to a process. Returns true if this is the first such signal to the process.
+    fn signal(&mut self, nursery: &Nursery, pid: i32, target: &Target, signal: Signal) -> bool {
+        let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
+        let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
+        if signal == Signal::SIGKILL {
+            // Send SIGKILL every time, because the pid may belong to another process now. A second SIGKILL does no
+            // harm.
+            target.signal(signal);
+        } else if is_new {
+            target.signal(signal);
+            // Continue the process as well, because a stopped process does not handle SIGTERM.
+            target.signal(Signal::SIGCONT);
+        }
+        if is_new && !was_named && !nursery.workers.contains(&pid) && !nursery.orphaned {
+            self.ended.add(target);
+        }
+        is_new
+    }
+}
+
+impl Nursery {
+    /// True if the process has left its worker's session and has reset its token. Such a process intends to outlive the
+    /// job.
+    fn is_exempt(&self, pid: i32, status: Status) -> bool {
+        self.marked && !self.sessions.contains(&status.session) && Token::is_reset(pid)
+    }
+}

@@ -1,0 +1,168 @@
+//! Plain-data description of a process to start. Python passes it to the agent's runtime, which passes it to the
+//! nursery.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Source or destination of a standard stream of a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Stdio {
+    /// The worker inherits the agent's descriptor with the same number, so that a terminal stays a terminal.
+    Inherit,
+    /// `/dev/null`.
+    Null,
+    /// A file that the child opens. Standard input is opened for reading. An output file is opened for appending, and
+    /// created with mode 0644 if it does not exist.
+    File(#[serde(with = "os_path")] PathBuf),
+}
+
+/// A file descriptor that is passed to a worker under a given number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PassedFd {
+    /// Index of the descriptor among those that are passed along with the specs.
+    pub source: u32,
+    pub target: i32,
+}
+
+/// Description of a worker process to start.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessSpec {
+    pub local_rank: u32,
+    /// Program and its arguments. A program name without a slash is looked up in the `PATH` of `env`.
+    #[serde(with = "os_strings")]
+    pub argv: Vec<OsString>,
+    /// The complete environment, as `NAME=value` entries.
+    #[serde(with = "os_strings")]
+    pub env: Vec<OsString>,
+    /// Working directory. `None` for the agent's working directory.
+    #[serde(with = "optional_os_path")]
+    pub cwd: Option<PathBuf>,
+    pub stdio: [Stdio; 3],
+    /// Additional file descriptors to pass to the worker. All other descriptors are closed.
+    pub pass_fds: Vec<PassedFd>,
+    /// CPUs that the worker may run on. `None` for all CPUs that the nursery may use.
+    pub cpus: Option<CpuSet>,
+    /// True to fork the worker from a [warm](crate::launch::Warm) nursery instead of executing its program.
+    pub warm: bool,
+    /// True to make the worker a child subreaper, so that orphaned descendants stay below the worker in the process
+    /// tree while the worker is running. Set for groups that replace failed workers.
+    pub keeps_orphans: bool,
+}
+
+impl ProcessSpec {
+    /// Creates a spec for local rank 0 that uses the agent's standard streams and working directory, and all CPUs.
+    pub fn new(argv: Vec<OsString>, env: Vec<OsString>) -> Self {
+        Self {
+            local_rank: 0,
+            argv,
+            env,
+            cwd: None,
+            stdio: [Stdio::Inherit, Stdio::Inherit, Stdio::Inherit],
+            pass_fds: Vec::new(),
+            cpus: None,
+            warm: false,
+            keeps_orphans: false,
+        }
+    }
+}
+
+/// Set of CPU numbers, in the kernel's mask format.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpuSet {
+    mask: Vec<u8>,
+}
+
+impl CpuSet {
+    /// Exclusive upper bound on CPU numbers. No kernel supports this many CPUs.
+    const LIMIT: usize = 1 << 16;
+    /// Size of a word in bytes. The kernel requires masks to consist of whole words.
+    const WORD: usize = size_of::<u64>();
+
+    /// Creates a set of these CPUs. `None` if `cpus` is empty or contains a number that exceeds what any kernel
+    /// supports.
+    pub fn new(cpus: &[usize]) -> Option<Self> {
+        let last = cpus.iter().copied().max().filter(|&last| last < Self::LIMIT)?;
+        let mut mask = vec![0; (last / 8 + 1).next_multiple_of(Self::WORD)];
+        for cpu in cpus {
+            // On a big-endian machine the lowest bits of a word are in its last byte.
+            let byte = if cfg!(target_endian = "big") { (cpu / 8) ^ (Self::WORD - 1) } else { cpu / 8 };
+            mask[byte] |= 1 << (cpu % 8);
+        }
+        Some(Self { mask })
+    }
+
+    /// Returns the mask, in the format of `sched_setaffinity`.
+    pub fn mask(&self) -> &[u8] {
+        &self.mask
+    }
+}
+
+/// Serializes an `OsString` as bytes, because serde's default form is an enum whose variant depends on the platform.
+mod os_strings {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(strings: &[OsString], serializer: S) -> Result<S::Ok, S::Error> {
+        strings.iter().map(|s| s.as_bytes()).collect::<Vec<_>>().serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<OsString>, D::Error> {
+        Ok(Vec::<Vec<u8>>::deserialize(deserializer)?.into_iter().map(OsString::from_vec).collect())
+    }
+}
+
+/// Serializes a path as bytes, because serde's own format requires UTF-8 and fails for other paths.
+mod os_path {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+    use std::path::{Path, PathBuf};
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+        path.as_os_str().as_bytes().serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PathBuf, D::Error> {
+        Ok(OsString::from_vec(Vec::deserialize(deserializer)?).into())
+    }
+}
+
+mod optional_os_path {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+    use std::path::PathBuf;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[expect(clippy::ref_option, reason = "serde's signature")]
+    pub(super) fn serialize<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+        path.as_ref().map(|path| path.as_os_str().as_bytes()).serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<PathBuf>, D::Error> {
+        let bytes = Option::<Vec<u8>>::deserialize(deserializer)?;
+        Ok(bytes.map(|bytes| OsString::from_vec(bytes).into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::CpuSet;
+
+    #[test]
+    fn a_mask_is_made_of_whole_words() {
+        assert_eq!(CpuSet::new(&[63]).unwrap().mask().len(), 8);
+        assert_eq!(CpuSet::new(&[0, 64]).unwrap().mask().len(), 16);
+    }
+
+    #[test]
+    fn nothing_and_the_impossible_are_no_sets() {
+        assert_eq!(CpuSet::new(&[]), None);
+        assert_eq!(CpuSet::new(&[usize::MAX]), None);
+    }
+}

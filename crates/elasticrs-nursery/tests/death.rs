@@ -1,0 +1,165 @@
+//! Who dies with whom: the agent, the nursery, the link between them.
+
+use std::os::fd::AsRawFd;
+use std::process::Command;
+use std::time::Duration;
+
+use elasticrs_nursery::sweep::{kill_by_token, sweep_children_of_self};
+use elasticrs_nursery::token::Token;
+use elasticrs_sys::wait;
+use elasticrs_testkit::nursery::{Agent, Client, pipe, program};
+use elasticrs_testkit::{is_running, wait_for_end, wait_for_state, worker_program};
+
+/// `examples/small-agent.rs` with workers that do this.
+fn small_agent(workers: usize, command: &str) -> Agent {
+    Agent::start(
+        &program(),
+        "small-agent",
+        &[&workers.to_string(), &worker_program().to_string_lossy(), command],
+        workers,
+    )
+}
+
+#[test]
+fn a_killed_agent_takes_workers_and_their_descendants_along() {
+    let agent = small_agent(4, "daemonise");
+    assert_eq!(agent.tree.below().filter(|&pid| is_running(pid)).count(), 8);
+    agent.kill();
+}
+
+#[test]
+fn a_killed_agent_takes_a_fork_bomb_along() {
+    small_agent(1, "fork-bomb").kill();
+}
+
+#[test]
+fn a_killed_agent_takes_processes_without_a_main_thread_along() {
+    small_agent(2, "headless").kill();
+}
+
+#[test]
+fn a_killed_agent_takes_stopped_workers_along() {
+    small_agent(2, "stop-self").kill();
+}
+
+#[test]
+fn the_agents_sweeps_end_processes_without_a_main_thread() {
+    for owns_process in [true, false] {
+        let mut client = Client::start();
+        nix::sys::prctl::set_child_subreaper(owns_process).unwrap();
+        let (worker, lines) = client.spawn_ready(&["headless"]);
+        let headless: i32 = lines.said[0].parse().unwrap();
+        client.kill();
+        wait_for_end(worker.pid);
+        let limit = Duration::from_secs(10);
+        let outcome = if owns_process {
+            sweep_children_of_self(&[], &[worker.pid], limit)
+        } else {
+            kill_by_token(client.nursery.token, limit)
+        };
+        assert!(outcome.ended.named.iter().any(|ended| ended.pid == headless), "{outcome:?}");
+        assert!(outcome.stuck.is_empty(), "{outcome:?}");
+        wait_for_end(headless);
+    }
+}
+
+#[test]
+fn a_closed_link_ends_everything() {
+    let mut client = Client::start();
+    let (_worker, lines) = client.spawn_ready(&["daemonise"]);
+    let grandchild: i32 = lines.said[0].parse().unwrap();
+    nix::sys::socket::shutdown(client.nursery.link.as_raw_fd(), nix::sys::socket::Shutdown::Write).unwrap();
+    assert_eq!(client.reap(), 0);
+    assert!(!is_running(grandchild));
+}
+
+#[test]
+fn workers_die_with_the_nursery_and_the_agent_ends_the_rest() {
+    let mut client = Client::start();
+    let (worker, lines) = client.spawn_ready(&["daemonise"]);
+    let grandchild: i32 = lines.said[0].parse().unwrap();
+    let mut bystander = Command::new("sleep").arg("1000").spawn().unwrap();
+    let known = bystander.id().cast_signed();
+    client.kill();
+    wait_for_end(worker.pid);
+    assert!(is_running(grandchild), "nobody but a subreaper can find it");
+    let outcome = sweep_children_of_self(&[known], &[worker.pid], Duration::from_secs(10));
+    assert_eq!(outcome.ended.named.iter().map(|ended| ended.pid).collect::<Vec<_>>(), [grandchild]);
+    assert!(outcome.stuck.is_empty());
+    assert!(is_running(known), "what the process has started otherwise is left alone");
+    bystander.kill().unwrap();
+    bystander.wait().unwrap();
+}
+
+#[test]
+fn what_left_on_purpose_survives_the_agents_sweep() {
+    let mut client = Client::start();
+    let (worker, lines) = client.spawn_ready(&["exempt"]);
+    let exempt: i32 = lines.said[0].parse().unwrap();
+    client.kill();
+    wait_for_end(worker.pid);
+    let outcome = sweep_children_of_self(&[], &[worker.pid], Duration::from_secs(10));
+    assert!(outcome.ended.named.is_empty() && outcome.stuck.is_empty(), "{outcome:?}");
+    assert!(is_running(exempt));
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(exempt), nix::sys::signal::Signal::SIGKILL).unwrap();
+    wait::reap(exempt);
+}
+
+#[test]
+fn a_chain_that_lost_its_nursery_is_ended_by_an_agent_that_adopts_it() {
+    let mut client = Client::start();
+    let (worker, mut lines) = client.spawn_ready(&["chain"]);
+    client.kill();
+    let outcome = sweep_children_of_self(&[], &[worker.pid], Duration::from_secs(10));
+    assert!(outcome.stuck.is_empty(), "{outcome:?}");
+    assert_eq!(lines.rest(), Vec::<String>::new(), "ended by the sweep, not by its own limit");
+}
+
+#[test]
+fn a_daemon_is_ended_by_its_token_where_nobody_adopts_it() {
+    let mut client = Client::start();
+    // As inside a host application: what the nursery leaves goes to init.
+    nix::sys::prctl::set_child_subreaper(false).unwrap();
+    let (_worker, mut lines) = client.spawn_ready(&["daemonise"]);
+    let daemon: i32 = lines.said[0].parse().unwrap();
+    client.kill();
+    let outcome = kill_by_token(client.nursery.token, Duration::from_secs(10));
+    assert!(outcome.ended.named.iter().any(|ended| ended.pid == daemon) && outcome.stuck.is_empty(), "{outcome:?}");
+    assert!(!is_running(daemon));
+    assert_eq!(lines.rest(), Vec::<String>::new());
+}
+
+#[test]
+fn the_token_finds_everybody_below_one_nursery_and_nobody_else() {
+    let (mut ours, mut other) = (Client::start(), Client::start());
+    let (_worker, lines) = ours.spawn_ready(&["daemonise"]);
+    let (spared, _lines) = other.spawn_ready(&["sleep"]);
+    let grandchild: i32 = lines.said[0].parse().unwrap();
+    assert_eq!(Token::of(grandchild), Some(ours.nursery.token));
+    let outcome = kill_by_token(ours.nursery.token, Duration::from_secs(10));
+    assert!(outcome.stuck.is_empty(), "{outcome:?}");
+    assert!(!is_running(grandchild) && is_running(spared.pid));
+    ours.reap();
+    sweep_children_of_self(&[other.nursery.pid], &[], Duration::from_secs(10));
+    other.sweep(0, 0);
+    drop(other);
+}
+
+#[test]
+fn an_idle_nursery_sleeps() {
+    let mut client = Client::start();
+    client.spawn_ready(&["sleep"]);
+    let switches = |pid: i32| {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let line = status.lines().find(|line| line.starts_with("voluntary_ctxt_switches")).unwrap().to_owned();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+    };
+    // Once it sleeps, it has nothing left to do; a tick of the test's own clock passes without a wake-up.
+    wait_for_state(client.nursery.pid, 'S');
+    let before = switches(client.nursery.pid);
+    let (nobody_writes, _keep) = pipe();
+    let mut polled = [nix::poll::PollFd::new(std::os::fd::AsFd::as_fd(&nobody_writes), nix::poll::PollFlags::POLLIN)];
+    assert_eq!(nix::poll::poll(&mut polled, 300_u16), Ok(0));
+    assert_eq!(switches(client.nursery.pid), before);
+    client.sweep(0, 0);
+}

@@ -1,0 +1,81 @@
+//! What the nursery does for an agent that is stopped: it enforces the fence, and holds a connection.
+
+use std::os::fd::AsFd;
+
+use elasticrs_nursery::fence::Fence;
+use elasticrs_nursery::launch::NurseryImage;
+use elasticrs_nursery::protocol::{Reply, Request};
+use elasticrs_sys::clock::boot_now;
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::wait;
+use elasticrs_testkit::nursery::{Client, program, worker};
+use elasticrs_testkit::{wait_for_end, wait_for_state};
+use nix::poll::{PollFd, PollFlags, poll};
+use nix::sys::ptrace;
+use nix::unistd::Pid;
+
+#[test]
+fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
+    let fence = Fence::new().unwrap();
+    let mut client = Client::start();
+    client.nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
+    for number in 1..=3 {
+        fence.set(None);
+        let (worker, lines) = client.spawn_ready(&["daemonise"]);
+        let daemon: i32 = lines.said[0].parse().unwrap();
+        fence.set(Some(boot_now()));
+        wait_for_end(daemon);
+        client.send(&Request::Sweep { number, linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 });
+        assert!(matches!(client.next_reply().0, Reply::Fenced { .. }), "first of all");
+        let Reply::Exited { pid, .. } = client.next_reply().0 else { panic!("then the worker") };
+        assert_eq!(pid, worker.pid);
+        let (answer, _) = client.next_reply();
+        let Reply::Swept { number: answered, ended, .. } = answer else { panic!("{answer:?}") };
+        assert_eq!(answered, number);
+        assert_eq!(ended.iter().map(|ended| ended.pid).collect::<Vec<_>>(), [daemon]);
+    }
+}
+
+#[test]
+fn a_sweep_of_the_fence_that_still_runs_does_not_end_the_next_group() {
+    let fence = Fence::new().unwrap();
+    let mut client = Client::start();
+    client.nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
+    let (_, lines) = client.spawn_ready(&["daemonise"]);
+    let slow = Pid::from_raw(lines.said[0].parse().unwrap());
+    // It stops on its way out until we let it go.
+    ptrace::seize(slow, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
+    fence.set(Some(boot_now()));
+    assert!(matches!(client.next_reply().0, Reply::Fenced { .. }));
+    wait_for_state(slow.as_raw(), 't');
+    fence.set(None);
+    client.request_spawn(&worker(&["sleep"]), &[], Vec::new());
+    // A nursery that starts it now would say so, and kill it in the next moment.
+    let mut told = [PollFd::new(client.nursery.link.as_fd(), PollFlags::POLLIN)];
+    poll(&mut told, 300_u16).unwrap();
+    ptrace::cont(slow, None).unwrap();
+    wait_for_end(slow.as_raw());
+    wait::reap(slow.as_raw());
+    let worker = client.spawned().unwrap();
+    client.send(&Request::SignalGroup { pid: worker.pid, signal: libc::SIGTERM });
+    let ended_by = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
+    assert_eq!(client.exit_of(worker.pid).0, ended_by);
+    client.sweep(0, 0);
+}
+
+#[test]
+fn a_nursery_that_has_no_descriptor_left_says_that_it_cannot_guard() {
+    // The limit just covers its own: the standard ones, the fixed ones, SIGCHLD, and those in reserve.
+    let code = format!("ulimit -n 11; exec {} \"$0\"", program().display());
+    let args = vec!["sh".into(), "-c".into(), code.into()];
+    let mut client = Client::start_from(NurseryImage::Program { path: "/bin/sh".into(), args });
+    let fence = Fence::new().unwrap();
+    let page = fence.descriptors().unwrap().remove(0);
+    for (request, fds) in [
+        (Request::Hold { beside: false, word: None }, vec![page]),
+        (Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()),
+    ] {
+        client.nursery.link.send(&request, fds).unwrap();
+        assert_eq!(client.next_reply().0, Reply::NotGuarded { errno: libc::EMFILE });
+    }
+}

@@ -1,0 +1,231 @@
+//! Sweeping: whatever a worker has left behind is ended, and what may stay, stays.
+
+use elasticrs_nursery::protocol::{Reply, Request};
+use elasticrs_nursery::spec::PassedFd;
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::stat::Stat;
+use elasticrs_sys::{pidfd, wait};
+use elasticrs_testkit::nursery::{Client, Lines, pipe, process, with_stdout};
+use elasticrs_testkit::{is_running, wait_for_end, wait_readable};
+use nix::sys::ptrace;
+use nix::unistd::Pid;
+
+const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
+
+#[test]
+fn an_empty_nursery_is_swept_at_once() {
+    let mut client = Client::start();
+    let swept = client.sweep(60_000, 60_000);
+    assert!(swept.ended.is_empty() && swept.stuck.is_empty() && swept.spared.is_empty(), "{swept:?}");
+}
+
+#[test]
+fn a_daemonised_grandchild_is_ended_and_named() {
+    let mut client = Client::start();
+    let (worker, lines) = client.spawn_ready(&["daemonise"]);
+    let grandchild: i32 = lines.said[0].parse().unwrap();
+    let swept = client.sweep(0, 0);
+    assert_eq!(swept.pids(), [grandchild]);
+    assert_eq!(swept.ended[0].command, "testkit-worker");
+    assert!(!is_running(grandchild));
+    // The worker is no descendant that was left behind: its exit tells of it.
+    assert_eq!(client.exit_of(worker.pid).0, KILLED);
+}
+
+#[test]
+fn a_tree_that_ignores_sigterm_is_ended_after_the_grace() {
+    let mut client = Client::start();
+    let (worker, _lines) = client.spawn_ready(&["tree", "3"]);
+    let swept = client.sweep(0, 50);
+    assert_eq!((swept.ended.len(), swept.more), (14, 0), "{swept:?}");
+    assert_eq!(client.exit_of(worker.pid).0, KILLED);
+}
+
+#[test]
+fn more_than_sixty_four_are_counted_not_named() {
+    let mut client = Client::start();
+    client.spawn_ready(&["tree", "6"]);
+    let swept = client.sweep(0, 0);
+    assert_eq!((swept.ended.len(), swept.more), (64, 126 - 64));
+}
+
+#[test]
+fn sigterm_comes_first_and_is_enough_for_those_that_obey() {
+    let mut client = Client::start();
+    let (worker, _lines) = client.spawn_ready(&["sleep"]);
+    client.sweep(0, 60_000);
+    let (exit, _) = client.exit_of(worker.pid);
+    assert_eq!(exit, WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false });
+}
+
+#[test]
+fn a_process_whose_main_thread_has_ended_is_ended_as_any_other() {
+    let mut client = Client::start();
+    let (worker, lines) = client.spawn_ready(&["headless"]);
+    let headless: i32 = lines.said[0].parse().unwrap();
+    assert_eq!(elasticrs_testkit::state(headless), Some('Z'), "and yet it runs");
+    let swept = client.sweep(0, 0);
+    assert_eq!((swept.pids(), swept.stuck.len()), (vec![headless], 0), "{swept:?}");
+    wait_for_end(headless);
+    assert_eq!(client.exit_of(worker.pid).0, KILLED);
+}
+
+#[test]
+fn what_a_tracer_does_not_let_go_is_told_and_waited_for_once() {
+    let mut client = Client::start();
+    let (worker, lines) = client.spawn_ready(&["daemonise"]);
+    let traced = Pid::from_raw(lines.said[0].parse().unwrap());
+    ptrace::seize(traced, ptrace::Options::empty()).unwrap();
+    for _ in 0..2 {
+        let swept = client.sweep(0, 0);
+        assert_eq!((&swept.held[..], swept.stuck.len()), (&[traced.as_raw()][..], 0), "{swept:?}");
+    }
+    client.exit_of(worker.pid);
+    // As its tracer we see its end, and then the nursery does.
+    wait::reap(traced.as_raw());
+    let swept = client.sweep(0, 0);
+    assert!(swept.held.is_empty() && swept.stuck.is_empty(), "{swept:?}");
+}
+
+#[test]
+fn stopped_processes_are_ended_too() {
+    let mut client = Client::start();
+    let (worker, lines) = client.spawn_ready(&["daemonise"]);
+    let grandchild: i32 = lines.said[0].parse().unwrap();
+    for pid in [worker.pid, grandchild] {
+        pidfd::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGSTOP).unwrap();
+    }
+    // With SIGTERM they end as well: SIGCONT follows it.
+    let swept = client.sweep(0, 60_000);
+    assert_eq!(swept.pids(), [grandchild]);
+    let (exit, _) = client.exit_of(worker.pid);
+    assert_eq!(exit, WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false });
+}
+
+#[test]
+fn a_chain_that_forks_and_leaves_its_session_is_ended() {
+    let mut client = Client::start();
+    let (worker, mut lines) = client.spawn_ready(&["chain"]);
+    let swept = client.sweep(0, 0);
+    assert!(swept.stuck.is_empty() && swept.spared.is_empty(), "{swept:?}");
+    client.exit_of(worker.pid);
+    assert_eq!(lines.rest(), Vec::<String>::new(), "ended by the sweep, not by its own limit");
+}
+
+#[test]
+fn a_fork_bomb_is_ended() {
+    let mut client = Client::start();
+    let (worker, mut lines) = client.spawn_ready(&["fork-bomb"]);
+    let swept = client.sweep(0, 0);
+    assert!(swept.stuck.is_empty() && swept.spared.is_empty(), "{swept:?}");
+    client.exit_of(worker.pid);
+    assert_eq!(lines.rest(), Vec::<String>::new(), "ended by the sweep, not by its own limit");
+}
+
+#[test]
+fn a_process_that_left_on_purpose_is_spared() {
+    let mut client = Client::start();
+    let (worker, lines) = client.spawn_ready(&["exempt"]);
+    let (_, ordinary) = client.spawn_ready(&["daemonise"]);
+    let exempt: i32 = lines.said[0].parse().unwrap();
+    let swept = client.sweep(0, 0);
+    assert_eq!(swept.spared.iter().map(|spared| spared.pid).collect::<Vec<_>>(), [exempt]);
+    assert_eq!(swept.pids(), [ordinary.said[0].parse::<i32>().unwrap()]);
+    assert_eq!(client.exit_of(worker.pid).0, KILLED);
+    assert!(is_running(exempt));
+    // A second sweep, when the worker's session is history, finds the same.
+    assert_eq!(client.sweep(0, 0).spared.len(), 1);
+    let pidfd = elasticrs_testkit::pidfd(exempt).unwrap();
+    pidfd::send_signal(&pidfd, libc::SIGKILL).unwrap();
+    wait_readable(pidfd, "the end of the exempt process");
+    assert!(client.sweep(0, 0).spared.is_empty());
+}
+
+#[test]
+fn lingering_descendants_may_end_by_themselves() {
+    let mut client = Client::start();
+    let (uploads, uploaded) = pipe();
+    let (reader, writer) = pipe();
+    let mut process = with_stdout(process(["sh", "-c", "(read x <&9) & echo READY"].map(Into::into).into()));
+    process.pass_fds.push(PassedFd { source: 1, target: 9 });
+    client.request_spawn(&process, &[], vec![writer, uploads]);
+    let worker = client.spawned().unwrap();
+    Lines::new(reader).until_ready();
+    assert_eq!(client.exit_of(worker.pid).0, WorkerExit::Exited { code: 0 });
+    client.send(&Request::Sweep { number: 0, linger_ms: 60_000, grace_ms: 0, give_up_ms: 60_000 });
+    drop(uploaded);
+    let swept = client.swept();
+    assert!(swept.ended.is_empty() && swept.stuck.is_empty(), "{swept:?}");
+}
+
+#[test]
+fn a_harder_sweep_overrides_one_that_lingers() {
+    let mut client = Client::start();
+    let (_, lines) = client.spawn_ready(&["daemonise"]);
+    let grandchild: i32 = lines.said[0].parse().unwrap();
+    client.send(&Request::Sweep { number: 0, linger_ms: 600_000, grace_ms: 600_000, give_up_ms: 600_000 });
+    let swept = client.sweep(0, 0);
+    assert_eq!(swept.pids(), [grandchild]);
+}
+
+#[test]
+fn exits_are_told_while_a_sweep_lingers() {
+    let mut client = Client::start();
+    let (first, _lines) = client.spawn_ready(&["sleep"]);
+    let (second, _lines) = client.spawn_ready(&["sleep"]);
+    client.send(&Request::Sweep { number: 0, linger_ms: 600_000, grace_ms: 0, give_up_ms: 600_000 });
+    for worker in [first, second] {
+        client.send(&Request::SignalGroup { pid: worker.pid, signal: libc::SIGKILL });
+        assert_eq!(client.exit_of(worker.pid).0, KILLED);
+    }
+    assert!(client.swept().ended.is_empty());
+}
+
+#[test]
+fn a_nursery_can_be_used_again_after_a_sweep() {
+    let mut client = Client::start();
+    for _ in 0..10 {
+        let (worker, lines) = client.spawn_ready(&["daemonise"]);
+        assert_eq!(client.sweep(0, 0).pids(), [lines.said[0].parse::<i32>().unwrap()]);
+        assert_eq!(client.exit_of(worker.pid).0, KILLED);
+    }
+}
+
+#[test]
+fn stops_and_continuations_are_told() {
+    let mut client = Client::start();
+    let (worker, mut lines) = client.spawn_ready(&["stop-self"]);
+    let pid = worker.pid;
+    client.find(|reply| (*reply == Reply::Stopped { pid, signal: libc::SIGSTOP }).then_some(()));
+    client.send(&Request::SignalGroup { pid, signal: libc::SIGCONT });
+    client.find(|reply| (*reply == Reply::Continued { pid }).then_some(()));
+    assert_eq!(lines.next().unwrap(), "CONTINUED");
+    client.sweep(0, 0);
+}
+
+#[test]
+fn leaving_leaves_the_descendants_alone() {
+    let mut client = Client::start();
+    let (worker, lines) = client.spawn_ready(&["daemonise"]);
+    let grandchild: i32 = lines.said[0].parse().unwrap();
+    client.send(&Request::SignalGroup { pid: worker.pid, signal: libc::SIGKILL });
+    client.exit_of(worker.pid);
+    client.send(&Request::Leave);
+    assert_eq!(client.reap(), 0);
+    assert!(is_running(grandchild));
+    // It is ours now: we are the next subreaper.
+    pidfd::send_signal(elasticrs_testkit::pidfd(grandchild).unwrap(), libc::SIGKILL).unwrap();
+    wait_for_end(grandchild);
+    elasticrs_sys::wait::reap(grandchild);
+}
+
+#[test]
+fn workers_after_a_sweep_do_not_inherit_its_priority() {
+    let nice = |pid: i32| Stat::of(pid).unwrap().field::<i32>(19).unwrap();
+    let mut client = Client::start();
+    client.spawn_ready(&["daemonise"]);
+    client.sweep(0, 0);
+    let (worker, _lines) = client.spawn_ready(&["sleep"]);
+    assert_eq!(nice(worker.pid), nice(std::process::id().cast_signed()));
+    client.sweep(0, 0);
+}

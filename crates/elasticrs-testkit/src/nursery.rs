@@ -1,0 +1,355 @@
+//! A small blocking client of the nursery, and agents that are killed, for tests.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio as Pipes};
+
+use elasticrs_nursery::launch::{Launched, NurseryImage, launch};
+use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request};
+use elasticrs_nursery::spec::{PassedFd, ProcessSpec, Stdio};
+use elasticrs_sys::exit::{Usage, WorkerExit};
+use elasticrs_sys::stage::Stage;
+use elasticrs_sys::wait;
+use nix::sys::ptrace;
+use nix::unistd::Pid;
+
+use crate::{assert_no_children, built, is_running, wait_for_end, wait_for_state, wait_readable, worker_program};
+
+/// A nursery, and an end of the test that leaves nothing.
+pub struct Client {
+    /// What was launched.
+    pub nursery: Launched,
+    /// Replies that came while another one was waited for.
+    early: VecDeque<(Reply, Vec<OwnedFd>)>,
+    reaped: bool,
+}
+
+/// A running worker.
+pub struct Worker {
+    pub pid: i32,
+    pub pidfd: OwnedFd,
+}
+
+/// The content of [`Reply::Swept`].
+#[derive(Debug)]
+pub struct Swept {
+    pub ended: Vec<Descendant>,
+    pub more: u32,
+    pub stuck: Vec<Descendant>,
+    pub spared: Vec<Descendant>,
+    pub held: Vec<i32>,
+}
+
+impl Swept {
+    /// Returns the pids of the named descendants that were signalled.
+    pub fn pids(&self) -> Vec<i32> {
+        self.ended.iter().map(|descendant| descendant.pid).collect()
+    }
+}
+
+/// Returns the path of the program `worker-nursery`, which is found as [`worker_program`] is.
+pub fn program() -> PathBuf {
+    built("worker-nursery")
+}
+
+/// Returns the image of a nursery that runs this program.
+pub fn image(program: PathBuf) -> NurseryImage {
+    NurseryImage::Program { path: program, args: vec!["worker-nursery".into()] }
+}
+
+impl Client {
+    /// Starts a nursery; this process becomes a child subreaper, so that the leak check at the end is exact.
+    pub fn start() -> Self {
+        Self::start_from(image(program()))
+    }
+
+    /// Does the same as [`Self::start`] with another image.
+    pub fn start_from(image: NurseryImage) -> Self {
+        nix::sys::prctl::set_child_subreaper(true).unwrap();
+        let nursery = launch(&[image]).unwrap();
+        let mut client = Self { nursery, early: VecDeque::new(), reaped: false };
+        let (ready, _) = client.next_reply();
+        assert_eq!(ready, Reply::Ready { protocol: PROTOCOL, pid: client.nursery.pid });
+        client
+    }
+
+    /// Sends a request that has no descriptors.
+    pub fn send(&mut self, request: &Request) {
+        self.nursery.link.send(request, Vec::new()).unwrap();
+        assert!(!self.nursery.link.has_unsent(), "the socket takes a small request at once");
+    }
+
+    /// The next reply, in the order of the nursery.
+    pub fn next_reply(&mut self) -> (Reply, Vec<OwnedFd>) {
+        if let Some(early) = self.early.pop_front() {
+            return early;
+        }
+        loop {
+            if let Some(reply) = self.nursery.link.receive().unwrap() {
+                return reply;
+            }
+            wait_readable(&self.nursery.link, "a reply of the nursery");
+        }
+    }
+
+    /// The first reply that `pick` picks; the others stay for later.
+    pub fn find<T>(&mut self, mut pick: impl FnMut(&Reply) -> Option<T>) -> (T, Vec<OwnedFd>) {
+        if let Some(at) = self.early.iter().position(|(reply, _)| pick(reply).is_some()) {
+            let (reply, fds) = self.early.remove(at).unwrap();
+            return (pick(&reply).unwrap(), fds);
+        }
+        let mut others = std::mem::take(&mut self.early);
+        loop {
+            let (reply, fds) = self.next_reply();
+            if let Some(picked) = pick(&reply) {
+                self.early = others;
+                return (picked, fds);
+            }
+            others.push_back((reply, fds));
+        }
+    }
+
+    /// Requests the start of a worker. [`Self::spawned`] returns the answer.
+    pub fn request_spawn(&mut self, process: &ProcessSpec, keep_ignored: &[i32], fds: Vec<OwnedFd>) {
+        let request = Request::Spawn { process: process.clone(), keep_ignored: keep_ignored.to_vec() };
+        self.nursery.link.send(&request, fds).unwrap();
+    }
+
+    /// Starts a worker. The error is the stage, the error number and the subject of the failure.
+    pub fn try_spawn(&mut self, process: &ProcessSpec) -> Result<Worker, (Stage, i32, String)> {
+        self.request_spawn(process, &[], Vec::new());
+        self.spawned()
+    }
+
+    /// The answer to the oldest spawn that was not answered yet.
+    pub fn spawned(&mut self) -> Result<Worker, (Stage, i32, String)> {
+        let (result, mut fds) = self.find(|reply| match reply {
+            Reply::Spawned { pid, .. } => Some(Ok(*pid)),
+            Reply::SpawnFailed { stage, errno, subject, .. } => Some(Err((*stage, *errno, subject.clone()))),
+            _ => None,
+        });
+        result.map(|pid| Worker { pid, pidfd: fds.pop().unwrap() })
+    }
+
+    /// Starts a worker that must not fail to start.
+    pub fn spawn(&mut self, process: &ProcessSpec) -> Worker {
+        self.try_spawn(process).unwrap()
+    }
+
+    /// Starts a testkit worker; returns what it said before `READY`.
+    pub fn spawn_ready(&mut self, arguments: &[&str]) -> (Worker, Lines) {
+        let (reader, writer) = pipe();
+        let process = with_stdout(worker(arguments));
+        self.request_spawn(&process, &[], vec![writer]);
+        let worker = self.spawned().unwrap();
+        let mut lines = Lines::new(reader);
+        lines.until_ready();
+        (worker, lines)
+    }
+
+    /// Waits for the exit of a worker.
+    pub fn exit_of(&mut self, pid: i32) -> (WorkerExit, Usage) {
+        let pick = |reply: &Reply| match reply {
+            Reply::Exited { pid: of, exit, usage, .. } if *of == pid => Some((*exit, *usage)),
+            _ => None,
+        };
+        self.find(pick).0
+    }
+
+    /// Requests a sweep of all descendants, with these times in milliseconds, and waits for its result.
+    pub fn sweep(&mut self, linger_ms: u64, grace_ms: u64) -> Swept {
+        self.send(&Request::Sweep { number: 1, linger_ms, grace_ms, give_up_ms: 10_000 });
+        self.swept()
+    }
+
+    /// Waits for the result of a sweep.
+    pub fn swept(&mut self) -> Swept {
+        let pick = |reply: &Reply| match reply.clone() {
+            Reply::Swept { ended, more, stuck, spared, held, .. } => Some(Swept { ended, more, stuck, spared, held }),
+            _ => None,
+        };
+        self.find(pick).0
+    }
+
+    /// Kills the nursery and reaps it.
+    pub fn kill(&mut self) {
+        elasticrs_sys::pidfd::send_signal(&self.nursery.pidfd, libc::SIGKILL).unwrap();
+        self.reap();
+    }
+
+    /// Waits for the end of the nursery.
+    pub fn reap(&mut self) -> i32 {
+        wait_readable(&self.nursery.pidfd, "the end of the nursery");
+        self.reaped = true;
+        let wait::Waited::Changed { status, .. } = wait::reap(self.nursery.pid) else { panic!("it is our child") };
+        status
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            return;
+        }
+        if !self.reaped {
+            nix::sys::socket::shutdown(
+                std::os::fd::AsRawFd::as_raw_fd(&self.nursery.link),
+                nix::sys::socket::Shutdown::Both,
+            )
+            .unwrap();
+            assert_eq!(self.reap(), 0, "the nursery ends in order");
+        }
+        assert_no_children();
+    }
+}
+
+/// An agent of `examples/` with workers that are ready.
+pub struct Agent {
+    pub process: Child,
+    pub lines: Lines,
+    pub tree: Tree,
+}
+
+impl Agent {
+    /// Starts the example `name` with the program of its nursery and these further arguments. This process becomes a
+    /// child subreaper, so that it adopts the processes that the agent leaves behind.
+    pub fn start(nursery: &Path, name: &str, arguments: &[&str], workers: usize) -> Self {
+        nix::sys::prctl::set_child_subreaper(true).unwrap();
+        let (reader, writer) = pipe();
+        let mut agent = Command::new(nursery.parent().unwrap().join("examples").join(name));
+        let process = agent.arg(nursery).args(arguments).stdin(Pipes::piped()).stdout(writer).spawn().unwrap();
+        drop(agent);
+        let mut lines = Lines::new(reader);
+        let tree = lines.until_all_ready(workers);
+        Self { process, lines, tree }
+    }
+
+    /// Kills it, and asserts that its nursery, which falls to us, has ended everything.
+    pub fn kill(mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+        wait_for_end(self.tree.nursery);
+        assert!(matches!(wait::reap(self.tree.nursery), wait::Waited::Changed { status: 0, .. }));
+        assert!(!self.tree.below().any(is_running));
+        assert_no_children();
+        assert_eq!(self.lines.rest(), Vec::<String>::new(), "nobody holds the pipe");
+    }
+}
+
+/// What runs below an agent of `examples/`.
+pub struct Tree {
+    pub nursery: i32,
+    pub workers: Vec<i32>,
+    /// Those that workers have started.
+    pub daemons: Vec<i32>,
+}
+
+impl Tree {
+    /// Workers and daemons.
+    pub fn below(&self) -> impl Iterator<Item = i32> {
+        self.workers.iter().chain(&self.daemons).copied()
+    }
+}
+
+/// What a worker writes, line by line.
+pub struct Lines {
+    reader: BufReader<File>,
+    /// What came before `READY`.
+    pub said: Vec<String>,
+}
+
+impl Lines {
+    /// Reads the lines from this end of a pipe.
+    pub fn new(reader: OwnedFd) -> Self {
+        Self { reader: BufReader::new(File::from(reader)), said: Vec::new() }
+    }
+
+    /// Reads up to the line `READY`.
+    pub fn until_ready(&mut self) {
+        loop {
+            let line = self.next().expect("READY comes before the end of the output");
+            if line == "READY" {
+                return;
+            }
+            self.said.push(line);
+        }
+    }
+
+    /// Reads until the example agent has printed the pids of its processes, and this many workers are ready.
+    pub fn until_all_ready(&mut self, count: usize) -> Tree {
+        let mut tree = Tree { nursery: 0, workers: Vec::new(), daemons: Vec::new() };
+        let mut ready = 0;
+        while tree.nursery == 0 || ready < count {
+            let line = self.next().expect("all are ready before the end of the output");
+            if line == "READY" {
+                ready += 1;
+            } else if let Some(pids) = line.strip_prefix("nursery ") {
+                let (nursery, workers) = pids.split_once(" workers ").unwrap();
+                tree.nursery = nursery.parse().unwrap();
+                tree.workers.extend(workers.split(' ').map(|pid| pid.parse::<i32>().unwrap()));
+            } else {
+                tree.daemons.push(line.parse().unwrap());
+            }
+        }
+        tree
+    }
+
+    /// Returns all remaining lines. Blocks until every writer has closed its end.
+    pub fn rest(&mut self) -> Vec<String> {
+        self.collect()
+    }
+}
+
+impl Iterator for Lines {
+    type Item = String;
+
+    /// Blocks until the next line is there. `None` at the end of the output.
+    fn next(&mut self) -> Option<String> {
+        if self.reader.buffer().is_empty() {
+            wait_readable(self.reader.get_ref().as_fd(), "a line of a worker");
+        }
+        let mut line = String::new();
+        if self.reader.read_line(&mut line).unwrap() == 0 {
+            return None;
+        }
+        Some(line.trim_end().to_owned())
+    }
+}
+
+/// Creates a close-on-exec pipe. Returns its read end and its write end.
+pub fn pipe() -> (OwnedFd, OwnedFd) {
+    nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap()
+}
+
+/// A testkit worker with nothing but what it needs.
+pub fn worker(arguments: &[&str]) -> ProcessSpec {
+    let mut argv = vec![worker_program().into_os_string()];
+    argv.extend(arguments.iter().map(OsString::from));
+    process(argv)
+}
+
+/// Describes a process that shares only standard error with the test.
+pub fn process(argv: Vec<OsString>) -> ProcessSpec {
+    let stdio = [Stdio::Null, Stdio::Null, Stdio::Inherit];
+    ProcessSpec { stdio, ..ProcessSpec::new(argv, vec!["PATH=/usr/bin:/bin".into()]) }
+}
+
+/// The first descriptor that is sent becomes standard output.
+pub fn with_stdout(mut process: ProcessSpec) -> ProcessSpec {
+    process.pass_fds = vec![PassedFd { source: 0, target: 1 }];
+    process
+}
+
+/// Stops a process with `ptrace`, so that no signal resumes it before [`ptrace::detach`].
+pub fn hold(pid: i32) -> Pid {
+    let held = Pid::from_raw(pid);
+    ptrace::seize(held, ptrace::Options::empty()).unwrap();
+    ptrace::interrupt(held).unwrap();
+    wait_for_state(pid, 't');
+    held
+}
