@@ -54,10 +54,10 @@ name.
 _CORE = "ELASTICRS_WARM_CORE"
 """Environment variable with the path of the extension module ``elasticrs._core``."""
 _START = "ELASTICRS_NURSERY_START"
-"""Environment variable with the nursery's start parameters. ``nursery/launch.rs`` uses the same name."""
+"""Environment variable with the nursery's start parameters. The core's ``launch.rs`` uses the same name."""
 _AGENT, _REPORT = (3, 4, 5), 6
 """File descriptors that are connected to the agent (the first is a socket), and the report file's descriptor.
-``nursery/launch.rs`` uses the same numbers.
+The core's ``launch.rs`` uses the same numbers.
 """
 _PID = "ELASTICRS_NURSERY_PID"
 """Environment variable with the pid of the nursery. ``sitecustomize.py`` uses it to recognise a program that
