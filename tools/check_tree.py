@@ -14,10 +14,21 @@ SOURCES = {".py", ".rs", ".sh", ".toml", ".yml"}  # not .pyi: the extension is o
 
 UNSAFE_HOMES = (
     "crates/elasticrs-sys/src/",  # thin wrappers of system calls
-    "crates/elasticrs-runtime/src/readiness.rs",  # registers descriptors with tokio, which the nursery does not need
+    "crates/elasticrs-runtime/src/readiness.rs",  # one call of tokio, on which elasticrs-sys may not depend
     "crates/elasticrs-testkit/src/",  # a program whose purpose is to fork, crash and misbehave; never shipped
 )
 """Where `unsafe` code may be."""
+
+
+CRATE_LAYERS = {
+    "elasticrs-sys": set(),
+    "elasticrs-nursery": {"elasticrs-sys"},
+    "elasticrs-runtime": {"tokio"},
+    "elasticrs-core": {"elasticrs-nursery", "elasticrs-runtime", "elasticrs-sys", "tokio"},
+    "elasticrs-health": {"elasticrs-runtime", "elasticrs-sys", "tokio"},
+    "elasticrs-store": {"elasticrs-runtime", "elasticrs-sys", "tokio", "tokio-rustls"},
+}
+"""The crates of this workspace and of tokio that a crate may use. The nursery is built without tokio."""
 
 
 CORE_DOORS = (
@@ -119,6 +130,19 @@ def breaches_of_rust(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
             yield number, "pyo3 outside the seam"
 
 
+def breaches_of_layers(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
+    """A dependency of a crate on a crate that is not below it."""
+    found = re.fullmatch(r"crates/([^/]+)/Cargo\.toml", name)
+    if found is None or found[1] not in CRATE_LAYERS:
+        return
+    section = ""
+    for number, line in enumerate(lines, 1):
+        section = line if line.startswith("[") else section
+        used = re.match(r"(?:elasticrs|tokio)\b[\w-]*", line)
+        if section == "[dependencies]" and used and used[0] not in CRATE_LAYERS[found[1]]:
+            yield number, f"{found[1]} may not depend on {used[0]}; see CRATE_LAYERS"
+
+
 def breaches_of_python(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
     """The extension behind doors that are not its own."""
     home = "python/elasticrs/"
@@ -151,6 +175,8 @@ def main() -> int:
         rules = [breaches_of_text(name, lines)]
         if name.endswith(".rs"):
             rules += [breaches_of_rust(name, lines), breaches_of_docs(name, lines)]
+        if name.endswith("/Cargo.toml"):
+            rules.append(breaches_of_layers(name, lines))
         if name.endswith(".py"):
             rules.append(breaches_of_python(name, lines))
         found.extend(f"{name}:{number}: {breach}" for rule in rules for number, breach in rule)

@@ -1,8 +1,22 @@
-//! Thin wrappers for system calls that nix does not provide, or does not provide in the required form, and the parts of
-//! `/proc` and of the kernel's data that they return.
+//! The kernel's interfaces, in the form in which the other crates use them. This is the lowest layer: it depends on no
+//! other crate of the project and on no async runtime, and it starts no thread, because the nursery is built from it.
 //!
-//! All `unsafe` code is in this crate. Each wrapper names the kernel version that it requires. The minimum is Linux
-//! 5.4, and newer features are probed by [`features`].
+//! All `unsafe` code of the project is here, except one call of tokio in `elasticrs-runtime` (`readiness.rs`) and the
+//! test programs of `elasticrs-testkit`. A module wraps system calls that nix does not provide, or does not provide in
+//! the required form, and its functions are safe to call. Each wrapper names the kernel version that it requires. The
+//! minimum is Linux 5.4, and newer features are probed by [`features`].
+//!
+//! | modules | contents |
+//! | --- | --- |
+//! | [`spawn`], [`fork`], [`command`] | start processes: from a program, as a fork, as a helper |
+//! | [`stage`], [`shown`] | a new process: how far its start has come, what `/proc` shows of it |
+//! | [`wait`], [`exit`], [`pidfd`] | reap and signal processes; how they exited |
+//! | [`signal`], [`stop`] | numbers, names and dispositions of signals; a process that stops itself |
+//! | [`procfs`], [`stat`] | read `/proc` |
+//! | [`fds`], [`duplicate`], [`socket`], [`poll`] | file descriptors: take over, duplicate, pass on, wait for |
+//! | [`page`], [`collapse`], [`heap`] | memory: shared with other processes, in huge pages, returned to the kernel |
+//! | [`priority`], [`rlimit`] | priorities, and limits of other processes |
+//! | [`clock`], [`timer`] | the kernel's clocks, and timers on them |
 
 pub mod clock;
 pub mod collapse;
