@@ -1,11 +1,11 @@
-//! The Python-independent core of elasticrs: processes, signals, and logs.
+//! The Python-independent core of elasticrs: groups of workers, their timers and their logs.
 //!
 //! # Theory of operation
 //!
 //! Three kinds of processes are involved. The *agent* (a Python program that loads this crate through
-//! `elasticrs._core`) makes the decisions. Its *nursery* ([`nursery`]) is a small single-threaded process that spawns
-//! and reaps all workers. Because the nursery is a child subreaper, it can prove that no process of an attempt is left.
-//! The *workers* are the user's training processes.
+//! `elasticrs._core`) makes the decisions. Its *nursery* ([`elasticrs_nursery`]) is a small single-threaded process
+//! that spawns and reaps all workers. Because the nursery is a child subreaper, it can prove that no process of an
+//! attempt is left. The *workers* are the user's training processes.
 //!
 //! In the agent, one runtime thread ([`supervisor`]) communicates with the nursery, carries out the group's stop
 //! policy, and queues typed events, which Python fetches. A second thread writes to the console ([`logs`]). Decision
@@ -18,6 +18,3 @@ pub mod logs;
 pub mod spec;
 pub mod supervisor;
 pub mod timer;
-
-pub use elasticrs_nursery as nursery;
-pub use elasticrs_sys::{self as sys, exit, procfs, signal, stat};

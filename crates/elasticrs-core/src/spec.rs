@@ -3,9 +3,8 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
+use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_sys::signal::Signal;
-
-pub use elasticrs_nursery::spec::{CpuSet, PassedFd, ProcessSpec, Stdio};
 
 /// Policy for stopping a group: send a signal, wait for the grace period, then send SIGKILL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

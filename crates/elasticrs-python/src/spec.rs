@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use elasticrs_core::logs;
 use elasticrs_core::spec as core;
+use elasticrs_nursery::spec as nursery;
 use elasticrs_sys::duplicate::duplicate;
 use elasticrs_sys::signal::Signal;
 use pyo3::exceptions::PyValueError;
@@ -52,7 +53,7 @@ impl Argument {
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct ProcessSpec {
-    pub inner: core::ProcessSpec,
+    pub inner: nursery::ProcessSpec,
     /// Numbers, in this process, of the descriptors that the new process inherits. The descriptors are duplicated when
     /// the group is started.
     pass_fds: Vec<RawFd>,
@@ -79,16 +80,17 @@ impl ProcessSpec {
             return Err(PyValueError::new_err("argv is empty"));
         }
         let argv = argv.into_iter().map(|a| no_nul(a.into_os(), "an argument")).collect::<PyResult<_>>()?;
-        let cpus = cpus.map(|cpus| core::CpuSet::new(&cpus).ok_or_else(|| PyValueError::new_err("cpus names no CPU")));
+        let cpus =
+            cpus.map(|cpus| nursery::CpuSet::new(&cpus).ok_or_else(|| PyValueError::new_err("cpus names no CPU")));
         let cpus = cpus.transpose()?;
-        let to = |path: Option<PathBuf>| path.map_or(core::Stdio::Inherit, core::Stdio::File);
-        let inner = core::ProcessSpec {
+        let to = |path: Option<PathBuf>| path.map_or(nursery::Stdio::Inherit, nursery::Stdio::File);
+        let inner = nursery::ProcessSpec {
             local_rank,
             cwd,
             stdio: [to(stdin), to(stdout), to(stderr)],
             cpus,
             warm,
-            ..core::ProcessSpec::new(argv, environment(env)?)
+            ..nursery::ProcessSpec::new(argv, environment(env)?)
         };
         Ok(Self { inner, pass_fds })
     }
@@ -101,12 +103,12 @@ impl ProcessSpec {
 
 impl ProcessSpec {
     /// Converts the spec to the core's type. Appends duplicates of the inherited descriptors to `descriptors`.
-    pub fn to_core(&self, descriptors: &mut Vec<OwnedFd>) -> PyResult<core::ProcessSpec> {
+    pub fn to_core(&self, descriptors: &mut Vec<OwnedFd>) -> PyResult<nursery::ProcessSpec> {
         let mut spec = self.inner.clone();
         for &number in &self.pass_fds {
             let own = duplicate(number).map_err(|error| os_error(&error, &format!("pass descriptor {number}")))?;
             let source = u32::try_from(descriptors.len()).map_err(PyValueError::new_err)?;
-            spec.pass_fds.push(core::PassedFd { source, target: number });
+            spec.pass_fds.push(nursery::PassedFd { source, target: number });
             descriptors.push(own);
         }
         Ok(spec)

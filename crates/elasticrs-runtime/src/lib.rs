@@ -18,7 +18,6 @@ pub mod stream;
 pub mod threads;
 pub mod wake;
 
-pub use elasticrs_sys::clock;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Locks a mutex and ignores poisoning. Use it only for plain data that is always changed in a single step, because a

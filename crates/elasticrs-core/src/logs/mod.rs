@@ -45,6 +45,7 @@ use std::time::Instant;
 use elasticrs_runtime::lock;
 use elasticrs_runtime::threads::{Leavable, panic_message};
 use elasticrs_runtime::wake::Wake;
+use elasticrs_sys::clock::Stamp;
 use nix::errno::Errno;
 
 pub use console::Console;
@@ -56,8 +57,6 @@ use console::{Output, errno_of};
 use follow::{Opened, Sink};
 use pump::{Command, Pump};
 use totals::LogCounts;
-
-use elasticrs_runtime::clock::Stamp;
 
 /// Standard output or standard error of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -9,18 +9,19 @@ use std::sync::atomic::AtomicI32;
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
+use elasticrs_nursery::connections::{LastWord, Release};
+use elasticrs_nursery::fence::Fence;
+use elasticrs_nursery::launch::{LaunchError, NurseryImage};
+use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_runtime::runtime::Task;
+use elasticrs_sys::signal::Signal;
 use tokio::sync::oneshot;
 
 use super::counters::Counters;
 use super::evidence::EvidenceFiles;
 use super::queue::Queue;
 use crate::logs::{Logs, NotDrained};
-use crate::nursery::connections::{LastWord, Release};
-use crate::nursery::fence::Fence;
-use crate::nursery::launch::{LaunchError, NurseryImage};
-use crate::signal::Signal;
-use crate::spec::{GroupSpec, ProcessSpec, StopPolicy};
+use crate::spec::{GroupSpec, StopPolicy};
 use crate::timer::hang::{Elsewhere, Limits};
 
 /// Configuration of a supervisor.

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use elasticrs_runtime::clock::Stamp;
 use elasticrs_runtime::lock;
+use elasticrs_sys::clock::Stamp;
 
 use super::event::Heartbeat;
 use crate::logs::LogTotals;

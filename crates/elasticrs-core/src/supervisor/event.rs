@@ -3,20 +3,20 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_nursery::protocol::Descendant;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::exit::{Usage, WorkerExit};
+use elasticrs_sys::signal::Signal;
+use elasticrs_sys::stage::Stage;
 
-use crate::exit::{Usage, WorkerExit};
 use crate::logs::{Dest, Notice};
-use crate::nursery::protocol::Descendant;
-use crate::signal::Signal;
-use crate::sys::stage::Stage;
 use crate::timer::hang::{Ground, Missed};
 
 /// Something that happened to the group, a worker, the nursery, or the supervisor itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The imports of a [warm](crate::nursery::launch::Warm) nursery are complete, or the nursery has exited. If it has
-    /// exited, later workers are started by a cold nursery.
+    /// The imports of a [warm](elasticrs_nursery::launch::Warm) nursery are complete, or the nursery has exited. If it
+    /// has exited, later workers are started by a cold nursery.
     Warmed {
         failure: Option<NurseryEnd>,
         /// True if this is the second nursery, which [`super::Supervisor::import_beside`] started and which has not

@@ -25,14 +25,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use elasticrs_nursery::tree::{Status, descendants, threads};
+use elasticrs_sys::command::die_with_thread;
+use elasticrs_sys::pidfd;
+use elasticrs_sys::procfs;
+use elasticrs_sys::stat::Stat;
 use memchr::memmem;
 
 use super::watch::wait_channel;
-use crate::nursery::tree::{Status, descendants, threads};
-use crate::procfs;
-use crate::stat::Stat;
-use crate::sys::command::die_with_thread;
-use crate::sys::pidfd;
 
 /// Time limit for gathering evidence from all ranks together.
 pub const LIMIT: Duration = Duration::from_secs(2);

@@ -8,11 +8,10 @@
 use std::iter;
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::clock::nanoseconds;
-
-use crate::nursery::tree::{descendants, threads};
-use crate::procfs;
-use crate::stat::Stat;
+use elasticrs_nursery::tree::{descendants, threads};
+use elasticrs_sys::clock::nanoseconds;
+use elasticrs_sys::procfs;
+use elasticrs_sys::stat::Stat;
 
 /// Time limit for one sample. Reading `/proc/PID/io` blocks while the process is inside `exec`, which may hang if the
 /// program is on a dead network file system.

@@ -8,8 +8,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
+use elasticrs_nursery::connections::{LastWord, Release};
+use elasticrs_nursery::fence::Fence;
+use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_runtime::runtime::{self, Spawn, Task};
 use elasticrs_runtime::{lock, threads};
+use elasticrs_sys::pidfd;
+use elasticrs_sys::signal::Signal;
 use nix::errno::Errno;
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
@@ -22,11 +27,7 @@ use super::queue::{Next, Queue};
 use super::task;
 use super::task::exits::open_notices;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
-use crate::nursery::connections::{LastWord, Release};
-use crate::nursery::fence::Fence;
-use crate::signal::Signal;
-use crate::spec::{GroupSpec, ProcessSpec, StopPolicy};
-use crate::sys::pidfd;
+use crate::spec::{GroupSpec, StopPolicy};
 use crate::timer::fifo::Fifo;
 use crate::timer::hang::{Elsewhere, Limits};
 
@@ -411,10 +412,10 @@ impl Drop for Supervisor {
 
 #[cfg(test)]
 mod tests {
+    use elasticrs_nursery::launch::NurseryImage;
     use nix::sys::wait::wait;
 
     use super::*;
-    use crate::nursery::launch::NurseryImage;
     use crate::supervisor::Event;
 
     /// Starts a supervisor whose nursery does nothing but exit when its link is closed.

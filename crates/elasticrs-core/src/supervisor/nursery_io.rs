@@ -7,29 +7,29 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use elasticrs_nursery::activity::Activity;
+use elasticrs_nursery::connections::Release;
+use elasticrs_nursery::launch::{
+    Import as Terms, LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_again,
+    launch_sentinel, stage_reached,
+};
+use elasticrs_nursery::link::AgentLink;
+use elasticrs_nursery::protocol::{FIXED_FDS, Reply, Request};
+use elasticrs_nursery::report::End;
+use elasticrs_nursery::sweep::kill_by_token;
+use elasticrs_nursery::token::Token;
 use elasticrs_runtime::readiness::{Registered, register};
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::pidfd;
+use elasticrs_sys::procfs;
+use elasticrs_sys::stage::Stage;
+use elasticrs_sys::stat::Stat;
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
 
 use super::watch;
-use crate::exit::WorkerExit;
-use crate::nursery::activity::Activity;
-use crate::nursery::connections::Release;
-use crate::nursery::launch::{
-    Import as Terms, LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_again,
-    launch_sentinel, stage_reached,
-};
-use crate::nursery::link::AgentLink;
-use crate::nursery::protocol::{FIXED_FDS, Reply, Request};
-use crate::nursery::report::End;
-use crate::nursery::sweep::kill_by_token;
-use crate::nursery::token::Token;
-use crate::procfs;
-use crate::stat::Stat;
-use crate::sys::pidfd;
-use crate::sys::stage::Stage;
 
 /// Event that [`Nursery::next`] returns.
 #[derive(Debug)]

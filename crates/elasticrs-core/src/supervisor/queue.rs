@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use elasticrs_runtime::lock;
 use elasticrs_runtime::wake::Wake;
+use elasticrs_sys::poll::{Polled, poll_readable};
 
 use super::event::Event;
-use crate::sys::poll::{Polled, poll_readable};
 
 /// Events from the runtime thread, and descriptors that the agent watches.
 #[derive(Debug)]

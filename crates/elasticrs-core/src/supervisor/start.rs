@@ -4,11 +4,13 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
+use elasticrs_nursery::protocol::Request;
+use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
+use elasticrs_sys::stage::Stage;
+
 use super::event::{NurseryEnd, Outcome, StartFailure};
 use super::state::{Group, Input};
-use crate::nursery::protocol::Request;
-use crate::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy, StopScope};
-use crate::sys::stage::Stage;
+use crate::spec::{Descendants, GroupSpec, StopPolicy, StopScope};
 
 /// Settings for starting the workers of a group and, later, their replacements.
 #[derive(Debug, Default)]

@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::exit::{Usage, WorkerExit};
+use elasticrs_sys::signal::Signal;
 
 pub use self::hangs::Sight;
 use self::hangs::Then;
@@ -12,8 +14,6 @@ use super::deadlines::GIVE_UP_AFTER;
 pub use super::deadlines::Timer;
 use super::event::{Event, NurseryEnd, Outcome, StartFailure, Swept, TimerExpired, WorkerRaised};
 use super::evidence::Found;
-use crate::exit::{Usage, WorkerExit};
-use crate::signal::Signal;
 use crate::spec::{Descendants, StopPolicy, StopScope};
 use crate::timer::hang::{Elsewhere, Limits, Watch};
 

@@ -8,8 +8,14 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_nursery::connections::Connections;
+use elasticrs_nursery::protocol::{PROTOCOL, Reply as FromLink};
+use elasticrs_nursery::token::Token;
 use elasticrs_runtime::threads::panic_message;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::features::Features;
+use elasticrs_sys::procfs;
+use elasticrs_sys::signal::Signal;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinHandle, JoinSet};
 
@@ -22,13 +28,7 @@ use super::start::{Starting, Terms};
 use super::state::{Effect, End, Group, Input};
 use super::watch::{self, Watched};
 use super::zombies;
-use crate::nursery::connections::Connections;
-use crate::nursery::protocol::{PROTOCOL, Reply as FromLink};
-use crate::nursery::token::Token;
-use crate::procfs;
-use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
-use crate::sys::features::Features;
 use crate::timer::hang::Elsewhere;
 
 mod beside;

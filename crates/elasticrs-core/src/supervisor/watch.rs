@@ -5,18 +5,18 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_nursery::sweep;
+use elasticrs_nursery::token::Token;
 use elasticrs_runtime::readiness::register;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::procfs;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::{Pid, getsid};
 use tokio::io::Interest;
 
 use super::event::Swept;
-use crate::exit::WorkerExit;
-use crate::nursery::sweep;
-use crate::nursery::token::Token;
-use crate::procfs;
 
 /// Exit of a watched process.
 #[derive(Debug)]

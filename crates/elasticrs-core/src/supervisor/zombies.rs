@@ -12,8 +12,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
-use crate::nursery::tree::{Status, children_of_self, descendants, describe, newest_pid};
-use crate::procfs;
+use elasticrs_nursery::tree::{Status, children_of_self, descendants, describe, newest_pid};
+use elasticrs_sys::procfs;
 
 /// Minimum number of zombie children for which a process is reported. This is a quarter of 1024, the smallest process
 /// limit that is common for containers. It is too high for a program that starts one helper for each CPU and briefly

@@ -26,7 +26,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::nanoseconds;
+use elasticrs_sys::clock::nanoseconds;
 
 /// Maximum time between two calls of [`Watch::look`].
 pub const LOOK_EVERY: Duration = Duration::from_secs(5);

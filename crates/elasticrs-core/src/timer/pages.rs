@@ -8,10 +8,10 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::Ordering;
 
+use elasticrs_sys::page::Page;
 use nix::sys::stat::fstat;
 
 use super::hang::{Beat, Section, Seen};
-use crate::sys::page::Page;
 
 /// Indices of the words in a page, and lengths of the areas for the section's name and for the heartbeat times.
 const COUNT: usize = 1;

@@ -5,10 +5,9 @@
 //! expiration on the monotonic clock), `start_time` (field 22 of `/proc/PID/stat`), and `at` (the place in the
 //! program).
 
+use elasticrs_sys::signal::Signal;
 use memchr::memmem;
 use serde::Deserialize;
-
-use crate::signal::Signal;
 
 /// A worker's request to acquire or release a timer.
 #[derive(Debug, Clone, PartialEq)]

@@ -6,9 +6,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use elasticrs_runtime::clock::Stamp;
-
-use crate::signal::Signal;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::signal::Signal;
 
 /// Maximum number of active timers, counting all processes.
 pub const MAX_TIMERS: usize = 16_384;

@@ -8,8 +8,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use elasticrs_runtime::blocking::BlockingCalls;
-use elasticrs_runtime::clock::boot_now;
 use elasticrs_runtime::stream;
+use elasticrs_sys::clock::boot_now;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
 

@@ -7,9 +7,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::clock::{boot_now, wall_now};
 use elasticrs_runtime::lock;
 use elasticrs_runtime::wake::Wake;
+use elasticrs_sys::clock::{boot_now, wall_now};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::sync::Notify;
 

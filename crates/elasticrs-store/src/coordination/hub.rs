@@ -18,8 +18,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use elasticrs_runtime::clock::{boot_now, wall_now};
 use elasticrs_runtime::notices::Notices;
+use elasticrs_sys::clock::{boot_now, wall_now};
 use elasticrs_sys::heap;
 use tokio::sync::Notify;
 use tokio::task::{JoinSet, yield_now};

@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::{boot_now, nanoseconds};
+use elasticrs_sys::clock::{boot_now, nanoseconds};
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::io::Interest;
 use tokio::net::TcpStream;

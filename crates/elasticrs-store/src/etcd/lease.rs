@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::{boot_now, nanoseconds};
+use elasticrs_sys::clock::{boot_now, nanoseconds};
 
 use super::grpc::{CallError, Duplex};
 use super::mapping::unsigned;

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::boot_now;
+use elasticrs_sys::clock::boot_now;
 use tokio::time::timeout;
 
 use super::dial::{Credentials, Link, Stage, Trouble, dial, too_late, unread};

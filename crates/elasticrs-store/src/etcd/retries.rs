@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-use elasticrs_runtime::clock::nanoseconds;
+use elasticrs_sys::clock::nanoseconds;
 
 /// Nanoseconds for which a request may fail before the user is notified.
 const UNNOTICED: u64 = 1_000_000_000;

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::{boot_now, nanoseconds};
+use elasticrs_sys::clock::{boot_now, nanoseconds};
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 

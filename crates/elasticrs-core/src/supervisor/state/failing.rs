@@ -3,12 +3,13 @@
 
 use std::time::Duration;
 
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::signal::Signal;
+
 use super::member::{Member, Pause, to_group};
 use super::{Effect, Event, GIVE_UP_AFTER, Group, Outcome, Phase, Timer, TimerExpired};
-use crate::signal::Signal;
 use crate::spec::StopScope;
 use crate::supervisor::event::WorkersKilled;
-use elasticrs_runtime::clock::Stamp;
 
 impl Group {
     /// Handles a timer that was not released in time. If the timer has a signal, sends it to the process, and the

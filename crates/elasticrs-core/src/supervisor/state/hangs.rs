@@ -6,15 +6,16 @@
 
 use std::time::Duration;
 
+use elasticrs_sys::clock::{Stamp, nanoseconds};
+use elasticrs_sys::exit::WorkerExit;
+
 use super::{Effect, Event, Group, Input, Phase, Timer};
-use crate::exit::WorkerExit;
 use crate::spec::StopPolicy;
 use crate::supervisor::event::{Heartbeat, RankSeen, TimerExpired, WorkerHung};
 use crate::supervisor::evidence::Found;
 use crate::timer::hang::{
     Elsewhere, Ground, Limits, Overdue, Seen, Suspect, Verdict, Watch, blame, blame_beside, still_late,
 };
-use elasticrs_runtime::clock::{Stamp, nanoseconds};
 
 /// Heartbeats and output of all workers at one point in time.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

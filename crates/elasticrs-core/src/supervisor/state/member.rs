@@ -1,10 +1,11 @@
 //! State of one worker in a group.
 
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::signal::Signal;
+
 use super::Effect;
-use crate::signal::Signal;
 use crate::spec::StopScope;
 use crate::supervisor::event::{KillReason, WorkerRaised};
-use elasticrs_runtime::clock::Stamp;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Pause {

@@ -6,12 +6,13 @@
 
 use std::time::Duration;
 
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::signal::Signal;
+
 use super::member::{Member, Place, to_group};
 use super::{Effect, Event, GIVE_UP_AFTER, Group, Phase, Swept, Timer};
-use crate::signal::Signal;
 use crate::spec::StopScope;
 use crate::supervisor::event::StartFailure;
-use elasticrs_runtime::clock::Stamp;
 
 /// Time limit for starts of replacements that are in progress when the group is killed.
 const LAST_CHANCE: Duration = Duration::from_secs(1);

@@ -5,14 +5,15 @@
 
 use std::time::{Duration, Instant};
 
+use elasticrs_nursery::launch::Import as Terms;
+use elasticrs_nursery::protocol::{PROTOCOL, Reply};
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::priority;
+
 use super::{CLOSE_LIMIT, Current, Task, loss, warm};
-use crate::exit::WorkerExit;
-use crate::nursery::launch::Import as Terms;
-use crate::nursery::protocol::{PROTOCOL, Reply};
 use crate::supervisor::deadlines::after;
 use crate::supervisor::event::{Event, NurseryEnd};
 use crate::supervisor::nursery_io::{FromNursery, Nursery};
-use crate::sys::priority;
 
 /// The second nursery and its import deadline.
 pub(super) struct Beside {

@@ -5,10 +5,10 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_nursery::held::{self, Held};
+use elasticrs_sys::clock::Stamp;
 
 use super::{Beside, Current, Running, Task};
-use crate::nursery::held::{self, Held};
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::Event;
 use crate::supervisor::state::Input;

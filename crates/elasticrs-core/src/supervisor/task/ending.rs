@@ -3,11 +3,12 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use elasticrs_nursery::held;
+use elasticrs_nursery::protocol::Request;
+
 use super::beside::Beside;
 use super::loss::left_behind;
 use super::{CLOSE_LIMIT, Current, Member, Task};
-use crate::nursery::held;
-use crate::nursery::protocol::Request;
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, Swept};
 use crate::supervisor::state::{End, Input};

@@ -10,8 +10,9 @@ use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::clock::Stamp;
 use elasticrs_runtime::readiness::register;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::pidfd;
 use nix::sys::socket::{
     AddressFamily, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, UnixCredentials, bind, getsockname,
     recvmsg, setsockopt, socket, sockopt,
@@ -26,7 +27,6 @@ use crate::supervisor::event::{Event, ExitStage, WorkerRaised};
 use crate::supervisor::exit_progress::{self, Sample, progressed, ticks_per_second};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
-use crate::sys::pidfd;
 
 /// Maximum length of a notice in bytes. The hook never sends more. Longer notices are truncated.
 const MAX_TEXT: usize = 4096;

@@ -4,11 +4,11 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
+use elasticrs_nursery::connections::{Held, Release};
+use elasticrs_nursery::protocol::Request;
 use nix::errno::Errno;
 
 use super::{Nursery, Task};
-use crate::nursery::connections::{Held, Release};
-use crate::nursery::protocol::Request;
 use crate::supervisor::command::Guarded;
 use crate::supervisor::event::Event;
 

@@ -8,13 +8,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
+use elasticrs_sys::clock::Stamp;
 use tokio::task::JoinSet;
 
 use super::{Current, Running, Task};
 use crate::limits;
 use crate::logs::Logs;
-use crate::spec::{GroupSpec, PassedFd, ProcessSpec};
+use crate::spec::GroupSpec;
 use crate::supervisor::evidence::{self, EvidenceFiles, Found, Patience, Subject};
 use crate::supervisor::state::{Input, Sight};
 use crate::timer::hang::{Limits, Seen};
@@ -182,13 +183,14 @@ impl Task {
 
 #[cfg(test)]
 mod tests {
+    use elasticrs_sys::pidfd;
+    use elasticrs_sys::signal::Signal;
+
     use super::super::Member;
     use super::*;
-    use crate::signal::Signal;
     use crate::spec::{Descendants, StopPolicy, StopScope};
     use crate::supervisor::start::Terms;
     use crate::supervisor::state::Group;
-    use crate::sys::pidfd;
 
     #[tokio::test]
     async fn a_worker_whose_files_hang_costs_the_evidence_of_no_other() {

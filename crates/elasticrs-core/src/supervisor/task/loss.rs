@@ -4,18 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::clock::{Stamp, boot_now};
+use elasticrs_nursery::fence::Look;
+use elasticrs_sys::clock::{Stamp, boot_now};
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::signal::Signal;
+use elasticrs_sys::stage::Stage;
 
 use super::{Current, Guard, Task};
-use crate::exit::WorkerExit;
-use crate::nursery::fence::Look;
-use crate::signal::Signal;
 use crate::spec::StopPolicy;
 use crate::supervisor::deadlines::{GIVE_UP_AFTER, Timer};
 use crate::supervisor::event::{Event, NurseryEnd, Swept};
 use crate::supervisor::state::{HOPELESS_SWEEP, Input};
 use crate::supervisor::watch;
-use crate::sys::stage::Stage;
 
 /// Extra time in which the nursery can notice by itself that the fence deadline has passed.
 pub(super) const FENCE_AFTER: Duration = Duration::from_millis(100);

@@ -3,17 +3,17 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use elasticrs_nursery::cleaner;
+use elasticrs_nursery::protocol::Request;
+use elasticrs_sys::pidfd;
+use elasticrs_sys::signal::Signal;
 use nix::unistd::{Pid, getpgid};
 
 use super::{Current, Member, Task};
-use crate::nursery::cleaner;
-use crate::nursery::protocol::Request;
-use crate::signal::Signal;
 use crate::spec::StopScope;
 use crate::supervisor::command::{Adopted, SupervisorError};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
-use crate::sys::pidfd;
 
 impl Member {
     /// Kills the other processes in this member's process group, except those that clean up after the member. Does not

@@ -4,21 +4,21 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_nursery::protocol::Request;
+use elasticrs_nursery::spec::ProcessSpec;
+use elasticrs_nursery::tree::Status;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::pidfd;
+use elasticrs_sys::stage::Stage;
 
 use super::ending::SWEEP_SLACK;
 use super::{Current, Member, Task};
-use crate::nursery::protocol::Request;
-use crate::nursery::tree::Status;
-use crate::spec::ProcessSpec;
 use crate::supervisor::command::SupervisorError;
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, StartFailure, Swept};
 use crate::supervisor::state::Input;
 use crate::supervisor::task::loss::FENCE_AFTER;
 use crate::supervisor::watch;
-use crate::sys::pidfd;
-use crate::sys::stage::Stage;
 
 /// Time limit for a hanging start to fail after the starting process was sent SIGKILL.
 const KILL_LIMIT: Duration = Duration::from_secs(5);

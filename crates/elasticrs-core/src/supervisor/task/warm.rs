@@ -2,13 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use elasticrs_nursery::launch::{Import as Terms, NurseryImage};
+use elasticrs_nursery::report::{self, End};
+use elasticrs_sys::stage::Stage;
+
 use super::{CLOSE_LIMIT, Current, Guard, Import, Nursery, Task};
-use crate::nursery::launch::{Import as Terms, NurseryImage};
-use crate::nursery::report::{self, End};
 use crate::spec::GroupSpec;
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, NurseryEnd, StartFailure};
-use crate::sys::stage::Stage;
 
 /// Time after which the user is notified that workers are waiting for an import.
 const SLOW_IMPORT: Duration = Duration::from_secs(5);

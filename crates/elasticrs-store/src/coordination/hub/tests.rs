@@ -1,9 +1,8 @@
 use std::sync::mpsc::channel;
 
+use elasticrs_runtime::notices::Tell;
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::task::{LocalSet, spawn_local};
-
-use elasticrs_runtime::notices::Tell;
 
 use super::super::protocol::VERSION;
 use super::super::server::run;
