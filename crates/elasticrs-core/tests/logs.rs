@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -14,6 +14,7 @@ use elasticrs_core::logs::{Console, Dest, LogStream, Logs, MatchingLines, NotDra
 use elasticrs_sys::clock::Stamp;
 use elasticrs_testkit::wait_until;
 use nix::errno::Errno;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// A hang guard, never the thing measured.
 const GUARD: Duration = Duration::from_secs(30);
@@ -207,6 +208,24 @@ fn a_stuck_console_stops_nobody_and_gets_everything_later() {
     fixture.logs.finish(&[next]);
     assert_eq!(fixture.drained(Instant::now() + GUARD), []);
     assert_eq!(fixture.close(), "[1]:again\n");
+}
+
+#[test]
+fn without_a_free_descriptor_a_file_is_opened_once_the_finished_files_are_closed() {
+    let fixture = Fixture::new();
+    let id = fixture.follow(0);
+    append(&fixture.path(0), &b"0123456789\n".repeat(100_000));
+    fixture.logs.finish(&[id]);
+    assert_eq!(fixture.drained(Instant::now()).len(), 1, "the console holds the file open");
+    let stdout = fixture.stdout.try_clone().unwrap();
+    let free = File::open("/dev/null").unwrap().as_raw_fd().cast_unsigned();
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, free.into(), hard).unwrap();
+    let reader = std::thread::spawn(move || BufReader::new(stdout).lines().take(100_000).count());
+    fixture.follow(1);
+    setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+    assert_eq!(fixture.notices(), []);
+    assert_eq!(reader.join().unwrap(), 100_000);
 }
 
 #[test]

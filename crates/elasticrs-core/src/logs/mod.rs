@@ -19,10 +19,12 @@
 //! Invariants, in addition to those of the modules:
 //!
 //! - **LOGS-1** Only [`Logs::follow`] accesses files, and no method accesses the console. Therefore, a file can block
-//!   only [`Logs::follow`], and the console cannot block any method.
+//!   only [`Logs::follow`], and the console cannot block any method, except for the limited time of LOGS-4.
 //! - **LOGS-2** Every byte that was in a file when its stream was finished is written to the console, unless
 //!   [`Logs::drained`] returns the stream or its destination was reported as lost.
 //! - **LOGS-3** A problem is reported once for each file, and never stops the agent.
+//! - **LOGS-4** If no descriptor is free, [`Logs::follow`] waits up to 2 s until the logs thread has closed the files of
+//!   finished streams. Therefore, a restart needs no more descriptors than the first start.
 
 mod console;
 mod follow;
@@ -39,8 +41,8 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
 
 use elasticrs_runtime::lock;
 use elasticrs_runtime::threads::{Leavable, panic_message};
@@ -57,6 +59,9 @@ use console::{Output, errno_of};
 use follow::{Opened, Sink};
 use pump::{Command, Pump};
 use totals::LogCounts;
+
+/// Time that [`Logs::follow`] waits for the files of finished streams to be closed if no descriptor is free.
+const CLOSING: Duration = Duration::from_secs(2);
 
 /// Standard output or standard error of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -141,7 +146,9 @@ struct Shared {
     commands: Mutex<Vec<Command>>,
     /// Followed streams. A finished stream is removed once all of it has been written.
     streams: Mutex<BTreeMap<StreamId, Arc<StreamInfo>>>,
-    /// Notifies waiters when all of a finished stream has been written, or when the thread has exited.
+    /// Notifies waiters when all of a finished stream has been written and its file is closed, or when the thread has
+    /// exited. `closed` is for a thread that blocks, `changed` for a future.
+    closed: Condvar,
     changed: tokio::sync::watch::Sender<()>,
     is_gone: AtomicBool,
 }
@@ -170,6 +177,7 @@ impl Logs {
             wake: Wake::new()?,
             commands: Mutex::default(),
             streams: Mutex::default(),
+            closed: Condvar::new(),
             changed: tokio::sync::watch::Sender::default(),
             is_gone: AtomicBool::new(false),
         };
@@ -188,6 +196,7 @@ impl Logs {
         let output_of = self.start_thread()?;
         let mut ids = Vec::with_capacity(streams.len());
         let mut opened = Vec::with_capacity(streams.len());
+        let deadline = Instant::now() + CLOSING;
         for stream in streams {
             let id = StreamId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
             ids.push(id);
@@ -207,9 +216,13 @@ impl Logs {
             let sink = match &info.stream.to {
                 To::Nowhere => Ok(Sink::Nowhere),
                 To::Console(dest) => Ok(Sink::Console(output_of[*dest as usize])),
-                To::File(lines) => lines.open().map(Sink::File).map_err(|error| (lines.path.clone(), error)),
+                To::File(lines) => {
+                    let copy = self.shared.open_until(deadline, || lines.open());
+                    copy.map(Sink::File).map_err(|error| (lines.path.clone(), error))
+                }
             };
-            let file = open(&info.stream).map_err(|error| (info.stream.path.clone(), error));
+            let file = self.shared.open_until(deadline, || open(&info.stream));
+            let file = file.map_err(|error| (info.stream.path.clone(), error));
             match sink.and_then(|sink| Ok((sink, file?))) {
                 Ok((sink, (file, offset))) => opened.push(Opened { info, file, offset, sink }),
                 Err((path, error)) => {
@@ -315,7 +328,30 @@ impl Shared {
         let mut streams = lock(&self.streams);
         streams.retain(|id, _| !through.contains(id));
         drop(streams);
+        self.tell_changed();
+    }
+
+    fn tell_changed(&self) {
+        self.closed.notify_all();
         self.changed.send_replace(());
+    }
+
+    /// Opens a file. If no descriptor is free, waits for the files of finished streams to be closed, at most until the
+    /// deadline, and tries again.
+    fn open_until<T>(&self, deadline: Instant, open: impl Fn() -> io::Result<T>) -> io::Result<T> {
+        match open() {
+            Err(error) if error.raw_os_error() == Some(libc::EMFILE) => {
+                let limit = deadline.saturating_duration_since(Instant::now());
+                let is_open = |streams: &mut BTreeMap<StreamId, Arc<StreamInfo>>| {
+                    !self.is_gone.load(Ordering::Acquire)
+                        && streams.values().any(|info| info.is_finishing.load(Ordering::Relaxed))
+                };
+                // Try again after a timeout too, because some of the files may be closed.
+                drop(self.closed.wait_timeout_while(lock(&self.streams), limit, is_open));
+                open()
+            }
+            opened => opened,
+        }
     }
 
     fn not_drained(&self) -> Vec<NotDrained> {
@@ -339,7 +375,7 @@ fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
     let pump = Pump::new(Arc::clone(shared), outputs, Arc::clone(notify));
     let result = catch_unwind(AssertUnwindSafe(|| pump.run()));
     shared.is_gone.store(true, Ordering::Release);
-    shared.changed.send_replace(());
+    shared.tell_changed();
     if let Err(panic) = result {
         notify(Notice::Panicked { message: panic_message(panic.as_ref()) });
     }
