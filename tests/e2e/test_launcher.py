@@ -4,10 +4,10 @@ import json
 import os
 import re
 import signal
-import sys
 
 import pytest
 from helpers import procs
+from helpers.launcher import launcher_with
 from helpers.procs import assert_gone, process, reap_adopted
 
 WAITS = """
@@ -233,11 +233,8 @@ def test_a_console_that_nobody_reads_at_the_end_costs_no_success(launch, worker_
         import sys
         sys.stdout.write("a line that nobody reads\\n" * 100_000)
     """)
-    short = (
-        "import sys; from elasticrs.agent import tracker; from elasticrs.launch import main;"
-        "tracker.DRAIN_TIMEOUT = 0.2; sys.exit(main())"
-    )
-    job = launch("-t", "1", "--log-dir", tmp_path / "logs", script, argv=[sys.executable, "-c", short])
+    short = launcher_with("agent.tracker", DRAIN_TIMEOUT=0.2)
+    job = launch("-t", "1", "--log-dir", tmp_path / "logs", script, argv=short)
     # Nobody reads its stdout until it has ended.
     assert procs.wait_readable(job.pidfd, 30)
     assert job.wait() == 0

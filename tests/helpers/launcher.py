@@ -218,3 +218,18 @@ LAUNCHERS = {
     "torchrun": (str(Path(sys.executable).parent / "torchrun"),),
 }
 """Command lines, all under this interpreter."""
+
+
+def launcher_with(module: str, **values: float) -> tuple[str, ...]:
+    """Return the command line of a launcher in which constants of a module have other values, so that a test
+    need not wait as long as a user.
+
+    Args:
+        module: name below ``elasticrs``.
+        values: the constants.
+    """
+    program = (
+        f"import sys; from elasticrs.launch import main; import elasticrs.{module} as module;"
+        f"vars(module).update({values!r}); sys.exit(main())"
+    )
+    return (sys.executable, "-c", program)

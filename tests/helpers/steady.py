@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from helpers import procs
 from helpers.launcher import Launched
@@ -25,6 +26,7 @@ class SteadyJob:
         n: number of workers.
         stubborn: workers go on when told to stop.
         env: more variables of the launcher.
+        how: passed on to ``launch``.
     """
 
     def __init__(
@@ -35,13 +37,14 @@ class SteadyJob:
         *args: str,
         stubborn: bool = False,
         env: Mapping[str, str] = MappingProxyType({}),
+        **how: Any,
     ) -> None:
         self.n = n
         self._logs, self._counts = folder / "logs", folder / "counts"
         self._counts.mkdir()
         own = {"COUNTS": str(self._counts)} | ({"STUBBORN": "1"} if stubborn else {})
         arguments = ("--nproc-per-node", str(n), "--log-dir", self._logs, "--tee", "3", *args, SCRIPT)
-        self.launched = launch(*arguments, env={**own, **env})
+        self.launched = launch(*arguments, env={**own, **env}, **how)
 
     def ready(self, attempt: int = 0, count: int | None = None) -> dict[int, int]:
         """Wait until that many workers of an attempt (all, by default) run; returns pids by rank."""

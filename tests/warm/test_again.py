@@ -6,8 +6,11 @@ import signal
 
 import pytest
 from helpers import procs
+from helpers.launcher import LAUNCHERS, launcher_with
 
 pytestmark = pytest.mark.beyond_torchrun
+
+CHECKS_OFTEN = launcher_with("agent.warming", CHECK_INTERVAL=0.2)
 
 SHOWS = """
     import os, signal
@@ -41,14 +44,14 @@ if os.getppid() == {agent}:
 class Job:
     """A job of one worker that shows the value of a module of the user."""
 
-    def __init__(self, launch, folder, script, *options):
+    def __init__(self, launch, folder, script, argv):
         (folder / "library").mkdir()
         self.module = folder / "library" / "own_library.py"
         self.module.write_text("VALUE = 'old'\n")
         self._started, self._fifo = folder / "started", folder / "fifo"
         os.mkfifo(self._fifo)
         env = {"PYTHONPATH": str(folder / "library")}
-        self.launched = launch("--max-restarts=5", "--warm=own_library", *options, script, env=env)
+        self.launched = launch("--max-restarts=5", "--warm=own_library", script, env=env, argv=argv)
 
     def seen(self, attempt):
         """Return the value that the worker of an attempt has seen, and its pid."""
@@ -84,8 +87,10 @@ class Job:
 
 @pytest.fixture
 def job(launch, tmp_path, worker_script):
-    def start(*options):
-        return Job(launch, tmp_path, worker_script(SHOWS), *options)
+    """Starts the job."""
+
+    def start(argv=CHECKS_OFTEN):
+        return Job(launch, tmp_path, worker_script(SHOWS), argv)
 
     return start
 
@@ -107,21 +112,27 @@ def test_a_restart_after_the_import_is_warm_and_has_the_new_code(job):
     assert len(re.findall(r"own_library\.py has changed", job.launched.stderr)) == 1
 
 
-def test_a_restart_before_the_import_is_cold_and_has_the_new_code(job):
-    job = job()
+def test_a_restart_before_a_check_is_cold_and_has_the_new_code(job):
+    job = job(LAUNCHERS["elasticrs"])
     job.seen(0)
     job.edit("new")
     assert job.fail(0) == "cold"
     assert job.seen(1)[0] == "new"
-    job.edit("newer", WAITS)
+    job.succeed(1)
+
+
+def test_a_restart_before_the_import_is_cold_and_has_the_new_code(job):
+    job = job()
+    job.seen(0)
+    job.edit("new", WAITS)
     job.is_importing()
-    assert job.fail(1) == "cold"
-    assert job.seen(2)[0] == "newer"
+    assert job.fail(0) == "cold"
+    assert job.seen(1)[0] == "new"
     job.go_on()
     job.is_imported()
-    assert job.fail(2) == "warm"
-    assert job.seen(3)[0] == "newer"
-    job.succeed(3)
+    assert job.fail(1) == "warm"
+    assert job.seen(2)[0] == "new"
+    job.succeed(2)
 
 
 def test_a_change_during_the_import_is_noticed(job):

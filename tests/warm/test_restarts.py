@@ -9,6 +9,7 @@ import venv
 
 import pytest
 from helpers import ports, procs
+from helpers.launcher import launcher_with
 from helpers.steady import EXIT_0, SteadyJob, send
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -145,7 +146,8 @@ def bare(tmp_path):
 def test_what_is_installed_during_a_job_is_imported_again_only_if_it_was_imported(launch, tmp_path, bare):
     python, site = bare
     options = ("--max-restarts=2", "--warm=a_library")
-    job = SteadyJob(launch, tmp_path, 1, *options, env={"PYTHON_EXEC": str(python)})
+    argv = launcher_with("agent.warming", CHECK_INTERVAL=0.2)
+    job = SteadyJob(launch, tmp_path, 1, *options, env={"PYTHON_EXEC": str(python)}, argv=argv)
     for attempt, changes_library in ((0, False), (1, True)):
         pids, nursery = job.ready(attempt), job.nursery()
         (site / f"another-{attempt}.0.dist-info").mkdir()

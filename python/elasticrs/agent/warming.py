@@ -35,7 +35,7 @@ _PATIENCE = 0.5
 respond.
 """
 
-_INTERVAL = 5.0
+CHECK_INTERVAL = 5.0
 """Seconds between two checks of the imported files while an attempt runs."""
 
 _SHARE = 50
@@ -169,7 +169,7 @@ class Warming:
         left = self._due - time.monotonic()
         if left > 0:
             return left
-        pause = _INTERVAL
+        pause = CHECK_INTERVAL
         if self._checking is None:
             self._checking = Asked(lambda: _check(newest))
         elif self._checking.wait(0):
@@ -194,7 +194,7 @@ class Warming:
 
     def _start_checks(self) -> None:
         self._settling = sources.Settling()
-        self._due = time.monotonic() + _INTERVAL
+        self._due = time.monotonic() + CHECK_INTERVAL
 
     def _look(self, look: Callable[[], _T]) -> _T | None:
         """Return the result of a file check, or ``None`` if this check or an earlier one takes too long."""
