@@ -30,9 +30,10 @@ BENCH ?=
 PYTEST ?=
 # What `make check` runs of the tests in Python.
 CHECKED := tests/unit tests/errors tests/rendezvous/test_rounds.py tests/e2e/test_launcher.py
-# Most tests wait rather than compute: one process more than there are processors, up to 8, since the longest tests end no
+# Most tests wait rather than compute, so two of them run for each processor, and one more, up to 8, since the longest tests end no
 # sooner with more. Who picks tests looks at them, and may want -s or --pdb.
-JOBS ?= $(if $(strip $(PYTEST)),0,$(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8))))
+PROCESSES := $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n + 1 : 8)))
+JOBS ?= $(if $(strip $(PYTEST)),0,$(PROCESSES))
 ifdef ALL
 PYTEST_SELECT :=
 PYTEST_NEEDS := $(FRAMEWORKS)
@@ -49,7 +50,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint bench wheel clean force
+.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint lint-rust lint-python bench wheel clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,7 +95,7 @@ check: build ## a meaningful part of lint and tests, in under two minutes: for e
 	@cargo fmt --all --check
 	@$(PY) -m ruff check --no-cache --quiet $(PYTHON_TREES)
 	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
-	@cargo nextest run --locked --workspace --lib --no-fail-fast --status-level fail --final-status-level fail
+	@cargo nextest run --locked --workspace --lib --no-fail-fast -j $(PROCESSES) --status-level fail --final-status-level fail
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow" $(CHECKED)
 
 # The rest of the tests, for hours. A random test that fails prints how to repeat its example.
@@ -114,8 +115,9 @@ WARM_TESTS := not test(a_nursery_that)
 test-rust:
 	@cargo build --locked --quiet --bins
 	@if cargo nextest --version >/dev/null 2>&1; then \
-	    cargo nextest run --locked $(NEXTEST_IGNORED) && \
-	    ELASTICRS_TEST_WARM=1 cargo nextest run --locked -p elasticrs-core --test supervisor --test fence --test replacing -E '$(WARM_TESTS)'; \
+	    cargo nextest run --locked -j $(PROCESSES) $(NEXTEST_IGNORED) && \
+	    ELASTICRS_TEST_WARM=1 cargo nextest run --locked -j $(PROCESSES) -p elasticrs-core \
+	        --test supervisor --test fence --test replacing -E '$(WARM_TESTS)'; \
 	else \
 	    cargo test --locked --no-fail-fast --lib --bins --tests -- $(CARGO_IGNORED) --test-threads=1; \
 	fi
@@ -149,10 +151,15 @@ soak-train: build ## workers of elasticrs.train are killed at random moments: st
 soak-hosted: build ## nodes that host etcd are killed, stopped and cut off (root); ROUNDS=200
 	@ELASTICRS_HOSTED_ROUNDS=$(or $(ROUNDS),200) $(PY) -m pytest -q -n0 -s tests/network/hosted_etcd_monkey.py
 
-# Ruff's cache does not notice new modules, which decide how imports are sorted.
 lint: build ## formatters, linters, types, the stub of the extension, floors and circles, rules of the tree
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint-rust lint-python
+
+lint-rust:
 	@cargo fmt --all --check
 	@cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+
+# Ruff's cache does not notice new modules, which decide how imports are sorted.
+lint-python:
 	@$(PY) -m ruff check --no-cache --quiet $(PYTHON_TREES)
 	@$(PY) -m ruff format --no-cache --quiet --check $(PYTHON_TREES)
 	@$(PY) -m mypy python tools tests/helpers tests/conftest.py benchmarks $(GPU_KIT_SOURCES)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import procs
-from helpers.launcher import LAUNCHERS, clean_environment
+from helpers.launcher import LAUNCHERS, clean_environment, launcher_with
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -73,9 +73,9 @@ def stuck():
 
 
 @pytest.fixture
-def stuck_launcher(stuck, tmp_path):
-    """A launcher with a report for nobody."""
-    command = [*COMMAND, "--no-python", "false"]
+def stuck_launcher(stuck, tmp_path, request):
+    """A launcher with a report for nobody, which it gives up after so many seconds."""
+    command = [*launcher_with("launcher.command_line", PATIENCE=request.param), "--no-python", "false"]
     launcher = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=stuck, cwd=tmp_path, env=clean_environment()
     )
@@ -84,19 +84,22 @@ def stuck_launcher(stuck, tmp_path):
     launcher.wait()
 
 
+@pytest.mark.parametrize("stuck_launcher", [2 * procs.HANG], indirect=True)
 def test_a_signal_ends_a_launcher_whose_report_nobody_reads(stuck_launcher):
     with pytest.raises(subprocess.TimeoutExpired):
         stuck_launcher.wait(2)
     stuck_launcher.send_signal(signal.SIGTERM)
-    assert stuck_launcher.wait(5) == 1
+    assert stuck_launcher.wait(procs.HANG) == 1
 
 
+@pytest.mark.parametrize("stuck_launcher", [1.0], indirect=True)
 def test_a_report_that_nobody_reads_is_given_up(stuck_launcher):
     assert stuck_launcher.wait(procs.HANG) == 1
 
 
 def test_a_signal_while_the_console_is_waited_for_is_no_hang(stuck, tmp_path):
-    command = [*COMMAND, "--log-dir", str(tmp_path), "--tee", "1", "--no-python", "seq", "10"]
+    command = launcher_with("agent.tracker", DRAIN_TIMEOUT=4.0)
+    command += ("--log-dir", str(tmp_path), "--tee", "1", "--no-python", "seq", "10")
     launcher = subprocess.Popen(
         command, stdout=stuck, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment()
     )

@@ -48,6 +48,7 @@ def test_what_is_not_as_promised_is_said(tell, stamps, end):
     assert tell(FINAL, lines(*stamps) + end)[1]
 
 
+@pytest.mark.slow
 def test_the_demo_keeps_its_promises(run_demo):
     text = run_demo("train_state/demo.py")
     assert re.search(r"[\d.]+ ms from the kill", text)

@@ -3,7 +3,7 @@
 import pytest
 from helpers.etcd import binary, healthy_members
 
-pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture

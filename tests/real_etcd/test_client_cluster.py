@@ -20,8 +20,15 @@ def read(client: EtcdClient) -> tuple[int, list[str]]:
     return event.revision, [change.key for change in event.changes]
 
 
-@pytest.mark.parametrize("harm", ["kill", "stop"])
-@pytest.mark.parametrize("is_leader", [True, False])
+@pytest.mark.parametrize(
+    ("is_leader", "harm"),
+    [
+        (True, "kill"),
+        (False, "stop"),
+        pytest.param(True, "stop", marks=pytest.mark.slow),
+        pytest.param(False, "kill", marks=pytest.mark.slow),
+    ],
+)
 def test_members_fail_in_the_middle_of_traffic(etcd_cluster, connect_etcd, harm, is_leader):
     """Each transaction is done once, and each watch is told of all of them once and in order."""
     server, prefix = etcd_cluster.server, f"{etcd_cluster.prefix}/"

@@ -256,7 +256,7 @@ def test_a_user_where_nobody_is_asked(etcd, connect_etcd):
 
 @pytest.fixture(scope="module")
 def jwt_etcd(tmp_path_factory):
-    """A server whose tokens for users are signed, and last for five seconds."""
+    """A server whose tokens for users are signed, and last for two seconds."""
     folder = tmp_path_factory.mktemp("jwt")
     key = rsa.generate_private_key(65537, 2048)
     (folder / "private").write_bytes(
@@ -272,7 +272,7 @@ def jwt_etcd(tmp_path_factory):
         )
     )
     keys = f"pub-key={folder / 'public'},priv-key={folder / 'private'}"
-    for server in serving_etcd(folder, 1, None, "--auth-token", f"jwt,{keys},sign-method=RS256,ttl=5s"):
+    for server in serving_etcd(folder, 1, None, "--auth-token", f"jwt,{keys},sign-method=RS256,ttl=2s"):
         server.enable_auth("/mine/")
         yield server
 

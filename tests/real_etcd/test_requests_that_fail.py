@@ -126,8 +126,16 @@ def proxy(etcd, request) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def client(etcd, proxy, connect_etcd) -> EtcdClient:
-    return connect_etcd([proxy.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=3.0).connected()
+def connect(etcd, proxy, connect_etcd):
+    """Connect through the proxy, with a time limit for requests that fail, in seconds."""
+    return lambda limit: connect_etcd(
+        [proxy.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=limit
+    ).connected()
+
+
+@pytest.fixture
+def client(connect) -> EtcdClient:
+    return connect(3.0)
 
 
 each_failure = pytest.mark.parametrize("proxy", FAILURES.values(), ids=FAILURES, indirect=True)
@@ -170,7 +178,8 @@ def test_a_watch_that_always_fails_is_given_up_and_told_of(client, proxy):
 
 
 @each_failure
-def test_a_request_that_fails_for_a_moment_is_carried_out_once(client, proxy, etcd):
+def test_a_request_that_fails_for_a_moment_is_carried_out_once(connect, proxy, etcd):
+    client = connect(HANG)
     proxy.is_failing = True
     client.inner.txn(1000, [], [("put", POISON.decode(), b"v", False)])
     next_notice(client)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def is_usable(python: str) -> bool:
     return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
+@cache
 def interpreters() -> list[str]:
     found = [path for name in NAMES if (path := shutil.which(name)) and is_usable(path)]
     system = "/usr/bin/python3"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     AttemptLogs = Callable[[str, dict[int, dict[str, str]]], LogPaths]
 
-_PATIENCE = 10.0
+PATIENCE = 10.0
 """Seconds for which the launcher waits if nobody reads its stderr."""
 
 _FIRST_SIGNALS = (
@@ -170,7 +170,7 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
     try:
         result = agent.run()
     except (SupervisorError, OSError) as error:
-        console.write(console.prefixed(f"the job was stopped: {error}{os.linesep}"), _PATIENCE)
+        console.write(console.prefixed(f"the job was stopped: {error}{os.linesep}"), PATIENCE)
         return 1
     headline = None
     if result.exit_code != 0:
@@ -289,7 +289,7 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
     from elasticrs.report.console import Console
 
     console = Console(log_prefix=log_prefix)
-    console.write(console.prefixed(message + os.linesep), _PATIENCE)
+    console.write(console.prefixed(message + os.linesep), PATIENCE)
     return code
 
 
@@ -301,7 +301,7 @@ def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequ
     not read cannot block the launcher.
     """
     if signals is None:
-        return console.write(text, _PATIENCE)
+        return console.write(text, PATIENCE)
     pipe = signals
 
     def is_asked_to_stop() -> bool:
@@ -310,7 +310,7 @@ def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequ
             pipe.stop_this_process()
         return any(signum not in {signal.SIGTSTP, *others} for signum in taken)
 
-    return console.write(text, _PATIENCE, pipe.fd, is_asked_to_stop)
+    return console.write(text, PATIENCE, pipe.fd, is_asked_to_stop)
 
 
 def _open_standard_descriptors() -> None:
