@@ -17,8 +17,9 @@ BUILT := $(VENV)/build.stamp
 FRAMEWORKS := $(VENV)/frameworks.stamp
 EXTENSION := python/elasticrs/_core.abi3.so
 
-# Nothing of an activated environment or a conda shell may decide where things go.
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX
+# Nothing of an activated environment or a conda shell may decide where things go. Without bytecode, each process of pytest rewrites
+# all assertions again.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX PYTHONDONTWRITEBYTECODE
 export PYTHON
 
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find crates -type f \( -name '*.rs' -o -name Cargo.toml \))

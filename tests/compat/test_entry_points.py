@@ -1,6 +1,6 @@
 """``run.main(args)`` and ``launch.main(args)``, called from a program, raise what torch's functions raise."""
 
-import ast
+import json
 import subprocess
 import sys
 
@@ -8,16 +8,27 @@ import pytest
 from helpers.launcher import clean_environment
 
 PROGRAM = """
-import importlib, sys
+import importlib, json, os, sys
 
-package, name, *args = sys.argv[1:]
-try:
-    importlib.import_module(f"{package}.{name}").main(args)
-except BaseException as error:
-    ancestors = [each.__name__ for each in type(error).__mro__]
-    print((ancestors, getattr(error, "code", None)))
-else:
-    print(([], None))
+package, name, *cases = json.loads(sys.argv[1])
+main = importlib.import_module(f"{package}.{name}").main
+for args in cases:
+    # Each call gets a process of its own, and the import, which takes seconds for torch, is made once.
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            main(args)
+        except BaseException as error:
+            told = [[each.__name__ for each in type(error).__mro__], getattr(error, "code", None)]
+        else:
+            told = [[], None]
+        os.write(writer, json.dumps(told).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with open(reader) as answer:
+        print(answer.read(), flush=True)
 """
 
 OUTCOMES = [
@@ -39,37 +50,43 @@ OUTCOMES = [
 
 
 @pytest.fixture
-def outcome(tmp_path):
-    """Call ``main`` in a new interpreter; return the names of its exception's classes and the exit code."""
+def outcomes(tmp_path):
+    """Call ``main`` with each of these arguments; return each exception's classes, by name, and exit code."""
     (tmp_path / "fails.py").write_text("raise SystemExit(3)\n", encoding="utf-8")
 
-    def outcome(package, name, args):
+    def outcomes(package, name, cases):
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, package, name, *args],
+            [sys.executable, "-c", PROGRAM, json.dumps([package, name, *cases])],
             cwd=tmp_path,
             env=clean_environment({"PYTHONPATH": ":".join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}),
             capture_output=True,
             text=True,
-            timeout=55,
+            timeout=170,
             check=True,
         )
-        return ast.literal_eval(done.stdout.splitlines()[-1])
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
 
-    return outcome
+    return outcomes
+
+
+each_package = pytest.mark.parametrize(
+    "package", [pytest.param("torch.distributed", marks=pytest.mark.torch), "elasticrs"]
+)
 
 
 @pytest.mark.parametrize("name", ["run", "launch"])
-@pytest.mark.parametrize(("args", "expected"), OUTCOMES)
-@pytest.mark.parametrize("package", [pytest.param("torch.distributed", marks=pytest.mark.torch), "elasticrs"])
-def test_main_raises_every_failure_to_the_program_that_calls_it(outcome, package, name, args, expected):
-    if name == "launch" and "--no-python" in args:
-        args = ["--use-env", *args]
-    ancestors, code = outcome(package, name, args)
-    assert expected in ancestors if expected else not ancestors
-    assert code == (2 if expected == "SystemExit" else None)
+@each_package
+def test_main_raises_every_failure_to_the_program_that_calls_it(outcomes, package, name):
+    flag = ["--use-env"] if name == "launch" else []
+    cases = [[*(flag if "--no-python" in args else []), *args] for args, _ in OUTCOMES]
+    found = outcomes(package, name, cases)
+    assert len(found) == len(cases)
+    for args, (_, expected), (ancestors, code) in zip(cases, OUTCOMES, found, strict=True):
+        assert expected in ancestors if expected else not ancestors, args
+        assert code == (2 if expected == "SystemExit" else None), args
 
 
-@pytest.mark.parametrize("package", [pytest.param("torch.distributed", marks=pytest.mark.torch), "elasticrs"])
-def test_the_old_launcher_refuses_a_program_without_use_env(outcome, package):
-    ancestors, _ = outcome(package, "launch", ["--no-python", "true"])
+@each_package
+def test_the_old_launcher_refuses_a_program_without_use_env(outcomes, package):
+    ((ancestors, _),) = outcomes(package, "launch", [["--no-python", "true"]])
     assert "ValueError" in ancestors
