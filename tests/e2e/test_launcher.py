@@ -60,6 +60,7 @@ def test_workers_see_the_whole_contract(launch, worker_script):
     ]
 
 
+@pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("options", [(), ("--logs-specs=default",)])
 def test_nothing_is_left_in_the_temporary_directory(launch, worker_script, tmp_path, options):
     temporary = tmp_path / "tmp"
