@@ -2,6 +2,7 @@
 
 import pytest
 from helpers.etcd_client import EtcdClient
+from helpers.etcd_fixtures import serving, site
 from helpers.procs import wait_until
 
 from elasticrs import _core
@@ -20,6 +21,15 @@ def read(client: EtcdClient) -> tuple[int, list[str]]:
     return event.revision, [change.key for change in event.changes]
 
 
+@pytest.fixture
+def own_cluster(tmp_path, etcd_program):
+    """Three members for one test. A member of etcd 3.5.0 to 3.5.2 that is killed under traffic may lose
+    a transaction (etcd issue 13766), which the tests after it would meet.
+    """
+    for server in serving(tmp_path, 3):
+        yield site(server)
+
+
 @pytest.mark.parametrize(
     ("is_leader", "harm"),
     [
@@ -29,9 +39,9 @@ def read(client: EtcdClient) -> tuple[int, list[str]]:
         pytest.param(False, "kill", marks=pytest.mark.slow),
     ],
 )
-def test_members_fail_in_the_middle_of_traffic(etcd_cluster, connect_etcd, harm, is_leader):
+def test_members_fail_in_the_middle_of_traffic(own_cluster, connect_etcd, harm, is_leader):
     """Each transaction is done once, and each watch is told of all of them once and in order."""
-    server, prefix = etcd_cluster.server, f"{etcd_cluster.prefix}/"
+    server, prefix = own_cluster.server, f"{own_cluster.prefix}/"
     ends = server.endpoints
     clients = [connect_etcd(ends, prefix, ttl=30.0).connected() for _ in range(6)]
     watcher = connect_etcd(ends, prefix, ttl=30.0).connected()
@@ -56,7 +66,7 @@ def test_members_fail_in_the_middle_of_traffic(etcd_cluster, connect_etcd, harm,
     assert told == sorted(told)
     server.mend()
     # A member that was paused may answer this with old data (etcd issue 20418).
-    wait_until(lambda: len(etcd_cluster.keys()), lambda found: found == count + len(clients) + 1)
+    wait_until(lambda: len(own_cluster.keys()), lambda found: found == count + len(clients) + 1)
 
 
 def test_the_fence_holds_without_a_majority(etcd_cluster, connect_etcd):
