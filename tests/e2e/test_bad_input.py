@@ -3,10 +3,14 @@
 import os
 
 import pytest
+from helpers.launcher import launcher_with
+from helpers.procs import HANG
 
 pytestmark = pytest.mark.beyond_torchrun
 
 MARK = "print('STARTED')"
+PATIENT = launcher_with("host.devices", SLOW=HANG)
+"""On a loaded machine, the import of torch takes so long that a second line says so."""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,7 @@ MARK = "print('STARTED')"
 )
 def test_mistakes_are_told_in_one_line(launch, worker_script, tmp_path, args, env, says):
     script = str(worker_script(MARK))
-    launched = launch(*(arg.format(script=script) for arg in args), env=env).exits(2)
+    launched = launch(*(arg.format(script=script) for arg in args), env=env, argv=PATIENT).exits(2)
     assert launched.stdout == ""
     (line,) = launched.stderr.splitlines()
     assert line.startswith("elasticrs: ")

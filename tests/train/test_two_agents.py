@@ -12,7 +12,13 @@ pytestmark = pytest.mark.beyond_torchrun
 TRAIN = Path(__file__).parents[2] / "examples" / "train_state" / "train.py"
 
 
-@pytest.mark.parametrize("how", [{}, {"token": "secret", "conf": "max_node_losses=0,scale_up=0"}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"token": "secret", "conf": "max_node_losses=0,scale_up=0"},
+    ],
+)
 def test_the_worker_of_another_node_stays_when_one_dies(launch, how):
     env = {"ELASTICRS_TOKEN": how["token"]} if how else {}
     node = (
