@@ -22,16 +22,10 @@ from elasticrs.rendezvous.etcd_rendezvous import (
     create_rdzv_handler,
 )
 from elasticrs.rendezvous.etcd_rendezvous_backend import EtcdRendezvousBackend, create_backend
+from elasticrs.rendezvous.etcd_store import EtcdStore
 from elasticrs.utils.distributed import get_socket_with_port
 
 SOON = timedelta(seconds=0.1)
-
-
-def etcd_store(client, prefix):
-    """Make the store. It is imported here, because its import takes seconds and all modules are collected."""
-    from elasticrs.rendezvous.etcd_store import EtcdStore
-
-    return EtcdStore(client, prefix)
 
 
 def params(backend, endpoint, **config):
@@ -49,7 +43,7 @@ def client(etcd):
 
 @pytest.fixture
 def store(client):
-    with closing(etcd_store(client, "/store")) as made:
+    with closing(EtcdStore(client, "/store")) as made:
         yield made
 
 
@@ -109,7 +103,7 @@ def test_a_client_of_python_etcd_has_an_address(etcd):
     theirs = SimpleNamespace(host=host, port=port, protocol="http")
     prefix = f"{etcd.prefix}/theirs"
     ours = EtcdClient.of(theirs)
-    with closing(etcd_store(theirs, prefix)) as one, closing(etcd_store(ours, f"{prefix}/")) as other:
+    with closing(EtcdStore(theirs, prefix)) as one, closing(EtcdStore(ours, f"{prefix}/")) as other:
         one.set("k", "v")
         assert other.get("k") == b"v"
 
@@ -149,7 +143,7 @@ def test_a_state_that_is_none_is_an_error(backend, client):
 def test_the_dynamic_rendezvous_runs_over_it(client):
     def meet(number):
         backend = EtcdRendezvousBackend(client, "dynamic", "/state")
-        store = etcd_store(client, "/store")
+        store = EtcdStore(client, "/store")
         with closing(backend), closing(store):
             handler = DynamicRendezvousHandler.from_backend("dynamic", store, backend, 2, 2)
             found[number] = handler.next_rendezvous()

@@ -212,20 +212,22 @@ fn a_stuck_console_stops_nobody_and_gets_everything_later() {
 
 #[test]
 fn without_a_free_descriptor_a_file_is_opened_once_the_finished_files_are_closed() {
+    // More than a pipe holds.
+    const LINES: usize = 10_000;
     let fixture = Fixture::new();
     let id = fixture.follow(0);
-    append(&fixture.path(0), &b"0123456789\n".repeat(100_000));
+    append(&fixture.path(0), &b"0123456789\n".repeat(LINES));
     fixture.logs.finish(&[id]);
     assert_eq!(fixture.drained(Instant::now()).len(), 1, "the console holds the file open");
     let stdout = fixture.stdout.try_clone().unwrap();
     let free = File::open("/dev/null").unwrap().as_raw_fd().cast_unsigned();
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, free.into(), hard).unwrap();
-    let reader = std::thread::spawn(move || BufReader::new(stdout).lines().take(100_000).count());
+    let reader = std::thread::spawn(move || BufReader::new(stdout).lines().take(LINES).count());
     fixture.follow(1);
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
     assert_eq!(fixture.notices(), []);
-    assert_eq!(reader.join().unwrap(), 100_000);
+    assert_eq!(reader.join().unwrap(), LINES);
 }
 
 #[test]

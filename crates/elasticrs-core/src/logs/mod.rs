@@ -23,7 +23,7 @@
 //! - **LOGS-2** Every byte that was in a file when its stream was finished is written to the console, unless
 //!   [`Logs::drained`] returns the stream or its destination was reported as lost.
 //! - **LOGS-3** A problem is reported once for each file, and never stops the agent.
-//! - **LOGS-4** If no descriptor is free, [`Logs::follow`] waits up to 2 s until the logs thread has closed the files of
+//! - **LOGS-4** If no descriptor is free, [`Logs::follow`] waits up to 5 s until the logs thread has closed the files of
 //!   finished streams. Therefore, a restart needs no more descriptors than the first start.
 
 mod console;
@@ -61,7 +61,7 @@ use pump::{Command, Pump};
 use totals::LogCounts;
 
 /// Time that [`Logs::follow`] waits for the files of finished streams to be closed if no descriptor is free.
-const CLOSING: Duration = Duration::from_secs(2);
+const CLOSING: Duration = Duration::from_secs(5);
 
 /// Standard output or standard error of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
