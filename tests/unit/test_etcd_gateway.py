@@ -1,11 +1,12 @@
 """Questions to members by HTTP: answers of etcd, and of what is not etcd."""
 
+import json
 import socket
 import threading
 
 import pytest
 
-from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
+from elasticrs.rendezvous.elastic.etcd_gateway import EtcdError, Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Seat
 
 OK = b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n%s"
@@ -48,6 +49,41 @@ def test_a_refusal_has_etcds_own_words(answering):
     )
     with pytest.raises(GatewayError, match=r"^etcdserver: no leader$"):
         Gateway().ask(seat, "kv/range", {}, 5)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        *(
+            (f'{{"error":"{text}","message":"{text}","code":{code}}}', error)
+            for error in EtcdError
+            for code, text in [error.value]
+        ),
+        # etcd 3.6 sends no `error`.
+        ('{"code":9,"message":"etcdserver: authentication is not enabled"}', EtcdError.AUTH_DISABLED),
+        ('{"code":3,"message":"etcdserver: authentication is not enabled"}', None),
+        ('{"code":9,"message":"etcdserver: authentication is not enabled here"}', None),
+        ('{"code":14,"message":"etcdserver: no leader"}', None),
+        ('{"code":[9],"message":{}}', None),
+        ("[]", None),
+    ],
+)
+def test_errors_of_etcd_are_identified_by_code_and_text(answering, body, error):
+    text = body.encode()
+    seat, _ = answering(b"HTTP/1.0 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+    with pytest.raises(GatewayError) as raised:
+        Gateway().ask(seat, "auth/authenticate", {}, 5)
+    assert raised.value.error is error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_protected"), [(EtcdError.AUTH_FAILED, True), (EtcdError.AUTH_DISABLED, False)]
+)
+def test_the_error_of_a_login_shows_whether_a_password_is_required(answering, error, is_protected):
+    code, message = error.value
+    text = json.dumps({"code": code, "message": message}).encode()
+    seat, _ = answering(b"HTTP/1.0 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+    assert Gateway((), "secret").is_protected([seat], 5) is is_protected
 
 
 def test_a_password_is_said_once(answering):

@@ -19,6 +19,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::Error as TlsError;
 use tokio_rustls::rustls::pki_types::ServerName;
 
+use super::errors::{EtcdError, Status};
 use super::grpc::{CallError, Channel, code};
 use super::messages::{AuthenticateRequest, AuthenticateResponse};
 use super::probe::{is_own_store, speaks_plainly, speaks_tls};
@@ -140,7 +141,7 @@ impl Trouble {
 
     /// Converts the error of a call, and decides whether a retry can succeed.
     pub(super) fn of(error: CallError, at: &str) -> Self {
-        let (code, message) = match error {
+        let Status { code, error, message } = match error {
             CallError::Broken(why) | CallError::Reset(why) => {
                 return Self::Again(Lost::new(
                     LostKind::Closed,
@@ -154,18 +155,14 @@ impl Trouble {
                 let why = format!("etcd at {at} sent an answer of {length} bytes; the limit is {MAX_ANSWER}");
                 return Self::Fatal(Lost::new(LostKind::Limit, why));
             }
-            CallError::Status { code, message } => (code, message),
+            CallError::Status(status) => status,
         };
-        let message = message.trim_start_matches("etcdserver: ");
-        let hint = if message.contains("database space exceeded") { NO_SPACE } else { "" };
-        let is_retried = message.contains("auth store is old") || message.contains("too many requests");
+        let hint = if error == Some(EtcdError::NoSpace) { NO_SPACE } else { "" };
         let kind = match code {
-            _ if is_retried => LostKind::Timeout,
+            _ if matches!(error, Some(EtcdError::AuthRevisionOld | EtcdError::TooManyRequests)) => LostKind::Timeout,
+            _ if matches!(error, Some(EtcdError::AuthFailed | EtcdError::UserEmpty)) => LostKind::Denied,
+            _ if matches!(error, Some(EtcdError::RequestTooLarge | EtcdError::TooManyOps)) => LostKind::Limit,
             code::PERMISSION_DENIED | code::UNAUTHENTICATED => LostKind::Denied,
-            code::INVALID_ARGUMENT if message.contains("user") || message.contains("authentication") => {
-                LostKind::Denied
-            }
-            code::INVALID_ARGUMENT if message.contains("too large") || message.contains("too many") => LostKind::Limit,
             code::RESOURCE_EXHAUSTED => LostKind::Limit,
             code::UNIMPLEMENTED => return Self::Again(not_ours(at, "it does not know etcd's API v3")),
             code::INVALID_ARGUMENT | code::NOT_FOUND | code::FAILED_PRECONDITION | code::OUT_OF_RANGE => {
@@ -289,7 +286,7 @@ async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), 
     match link.channel.call::<AuthenticateResponse>("/etcdserverpb.Auth/Authenticate", &asked).await {
         Ok(answer) => link.channel.set_token(&answer.token).map_err(|error| Trouble::of(error, &link.at)),
         // This etcd does not use authentication, so no token is needed.
-        Err(CallError::Status { message, .. }) if message.contains("authentication is not enabled") => Ok(()),
+        Err(error) if error.is(EtcdError::AuthDisabled) => Ok(()),
         Err(error) => Err(link.judge(error).await),
     }
 }
@@ -419,11 +416,36 @@ mod tests {
         });
     }
 
+    fn trouble(code: u32, text: &str) -> Trouble {
+        Trouble::of(CallError::Status(Status::new(code, text)), "host:2379")
+    }
+
     #[test]
     fn an_alarm_is_that_of_some_member() {
-        let message = "etcdserver: mvcc: database space exceeded".to_owned();
-        let error = CallError::Status { code: code::RESOURCE_EXHAUSTED, message };
-        let lost = Trouble::of(error, "host:2379").lost();
+        let lost = trouble(code::RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded").lost();
         assert_eq!((lost.kind, lost.message.contains("etcdctl alarm")), (LostKind::Limit, true));
+    }
+
+    #[test]
+    fn the_kind_of_an_error_follows_from_its_text_or_else_from_its_code() {
+        let cases = [
+            (3, "etcdserver: revision of auth store is old", LostKind::Timeout, true),
+            (8, "etcdserver: too many requests", LostKind::Timeout, true),
+            (3, "etcdserver: user name is empty", LostKind::Denied, false),
+            (3, "etcdserver: authentication failed, invalid user ID or password", LostKind::Denied, false),
+            (3, "etcdserver: request is too large", LostKind::Limit, false),
+            (3, "etcdserver: too many operations in txn request", LostKind::Limit, false),
+            (3, "etcdserver: too many users of this, and too large", LostKind::Protocol, false),
+            (7, "no text of etcd", LostKind::Denied, false),
+            (16, "etcdserver: invalid auth token", LostKind::Denied, true),
+            (8, "grpc: received message larger than max", LostKind::Limit, false),
+            (12, "unknown service", LostKind::NotOurs, true),
+            (14, "etcdserver: no leader", LostKind::Timeout, true),
+            (2, "no code of etcd", LostKind::Timeout, true),
+        ];
+        for (code, text, kind, is_retried) in cases {
+            let trouble = trouble(code, text);
+            assert_eq!((matches!(trouble, Trouble::Again(_)), trouble.lost().kind), (is_retried, kind), "{text}");
+        }
     }
 }

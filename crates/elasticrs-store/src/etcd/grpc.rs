@@ -9,6 +9,7 @@ use http::header::{CONTENT_TYPE, HeaderMap, HeaderValue, TE};
 use http::{Request, Response, StatusCode, Uri};
 use prost::Message;
 
+use super::errors::{EtcdError, Status};
 use crate::coordination::wire::MAX_ANSWER;
 
 /// Status codes of gRPC.
@@ -27,8 +28,8 @@ pub(super) mod code {
 /// Reason why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum CallError {
-    /// The server answered with a gRPC error code.
-    Status { code: u32, message: String },
+    /// The server answered with an error.
+    Status(Status),
     /// The answer is not valid gRPC.
     Foreign(String),
     /// The answer is too large. It has this number of bytes, which exceeds [`MAX_ANSWER`].
@@ -37,6 +38,18 @@ pub(super) enum CallError {
     Reset(String),
     /// The connection is broken.
     Broken(String),
+}
+
+impl CallError {
+    /// Returns true if etcd answered with this error.
+    pub(super) fn is(&self, error: EtcdError) -> bool {
+        matches!(self, Self::Status(status) if status.error == Some(error))
+    }
+
+    /// Returns true if the member does not have the requested revision: it was compacted, or does not exist yet.
+    pub(super) fn is_out_of_history(&self) -> bool {
+        self.is(EtcdError::Compacted) || self.is(EtcdError::FutureRevision)
+    }
 }
 
 impl From<h2::Error> for CallError {
@@ -234,7 +247,7 @@ fn status(headers: Option<&HeaderMap>) -> Result<(), CallError> {
     if code == code::OK {
         return Ok(());
     }
-    Err(CallError::Status { code, message: unquoted(text("grpc-message").unwrap_or_default()) })
+    Err(CallError::Status(Status::new(code, &unquoted(text("grpc-message").unwrap_or_default()))))
 }
 
 /// Decodes a percent-encoded string (`%XX`).
@@ -278,7 +291,7 @@ mod tests {
         assert_eq!(status(Some(&headers)), Ok(()));
         headers.insert(STATUS, HeaderValue::from_static("14"));
         headers.insert("grpc-message", HeaderValue::from_static("no%20leader"));
-        assert_eq!(status(Some(&headers)), Err(CallError::Status { code: 14, message: "no leader".into() }));
+        assert_eq!(status(Some(&headers)), Err(CallError::Status(Status::new(14, "no leader"))));
     }
 
     proptest! {

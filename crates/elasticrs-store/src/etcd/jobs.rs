@@ -4,7 +4,8 @@
 use std::rc::Rc;
 
 use super::dial::Trouble;
-use super::grpc::{CallError, Channel, code};
+use super::errors::EtcdError;
+use super::grpc::{CallError, Channel};
 use super::mapping::{Keys, Unexpected, Write, Written, is_write, unsigned};
 use super::messages as pb;
 use super::open::{RANGE, TXN, keep};
@@ -124,11 +125,15 @@ impl Desk {
     async fn write(&self, tag: u64, txn: &Txn) -> Result<(Done, Option<i64>), Stop> {
         let asked = self.keys.write(txn, self.write);
         let answer = match self.channel.call(TXN, &asked).await {
-            Err(error) if is_no_lease(&error) && self.renew_job().await? => self.channel.call(TXN, &asked).await,
+            Err(error) if error.is(EtcdError::LeaseNotFound) && self.renew_job().await? => {
+                self.channel.call(TXN, &asked).await
+            }
             answer => answer,
         };
         let answer = match answer {
-            Err(error) if is_no_lease(&error) => return Err(Stop::Lost(Lost::new(LostKind::Silent, GONE))),
+            Err(error) if error.is(EtcdError::LeaseNotFound) => {
+                return Err(Stop::Lost(Lost::new(LostKind::Silent, GONE)));
+            }
             answer => answer?,
         };
         let (ok, revision, responses) = match Keys::written(self.write, answer)? {
@@ -160,7 +165,7 @@ impl Desk {
             let mut there = Vec::new();
             for asked in self.keys.recover(op, revision) {
                 match self.range(&asked).await {
-                    Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
+                    Err(error) if error.is_out_of_history() => {
                         let why = "the answer to a transaction was lost with its connection, and etcd has compacted its \
                                    history since";
                         return Err(Stop::Lost(Lost::new(LostKind::Closed, why)));
@@ -191,7 +196,7 @@ impl Desk {
         // If etcd has compacted this revision, read the newest one instead. It contains the same keys from before
         // `created`, except those that were deleted since.
         let (mut youngest, at) = match self.range(&self.keys.predecessor(prefix, created, revision)).await {
-            Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
+            Err(error) if error.is_out_of_history() => {
                 (self.range(&self.keys.predecessor(prefix, created, 0)).await?.1, 0)
             }
             found => (found?.1, revision),
@@ -212,7 +217,7 @@ impl Desk {
         let revision = from_revision.map_or(0, |from| i64::try_from(from).unwrap_or(i64::MAX) - 1);
         let range = pb::RangeRequest { revision, keys_only: !snapshot, ..self.keys.region(&watch).range() };
         let (newest, kvs) = match self.range(&range).await {
-            Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
+            Err(error) if error.is_out_of_history() => {
                 let (revision, _) = self.newest(&pb::RangeRequest { revision: 0, count_only: true, ..range }).await?;
                 // etcd does not say which revision is the oldest in its history. Return the one after the newest,
                 // because it is certain to be available.
@@ -247,10 +252,6 @@ impl Desk {
 
 fn revision_of(header: Option<pb::Header>) -> Result<i64, Unexpected> {
     header.map(|header| header.revision).ok_or(Unexpected)
-}
-
-fn is_no_lease(error: &CallError) -> bool {
-    matches!(error, CallError::Status { code: code::NOT_FOUND, message } if message.contains("lease"))
 }
 
 /// Fails if `revision` is before `known`. In that case, etcd has lost data that this session relies on, or the member

@@ -2,7 +2,8 @@
 //! accept the same requests and report the same events.
 //!
 //! `mapping` translates requests and answers, and `watching` tracks which events a watch has received; both consist of
-//! pure functions. `grpc` makes calls to one member. `dial` and [`tls`] connect to a member, and `open` opens a
+//! pure functions. `grpc` makes calls to one member, and
+//! `errors` identifies the errors that etcd sends. `dial` and [`tls`] connect to a member, and `open` opens a
 //! session. `session` and `jobs` execute requests, which wait in `tasks`. `messages` has the part of etcd's API that is
 //! used. `retries` limits how long a failing request is retried. Through `links`, sessions detect each other's end, and
 //! `cards` has the data that they publish for that.
@@ -19,6 +20,7 @@
 mod cards;
 pub mod client;
 mod dial;
+mod errors;
 mod grpc;
 mod jobs;
 mod lease;

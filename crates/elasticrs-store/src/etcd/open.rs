@@ -8,7 +8,8 @@ use elasticrs_sys::clock::boot_now;
 use tokio::time::timeout;
 
 use super::dial::{Credentials, Link, Stage, Trouble, dial, too_late, unread};
-use super::grpc::{CallError, Channel, code};
+use super::errors::EtcdError;
+use super::grpc::{CallError, Channel};
 use super::mapping::{Keys, unsigned};
 use super::messages as pb;
 use super::options::Options;
@@ -161,9 +162,7 @@ pub(super) async fn keep(channel: &Channel, id: i64, ttl: Duration) -> Result<bo
     let asked = pb::LeaseGrantRequest { ttl: seconds, id };
     match channel.call::<pb::LeaseGrantResponse>(GRANT, &asked).await {
         Ok(_) => Ok(true),
-        Err(CallError::Status { code: code::FAILED_PRECONDITION, message }) if message.contains("already exists") => {
-            Ok(false)
-        }
+        Err(error) if error.is(EtcdError::LeaseExists) => Ok(false),
         Err(error) => Err(error),
     }
 }

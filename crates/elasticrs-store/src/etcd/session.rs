@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
 use super::dial::{Credentials, Link, Trouble};
+use super::errors::{EtcdError, cancel_error};
 use super::grpc::{CallError, Channel, Duplex};
 use super::jobs::{Desk, Done, Job, not_behind};
 use super::lease::Lease;
@@ -378,13 +379,10 @@ impl<'a> Session<'a> {
             // Reconnect after the first denial, because the connection's token may have expired. A denial with a new
             // token is final.
             Heard::Ended(why) => {
-                let kind = if why.contains("permission denied") { LostKind::Denied } else { LostKind::Closed };
+                let is_denied = cancel_error(&why) == Some(EtcdError::PermissionDenied);
+                let kind = if is_denied { LostKind::Denied } else { LostKind::Closed };
                 let lost = Lost::new(kind, format!("etcd has ended a watch: {why}"));
-                return Err(if kind == LostKind::Denied && self.is_denied_again() {
-                    lost.into()
-                } else {
-                    self.watch_failed(lost)
-                });
+                return Err(if is_denied && self.is_denied_again() { lost.into() } else { self.watch_failed(lost) });
             }
         }
         Ok(())

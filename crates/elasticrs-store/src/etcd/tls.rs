@@ -11,7 +11,7 @@ use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
-use tokio_rustls::rustls::{AlertDescription, CertificateError, ClientConfig, Error, RootCertStore};
+use tokio_rustls::rustls::{AlertDescription, CertificateError, ClientConfig, Error, OtherError, RootCertStore};
 
 /// Paths of certificate files in PEM format.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -153,8 +153,9 @@ pub(super) fn explain(error: &Error, identity: &Identity) -> String {
         Error::InvalidCertificate(
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
         ) => "its certificate is for another name",
-        // Compare the text, because the error is an opaque object of the other library.
-        Error::InvalidCertificate(CertificateError::Other(_)) if error.to_string().contains("CaUsedAsEndEntity") => {
+        Error::InvalidCertificate(CertificateError::Other(OtherError(other)))
+            if matches!(other.downcast_ref(), Some(webpki::Error::CaUsedAsEndEntity)) =>
+        {
             "its certificate is that of an authority (CA:TRUE), which a server cannot use"
         }
         Error::AlertReceived(AlertDescription::HandshakeFailure) => {

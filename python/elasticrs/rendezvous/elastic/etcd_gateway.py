@@ -6,6 +6,7 @@ Used only for requests that the etcd client of the core does not support. This m
 
 from __future__ import annotations
 
+import enum
 import json
 import socket
 from base64 import b64encode
@@ -23,10 +24,34 @@ _MOST = 1 << 20
 """Maximum size of a response, in bytes."""
 
 
-class GatewayError(Exception):
-    """Raised when etcd responds with an error, or a program responds that is not etcd. Contains the error
-    message.
+class EtcdError(enum.Enum):
+    """An error of etcd that a caller handles. The value is its gRPC code and text. etcd publishes these pairs
+    in ``rpctypes`` of its API and keeps them the same in all versions.
     """
+
+    AUTH_DISABLED = (9, "etcdserver: authentication is not enabled")
+    AUTH_FAILED = (3, "etcdserver: authentication failed, invalid user ID or password")
+
+    @classmethod
+    def of(cls, answer: dict[str, Any]) -> EtcdError | None:
+        """Return the error in a response of the gateway; ``None`` if it is not one of this class."""
+        try:
+            return cls((answer.get("code"), answer.get("message") or answer.get("error")))
+        except ValueError:
+            return None
+
+
+class GatewayError(Exception):
+    """Raised when etcd responds with an error, or a program responds that is not etcd.
+
+    Args:
+        message: text of the error.
+        error: the error of etcd; ``None`` if it is not in :class:`EtcdError`.
+    """
+
+    def __init__(self, message: str, error: EtcdError | None = None) -> None:
+        super().__init__(message)
+        self.error = error
 
 
 class Gateway:
@@ -161,7 +186,7 @@ class Gateway:
                     return False
                 found = True
             except GatewayError as error:  # noqa: PERF203 -- there are few
-                found = found or "authentication failed" in str(error) or None
+                found = found or error.error is EtcdError.AUTH_FAILED or None
             except OSError:
                 continue
         return found
@@ -208,7 +233,7 @@ class Gateway:
         try:
             answer = self._ask(seat, seat.port, "/v3/auth/authenticate", body, seconds, address, "")
         except GatewayError as error:
-            if "not enabled" in str(error):
+            if error.error is EtcdError.AUTH_DISABLED:
                 return False
             raise
         self._tokens[seat] = str(answer["token"])
@@ -240,8 +265,9 @@ class Gateway:
         except (ValueError, IndexError):
             raise GatewayError("another program answers") from None
         if code != _OK:
-            why = answer.get("error") or answer.get("message") if isinstance(answer, dict) else None
-            raise GatewayError(str(why or f"status {code}"))
+            answer = answer if isinstance(answer, dict) else {}
+            why = answer.get("error") or answer.get("message") or f"status {code}"
+            raise GatewayError(str(why), EtcdError.of(answer))
         return answer
 
     def _connection(self, address: str, port: int, name: str, seconds: float) -> socket.socket:

@@ -1,0 +1,109 @@
+//! Errors that etcd reports to its clients. Pure.
+//!
+//! gRPC reports an error as a code and a text. etcd publishes its pairs of codes and texts, in `rpctypes` of its API,
+//! and keeps them the same in all versions. [`TABLE`] contains the pairs for which this client has a rule. All other
+//! errors are judged by their code only.
+
+use super::grpc::code;
+
+/// An error of etcd for which this client has a rule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum EtcdError {
+    /// etcd does not use authentication, so it issues no token.
+    AuthDisabled,
+    /// The user does not exist, or the password is wrong.
+    AuthFailed,
+    /// A user or role was changed after this connection's token was issued.
+    AuthRevisionOld,
+    /// The requested revision is no longer in the history.
+    Compacted,
+    /// The requested revision does not exist yet.
+    FutureRevision,
+    LeaseExists,
+    LeaseNotFound,
+    /// A member has no space, so all members refuse writes.
+    NoSpace,
+    PermissionDenied,
+    RequestTooLarge,
+    TooManyOps,
+    /// The member has too many unfinished requests.
+    TooManyRequests,
+    /// etcd requires authentication, and the request had no token.
+    UserEmpty,
+}
+
+use EtcdError::*;
+
+const TABLE: [(EtcdError, u32, &str); 13] = [
+    (AuthDisabled, code::FAILED_PRECONDITION, "authentication is not enabled"),
+    (AuthFailed, code::INVALID_ARGUMENT, "authentication failed, invalid user ID or password"),
+    (AuthRevisionOld, code::INVALID_ARGUMENT, "revision of auth store is old"),
+    (Compacted, code::OUT_OF_RANGE, "mvcc: required revision has been compacted"),
+    (FutureRevision, code::OUT_OF_RANGE, "mvcc: required revision is a future revision"),
+    (LeaseExists, code::FAILED_PRECONDITION, "lease already exists"),
+    (LeaseNotFound, code::NOT_FOUND, "requested lease not found"),
+    (NoSpace, code::RESOURCE_EXHAUSTED, "mvcc: database space exceeded"),
+    (PermissionDenied, code::PERMISSION_DENIED, "permission denied"),
+    (RequestTooLarge, code::INVALID_ARGUMENT, "request is too large"),
+    (TooManyOps, code::INVALID_ARGUMENT, "too many operations in txn request"),
+    (TooManyRequests, code::RESOURCE_EXHAUSTED, "too many requests"),
+    (UserEmpty, code::INVALID_ARGUMENT, "user name is empty"),
+];
+
+/// Start of all texts in [`TABLE`], as etcd sends them.
+const PREFIX: &str = "etcdserver: ";
+
+/// A gRPC status that reports an error.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Status {
+    pub(super) code: u32,
+    /// `None` for an error that is not in [`TABLE`].
+    pub(super) error: Option<EtcdError>,
+    /// Text of the error for the user, without etcd's prefix.
+    pub(super) message: String,
+}
+
+impl Status {
+    /// Creates a status from the code and the text that the server sent.
+    pub(super) fn new(code: u32, text: &str) -> Self {
+        let error = text.strip_prefix(PREFIX).and_then(|text| find(text, |known| known == code));
+        Self { code, error, message: text.trim_start_matches(PREFIX).to_owned() }
+    }
+}
+
+/// Returns the error that is given as the reason for the end of a watch. etcd formats the reason as Go prints a gRPC
+/// status: `rpc error: code = NAME desc = TEXT`.
+pub(super) fn cancel_error(reason: &str) -> Option<EtcdError> {
+    let (_, text) = reason.strip_prefix("rpc error: code = ")?.split_once(" desc = ")?;
+    find(text.strip_prefix(PREFIX)?, |_| true)
+}
+
+fn find(text: &str, is_code: impl Fn(u32) -> bool) -> Option<EtcdError> {
+    TABLE.iter().find(|(_, code, known)| is_code(*code) && *known == text).map(|(error, ..)| *error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_error_is_identified_by_its_code_and_its_whole_text() {
+        for (error, code, text) in TABLE {
+            let sent = format!("etcdserver: {text}");
+            assert_eq!(Status::new(code, &sent), Status { code, error: Some(error), message: text.to_owned() });
+            assert_eq!(Status::new(code + 100, &sent).error, None);
+            assert_eq!(Status::new(code, text).error, None);
+            assert_eq!(Status::new(code, &format!("{sent}, or so")).error, None);
+            assert_eq!(cancel_error(&format!("rpc error: code = Name desc = {sent}")), Some(error));
+        }
+    }
+
+    #[test]
+    fn an_unknown_text_is_kept_and_has_no_error() {
+        let status = Status::new(code::INVALID_ARGUMENT, "etcdserver: too many users");
+        assert_eq!((status.error, &*status.message), (None, "too many users"));
+        assert_eq!(Status::new(2, "permission denied").error, None);
+        assert_eq!(cancel_error("permission denied"), None);
+        assert_eq!(cancel_error("rpc error: code = Unknown desc = permission denied"), None);
+    }
+}
