@@ -6,15 +6,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::notices::List;
-use elasticrs_store::coordination::client::{Client, Options};
-use elasticrs_store::coordination::events::{Event, Events};
+use elasticrs_store::coordination::client::{self, Options};
 use elasticrs_store::coordination::leases::Leases;
-use elasticrs_store::coordination::protocol::StoreId;
 use elasticrs_store::coordination::server::{
     Config, Durable, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT, Server, ServerError,
 };
-use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
 use elasticrs_store::etcd::{client as etcd, tls};
+use elasticrs_store::session::client::Client;
+use elasticrs_store::session::events::Event;
+use elasticrs_store::types::StoreId;
+use elasticrs_store::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -116,31 +117,9 @@ impl CoordinationServer {
     }
 }
 
-/// Client of one of the two stores through which agents coordinate.
-enum Engine {
-    Own(Client),
-    Etcd(etcd::Client),
-}
-
-impl Engine {
-    fn events(&self) -> &Events {
-        match self {
-            Self::Own(client) => client.events(),
-            Self::Etcd(client) => client.events(),
-        }
-    }
-
-    fn close(&self) {
-        match self {
-            Self::Own(client) => client.close(),
-            Self::Etcd(client) => client.close(),
-        }
-    }
-}
-
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct CoordinationClient {
-    inner: Engine,
+    inner: Client,
     home: Home,
 }
 
@@ -190,9 +169,9 @@ impl CoordinationClient {
         let guard = lease::guard(supervisor.as_ref());
         let home = Home::new(supervisor)?;
         let inner = py
-            .detach(|| Client::start(&home, options, guard))
+            .detach(|| client::connect(&home, options, guard))
             .map_err(|error| os_error(&error, "make a client of the store"))?;
-        Ok(Self { inner: Engine::Own(inner), home })
+        Ok(Self { inner, home })
     }
 
     #[staticmethod]
@@ -237,9 +216,9 @@ impl CoordinationClient {
         let guard = lease::guard(supervisor.as_ref());
         let home = Home::new(supervisor)?;
         let inner = py
-            .detach(|| etcd::Client::start(&home, options, guard))
+            .detach(|| etcd::connect(&home, options, guard))
             .map_err(|error| os_error(&error, "make a client of etcd"))?;
-        Ok(Self { inner: Engine::Etcd(inner), home })
+        Ok(Self { inner, home })
     }
 
     #[getter]
@@ -290,31 +269,19 @@ impl CoordinationClient {
             then: then.iter().map(op).collect::<PyResult<_>>()?,
             otherwise: otherwise.iter().map(op).collect::<PyResult<_>>()?,
         };
-        let sent = match &self.inner {
-            Engine::Own(client) => client.txn(tag, txn),
-            Engine::Etcd(client) => client.txn(tag, txn),
-        };
-        sent.map_err(|error| PyValueError::new_err(error.to_string()))
+        self.inner.txn(tag, txn).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     #[pyo3(signature = (tag, prefix, *, exact=false, snapshot=false, from_revision=None))]
     fn watch(&self, tag: u64, prefix: &str, exact: bool, snapshot: bool, from_revision: Option<u64>) -> PyResult<()> {
         let watch = Watch { prefix: key(prefix)?, exact };
-        let sent = match &self.inner {
-            Engine::Own(client) => client.watch(tag, watch, snapshot, from_revision),
-            Engine::Etcd(client) => client.watch(tag, watch, snapshot, from_revision),
-        };
-        sent.map_err(|error| PyValueError::new_err(error.to_string()))
+        self.inner.watch(tag, watch, snapshot, from_revision).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     #[pyo3(signature = (prefix, *, exact=false))]
     fn unwatch(&self, prefix: &str, exact: bool) -> PyResult<()> {
         let watch = Watch { prefix: key(prefix)?, exact };
-        let sent = match &self.inner {
-            Engine::Own(client) => client.unwatch(watch),
-            Engine::Etcd(client) => client.unwatch(watch),
-        };
-        sent.map_err(|error| PyValueError::new_err(error.to_string()))
+        self.inner.unwatch(watch).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     fn clock(&self) -> Option<(i64, u64)> {
@@ -347,7 +314,7 @@ fn server_error(error: &ServerError) -> PyErr {
         ServerError::Listen(error) => listen_error(error),
         ServerError::Resources(source) => os_error(source, "start the store"),
         ServerError::State(error) => PyRuntimeError::new_err(error.to_string()),
-        ServerError::Ended => SupervisorError::new_err("the supervisor has ended"),
+        ServerError::Stopped => SupervisorError::new_err("the supervisor has ended"),
     }
 }
 
@@ -508,7 +475,7 @@ fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
             object(py, Changes { revision, changes: changes.collect::<PyResult<_>>()? })
         }
         Event::Notice { message } => object(py, StoreNotice { message }),
-        Event::Lost { kind, message } => object(py, ConnectionLost { kind: kind.name(), message }),
+        Event::ConnectionLost { kind, message } => object(py, ConnectionLost { kind: kind.name(), message }),
     }
 }
 

@@ -8,13 +8,14 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::runtime::Runtime;
-use elasticrs_store::coordination::client::{Client, Options};
-use elasticrs_store::coordination::events::Event;
-use elasticrs_store::coordination::guard::NoGuard;
+use elasticrs_store::coordination::client::{self, Options};
 use elasticrs_store::coordination::protocol::{Hello, Request, VERSION};
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, REQUEST_TIMEOUT, Server};
-use elasticrs_store::coordination::types::{Compare, Op, Txn, Watch};
 use elasticrs_store::coordination::wire::{Frames, MAGIC};
+use elasticrs_store::session::client::Client;
+use elasticrs_store::session::events::Event;
+use elasticrs_store::session::guard::NoGuard;
+use elasticrs_store::types::{Compare, Op, Txn, Watch};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 const TXNS: u64 = 200_000;
@@ -112,7 +113,7 @@ fn connect(runtime: &Runtime, port: u16) -> io::Result<Client> {
         resume: false,
         met: None,
     };
-    Client::start(runtime, options, Box::new(NoGuard))
+    client::connect(runtime, options, Box::new(NoGuard))
 }
 
 fn put(key: &str) -> Txn {
@@ -127,7 +128,7 @@ fn take(client: &Client, wanted: impl Fn(&Event) -> bool, mut count: usize) -> i
             return Err(io::ErrorKind::TimedOut.into());
         }
         let events = client.events().take();
-        if let Some(Event::Lost { message, .. }) = events.back() {
+        if let Some(Event::ConnectionLost { message, .. }) = events.back() {
             return Err(io::Error::other(message.clone()));
         }
         count = count.saturating_sub(events.iter().filter(|event| wanted(event)).count());

@@ -1,7 +1,8 @@
 //! The stores of a job. The caller provides the threads on which their servers and clients run.
 //!
 //! The agents use the store [`coordination`], and torch's workers use the store [`worker`]. The two share only the code
-//! in [`elasticrs_runtime`]. [`etcd`] is a client that uses an existing etcd cluster instead of [`coordination`].
+//! in [`elasticrs_runtime`]. [`etcd`] is a client that uses an existing etcd cluster instead of [`coordination`]. The
+//! clients of both have the same [`session`], and the same [`types`] of requests and answers.
 //!
 //! All servers and clients are futures that stay on one thread, which [`elasticrs_runtime::runtime::Spawn`] provides.
 //! The client that holds an agent's lease runs on the supervisor's thread. Servers run on other threads. A handle
@@ -14,6 +15,6 @@
 
 pub mod coordination;
 pub mod etcd;
-mod handle;
-mod watched;
+pub mod session;
+pub mod types;
 pub mod worker;

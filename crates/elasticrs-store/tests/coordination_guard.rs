@@ -11,9 +11,10 @@ use std::time::Duration;
 
 use common::{HANG, is_change, is_lost, is_reply, lease, options, put, serve, until, watch};
 use elasticrs_runtime::runtime::Runtime;
-use elasticrs_store::coordination::client::Client;
-use elasticrs_store::coordination::guard::{Guard, NoGuard};
+use elasticrs_store::coordination::client;
 use elasticrs_store::coordination::server::Server;
+use elasticrs_store::session::client::Client;
+use elasticrs_store::session::guard::{Guard, NoGuard};
 
 #[derive(Debug, Default)]
 struct Seen {
@@ -48,7 +49,7 @@ impl Guard for Recorder {
 }
 
 fn connect(runtime: &Runtime, server: &Server, interval: Duration, guard: impl Guard + 'static) -> Client {
-    Client::start(runtime, options(server.port(), interval), Box::new(guard)).unwrap()
+    client::connect(runtime, options(server.port(), interval), Box::new(guard)).unwrap()
 }
 
 #[test]

@@ -15,11 +15,12 @@ use std::time::Duration;
 
 use common::{HANG, is_change, is_lost, is_reply, lease, options, put, serve, until, watch};
 use elasticrs_runtime::runtime::Runtime;
-use elasticrs_store::coordination::client::{Client, Options};
-use elasticrs_store::coordination::events::Event;
-use elasticrs_store::coordination::guard::{Guard, NoGuard};
+use elasticrs_store::coordination::client::{self, Options};
 use elasticrs_store::coordination::server::Server;
-use elasticrs_store::coordination::types::{LostKind, Op, OpResult, Txn, Watch};
+use elasticrs_store::session::client::Client;
+use elasticrs_store::session::events::Event;
+use elasticrs_store::session::guard::{Guard, NoGuard};
+use elasticrs_store::types::{LostKind, Op, OpResult, Txn, Watch};
 use elasticrs_testkit::wait_until;
 use nix::libc::linger;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -193,9 +194,9 @@ impl Scene {
         let server = serve(&runtime);
         let proxy = Proxy::new(server.port());
         let resuming = Options { attempts, resume: true, ..options(proxy.port, interval) };
-        let client = Client::start(&runtime, resuming, Box::new(guard)).unwrap();
+        let client = client::connect(&runtime, resuming, Box::new(guard)).unwrap();
         until(&client, |event| matches!(event, Event::Connected { .. }));
-        let other = Client::start(&runtime, options(server.port(), HANG), Box::new(NoGuard)).unwrap();
+        let other = client::connect(&runtime, options(server.port(), HANG), Box::new(NoGuard)).unwrap();
         watch(&other);
         Self { client, other, proxy, server, runtime }
     }
@@ -223,7 +224,7 @@ impl Scene {
 
 fn lost(client: &Client) -> (LostKind, String) {
     match until(client, is_lost) {
-        Event::Lost { kind, message } => (kind, message),
+        Event::ConnectionLost { kind, message } => (kind, message),
         other => panic!("{other:?}"),
     }
 }
@@ -327,9 +328,9 @@ fn a_store_that_was_started_empty_is_refused_by_those_who_met_another() {
     assert_eq!(kind, LostKind::Other, "{message}");
     assert!(message.contains("is not the store that this node has met before"), "{message}");
     let again = Options { met, ..options(empty.port(), HANG) };
-    let again = Client::start(&scene.runtime, again, Box::new(NoGuard)).unwrap();
+    let again = client::connect(&scene.runtime, again, Box::new(NoGuard)).unwrap();
     assert_eq!(lost(&again).0, LostKind::Other);
-    let fresh = Client::start(&scene.runtime, options(empty.port(), HANG), Box::new(NoGuard)).unwrap();
+    let fresh = client::connect(&scene.runtime, options(empty.port(), HANG), Box::new(NoGuard)).unwrap();
     until(&fresh, |event| matches!(event, Event::Connected { .. }));
 }
 
@@ -345,7 +346,7 @@ fn a_store_that_stays_away_is_told_of_and_then_lost() {
         }
         is_lost(event)
     });
-    let Event::Lost { kind, message } = event else { unreachable!() };
+    let Event::ConnectionLost { kind, message } = event else { unreachable!() };
     assert_eq!(kind, LostKind::Refused, "{message}");
     assert!(message.contains("has not answered for") && message.contains("connection refused"), "{message}");
     assert_eq!(notices.len(), 1, "{notices:?}");

@@ -8,87 +8,48 @@
 //! - **CLIENT-3** the end of the session is reported once, as the last event;
 //! - **CLIENT-4** a session with [`Options::resume`] survives the loss of its connection until its lease expires.
 
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 use elasticrs_runtime::runtime::Spawn;
 
 pub use super::connect::Options;
 use super::connect::{Met, Opened, open};
-use super::events::{Event, Events};
-use super::guard::Guard;
-use super::protocol::{Request, WatchFrom};
-use super::session::{Asked, Session};
-use super::types::{Txn, Watch};
+use super::protocol::Request as Message;
+use super::session::{Asked, session};
 use super::unanswered::Kind;
 use super::wire::MAX_REQUEST;
-use crate::handle::{Ended, Handle, Inbox, finish, until_close};
+use crate::session::client::{Client, Inbox, Request, Unsendable, finish, until_close};
+use crate::session::events::{Event, Events};
+use crate::session::guard::Guard;
+use crate::types::WatchFrom;
 
-/// Error for a request that cannot be sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Unsendable {
-    #[error("a request of {0} bytes; the store takes {MAX_REQUEST}")]
-    TooLarge(usize),
-    #[error("a session that may be taken up again has no watches from a revision of the past")]
-    Past,
+/// Starts connecting in the background. [`Event::Connected`] or [`Event::ConnectionLost`] follows.
+pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Client> {
+    let resume = options.resume;
+    Client::start(
+        runtime,
+        move |request| encode(request, resume),
+        move |reporter, inbox| Box::pin(async move { run(&options, &reporter.0, guard.as_ref(), inbox).await }),
+    )
 }
 
-/// A session with a store. Dropping it closes it.
-#[derive(Debug)]
-pub struct Client {
-    handle: Handle<Asked>,
-    resume: bool,
-}
-
-impl Client {
-    /// Starts connecting in the background. [`Event::Connected`] or [`Event::Lost`] follows.
-    pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
-        let resume = options.resume;
-        let handle = Handle::start(runtime, move |ending, inbox| {
-            Box::pin(async move { run(&options, &ending.0, guard.as_ref(), inbox).await })
-        })?;
-        Ok(Self { handle, resume })
-    }
-
-    /// Returns the queue of events from this client.
-    pub fn events(&self) -> &Events {
-        self.handle.events()
-    }
-
-    /// Sends a transaction. Its reply has the same tag.
-    pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
-        self.send(Kind::Plain, &Request::Txn { tag, txn })
-    }
-
-    /// Starts a watch. Its reply has the same tag.
-    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
-        if self.resume && from_revision.is_some() {
-            return Err(Unsendable::Past);
+fn encode(request: Request, resume: bool) -> Result<Asked, Unsendable> {
+    let (kind, message) = match request {
+        Request::Txn { tag, txn } => (Kind::Plain, Message::Txn { tag, txn }),
+        Request::Watch { watch, .. } if resume && watch.from_revision.is_some() => return Err(Unsendable::Past),
+        Request::Watch { tag, watch } => {
+            let kind = Kind::Watch { watch: watch.watch.clone(), wants_snapshot: watch.snapshot };
+            // Always request the snapshot if the session can be resumed, because the client needs it to compute which
+            // changes it missed while the connection was broken.
+            (kind, Message::Watch { tag, watch: WatchFrom { snapshot: watch.snapshot || resume, ..watch } })
         }
-        let kind = Kind::Watch { watch: watch.clone(), wants_snapshot: snapshot };
-        // Always request the snapshot if the session can be resumed, because the client needs it to compute which
-        // changes it missed while the connection was broken.
-        let snapshot = snapshot || self.resume;
-        self.send(kind, &Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
-    }
-
-    /// Stops a watch. Changes that the store has already sent are still delivered.
-    pub fn unwatch(&self, watch: Watch) -> Result<(), Unsendable> {
-        self.send(Kind::Unwatch(watch.clone()), &Request::Unwatch(watch))
-    }
-
-    fn send(&self, kind: Kind, request: &Request) -> Result<(), Unsendable> {
-        let frame = request.encode();
-        if frame.len() - 4 > MAX_REQUEST {
-            return Err(Unsendable::TooLarge(frame.len() - 4));
-        }
-        self.handle.send((kind, frame));
-        Ok(())
-    }
-
-    /// Ends the session and blocks until it has ended. Also works if another process holds a duplicate of the socket.
-    /// No event follows.
-    pub fn close(&self) {
-        self.handle.close();
+        Request::Unwatch(watch) => (Kind::Unwatch(watch.clone()), Message::Unwatch(watch)),
+    };
+    let frame = message.encode();
+    match frame.len() - 4 {
+        length if length > MAX_REQUEST => Err(Unsendable::TooLarge(length)),
+        _ => Ok((kind, frame)),
     }
 }
 
@@ -100,24 +61,21 @@ async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: I
             return finish(events, closed);
         }
     };
-    let ended = match opened {
+    let end = match opened {
         Ok(opened) => {
-            tell_connected(events, guard, &opened);
-            Session::new(options, opened, events, guard).run(early, &mut inbox).await
+            guard.connected(opened.stream.as_fd());
+            events.meet(opened.met.store, opened.met.revision);
+            let session = session(options, &opened.met, events, guard);
+            report_connected(events, &opened);
+            session.run(opened, early, &mut inbox).await
         }
-        Err(lost) => Ended::Lost(lost),
+        Err(error) => error.into(),
     };
-    ended.tell(events, guard);
+    end.report(events, guard);
 }
 
-fn tell_connected(events: &Events, guard: &dyn Guard, opened: &Opened) {
-    use std::os::fd::AsFd;
-
-    guard.connected(opened.stream.as_fd());
-    guard.deadline(opened.deadline());
-    let Met { revision, session, pace, sent, store, .. } = opened.met;
-    events.meet(store, revision);
-    events.renewed(opened.deadline(), sent, sent, None);
+fn report_connected(events: &Events, opened: &Opened) {
+    let Met { revision, session, pace, .. } = opened.met;
     let connected = Event::Connected {
         revision,
         session,

@@ -2,24 +2,24 @@
 
 use std::cell::Cell;
 use std::io;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
-use std::rc::Rc;
 use std::time::Duration;
 
-use elasticrs_runtime::blocking::BlockingCalls;
 use elasticrs_runtime::stream;
 use elasticrs_sys::clock::boot_now;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth::{self, Direction};
-use super::events::MetStore;
-use super::guard::Guard;
 use super::probe::is_tcp_store;
-use super::protocol::{Answer, Digest, Hello, Pace, Request, Secret, StoreId, VERSION};
-use super::types::{LostKind, Scope};
+use super::protocol::{Answer, Digest, Hello, Pace, Request, Secret, VERSION};
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
+use crate::session::error::StoreError;
+use crate::session::events::MetStore;
+use crate::session::guard::Guard;
+use crate::session::network::{connect, endpoint, plain, resolve};
+use crate::types::{LostKind, Scope, StoreId};
 
 /// Endpoint, credentials and timeouts of a client.
 #[derive(Debug, Clone)]
@@ -47,20 +47,7 @@ pub struct Options {
     pub met: Option<MetStore>,
 }
 
-/// Reason why a session could not be opened or was lost.
-#[derive(Debug)]
-pub(crate) struct Lost {
-    pub(crate) kind: LostKind,
-    pub(crate) message: String,
-}
-
-impl Lost {
-    pub(crate) fn new(kind: LostKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into() }
-    }
-}
-
-impl From<Malformed> for Lost {
+impl From<Malformed> for StoreError {
     fn from(error: Malformed) -> Self {
         Self::new(LostKind::Protocol, format!("the store sent an invalid message: {error}"))
     }
@@ -96,18 +83,6 @@ pub(super) struct Met {
     pub(super) sent: u64,
 }
 
-impl Opened {
-    /// Returns the time at which the client gives up the session if no keep-alive is answered.
-    pub(super) fn deadline(&self) -> u64 {
-        deadline(self.met.sent, self.met.pace)
-    }
-}
-
-/// Returns the time that is one interval before the store would end the session, in nanoseconds of the boot clock.
-pub(super) fn deadline(sent: u64, pace: Pace) -> u64 {
-    sent + u64::from(pace.ttl_ms.saturating_sub(pace.interval_ms)) * 1_000_000
-}
-
 /// Current step of opening a session, for the error message after a timeout.
 #[derive(Debug, Clone, Copy)]
 enum Stage {
@@ -122,26 +97,22 @@ impl Options {
     }
 }
 
-/// Formats host and port the way users write them.
-pub(crate) fn endpoint(host: &str, port: u16) -> String {
-    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
-}
-
 /// Opens a session.
-pub(super) async fn open(options: &Options) -> Result<Opened, Lost> {
+pub(super) async fn open(options: &Options) -> Result<Opened, StoreError> {
     let stage = Cell::new(Stage::Resolve);
     let opened = timeout(options.connect_timeout, open_within(options, &stage)).await;
     opened.unwrap_or_else(|_| {
         let (at, seconds) = (options.endpoint(), options.connect_timeout.as_secs_f64());
         Err(match stage.get() {
-            Stage::Resolve => {
-                Lost::new(LostKind::Resolve, format!("the name `{}` was not resolved within {seconds} s", options.host))
-            }
-            Stage::Connect(address) => Lost::new(
+            Stage::Resolve => StoreError::new(
+                LostKind::Resolve,
+                format!("the name `{}` was not resolved within {seconds} s", options.host),
+            ),
+            Stage::Connect(address) => StoreError::new(
                 LostKind::Timeout,
                 format!("no answer from {at} ({}) within {seconds} s: host down, or a firewall", address.ip()),
             ),
-            Stage::Handshake(address) => Lost::new(
+            Stage::Handshake(address) => StoreError::new(
                 LostKind::Timeout,
                 format!(
                     "{at} ({}) accepted the connection, but no store answered within {seconds} s: it hangs, or another \
@@ -153,12 +124,12 @@ pub(super) async fn open(options: &Options) -> Result<Opened, Lost> {
     })
 }
 
-async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, Lost> {
+async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, StoreError> {
     let addresses = resolve(&options.host, options.port).await?;
     let begun = |address| stage.set(Stage::Connect(address));
     let (stream, peer) = connect(&options.endpoint(), &addresses, options.connect_timeout, begun).await?;
     stage.set(Stage::Handshake(peer));
-    let broken = |error: &io::Error| Lost::new(LostKind::Closed, format!("lost {}: {error}", options.endpoint()));
+    let broken = |error: &io::Error| StoreError::new(LostKind::Closed, format!("lost {}: {error}", options.endpoint()));
     // Disable Nagle, because small messages would otherwise be delayed. Continue if it fails.
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
@@ -172,10 +143,10 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
         Ok(met) => met,
         // A `TCPStore` closes the connection without an answer, but so does an agent that hosts the store and is
         // exiting. Probe the port to tell them apart.
-        Err(lost) if lost.kind == LostKind::Closed && greeter.frames.is_untouched() => {
-            return Err(if is_tcp_store(peer).await { not_ours(options, TCP_STORE) } else { lost });
+        Err(error) if error.kind == LostKind::Closed && greeter.frames.is_untouched() => {
+            return Err(if is_tcp_store(peer).await { not_ours(options, TCP_STORE) } else { error });
         }
-        Err(lost) => return Err(lost),
+        Err(error) => return Err(error),
     };
     let Greeter { stream, frames, .. } = greeter;
     Ok(Opened { stream, frames, local, peer, met })
@@ -187,10 +158,11 @@ pub(super) async fn reopen(
     guard: &dyn Guard,
     wanted: Wanted,
     patience: Duration,
-) -> Result<Opened, Lost> {
+) -> Result<Opened, StoreError> {
     let end = Instant::now() + patience;
     let at = options.endpoint();
-    let late = |_| Lost::new(LostKind::Timeout, format!("no answer from {at} within {} s", patience.as_secs_f64()));
+    let late =
+        |_| StoreError::new(LostKind::Timeout, format!("no answer from {at} within {} s", patience.as_secs_f64()));
     let connected = async {
         let addresses = resolve(&options.host, options.port).await?;
         connect(&at, &addresses, patience, |_| ()).await
@@ -204,86 +176,13 @@ pub(super) async fn reopen(
     let Greeter { stream, frames, .. } = greeter;
     match met {
         Ok(Ok(met)) => Ok(Opened { stream, frames, local, peer, met }),
-        Ok(Err(lost)) | Err(lost) => {
+        Ok(Err(error)) | Err(error) => {
             // Reset the connection, because the store may already treat it as the session's connection. If it were
             // closed normally, the store would conclude that the client has exited and end the session.
             let _ = stream.set_zero_linger();
             guard.not_resumed();
-            Err(lost)
+            Err(error)
         }
-    }
-}
-
-thread_local! {
-    /// Name lookups in progress, by host name.
-    static LOOK_UPS: Rc<BlockingCalls<String, Result<Vec<IpAddr>, String>>> = Rc::default();
-}
-
-/// Returns all addresses of the host. The lookup runs on its own thread, because a resolver may hang for longer than
-/// the caller can wait.
-pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Lost> {
-    if let Ok(address) = host.parse::<IpAddr>() {
-        return Ok(vec![SocketAddr::new(address, port)]);
-    }
-    let unresolved = |why: String| Lost::new(LostKind::Resolve, format!("could not resolve the name `{host}`: {why}"));
-    let name = host.to_owned();
-    #[allow(clippy::disallowed_methods, reason = "runs on the thread of its own that `run` starts")]
-    let look_up = move || {
-        let found = (&*name, 0).to_socket_addrs().map(|found| found.map(|address| address.ip()).collect());
-        found.map_err(|error| error.to_string().replace("failed to lookup address information: ", ""))
-    };
-    let found = LOOK_UPS.with(Rc::clone).run("elasticrs-dns", host.to_owned(), look_up).await;
-    match found.map_err(|error| unresolved(error.to_string()))?.map_err(unresolved)? {
-        addresses if addresses.is_empty() => Err(unresolved("it has no address".into())),
-        addresses => Ok(addresses.into_iter().map(|address| SocketAddr::new(address, port)).collect()),
-    }
-}
-
-/// Connects to the first address that accepts, with the time limit `patience` for all addresses together. Calls `begun`
-/// before each attempt.
-pub(crate) async fn connect(
-    at: &str,
-    addresses: &[SocketAddr],
-    patience: Duration,
-    begun: impl Fn(SocketAddr),
-) -> Result<(TcpStream, SocketAddr), Lost> {
-    // Limit the time for each address, so that an address that does not answer leaves time for the others.
-    let share = patience / u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
-    let share = if addresses.len() == 1 { Duration::MAX } else { share };
-    let mut kinds = Vec::new();
-    let mut said = Vec::new();
-    for address in addresses {
-        begun(*address);
-        let (kind, why) = match timeout(share, TcpStream::connect(address)).await {
-            Ok(Ok(stream)) => return Ok((stream, *address)),
-            Ok(Err(error)) => (kind_of(&error), plain(&error)),
-            Err(_) => (LostKind::Timeout, "no answer".to_owned()),
-        };
-        kinds.push(kind);
-        said.push(format!("{}: {why}", address.ip()));
-    }
-    // Prefer a refusal over a timeout, because it shows that the host is up.
-    let kind = kinds.iter().find(|kind| **kind == LostKind::Refused).or(kinds.first()).copied();
-    let message = format!("could not connect to {at} ({})", said.join("; "));
-    Err(Lost::new(kind.unwrap_or(LostKind::Resolve), message))
-}
-
-fn kind_of(error: &io::Error) -> LostKind {
-    if matches!(error.raw_os_error(), Some(nix::libc::EMFILE | nix::libc::ENFILE)) {
-        return LostKind::Limit;
-    }
-    match error.kind() {
-        io::ErrorKind::ConnectionRefused => LostKind::Refused,
-        io::ErrorKind::TimedOut => LostKind::Timeout,
-        _ => LostKind::Unreachable,
-    }
-}
-
-/// Returns the kernel's error message without the error number.
-pub(crate) fn plain(error: &io::Error) -> String {
-    match error.raw_os_error() {
-        Some(errno) => nix::errno::Errno::from_raw(errno).desc().to_lowercase(),
-        None => error.to_string(),
     }
 }
 
@@ -295,9 +194,9 @@ struct Greeter<'a> {
 }
 
 impl Greeter<'_> {
-    async fn meet(&mut self) -> Result<Met, Lost> {
+    async fn meet(&mut self) -> Result<Met, StoreError> {
         let nonce = auth::random()
-            .map_err(|error| Lost::new(LostKind::Protocol, format!("no random bytes: {}", plain(&error))))?;
+            .map_err(|error| StoreError::new(LostKind::Protocol, format!("no random bytes: {}", plain(&error))))?;
         let milliseconds = |duration: Duration| u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
         let hello = Hello {
             version: VERSION,
@@ -334,7 +233,7 @@ impl Greeter<'_> {
                     );
                     return Err(self.said(LostKind::Other, &what));
                 }
-                if pace.interval_ms == 0 || pace.ttl_ms <= pace.interval_ms {
+                if !pace.is_valid() {
                     return Err(Malformed("no time to live").into());
                 }
                 Ok(Met { session, secret, store, revision, pace, sent })
@@ -343,11 +242,11 @@ impl Greeter<'_> {
         }
     }
 
-    fn said(&self, kind: LostKind, what: &str) -> Lost {
-        Lost::new(kind, format!("the store at {} {what}", self.options.endpoint()))
+    fn said(&self, kind: LostKind, what: &str) -> StoreError {
+        StoreError::new(kind, format!("the store at {} {what}", self.options.endpoint()))
     }
 
-    async fn prove(&self, challenge: Option<&Digest>) -> Result<(), Lost> {
+    async fn prove(&self, challenge: Option<&Digest>) -> Result<(), StoreError> {
         match (challenge, &self.options.token) {
             (None, None) => Ok(()),
             (Some(challenge), Some(token)) => {
@@ -361,7 +260,7 @@ impl Greeter<'_> {
         }
     }
 
-    fn check(&self, proof: Option<&Digest>, nonce: &Digest) -> Result<(), Lost> {
+    fn check(&self, proof: Option<&Digest>, nonce: &Digest) -> Result<(), StoreError> {
         let Some(token) = &self.options.token else { return Ok(()) };
         let run_id = &self.options.run_id;
         if proof.is_some_and(|proof| auth::is_proof(proof, token, nonce, run_id, Direction::Store)) {
@@ -375,7 +274,7 @@ impl Greeter<'_> {
         let _ = stream::write_all(&self.stream, bytes).await;
     }
 
-    async fn answer(&mut self) -> Result<Answer, Lost> {
+    async fn answer(&mut self) -> Result<Answer, StoreError> {
         let mut chunk = [0; 4096];
         loop {
             match self.frames.cut() {
@@ -393,7 +292,7 @@ impl Greeter<'_> {
                     // because a retry may succeed if it is a proxy.
                     let what =
                         "closed the connection during the handshake: another program, or a proxy without a store";
-                    return Err(Lost::new(LostKind::Closed, format!("{} {what}", self.options.endpoint())));
+                    return Err(StoreError::new(LostKind::Closed, format!("{} {what}", self.options.endpoint())));
                 }
                 Ok(0) => return Err(self.said(LostKind::Closed, "closed the connection")),
                 Ok(length) => self.frames.feed(&chunk[..length]),
@@ -407,9 +306,9 @@ impl Greeter<'_> {
 
 const TCP_STORE: &str = "it is a TCPStore of torch";
 
-fn not_ours(options: &Options, why: &str) -> Lost {
+fn not_ours(options: &Options, why: &str) -> StoreError {
     let message = format!("port {} is used by another program, at {}: {why}", options.port, options.endpoint());
-    Lost::new(LostKind::NotOurs, message)
+    StoreError::new(LostKind::NotOurs, message)
 }
 
 /// Probes the peer after a delay. Returns if the peer is a `TCPStore`, and otherwise waits forever. The probe is needed

@@ -18,8 +18,8 @@ use super::probe::QUESTION;
 use super::protocol::{Answer, Hello, Request, VERSION};
 use super::scope::{allows, scoped_token};
 use super::state::SessionId;
-use super::types::{LostKind, Scope};
 use super::wire::{Broken, Frames, MAGIC, MAX_REQUEST, MAX_UNPROVEN, Malformed};
+use crate::types::{LostKind, Scope};
 
 /// Time limit for the handshake of a client.
 const HANDSHAKE: Duration = Duration::from_secs(5);
@@ -30,8 +30,8 @@ const PARTING: Duration = Duration::from_secs(2);
 /// client was refused.
 const MAX_DROPPED: usize = 4 * MAX_REQUEST;
 
-/// Reason why a connection ended.
-enum End {
+/// Reason why the store stops serving a connection.
+enum Disconnect {
     /// The peer closed the connection, or this side has told the peer why it closes the connection.
     Gone,
     /// The connection was reset or timed out, so the state of the peer is unknown.
@@ -42,19 +42,19 @@ enum End {
     Refused(Refusal),
 }
 
-impl From<io::Error> for End {
+impl From<io::Error> for Disconnect {
     fn from(_: io::Error) -> Self {
         Self::Broken
     }
 }
 
-impl From<Malformed> for End {
+impl From<Malformed> for Disconnect {
     fn from(error: Malformed) -> Self {
         Self::Refused((LostKind::Protocol, format!("the store does not understand a message: {error}")))
     }
 }
 
-impl From<Broken> for End {
+impl From<Broken> for Disconnect {
     fn from(error: Broken) -> Self {
         match error {
             Broken::Foreign => Self::Foreign,
@@ -90,14 +90,14 @@ pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
         Ok(Err(end)) => return connection.part(end).await,
         Err(_) => {
             let said = format!("no handshake within {} s", HANDSHAKE.as_secs());
-            return connection.part(End::Refused((LostKind::Timeout, said))).await;
+            return connection.part(Disconnect::Refused((LostKind::Timeout, said))).await;
         }
     };
     connection.frames.set_limit(MAX_REQUEST);
     let (hub, outbox) = (Rc::clone(&connection.hub), Rc::clone(&connection.outbox));
     let mut user = User { hub, outbox, session, is_broken: false };
     let end = connection.converse(session).await;
-    user.is_broken = matches!(end, End::Broken);
+    user.is_broken = matches!(end, Disconnect::Broken);
     drop(user);
     connection.part(end).await;
 }
@@ -118,14 +118,14 @@ impl Drop for User {
 
 impl Connection {
     /// Carries out the handshake: authenticates both sides and opens or resumes the session.
-    async fn handshake(&mut self) -> Result<SessionId, End> {
+    async fn handshake(&mut self) -> Result<SessionId, Disconnect> {
         let hello = loop {
             if let Some(frame) = self.frames.cut()? {
                 let version = Request::version_of(frame)?;
                 if version.0 != VERSION.0 {
                     let (ours, theirs) = (VERSION.0, version.0);
                     let said = format!("the store speaks version {ours} of its protocol, this client version {theirs}");
-                    return Err(End::Refused((LostKind::Version, said)));
+                    return Err(Disconnect::Refused((LostKind::Version, said)));
                 }
                 match Request::decode(frame)? {
                     Request::Hello(hello) => break hello,
@@ -145,7 +145,7 @@ impl Connection {
             if let Some(frame) = self.frames.cut()? {
                 match Request::decode(frame)? {
                     Request::Prove { proof, scope } => break (proof, scope),
-                    _ => return Err(End::Refused((LostKind::Token, "the store requires a token".into()))),
+                    _ => return Err(Disconnect::Refused((LostKind::Token, "the store requires a token".into()))),
                 }
             }
             self.read().await?;
@@ -155,7 +155,7 @@ impl Connection {
             None => token,
         };
         if !auth::is_proof(&answer, &token, &challenge, &run_id, Direction::Client) {
-            return Err(End::Refused((LostKind::Token, "the client's token differs from the store's".into())));
+            return Err(Disconnect::Refused((LostKind::Token, "the client's token differs from the store's".into())));
         }
         let own = auth::proof(&token, &hello.challenge, &run_id, Direction::Store);
         self.scope = scope;
@@ -163,16 +163,16 @@ impl Connection {
     }
 
     /// Returns the client's run, or the reason to refuse the client.
-    fn check(&self, hello: &Hello) -> Result<String, End> {
+    fn check(&self, hello: &Hello) -> Result<String, Disconnect> {
         if !Leases::is_allowed(hello.interval_ms, hello.attempts) {
             let (interval, attempts) = (hello.interval_ms, hello.attempts);
             let said = format!("the store does not accept keep-alives of {interval} ms x {attempts}");
-            return Err(End::Refused((LostKind::Limit, said)));
+            return Err(Disconnect::Refused((LostKind::Limit, said)));
         }
         match &self.hub.config.run_id {
             Some(served) if *served != hello.run_id => {
                 let said = format!("this endpoint serves run {served}, not {}", hello.run_id);
-                Err(End::Refused((LostKind::Run, said)))
+                Err(Disconnect::Refused((LostKind::Run, said)))
             }
             Some(_) | None => Ok(hello.run_id.clone()),
         }
@@ -183,8 +183,8 @@ impl Connection {
         self.tell(Answer::Welcome { version: VERSION, run_id, challenge }.encode());
     }
 
-    fn ready(&self, hello: &Hello, proof: Option<[u8; 32]>) -> Result<SessionId, End> {
-        let entered = self.hub.enter(&self.outbox, hello).map_err(End::Refused)?;
+    fn ready(&self, hello: &Hello, proof: Option<[u8; 32]>) -> Result<SessionId, Disconnect> {
+        let entered = self.hub.enter(&self.outbox, hello).map_err(Disconnect::Refused)?;
         let Entered { session, secret, revision, pace } = entered;
         let ids = self.hub.ids.clone();
         self.tell(Answer::Ready { session, revision, pace, proof, secret, ids }.encode());
@@ -196,7 +196,7 @@ impl Connection {
     }
 
     /// Executes requests and sends answers until the connection ends.
-    async fn converse(&mut self, session: SessionId) -> End {
+    async fn converse(&mut self, session: SessionId) -> Disconnect {
         let mut begun = None;
         loop {
             while !self.outbox.is_closing() {
@@ -205,12 +205,12 @@ impl Connection {
                         begun = None;
                         // The request is complete, so its bytes are no longer counted as unparsed.
                         self.outbox.set_unparsed(0);
-                        let done = Request::decode(frame).map_err(End::from).and_then(|request| {
+                        let done = Request::decode(frame).map_err(Disconnect::from).and_then(|request| {
                             if !allows(self.scope.as_deref(), &request) {
                                 let said = "the token of this client does not allow access to these keys";
-                                return Err(End::Refused((LostKind::Denied, said.into())));
+                                return Err(Disconnect::Refused((LostKind::Denied, said.into())));
                             }
-                            self.hub.request(session, request, &self.outbox).map_err(End::Refused)
+                            self.hub.request(session, request, &self.outbox).map_err(Disconnect::Refused)
                         });
                         if let Err(end) = done {
                             return end;
@@ -221,7 +221,7 @@ impl Connection {
                 }
             }
             if self.outbox.is_closing() {
-                return End::Gone;
+                return Disconnect::Gone;
             }
             if let Err(end) = self.read_on(&mut begun).await {
                 return end;
@@ -231,7 +231,7 @@ impl Connection {
 
     /// Waits for more bytes. The rest of an incomplete request has to arrive within the request timeout. The timeout is
     /// measured in two halves, so that a jump of the clock while this process was stopped uses up at most one half.
-    async fn read_on(&mut self, begun: &mut Option<Begun>) -> Result<(), End> {
+    async fn read_on(&mut self, begun: &mut Option<Begun>) -> Result<(), Disconnect> {
         self.frames.rest();
         self.hub.hold(&self.outbox, self.frames.capacity());
         if self.outbox.is_closing() {
@@ -248,7 +248,7 @@ impl Connection {
             Ok(read) => read,
             Err(_) if is_second_half => {
                 let said = format!("a request did not arrive whole within {} s", limit.as_secs_f32());
-                Err(End::Refused((LostKind::Timeout, said)))
+                Err(Disconnect::Refused((LostKind::Timeout, said)))
             }
             Err(_) => {
                 *begun = Some(Begun { until: half(), is_second_half: true });
@@ -258,7 +258,7 @@ impl Connection {
     }
 
     /// Waits for more bytes from the client. Meanwhile sends the messages that are queued for it.
-    async fn read(&mut self) -> Result<(), End> {
+    async fn read(&mut self) -> Result<(), Disconnect> {
         self.frames.rest();
         loop {
             // Send only the messages queued before this wait, because a later message may report a change that is not
@@ -291,10 +291,10 @@ impl Connection {
     }
 
     /// Reads the bytes that have arrived. Returns true if there may be more, and `None` if nothing has arrived.
-    fn receive(&mut self) -> Result<Option<bool>, End> {
+    fn receive(&mut self) -> Result<Option<bool>, Disconnect> {
         let mut scratch = self.hub.scratch.borrow_mut();
         match self.stream.try_read(&mut scratch) {
-            Ok(0) => Err(End::Gone),
+            Ok(0) => Err(Disconnect::Gone),
             Ok(length) => {
                 self.frames.feed(&scratch[..length]);
                 Ok(Some(length == scratch.len()))
@@ -305,17 +305,17 @@ impl Connection {
     }
 
     /// Closes the connection. If there is a reason, sends it first and gives the client time to read it.
-    async fn part(mut self, end: End) {
+    async fn part(mut self, end: Disconnect) {
         match end {
-            End::Gone | End::Broken => {}
+            Disconnect::Gone | Disconnect::Broken => {}
             // Do not report this peer. It is a client of this store that received no answer while the store was paused,
             // and that now probes for a `TCPStore`.
-            End::Foreign if self.frames.unread() == QUESTION => {}
-            End::Foreign => {
+            Disconnect::Foreign if self.frames.unread() == QUESTION => {}
+            Disconnect::Foreign => {
                 let what = describe(self.frames.unread());
                 return self.hub.notices.say(format!("closed a connection from {}: {what}", self.outbox.peer));
             }
-            End::Refused((kind, message)) => {
+            Disconnect::Refused((kind, message)) => {
                 self.hub.notices.say(format!("refused {}: {message}", self.outbox.peer));
                 self.outbox.refuse(kind, message);
             }

@@ -24,9 +24,10 @@ use nix::fcntl::{Flock, FlockArg, OFlag};
 use nix::unistd::geteuid;
 use sha2::{Digest as _, Sha256};
 
-use super::protocol::{Digest, Secret, StoreId};
+use super::protocol::{Digest, Secret};
 use super::state::{SessionId, Stored, cost_of_entries};
 use super::wire::{Cursor, Field, MAX_IDS, Malformed, Writer, kinds, record};
+use crate::types::StoreId;
 
 const MAGIC: [u8; 8] = *b"\x93ERSTAT\n";
 /// Format version that this code reads and writes. A file with any other version is refused.

@@ -30,10 +30,10 @@ use super::journal::Journal;
 use super::leases::Leases;
 use super::memory::{CONNECTION_COST, Held, Message};
 use super::outbox::Outbox;
-use super::protocol::{Answer, Hello, Pace, Request, Secret, StoreId, WatchFrom, encode_changes};
+use super::protocol::{Answer, Hello, Pace, Request, Secret, encode_changes};
 use super::state::{Revision, SessionId, State};
-use super::types::{LostKind, OpResult, Txn};
 use super::watches::{Watches, covered};
+use crate::types::{LostKind, OpResult, StoreId, Txn, WatchFrom};
 
 /// Maximum number of watches of a client.
 const MAX_WATCHES: usize = 1024;

@@ -8,12 +8,11 @@
 //! A server's hub owns the keys, watches and leases. The task of a connection owns its socket and shares only its
 //! unsent messages with the hub. The task of a client owns its socket and its deadline, and the user of the client owns
 //! the list of events. Each module states its invariants: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server,
-//! `CLIENT`, `ASKED` and `CLOCK` for the client, `WIRE` and `PROTO` for the messages.
+//! `CLIENT` and `ASKED` for the client, `WIRE` and `PROTO` for the messages.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
 pub(crate) mod auth;
-pub(crate) mod away;
 pub mod client;
 pub(crate) mod connect;
 mod connection;
@@ -22,13 +21,10 @@ mod connection;
     reason = "its store has a process of its own and acts on nothing that is not on disk"
 )]
 pub mod durable;
-pub mod events;
-pub mod guard;
 mod hub;
 mod journal;
 pub mod leases;
 mod memory;
-mod offset;
 mod outbox;
 pub(crate) mod probe;
 pub mod protocol;
@@ -36,7 +32,6 @@ pub mod scope;
 pub mod server;
 mod session;
 mod state;
-pub mod types;
 mod unanswered;
 mod watches;
 pub mod wire;

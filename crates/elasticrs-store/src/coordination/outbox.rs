@@ -11,8 +11,8 @@ use tokio::sync::Notify;
 
 use super::memory::{CONNECTION_COST, Charge, Held, Message};
 use super::protocol::Answer;
-use super::types::LostKind;
 use super::wire::MAGIC;
+use crate::types::LostKind;
 
 /// A client with more than this number of unread bytes is dropped. One message that is longer than this is not counted.
 const MAX_UNREAD: usize = 8 << 20;

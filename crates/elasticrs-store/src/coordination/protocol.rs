@@ -7,8 +7,11 @@
 
 use std::sync::Arc;
 
-use super::types::{Change, Compare, Entry, LostKind, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Scope, Txn, Watch};
 use super::wire::{Cursor, Field, Malformed, Writer, kinds, record, texts};
+use crate::types::{
+    Change, Compare, Entry, LostKind, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Scope, StoreId, Txn, Watch,
+    WatchFrom,
+};
 
 /// Protocol version of this code. Versions with different first numbers are incompatible.
 pub const VERSION: (u16, u16) = (3, 0);
@@ -18,9 +21,6 @@ pub type Digest = [u8; 32];
 
 /// Secret that a client sends, together with the number of its session, to resume the session.
 pub type Secret = [u8; 32];
-
-/// Random ID of a store. A restarted store has a new ID.
-pub type StoreId = [u8; 16];
 
 /// The first message of a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,16 +45,6 @@ pub struct Pace {
     pub interval_ms: u32,
     /// Session timeout, which each keep-alive restarts.
     pub ttl_ms: u32,
-}
-
-/// A watch, and the revision from which its client needs changes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WatchFrom {
-    pub watch: Watch,
-    /// True if the reply should contain the current entries.
-    pub snapshot: bool,
-    /// Revision whose changes are reported first. `None` to start with the next revision.
-    pub from_revision: Option<u64>,
 }
 
 /// A message from a client to the store.

@@ -13,7 +13,7 @@ use hmac::Mac;
 
 use super::auth::keyed;
 use super::protocol::Request;
-use super::types::{Compare, Op, Txn};
+use crate::types::{Compare, Op, Txn};
 
 /// Derives the token of a scope, as hexadecimal text.
 pub fn scoped_token(token: &[u8], scope: &str) -> String {
@@ -62,9 +62,8 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::super::protocol::WatchFrom;
-    use super::super::types::Watch;
     use super::*;
+    use crate::types::{Watch, WatchFrom};
 
     /// Returns one request for each field that holds a key or a prefix. In each request, that field is set to `key`,
     /// and all other keys are inside the scope.

@@ -23,8 +23,8 @@ use super::hub::Hub;
 pub use super::hub::{Config, Durable, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT};
 use super::outbox::Outbox;
 use super::state::entry_limit;
-use super::types::LostKind;
 use super::{auth, connection};
+use crate::types::LostKind;
 
 pub(super) enum Command {
     StopListening(SyncSender<()>),
@@ -41,8 +41,8 @@ pub enum ServerError {
     Resources(#[from] io::Error),
     #[error(transparent)]
     State(#[from] StateError),
-    #[error("the runtime has ended")]
-    Ended,
+    #[error("the runtime has stopped")]
+    Stopped,
 }
 
 /// A running store. Dropping it closes the store.
@@ -86,7 +86,7 @@ impl Server {
             };
             Box::pin(run(Rc::new(hub), listeners, inbox))
         }));
-        if is_running { Ok(Self { commands, sessions, addresses }) } else { Err(ServerError::Ended) }
+        if is_running { Ok(Self { commands, sessions, addresses }) } else { Err(ServerError::Stopped) }
     }
 
     /// Returns the port of the first address, even while the server is not listening on it.

@@ -12,8 +12,8 @@ use std::ops::Bound;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use super::types::{Change, Compare, Entry, Op, OpResult, Txn, Watch};
 use super::wire::MAX_ANSWER;
+use crate::types::{Change, Compare, Entry, Op, OpResult, Txn, Watch};
 
 /// ID of a session. IDs are never reused.
 pub(super) type SessionId = u64;
@@ -297,12 +297,12 @@ impl State {
     }
 
     fn get(&self, key: &str, room: &mut Option<usize>) -> Option<Entry> {
-        self.entries.get_key_value(key).and_then(|(key, stored)| told(key, stored, room))
+        self.entries.get_key_value(key).and_then(|(key, stored)| entry_within(key, stored, room))
     }
 
     fn range(&self, prefix: &str, limit: u32, room: &mut Option<usize>) -> Vec<Entry> {
         let limit = if limit == 0 { usize::MAX } else { usize::try_from(limit).unwrap_or(usize::MAX) };
-        self.under(prefix).take(limit).map_while(|(key, stored)| told(key, stored, room)).collect()
+        self.under(prefix).take(limit).map_while(|(key, stored)| entry_within(key, stored, room)).collect()
     }
 
     /// Runs two searches alternately and returns the result of the first one that finishes. The first visits all keys
@@ -347,7 +347,7 @@ impl State {
     }
 }
 
-fn told(key: &Arc<str>, stored: &Stored, room: &mut Option<usize>) -> Option<Entry> {
+fn entry_within(key: &Arc<str>, stored: &Stored, room: &mut Option<usize>) -> Option<Entry> {
     *room = room.and_then(|left| left.checked_sub(cost(key, &stored.value)));
     (*room)?;
     Some(Entry {

@@ -4,15 +4,15 @@
 //! - **ASKED-1** every request is answered once, in the order in which the requests were made. A request may be
 //!   *executed* twice, because a request without an answer is sent again after the connection breaks;
 //! - **ASKED-2** a watch reports each change once and in order. After the connection broke, it reports the differences
-//!   from the state that it last reported ([`crate::watched`]). A reply is reported only after all changes up to its
+//!   from the state that it last reported ([`crate::session::watched`]). A reply is reported only after all changes up to its
 //!   revision.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::protocol::{Request, WatchFrom};
-use super::types::{Entry, OpResult, Watch};
+use super::protocol::Request;
 use super::wire::Malformed;
-use crate::watched::{Told, Watched};
+use crate::session::watched::{ChangeSet, Watched};
+use crate::types::{Entry, OpResult, Watch, WatchFrom};
 
 /// Kind of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,10 +35,10 @@ struct Asked {
 
 /// Effect of an answer from the store: the event to report to the user, if any.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Heard {
+pub(super) enum AnswerEffect {
     Nothing,
     Reply(Vec<OpResult>),
-    Changes(Told),
+    Changes(ChangeSet),
 }
 
 #[derive(Debug, Default)]
@@ -75,15 +75,15 @@ impl Unanswered {
         frames
     }
 
-    pub(super) fn changes(&mut self, told: Told) -> Heard {
+    pub(super) fn changes(&mut self, set: ChangeSet) -> AnswerEffect {
         for watched in self.watches.values_mut() {
-            told.changes.iter().for_each(|change| watched.note(change));
-            watched.next = told.revision + 1;
+            set.changes.iter().for_each(|change| watched.note(change));
+            watched.next = set.revision + 1;
         }
-        Heard::Changes(told)
+        AnswerEffect::Changes(set)
     }
 
-    pub(super) fn reply(&mut self, ok: bool, revision: u64, results: Vec<OpResult>) -> Result<Heard, Malformed> {
+    pub(super) fn reply(&mut self, ok: bool, revision: u64, results: Vec<OpResult>) -> Result<AnswerEffect, Malformed> {
         if let Some(watch) = self.again.pop_front() {
             return self.catch_up(&watch, revision, results);
         }
@@ -101,7 +101,7 @@ impl Unanswered {
             Kind::Plain | Kind::Watch { .. } | Kind::Unwatch(_) => results,
         };
         self.forget_ends();
-        Ok(Heard::Reply(results))
+        Ok(AnswerEffect::Reply(results))
     }
 
     /// Removes the stop requests at the front of the queue. A stop request has to be sent again only if a request that
@@ -112,15 +112,15 @@ impl Unanswered {
         }
     }
 
-    fn catch_up(&mut self, watch: &Watch, revision: u64, results: Vec<OpResult>) -> Result<Heard, Malformed> {
+    fn catch_up(&mut self, watch: &Watch, revision: u64, results: Vec<OpResult>) -> Result<AnswerEffect, Malformed> {
         // Ignore the answer if the watch has been stopped.
-        let Some(watched) = self.watches.get_mut(watch) else { return Ok(Heard::Nothing) };
+        let Some(watched) = self.watches.get_mut(watch) else { return Ok(AnswerEffect::Nothing) };
         let there = results.into_iter().map(|result| match result {
             OpResult::Entry(Some(entry)) => Ok(entry),
             _ => Err(Malformed("a watch without what is there")),
         });
         let there: Vec<Entry> = there.collect::<Result<_, _>>()?;
-        Ok(watched.catch_up(revision, there).map_or(Heard::Nothing, |told| self.changes(told)))
+        Ok(watched.catch_up(revision, there).map_or(AnswerEffect::Nothing, |set| self.changes(set)))
     }
 }
 

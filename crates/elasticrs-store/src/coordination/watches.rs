@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::state::{Revision, SessionId};
-use super::types::{Change, Watch};
+use crate::types::{Change, Watch};
 
 /// Bytes that a watch takes in addition to its prefix: its places in three tables.
 const WATCH_COST: usize = 192;

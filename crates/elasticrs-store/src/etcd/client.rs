@@ -12,75 +12,34 @@ use tokio::time::timeout;
 
 use super::dial::Credentials;
 use super::grpc::Channel;
+use super::lease::interval;
 use super::links::Links;
 use super::mapping::unsigned;
 use super::open::{Granted, Opened, open, revoke};
 pub use super::options::{Options, Site};
-use super::session::{Request, Session};
-use crate::coordination::client::Unsendable;
-use crate::coordination::events::{Event, Events};
-use crate::coordination::guard::Guard;
-use crate::coordination::protocol::WatchFrom;
-use crate::coordination::types::{Compare, Op, Txn, Watch};
+use super::session::session;
 use crate::coordination::wire::MAX_REQUEST;
-use crate::handle::{Ended, Handle, Inbox, finish, until_close};
+use crate::session::client::{Client, Inbox, Request, Unsendable, finish, until_close};
+use crate::session::events::{Event, Events};
+use crate::session::guard::Guard;
+use crate::types::{Compare, Op, Txn};
 
-/// A session with etcd. Dropping it closes it.
-#[derive(Debug)]
-pub struct Client {
-    handle: Handle<Request>,
+/// Starts connecting in the background. [`Event::Connected`] or [`Event::ConnectionLost`] follows.
+pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Client> {
+    Client::start(runtime, check_size, move |reporter, inbox| {
+        Box::pin(async move {
+            let guard: Rc<dyn Guard> = Rc::from(guard);
+            let credentials = Credentials { tls: options.tls.clone(), user: options.user.clone() };
+            run(&Rc::new(options), &Rc::new(credentials), &reporter.0, &guard, inbox).await;
+        })
+    })
 }
 
-impl Client {
-    /// Starts connecting in the background. [`Event::Connected`] or [`Event::Lost`] follows.
-    pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
-        let handle = Handle::start(runtime, move |ending, inbox| {
-            Box::pin(async move {
-                let guard: Rc<dyn Guard> = Rc::from(guard);
-                let credentials = Credentials { tls: options.tls.clone(), user: options.user.clone() };
-                run(&Rc::new(options), &Rc::new(credentials), &ending.0, &guard, inbox).await;
-            })
-        })?;
-        Ok(Self { handle })
-    }
-
-    /// Returns the queue of events from this client.
-    pub fn events(&self) -> &Events {
-        self.handle.events()
-    }
-
-    /// Sends a transaction. Its reply has the same tag.
-    pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
-        self.send(Request::Txn { tag, txn })
-    }
-
-    /// Starts a watch. Its reply has the same tag.
-    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
-        self.send(Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
-    }
-
-    /// Stops a watch. Changes that etcd has already sent are still delivered.
-    pub fn unwatch(&self, watch: Watch) -> Result<(), Unsendable> {
-        self.send(Request::Unwatch(watch))
-    }
-
-    fn send(&self, request: Request) -> Result<(), Unsendable> {
-        let size = match &request {
-            Request::Txn { txn, .. } => size(txn),
-            // A watch request contains only a key or prefix, which is always short enough.
-            Request::Watch { .. } | Request::Unwatch(_) => 0,
-        };
-        if size > MAX_REQUEST {
-            return Err(Unsendable::TooLarge(size));
-        }
-        self.handle.send(request);
-        Ok(())
-    }
-
-    /// Finishes the pending requests, then ends the session and its lease. No event follows. Blocks until the session
-    /// has ended. If etcd does not answer, gives up after a short time.
-    pub fn close(&self) {
-        self.handle.close();
+fn check_size(request: Request) -> Result<Request, Unsendable> {
+    match &request {
+        Request::Txn { txn, .. } if size(txn) > MAX_REQUEST => Err(Unsendable::TooLarge(size(txn))),
+        // A watch request contains only a key or prefix, which is always short enough.
+        _ => Ok(request),
     }
 }
 
@@ -127,20 +86,20 @@ async fn run(
             return finish(events, closed);
         }
     };
-    let ended = match opened {
+    let end = match opened {
         Ok(opened) => {
             let (channels, channel) = watch::channel(None);
             let links = open_links(options, &opened, channel, guard);
-            tell_connected(events, &opened);
-            let (session, link) = Session::new(options, credentials, opened, events, guard.as_ref(), channels);
+            report_connected(events, &opened);
+            let (session, link) = session(options, credentials, opened, events, guard.as_ref(), channels);
             tokio::select! {
-                ended = session.run(link, early, &mut inbox) => ended,
+                end = session.run(link, early, &mut inbox) => end,
                 never = run_links(links) => match never {},
             }
         }
-        Err(lost) => Ended::Lost(lost),
+        Err(error) => error.into(),
     };
-    ended.tell(events, guard.as_ref());
+    end.report(events, guard.as_ref());
 }
 
 /// Opens the session's links. Returns `None` for a session without a nursery, because no process could send its last
@@ -164,12 +123,12 @@ async fn run_links(links: Option<(Links, TcpListener)>) -> Infallible {
     }
 }
 
-fn tell_connected(events: &Events, opened: &Opened) {
+fn report_connected(events: &Events, opened: &Opened) {
     let connected = Event::Connected {
         revision: unsigned(opened.marker),
         session: unsigned(opened.keys.lease),
         ttl: opened.ttl,
-        interval: opened.interval(),
+        interval: interval(opened.ttl),
         local_address: opened.link.local.ip().to_string(),
         peer_address: opened.link.peer.ip().to_string(),
     };

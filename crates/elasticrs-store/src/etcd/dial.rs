@@ -24,10 +24,11 @@ use super::grpc::{CallError, Channel, code};
 use super::messages::{AuthenticateRequest, AuthenticateResponse};
 use super::probe::{is_own_store, speaks_plainly, speaks_tls};
 use super::tls::{self, Files, Identity, explain};
-use crate::coordination::connect::{Lost, connect, endpoint, plain, resolve};
 use crate::coordination::probe::is_tcp_store;
-use crate::coordination::types::LostKind;
 use crate::coordination::wire::MAX_ANSWER;
+use crate::session::error::{Failure, StoreError};
+use crate::session::network::{connect, endpoint, plain, resolve};
+use crate::types::LostKind;
 
 /// Certificates, and the user's name and password, with which this client authenticates.
 #[derive(Debug, Clone)]
@@ -48,18 +49,18 @@ pub(super) struct Link {
     pub(super) peer: SocketAddr,
     /// Task that drives the connection. It finishes when the connection ends. Dropping it closes the connection.
     driver: JoinSet<Result<(), h2::Error>>,
-    heard: Rc<RefCell<Heard>>,
+    record: Rc<RefCell<PeerRecord>>,
     tls: Option<Arc<Identity>>,
 }
 
 impl Link {
     /// Waits until the connection has ended, and returns the reason.
-    pub(super) async fn ended(&mut self) -> Lost {
+    pub(super) async fn ended(&mut self) -> StoreError {
         let why = match self.driver.join_next().await {
             Some(Ok(Err(error))) => {
                 // Use the recorded TLS error, because the HTTP/2 library keeps only its text.
-                if let (Some(error), Some(identity)) = (&self.heard.borrow().tls, &self.tls) {
-                    return tls_lost(&self.at, error, identity);
+                if let (Some(error), Some(identity)) = (&self.record.borrow().tls, &self.tls) {
+                    return tls_failure(&self.at, error, identity);
                 }
                 error.get_io().map_or_else(|| error.to_string(), plain)
             }
@@ -67,45 +68,45 @@ impl Link {
             Some(Err(error)) => error.to_string(),
         };
         // Prefer the error of a write, because the kernel reports a socket error only once, to the first read or write.
-        let why = self.heard.borrow().unwritten.clone().unwrap_or(why);
-        Lost::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
+        let why = self.record.borrow().unwritten.clone().unwrap_or(why);
+        StoreError::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
     }
 
-    /// Returns the TLS error of the connection if there is one, and otherwise `lost`, the error of a call. A server may
+    /// Returns the TLS error of the connection if there is one, and otherwise `error`, that of a call. A server may
     /// reject a certificate only after the handshake. In that case, the call reports only a broken connection.
-    pub(super) async fn last_words(&mut self, lost: Lost) -> Lost {
-        if lost.kind != LostKind::Closed {
-            return lost;
+    pub(super) async fn explain(&mut self, error: StoreError) -> StoreError {
+        if error.kind != LostKind::Closed {
+            return error;
         }
-        match timeout(LAST_WORDS, self.ended()).await {
+        match timeout(REASON_LIMIT, self.ended()).await {
             Ok(own) if own.kind == LostKind::Tls => own,
-            _ => lost,
+            _ => error,
         }
     }
 
     /// Closes the connection and waits until it is closed.
-    pub(super) async fn close(mut self) {
+    pub(super) async fn close(&mut self) {
         self.driver.shutdown().await;
     }
 
     /// Finds the reason why the first call on this connection failed, which may be that the peer is another program.
-    pub(super) async fn judge(&mut self, error: CallError) -> Trouble {
-        let CallError::Broken(_) = error else { return Trouble::of(error, &self.at) };
+    pub(super) async fn judge(&mut self, error: CallError) -> Failure {
+        let CallError::Broken(_) = error else { return Failure::of(error, &self.at) };
         // Prefer the connection's error, because it is more specific than the call's.
-        let lost = timeout(LAST_WORDS, self.ended()).await;
-        let stranger = stranger(&self.heard.borrow().opening);
-        match (lost, stranger) {
-            (_, Some(why)) => Trouble::Fatal(not_ours(&self.at, why)),
-            (Ok(lost), None) if lost.kind == LostKind::Tls => Trouble::Fatal(lost),
+        let own = timeout(REASON_LIMIT, self.ended()).await;
+        let stranger = stranger(&self.record.borrow().opening);
+        match (own, stranger) {
+            (_, Some(why)) => Failure::Fatal(not_ours(&self.at, why)),
+            (Ok(error), None) if error.kind == LostKind::Tls => Failure::Fatal(error),
             (Ok(_), None) if self.is_dumb() && speaks_tls(self.peer).await => {
                 let why = format!("etcd at {} asks for TLS, and none was asked for here", self.at);
-                Trouble::Fatal(Lost::new(LostKind::Tls, why))
+                Failure::fatal(LostKind::Tls, why)
             }
             (Ok(_), None) if self.is_dumb() && is_own_store(self.peer).await => {
-                Trouble::Fatal(not_ours(&self.at, "it is a store of elasticrs' own"))
+                Failure::Fatal(not_ours(&self.at, "it is a store of elasticrs' own"))
             }
-            (Ok(lost), None) => Trouble::Again(lost),
-            (Err(_), None) => Trouble::of(error, &self.at),
+            (Ok(error), None) => Failure::Retryable(error),
+            (Err(_), None) => Failure::of(error, &self.at),
         }
     }
 }
@@ -113,7 +114,7 @@ impl Link {
 impl Link {
     /// Returns true if the connection is not encrypted and no byte has been received on it.
     fn is_dumb(&self) -> bool {
-        self.tls.is_none() && self.heard.borrow().opening.is_empty()
+        self.tls.is_none() && self.record.borrow().opening.is_empty()
     }
 }
 
@@ -123,37 +124,21 @@ const NO_SPACE: &str = ". One of the members has raised this alarm (`etcdctl ala
                         disarmed: free space there (compact, defrag), then `etcdctl alarm disarm`";
 
 /// Timeout for reading the error reason from a broken connection.
-const LAST_WORDS: Duration = Duration::from_millis(200);
+const REASON_LIMIT: Duration = Duration::from_millis(200);
 
-/// A failure and its reason. The variant says whether a retry can succeed.
-#[derive(Debug)]
-pub(super) enum Trouble {
-    /// A retry may succeed, later or with another member.
-    Again(Lost),
-    Fatal(Lost),
-}
-
-impl Trouble {
-    pub(super) fn lost(self) -> Lost {
-        let (Self::Again(lost) | Self::Fatal(lost)) = self;
-        lost
-    }
-
+impl Failure {
     /// Converts the error of a call, and decides whether a retry can succeed.
     pub(super) fn of(error: CallError, at: &str) -> Self {
         let Status { code, error, message } = match error {
             CallError::Broken(why) | CallError::Reset(why) => {
-                return Self::Again(Lost::new(
-                    LostKind::Closed,
-                    format!("the connection to etcd at {at} broke: {why}"),
-                ));
+                return Self::retryable(LostKind::Closed, format!("the connection to etcd at {at} broke: {why}"));
             }
             // Retry, because a proxy may send such an answer while the member behind it is not running.
-            CallError::Foreign(why) => return Self::Again(not_ours(at, &why)),
+            CallError::Foreign(why) => return Self::Retryable(not_ours(at, &why)),
             // Do not retry, because the next answer would also be too large.
             CallError::TooLarge(length) => {
                 let why = format!("etcd at {at} sent an answer of {length} bytes; the limit is {MAX_ANSWER}");
-                return Self::Fatal(Lost::new(LostKind::Limit, why));
+                return Self::fatal(LostKind::Limit, why);
             }
             CallError::Status(status) => status,
         };
@@ -164,7 +149,7 @@ impl Trouble {
             _ if matches!(error, Some(EtcdError::RequestTooLarge | EtcdError::TooManyOps)) => LostKind::Limit,
             code::PERMISSION_DENIED | code::UNAUTHENTICATED => LostKind::Denied,
             code::RESOURCE_EXHAUSTED => LostKind::Limit,
-            code::UNIMPLEMENTED => return Self::Again(not_ours(at, "it does not know etcd's API v3")),
+            code::UNIMPLEMENTED => return Self::Retryable(not_ours(at, "it does not know etcd's API v3")),
             code::INVALID_ARGUMENT | code::NOT_FOUND | code::FAILED_PRECONDITION | code::OUT_OF_RANGE => {
                 LostKind::Protocol
             }
@@ -172,9 +157,13 @@ impl Trouble {
             // retry after codes that no version of etcd sends so far.
             _ => LostKind::Timeout,
         };
-        let lost = Lost::new(kind, format!("etcd at {at}: {message}{hint}"));
+        let error = StoreError::new(kind, format!("etcd at {at}: {message}{hint}"));
         // Retry `UNAUTHENTICATED`, because the token may have expired, and a new connection gets a new token.
-        if kind == LostKind::Timeout || code == code::UNAUTHENTICATED { Self::Again(lost) } else { Self::Fatal(lost) }
+        if kind == LostKind::Timeout || code == code::UNAUTHENTICATED {
+            Self::Retryable(error)
+        } else {
+            Self::Fatal(error)
+        }
     }
 }
 
@@ -196,44 +185,43 @@ pub(super) async fn dial(
     credentials: &Credentials,
     patience: Duration,
     stage: &Cell<Stage>,
-) -> Result<Link, Trouble> {
+) -> Result<Link, Failure> {
     let at = endpoint(host, *port);
     stage.set(Stage::Files);
     let identity = match &credentials.tls {
         // Retry, because the files may be only partly written at the moment.
-        Some(files) => Some(tls::load(files).await.map_err(|why| Trouble::Again(Lost::new(LostKind::Tls, why)))?),
+        Some(files) => Some(tls::load(files).await.map_err(|why| Failure::retryable(LostKind::Tls, why))?),
         None => None,
     };
     stage.set(Stage::Resolve);
-    let addresses = resolve(host, *port).await.map_err(Trouble::Again)?;
+    let addresses = resolve(host, *port).await.map_err(Failure::Retryable)?;
     stage.set(Stage::Connect);
     let connected = connect(&at, &addresses, patience, |_| ()).await;
-    let (stream, peer) = connected.map_err(Trouble::Again)?;
-    let broken =
-        |error: &io::Error| Trouble::Again(Lost::new(LostKind::Closed, format!("lost {at}: {}", plain(error))));
+    let (stream, peer) = connected.map_err(Failure::Retryable)?;
+    let broken = |error: &io::Error| Failure::retryable(LostKind::Closed, format!("lost {at}: {}", plain(error)));
     // Without `TCP_NODELAY`, small messages would be delayed. If setting it fails, use the connection anyway.
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
-    let heard = Rc::<RefCell<Heard>>::default();
+    let record = Rc::<RefCell<PeerRecord>>::default();
     let (requests, driver) = match &identity {
-        None => start(Overheard { stream, heard: Rc::clone(&heard) }).await,
+        None => start(Recorder { stream, record: Rc::clone(&record) }).await,
         Some(identity) => {
             stage.set(Stage::Tls(peer));
             let stream = match encrypted(&at, host, identity, stream).await {
-                Err(Trouble::Again(_)) if speaks_plainly(peer).await => {
+                Err(Failure::Retryable(_)) if speaks_plainly(peer).await => {
                     let why = format!("etcd at {at} does not speak TLS, which was asked for here");
-                    return Err(Trouble::Fatal(Lost::new(LostKind::Tls, why)));
+                    return Err(Failure::fatal(LostKind::Tls, why));
                 }
                 stream => stream?,
             };
-            start(Overheard { stream, heard: Rc::clone(&heard) }).await
+            start(Recorder { stream, record: Rc::clone(&record) }).await
         }
     }
-    .map_err(|error| Trouble::Again(Lost::new(LostKind::Closed, format!("lost {at}: {error}"))))?;
+    .map_err(|error| Failure::retryable(LostKind::Closed, format!("lost {at}: {error}")))?;
     stage.set(Stage::Calls(peer));
     let scheme = if credentials.tls.is_some() { "https" } else { "http" };
     let channel = Channel::new(requests, format!("{scheme}://{at}"));
-    let mut link = Link { channel, at, local, peer, driver, heard, tls: identity };
+    let mut link = Link { channel, at, local, peer, driver, record, tls: identity };
     authenticate(&mut link, credentials).await?;
     Ok(link)
 }
@@ -257,17 +245,17 @@ async fn encrypted(
     host: &str,
     identity: &Identity,
     stream: TcpStream,
-) -> Result<tokio_rustls::client::TlsStream<TcpStream>, Trouble> {
+) -> Result<tokio_rustls::client::TlsStream<TcpStream>, Failure> {
     let name = ServerName::try_from(host.to_owned());
-    let name = name.map_err(|error| Trouble::Fatal(Lost::new(LostKind::Tls, format!("`{host}`: {error}"))))?;
+    let name = name.map_err(|error| Failure::fatal(LostKind::Tls, format!("`{host}`: {error}")))?;
     TlsConnector::from(Arc::clone(&identity.config)).connect(name, stream).await.map_err(|error| {
         match tls_error(&error) {
-            Some(error) => Trouble::Fatal(tls_lost(at, error, identity)),
+            Some(error) => Failure::Fatal(tls_failure(at, error, identity)),
             // Retry, because a member that is stopping at this moment looks the same as one without TLS.
-            None => Trouble::Again(Lost::new(
+            None => Failure::retryable(
                 LostKind::Closed,
                 format!("etcd at {at} broke off the TLS handshake: {}", plain(&error)),
-            )),
+            ),
         }
     })
 }
@@ -276,15 +264,15 @@ fn tls_error(error: &io::Error) -> Option<&TlsError> {
     error.get_ref()?.downcast_ref()
 }
 
-fn tls_lost(at: &str, error: &TlsError, identity: &Identity) -> Lost {
-    Lost::new(LostKind::Tls, format!("no TLS connection with etcd at {at}: {}", explain(error, identity)))
+fn tls_failure(at: &str, error: &TlsError, identity: &Identity) -> StoreError {
+    StoreError::new(LostKind::Tls, format!("no TLS connection with etcd at {at}: {}", explain(error, identity)))
 }
 
-async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), Trouble> {
+async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), Failure> {
     let Some((name, password)) = credentials.user.clone() else { return Ok(()) };
     let asked = AuthenticateRequest { name, password };
     match link.channel.call::<AuthenticateResponse>("/etcdserverpb.Auth/Authenticate", &asked).await {
-        Ok(answer) => link.channel.set_token(&answer.token).map_err(|error| Trouble::of(error, &link.at)),
+        Ok(answer) => link.channel.set_token(&answer.token).map_err(|error| Failure::of(error, &link.at)),
         // This etcd does not use authentication, so no token is needed.
         Err(error) if error.is(EtcdError::AuthDisabled) => Ok(()),
         Err(error) => Err(link.judge(error).await),
@@ -292,10 +280,10 @@ async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), 
 }
 
 /// Returns the error for certificates that were not read within `patience`.
-pub(super) fn unread(files: &Files, patience: Duration) -> Lost {
+pub(super) fn unread(files: &Files, patience: Duration) -> StoreError {
     let seconds = patience.as_secs_f64();
     let why = format!("could not read {files} within {seconds} s: their file system does not answer");
-    Lost::new(LostKind::Timeout, why)
+    StoreError::new(LostKind::Timeout, why)
 }
 
 /// Returns the error for a connection attempt that was in this stage when it timed out.
@@ -304,7 +292,7 @@ pub(super) async fn too_late(
     credentials: &Credentials,
     stage: Stage,
     patience: Duration,
-) -> Lost {
+) -> StoreError {
     let (at, seconds) = (endpoint(host, *port), patience.as_secs_f64());
     let (kind, message) = match stage {
         Stage::Files => return unread(&credentials.tls.clone().unwrap_or_default(), patience),
@@ -322,11 +310,11 @@ pub(super) async fn too_late(
             (LostKind::Timeout, format!("{at} accepted the connection, but etcd did not answer within {seconds} s"))
         }
     };
-    Lost::new(kind, message)
+    StoreError::new(kind, message)
 }
 
-fn not_ours(at: &str, why: &str) -> Lost {
-    Lost::new(LostKind::NotOurs, format!("no etcd with API v3 at {at}: {why}"))
+fn not_ours(at: &str, why: &str) -> StoreError {
+    StoreError::new(LostKind::NotOurs, format!("no etcd with API v3 at {at}: {why}"))
 }
 
 /// Describes the program that sent these first bytes. `None` if it may be an HTTP/2 server, or sent nothing.
@@ -343,7 +331,7 @@ fn stranger(opening: &[u8]) -> Option<&'static str> {
 
 /// Data that is recorded from a connection, because the HTTP/2 library's error messages are not specific enough.
 #[derive(Debug, Default)]
-struct Heard {
+struct PeerRecord {
     /// The first bytes that the peer sent.
     opening: Vec<u8>,
     tls: Option<TlsError>,
@@ -352,35 +340,35 @@ struct Heard {
 }
 
 /// A stream that records data for error messages while it is read and written.
-struct Overheard<S> {
+struct Recorder<S> {
     stream: S,
-    heard: Rc<RefCell<Heard>>,
+    record: Rc<RefCell<PeerRecord>>,
 }
 
 /// Maximum number of first bytes to record. This is the length of an HTTP/2 frame header.
 const OPENING: usize = 9;
 
-impl<S: AsyncRead + Unpin> AsyncRead for Overheard<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for Recorder<S> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
-        let mut heard = self.heard.borrow_mut();
-        let left = OPENING.saturating_sub(heard.opening.len());
-        heard.opening.extend(buffer.filled()[before..].iter().take(left));
+        let mut record = self.record.borrow_mut();
+        let left = OPENING.saturating_sub(record.opening.len());
+        record.opening.extend(buffer.filled()[before..].iter().take(left));
         if let Poll::Ready(Err(error)) = &read {
-            heard.tls = tls_error(error).cloned();
+            record.tls = tls_error(error).cloned();
         }
         read
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Overheard<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for Recorder<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         match Pin::new(&mut self.stream).poll_write(cx, bytes) {
             // Pretend that the write succeeded, so that the HTTP/2 library continues to read. The peer's reason for
             // closing the connection may still arrive.
             Poll::Ready(Err(error)) => {
-                self.heard.borrow_mut().unwritten.get_or_insert_with(|| plain(&error));
+                self.record.borrow_mut().unwritten.get_or_insert_with(|| plain(&error));
                 Poll::Ready(Ok(bytes.len()))
             }
             written => written,
@@ -409,21 +397,21 @@ mod tests {
         runtime.block_on(async {
             let (stream, peer) = UnixStream::pair().unwrap();
             drop(peer);
-            let heard = Rc::<RefCell<Heard>>::default();
-            let mut stream = Overheard { stream, heard: Rc::clone(&heard) };
+            let record = Rc::<RefCell<PeerRecord>>::default();
+            let mut stream = Recorder { stream, record: Rc::clone(&record) };
             stream.write_all(b"lost").await.unwrap();
-            assert_eq!(heard.borrow().unwritten.as_deref(), Some("broken pipe"));
+            assert_eq!(record.borrow().unwritten.as_deref(), Some("broken pipe"));
         });
     }
 
-    fn trouble(code: u32, text: &str) -> Trouble {
-        Trouble::of(CallError::Status(Status::new(code, text)), "host:2379")
+    fn failure(code: u32, text: &str) -> Failure {
+        Failure::of(CallError::Status(Status::new(code, text)), "host:2379")
     }
 
     #[test]
     fn an_alarm_is_that_of_some_member() {
-        let lost = trouble(code::RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded").lost();
-        assert_eq!((lost.kind, lost.message.contains("etcdctl alarm")), (LostKind::Limit, true));
+        let error = failure(code::RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded").into_error();
+        assert_eq!((error.kind, error.message.contains("etcdctl alarm")), (LostKind::Limit, true));
     }
 
     #[test]
@@ -444,8 +432,12 @@ mod tests {
             (2, "no code of etcd", LostKind::Timeout, true),
         ];
         for (code, text, kind, is_retried) in cases {
-            let trouble = trouble(code, text);
-            assert_eq!((matches!(trouble, Trouble::Again(_)), trouble.lost().kind), (is_retried, kind), "{text}");
+            let failure = failure(code, text);
+            assert_eq!(
+                (matches!(failure, Failure::Retryable(_)), failure.into_error().kind),
+                (is_retried, kind),
+                "{text}"
+            );
         }
     }
 }

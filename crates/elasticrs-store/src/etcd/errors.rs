@@ -32,22 +32,20 @@ pub(super) enum EtcdError {
     UserEmpty,
 }
 
-use EtcdError::*;
-
 const TABLE: [(EtcdError, u32, &str); 13] = [
-    (AuthDisabled, code::FAILED_PRECONDITION, "authentication is not enabled"),
-    (AuthFailed, code::INVALID_ARGUMENT, "authentication failed, invalid user ID or password"),
-    (AuthRevisionOld, code::INVALID_ARGUMENT, "revision of auth store is old"),
-    (Compacted, code::OUT_OF_RANGE, "mvcc: required revision has been compacted"),
-    (FutureRevision, code::OUT_OF_RANGE, "mvcc: required revision is a future revision"),
-    (LeaseExists, code::FAILED_PRECONDITION, "lease already exists"),
-    (LeaseNotFound, code::NOT_FOUND, "requested lease not found"),
-    (NoSpace, code::RESOURCE_EXHAUSTED, "mvcc: database space exceeded"),
-    (PermissionDenied, code::PERMISSION_DENIED, "permission denied"),
-    (RequestTooLarge, code::INVALID_ARGUMENT, "request is too large"),
-    (TooManyOps, code::INVALID_ARGUMENT, "too many operations in txn request"),
-    (TooManyRequests, code::RESOURCE_EXHAUSTED, "too many requests"),
-    (UserEmpty, code::INVALID_ARGUMENT, "user name is empty"),
+    (EtcdError::AuthDisabled, code::FAILED_PRECONDITION, "authentication is not enabled"),
+    (EtcdError::AuthFailed, code::INVALID_ARGUMENT, "authentication failed, invalid user ID or password"),
+    (EtcdError::AuthRevisionOld, code::INVALID_ARGUMENT, "revision of auth store is old"),
+    (EtcdError::Compacted, code::OUT_OF_RANGE, "mvcc: required revision has been compacted"),
+    (EtcdError::FutureRevision, code::OUT_OF_RANGE, "mvcc: required revision is a future revision"),
+    (EtcdError::LeaseExists, code::FAILED_PRECONDITION, "lease already exists"),
+    (EtcdError::LeaseNotFound, code::NOT_FOUND, "requested lease not found"),
+    (EtcdError::NoSpace, code::RESOURCE_EXHAUSTED, "mvcc: database space exceeded"),
+    (EtcdError::PermissionDenied, code::PERMISSION_DENIED, "permission denied"),
+    (EtcdError::RequestTooLarge, code::INVALID_ARGUMENT, "request is too large"),
+    (EtcdError::TooManyOps, code::INVALID_ARGUMENT, "too many operations in txn request"),
+    (EtcdError::TooManyRequests, code::RESOURCE_EXHAUSTED, "too many requests"),
+    (EtcdError::UserEmpty, code::INVALID_ARGUMENT, "user name is empty"),
 ];
 
 /// Start of all texts in [`TABLE`], as etcd sends them.

@@ -3,17 +3,15 @@
 
 use std::rc::Rc;
 
-use super::dial::Trouble;
 use super::errors::EtcdError;
 use super::grpc::{CallError, Channel};
 use super::mapping::{Keys, Unexpected, Write, Written, is_write, unsigned};
 use super::messages as pb;
 use super::open::{RANGE, TXN, keep};
 
-use crate::coordination::connect::Lost;
-use crate::coordination::protocol::WatchFrom;
-use crate::coordination::types::{Entry, LostKind, Op, OpResult, Txn};
-use crate::watched::Watched;
+use crate::session::error::{Failure, StoreError};
+use crate::session::watched::Watched;
+use crate::types::{Entry, LostKind, Op, OpResult, Txn, WatchFrom};
 use std::time::Duration;
 
 /// A unit of work for the session, executed with one or more calls.
@@ -33,7 +31,7 @@ pub(super) enum Job {
     /// Reads the current keys that a watch covers, because the history that the watch needs was compacted.
     CatchUp {
         number: i64,
-        watch: crate::coordination::types::Watch,
+        watch: crate::types::Watch,
     },
 }
 
@@ -60,22 +58,22 @@ pub(super) struct Desk {
 }
 
 /// Reason why a job failed.
-enum Stop {
+enum JobError {
     Call(CallError),
     /// The member's data is older than that of an earlier answer.
-    Behind(Lost),
-    Lost(Lost),
+    Behind(StoreError),
+    Final(StoreError),
 }
 
-impl From<CallError> for Stop {
+impl From<CallError> for JobError {
     fn from(error: CallError) -> Self {
         Self::Call(error)
     }
 }
 
-impl From<Unexpected> for Stop {
+impl From<Unexpected> for JobError {
     fn from(error: Unexpected) -> Self {
-        Self::Lost(Lost::new(LostKind::Protocol, format!("etcd: {error}")))
+        Self::Final(StoreError::new(LostKind::Protocol, format!("etcd: {error}")))
     }
 }
 
@@ -83,7 +81,7 @@ const GONE: &str = "the lease of this session is gone: etcd has not heard of it 
 
 impl Desk {
     /// Executes a job. If it put the session's marker, also returns the revision at which that happened.
-    pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Trouble> {
+    pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Failure> {
         let done = match job {
             Job::Look => self.look().await.map(|()| (Done::Looked, None)),
             Job::Txn { tag, txn } if is_write(&txn) => self.write(tag, &txn).await,
@@ -97,32 +95,32 @@ impl Desk {
             }
         };
         done.map_err(|stop| match stop {
-            Stop::Call(error) => Trouble::of(error, &self.at),
+            JobError::Call(error) => Failure::of(error, &self.at),
             // Retry on another member. A member that was paused may answer reads from old data before it has received
             // the newer data (etcd issue 20418, fixed in the versions of 2026).
-            Stop::Behind(lost) => Trouble::Again(lost),
-            Stop::Lost(lost) => Trouble::Fatal(lost),
+            JobError::Behind(error) => Failure::Retryable(error),
+            JobError::Final(error) => Failure::Fatal(error),
         })
     }
 
-    async fn look(&self) -> Result<(), Stop> {
+    async fn look(&self) -> Result<(), JobError> {
         match self.newest(&self.keys.find_marker()).await? {
-            (_, kvs) if kvs.is_empty() => Err(Stop::Lost(Lost::new(LostKind::Silent, GONE))),
+            (_, kvs) if kvs.is_empty() => Err(JobError::Final(StoreError::new(LostKind::Silent, GONE))),
             _ => Ok(()),
         }
     }
 
-    async fn read(&self, tag: u64, txn: &Txn) -> Result<Done, Stop> {
+    async fn read(&self, tag: u64, txn: &Txn) -> Result<Done, JobError> {
         let answer: pb::TxnResponse = self.channel.call(TXN, &self.keys.read(txn)).await?;
         let (ok, revision) = (answer.succeeded, revision_of(answer.header)?);
-        not_behind(self.known, revision).map_err(Stop::Behind)?;
+        not_behind(self.known, revision).map_err(JobError::Behind)?;
         let ops = if ok { &txn.then } else { &txn.otherwise };
         let results = self.keys.results(ops, answer.responses)?;
         let results = self.with_predecessors(ops, results, revision).await?;
         Ok(Done::Replied { tag, ok, revision, results })
     }
 
-    async fn write(&self, tag: u64, txn: &Txn) -> Result<(Done, Option<i64>), Stop> {
+    async fn write(&self, tag: u64, txn: &Txn) -> Result<(Done, Option<i64>), JobError> {
         let asked = self.keys.write(txn, self.write);
         let answer = match self.channel.call(TXN, &asked).await {
             Err(error) if error.is(EtcdError::LeaseNotFound) && self.renew_job().await? => {
@@ -132,14 +130,14 @@ impl Desk {
         };
         let answer = match answer {
             Err(error) if error.is(EtcdError::LeaseNotFound) => {
-                return Err(Stop::Lost(Lost::new(LostKind::Silent, GONE)));
+                return Err(JobError::Final(StoreError::new(LostKind::Silent, GONE)));
             }
             answer => answer?,
         };
         let (ok, revision, responses) = match Keys::written(self.write, answer)? {
             Written::Now { ok, revision, responses } => (ok, revision, Some(responses)),
             Written::Before { ok, revision } => (ok, revision, None),
-            Written::Never => return Err(Stop::Lost(Lost::new(LostKind::Silent, GONE))),
+            Written::Never => return Err(JobError::Final(StoreError::new(LostKind::Silent, GONE))),
         };
         let ops = if ok { &txn.then } else { &txn.otherwise };
         let results = match responses {
@@ -159,7 +157,7 @@ impl Desk {
     }
 
     /// Reconstructs the results of a transaction whose answer was lost when its connection broke.
-    async fn recovered(&self, ops: &[Op], revision: i64) -> Result<Vec<OpResult>, Stop> {
+    async fn recovered(&self, ops: &[Op], revision: i64) -> Result<Vec<OpResult>, JobError> {
         let mut results = Vec::new();
         for (at, op) in ops.iter().enumerate() {
             let mut there = Vec::new();
@@ -168,7 +166,7 @@ impl Desk {
                     Err(error) if error.is_out_of_history() => {
                         let why = "the answer to a transaction was lost with its connection, and etcd has compacted its \
                                    history since";
-                        return Err(Stop::Lost(Lost::new(LostKind::Closed, why)));
+                        return Err(JobError::Final(StoreError::new(LostKind::Closed, why)));
                     }
                     found => there.push(found?.1),
                 }
@@ -183,7 +181,7 @@ impl Desk {
         ops: &[Op],
         mut results: Vec<OpResult>,
         revision: i64,
-    ) -> Result<Vec<OpResult>, Stop> {
+    ) -> Result<Vec<OpResult>, JobError> {
         for (op, result) in ops.iter().zip(&mut results) {
             if let (Op::Predecessor { prefix, .. }, OpResult::Entry(Some(own))) = (op, &*result) {
                 *result = OpResult::Entry(self.predecessor(prefix, own.create_revision, revision).await?);
@@ -192,7 +190,7 @@ impl Desk {
         Ok(results)
     }
 
-    async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, Stop> {
+    async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, JobError> {
         // If etcd has compacted this revision, read the newest one instead. It contains the same keys from before
         // `created`, except those that were deleted since.
         let (mut youngest, at) = match self.range(&self.keys.predecessor(prefix, created, revision)).await {
@@ -210,7 +208,7 @@ impl Desk {
         Ok(self.keys.entries(youngest).into_iter().next())
     }
 
-    async fn watch(&self, tag: u64, asked: WatchFrom) -> Result<Done, Stop> {
+    async fn watch(&self, tag: u64, asked: WatchFrom) -> Result<Done, JobError> {
         let WatchFrom { watch, snapshot, from_revision } = asked;
         // Also read the entries before the first revision to report. The watch needs them to report later deletions,
         // and to report all differences if etcd compacts the history.
@@ -226,7 +224,7 @@ impl Desk {
             }
             found => found?,
         };
-        not_behind(self.known, newest).map_err(Stop::Behind)?;
+        not_behind(self.known, newest).map_err(JobError::Behind)?;
         let there = self.keys.entries(kvs);
         let known = if revision > 0 { revision } else { newest };
         let watched = Watched::new(watch, unsigned(known), &there);
@@ -236,9 +234,9 @@ impl Desk {
     }
 
     /// Same as [`Self::range`], but fails if the answer is older than the highest known revision.
-    async fn newest(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), Stop> {
+    async fn newest(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), JobError> {
         let found = self.range(asked).await?;
-        not_behind(self.known, found.0).map_err(Stop::Behind)?;
+        not_behind(self.known, found.0).map_err(JobError::Behind)?;
         Ok(found)
     }
 
@@ -256,12 +254,12 @@ fn revision_of(header: Option<pb::Header>) -> Result<i64, Unexpected> {
 
 /// Fails if `revision` is before `known`. In that case, etcd has lost data that this session relies on, or the member
 /// has not received it yet.
-pub(super) fn not_behind(known: u64, revision: i64) -> Result<(), Lost> {
+pub(super) fn not_behind(known: u64, revision: i64) -> Result<(), StoreError> {
     if unsigned(revision) >= known {
         return Ok(());
     }
     let message = format!(
         "etcd went back from revision {known} to {revision}: it was restored from a backup, or a member was paused"
     );
-    Err(Lost::new(LostKind::Protocol, message))
+    Err(StoreError::new(LostKind::Protocol, message))
 }

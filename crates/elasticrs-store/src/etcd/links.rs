@@ -35,14 +35,15 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::cards::{Card, HELLO, Hello, LastWord, Nonce, seal_of};
-use super::dial::{Link, Trouble};
+use super::dial::Link;
 use super::grpc::Channel;
 use super::mapping::{Keys, unsigned};
 use super::messages as pb;
 use super::open::RANGE;
 use super::options::Site;
-use crate::coordination::connect::resolve;
-use crate::coordination::guard::Guard;
+use crate::session::error::Failure;
+use crate::session::guard::Guard;
+use crate::session::network::resolve;
 
 /// Time limit for a connection attempt, and for the first message on a new connection.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -218,10 +219,10 @@ impl Links {
         loop {
             let current = channel.borrow_and_update().clone();
             if let Some(current) = current {
-                match current.call(path, question).await.map_err(|error| Trouble::of(error, "")) {
+                match current.call(path, question).await.map_err(|error| Failure::of(error, "")) {
                     Ok(answer) => return answer,
-                    Err(Trouble::Again(_)) => {}
-                    Err(Trouble::Fatal(_)) => return A::default(),
+                    Err(Failure::Retryable(_)) => {}
+                    Err(Failure::Fatal(_)) => return A::default(),
                 }
             }
             // Retry on the session's next connection, or on the same one if there is no new one within `pause`. The
@@ -267,7 +268,7 @@ mod tests {
 
     use super::super::cards::Seal;
     use super::*;
-    use crate::coordination::guard::NoGuard;
+    use crate::session::guard::NoGuard;
 
     fn links(channel: watch::Receiver<Option<Channel>>) -> Links {
         let keys = Rc::new(Keys { prefix: "/test/".to_owned(), lease: 7, job_lease: 0 });

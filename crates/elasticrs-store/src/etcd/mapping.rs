@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use super::messages as pb;
 use super::messages::{CompareResult, CompareTarget, Operand, Request, RequestOp, Response, ResponseOp};
-use crate::coordination::types::{Compare, Entry, Op, OpResult, Txn, Watch};
+use crate::types::{Compare, Entry, Op, OpResult, Txn, Watch};
 
 /// Prefix of the keys for session markers, below the store's prefix. It sorts after all keys of users, so that the keys
 /// with any user's prefix are a single range without markers.

@@ -7,16 +7,16 @@ use std::time::Duration;
 use elasticrs_sys::clock::boot_now;
 use tokio::time::timeout;
 
-use super::dial::{Credentials, Link, Stage, Trouble, dial, too_late, unread};
+use super::dial::{Credentials, Link, Stage, dial, too_late, unread};
 use super::errors::EtcdError;
 use super::grpc::{CallError, Channel};
 use super::mapping::{Keys, unsigned};
 use super::messages as pb;
 use super::options::Options;
 use super::tls;
-use crate::coordination::auth;
-use crate::coordination::connect::{Lost, endpoint};
-use crate::coordination::types::LostKind;
+use crate::session::error::{Failure, StoreError};
+use crate::session::network::endpoint;
+use crate::types::LostKind;
 
 /// An open session.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ pub(super) type Granted = RefCell<Option<(Channel, i64)>>;
 
 /// Kinds of failures, in the order in which they are reported if every endpoint failed. Those that the user has to fix
 /// come first.
-const TELLING: [LostKind; 9] = [
+const PREFERENCE: [LostKind; 9] = [
     LostKind::Denied,
     LostKind::Tls,
     LostKind::NotOurs,
@@ -53,38 +53,37 @@ const TELLING: [LostKind; 9] = [
 
 /// Opens a session with the first endpoint that accepts one. Starts at a random endpoint, so that agents spread over
 /// the endpoints.
-pub(super) async fn open(options: &Options, credentials: &Credentials, granted: &Granted) -> Result<Opened, Lost> {
+pub(super) async fn open(
+    options: &Options,
+    credentials: &Credentials,
+    granted: &Granted,
+) -> Result<Opened, StoreError> {
     if let Some(files) = &credentials.tls {
         // Read the certificates first, so that unusable files are reported only once, not for every endpoint.
         match timeout(options.connect_timeout, tls::load(files)).await {
-            Ok(read) => read.map_err(|why| Lost::new(LostKind::Tls, why))?,
+            Ok(read) => read.map_err(|why| StoreError::new(LostKind::Tls, why))?,
             Err(_) => return Err(unread(files, options.connect_timeout)),
         };
     }
     let count = options.endpoints.len();
     let share = options.connect_timeout / u32::try_from(count).unwrap_or(u32::MAX).max(1);
-    let mut lost = Vec::new();
-    let first = random() % count.max(1);
+    let mut errors = Vec::new();
+    // Without random bytes, all agents start at the same endpoint, which does no harm.
+    let first = getrandom::u32().map_or(0, |random| random as usize) % count.max(1);
     for member in (first..count).chain(0..first) {
         match attempt(options, credentials, granted, member, share).await {
             Ok(opened) => return Ok(opened),
-            Err(error) => lost.push(error),
+            Err(error) => errors.push(error),
         }
     }
-    Err(most_telling(lost))
+    Err(most_specific(errors))
 }
 
-fn most_telling(mut lost: Vec<Lost>) -> Lost {
-    lost.sort_by_key(|lost| TELLING.iter().position(|kind| *kind == lost.kind).unwrap_or(TELLING.len()));
-    let kind = lost.first().map_or(LostKind::Resolve, |lost| lost.kind);
-    let messages: Vec<_> = lost.into_iter().map(|lost| lost.message).collect();
-    Lost::new(kind, messages.join("; "))
-}
-
-/// Returns a random number.
-fn random() -> usize {
-    // Without random bytes, all agents start at the same endpoint, which does no harm.
-    auth::random().map_or(0, usize::from_ne_bytes)
+fn most_specific(mut errors: Vec<StoreError>) -> StoreError {
+    errors.sort_by_key(|error| PREFERENCE.iter().position(|kind| *kind == error.kind).unwrap_or(PREFERENCE.len()));
+    let kind = errors.first().map_or(LostKind::Resolve, |error| error.kind);
+    let messages: Vec<_> = errors.into_iter().map(|error| error.message).collect();
+    StoreError::new(kind, messages.join("; "))
 }
 
 async fn attempt(
@@ -93,7 +92,7 @@ async fn attempt(
     granted: &Granted,
     member: usize,
     patience: Duration,
-) -> Result<Opened, Lost> {
+) -> Result<Opened, StoreError> {
     let at = &options.endpoints[member];
     let stage = Cell::new(Stage::Resolve);
     let opened = timeout(patience, async {
@@ -107,7 +106,7 @@ async fn attempt(
         Ok(Ok((link, Begun { cluster, keys, ttl, sent, marker }))) => {
             Ok(Opened { link, member, cluster, keys, ttl, sent, marker })
         }
-        Ok(Err(trouble)) => Err(trouble.lost()),
+        Ok(Err(failure)) => Err(failure.into_error()),
         Err(_) => Err(too_late(at, credentials, stage.get(), patience).await),
     }
 }
@@ -179,13 +178,13 @@ pub(super) async fn again(
     credentials: &Credentials,
     member: usize,
     patience: Duration,
-) -> Result<Link, Lost> {
+) -> Result<Link, StoreError> {
     let at = &options.endpoints[member];
     let stage = Cell::new(Stage::Resolve);
     match timeout(patience, dial(at, credentials, patience, &stage)).await {
-        Ok(dialled) => dialled.map_err(Trouble::lost),
+        Ok(dialled) => dialled.map_err(Failure::into_error),
         Err(_) if stage.get() == Stage::Files => Err(too_late(at, credentials, Stage::Files, patience).await),
-        Err(_) => Err(Lost::new(LostKind::Timeout, format!("no answer from {}", endpoint(&at.0, at.1)))),
+        Err(_) => Err(StoreError::new(LostKind::Timeout, format!("no answer from {}", endpoint(&at.0, at.1)))),
     }
 }
 
@@ -196,9 +195,9 @@ pub(super) async fn compare(
     member: usize,
     cluster: u64,
     keys: Rc<Keys>,
-) -> Result<(), Lost> {
+) -> Result<(), StoreError> {
     for other in (0..options.endpoints.len()).filter(|other| *other != member) {
-        let Ok(link) = again(&options, &credentials, other, options.connect_timeout).await else { continue };
+        let Ok(mut link) = again(&options, &credentials, other, options.connect_timeout).await else { continue };
         let asked = keys.find_marker();
         let asked = link.channel.call::<pb::RangeResponse>(RANGE, &asked);
         let answer = timeout(options.connect_timeout, asked).await;
@@ -209,7 +208,7 @@ pub(super) async fn compare(
             let (host, port) = &options.endpoints[member];
             let known = endpoint(host, *port);
             let why = format!("the endpoints belong to different clusters of etcd: {known} and {}", link.at);
-            return Err(Lost::new(LostKind::NotOurs, why));
+            return Err(StoreError::new(LostKind::NotOurs, why));
         }
         link.close().await;
     }

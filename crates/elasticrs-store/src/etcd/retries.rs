@@ -10,20 +10,12 @@ use std::time::Duration;
 
 use elasticrs_sys::clock::nanoseconds;
 
+use crate::session::core::PastOutage;
+
 /// Nanoseconds for which a request may fail before the user is notified.
 const UNNOTICED: u64 = 1_000_000_000;
 /// Nanoseconds without a failure after which a watch counts as working again.
 const CALM: u64 = 30_000_000_000;
-
-/// An outage: a period in which no keep-alive was answered. All times are in nanoseconds of the boot clock.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Outage {
-    pub(super) begun: u64,
-    pub(super) ended: u64,
-    /// Pause before the first reconnect. It counts toward the time limit of a request, because a request that breaks
-    /// its connection causes an outage with each attempt.
-    pub(super) pause: u64,
-}
 
 /// State of one request that is retried: when to give up, and why the last attempt failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,12 +25,12 @@ pub(super) struct Retries {
     since: u64,
     /// Time and reason of the last failure.
     failed: Option<(u64, String)>,
-    is_told: bool,
+    is_reported: bool,
 }
 
 impl Retries {
     pub(super) fn begin(now: u64, limit: Duration) -> Self {
-        Self { limit, since: now, failed: None, is_told: false }
+        Self { limit, since: now, failed: None, is_reported: false }
     }
 
     /// Returns the time on the boot clock at which the request is abandoned.
@@ -49,15 +41,16 @@ impl Retries {
     /// Records a failed attempt. Returns a message for the user, once, if the request keeps failing.
     pub(super) fn fail(&mut self, now: u64, why: &str) -> Option<String> {
         self.failed = Some((now, why.to_owned()));
-        if self.is_told || now.saturating_sub(self.since) < UNNOTICED {
+        if self.is_reported || now.saturating_sub(self.since) < UNNOTICED {
             return None;
         }
-        self.is_told = true;
+        self.is_reported = true;
         Some(format!("a request to etcd keeps failing and is retried for up to {} s: {why}", self.limit.as_secs_f64()))
     }
 
-    /// Excludes an outage from the request's time limit.
-    pub(super) fn skip(&mut self, outage: Outage) {
+    /// Excludes an outage from the request's time limit, except for the pause before the first reconnect, because a
+    /// request that breaks its connection causes an outage with each attempt.
+    pub(super) fn skip(&mut self, outage: PastOutage) {
         let begun = outage.begun.max(self.since).saturating_add(outage.pause);
         let skipped = outage.ended.saturating_sub(begun);
         self.since += skipped;
@@ -104,7 +97,7 @@ mod tests {
         fn a_request_that_never_succeeds_has_its_limit_of_time_with_etcd(attempts in vec(an_attempt(), 1..400)) {
             let start = 7 * MS;
             let mut retries = Retries::begin(start, Duration::from_millis(LIMIT));
-            let (mut now, mut counted, mut told) = (start, 0, 0);
+            let (mut now, mut counted, mut reports) = (start, 0, 0);
             for (ran, outage, pause) in attempts {
                 now += ran * MS;
                 counted += ran;
@@ -112,12 +105,12 @@ mod tests {
                 if counted >= LIMIT {
                     break;
                 }
-                told += usize::from(retries.fail(now, "no").is_some());
-                prop_assert_eq!(told, usize::from(counted >= 1000));
+                reports += usize::from(retries.fail(now, "no").is_some());
+                prop_assert_eq!(reports, usize::from(counted >= 1000));
                 let begun = now;
                 now += outage * MS;
                 counted += pause;
-                retries.skip(Outage { begun, ended: now, pause: pause * MS });
+                retries.skip(PastOutage { begun, ended: now, pause: pause * MS });
             }
         }
 
@@ -125,7 +118,7 @@ mod tests {
         fn an_outage_that_began_before_the_request_takes_nothing_from_it(early in 0..100_u64, length in 0..100_u64) {
             let mut retries = Retries::begin(early, Duration::from_millis(LIMIT));
             let before = retries.deadline();
-            retries.skip(Outage { begun: 0, ended: early + length, pause: 0 });
+            retries.skip(PastOutage { begun: 0, ended: early + length, pause: 0 });
             prop_assert_eq!(retries.deadline(), before + length);
         }
     }

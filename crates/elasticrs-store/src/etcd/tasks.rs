@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 
 use super::jobs::Job;
 use super::retries::Retries;
-use crate::coordination::types::Watch;
+use crate::types::Watch;
 
 /// Maximum number of attempted but unfinished tasks. There are two if the session checks a new connection before it
 /// repeats the task that was interrupted.

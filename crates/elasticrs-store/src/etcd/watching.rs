@@ -1,18 +1,18 @@
 //! State of a session's watches. A watch survives a change of the connection and a compaction of etcd's history. Pure.
 //!
 //! - **RESUME-1** a watch reports revisions once, in order, each with all changes that it covers. After a compaction it
-//!   reports the differences, see [`crate::watched`].
+//!   reports the differences, see [`crate::session::watched`].
 
 use std::collections::BTreeMap;
 
 use super::mapping::{Keys, signed, unsigned};
 use super::messages as pb;
-use crate::coordination::types::{Entry, Watch};
-use crate::watched::{Told, Watched};
+use crate::session::watched::{ChangeSet, Watched};
+use crate::types::{Entry, Watch};
 
 /// Returns the changes in these events that the watch has not reported yet.
-fn told(watched: &mut Watched, keys: &Keys, events: Vec<pb::WatchEvent>) -> Vec<Told> {
-    let mut told = Vec::<Told>::new();
+fn change_sets(watched: &mut Watched, keys: &Keys, events: Vec<pb::WatchEvent>) -> Vec<ChangeSet> {
+    let mut sets = Vec::<ChangeSet>::new();
     for event in events {
         let is_deleted = event.kind == i32::from(pb::EventKind::Delete);
         let Some(entry) = event.kv.and_then(|kv| keys.entry(kv)) else { continue };
@@ -21,25 +21,25 @@ fn told(watched: &mut Watched, keys: &Keys, events: Vec<pb::WatchEvent>) -> Vec<
             continue;
         }
         let change = watched.change(entry, is_deleted);
-        match told.last_mut() {
+        match sets.last_mut() {
             Some(last) if last.revision == revision => last.changes.push(change),
-            _ => told.push(Told { revision, changes: vec![change] }),
+            _ => sets.push(ChangeSet { revision, changes: vec![change] }),
         }
     }
-    if let Some(last) = told.last() {
+    if let Some(last) = sets.last() {
         watched.next = last.revision + 1;
     }
-    told
+    sets
 }
 
 /// Effect of a message from etcd.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Heard {
-    Told(Vec<Told>),
+pub(super) enum WatchUpdate {
+    Changes(Vec<ChangeSet>),
     /// etcd no longer has the history that this watch needs. Call [`Watches::catch_up`] with the current entries.
-    Forgotten(i64),
+    Compacted(i64),
     /// etcd cancelled the watch, for this reason.
-    Ended(String),
+    Canceled(String),
 }
 
 /// All watches of a session, keyed by their IDs on the current connection.
@@ -90,23 +90,28 @@ impl Watches {
     }
 
     /// Handles a message from etcd. Ignores messages for watches that were already removed.
-    pub(super) fn hear(&mut self, keys: &Keys, message: pb::WatchResponse) -> Heard {
-        let Some(watched) = self.watches.get_mut(&message.watch_id) else { return Heard::Told(Vec::new()) };
+    pub(super) fn update(&mut self, keys: &Keys, message: pb::WatchResponse) -> WatchUpdate {
+        let Some(watched) = self.watches.get_mut(&message.watch_id) else { return WatchUpdate::Changes(Vec::new()) };
         if message.compact_revision > 0 {
-            return Heard::Forgotten(message.watch_id);
+            return WatchUpdate::Compacted(message.watch_id);
         }
         if message.canceled {
-            return Heard::Ended(message.cancel_reason);
+            return WatchUpdate::Canceled(message.cancel_reason);
         }
-        Heard::Told(told(watched, keys, message.events))
+        WatchUpdate::Changes(change_sets(watched, keys, message.events))
     }
 
     /// Updates a watch to the current entries, which were read at `revision`, instead of replaying the history. Returns
     /// the watch's new ID and the differences to report.
-    pub(super) fn catch_up(&mut self, number: i64, revision: i64, there: Vec<Entry>) -> Option<(i64, Option<Told>)> {
+    pub(super) fn catch_up(
+        &mut self,
+        number: i64,
+        revision: i64,
+        there: Vec<Entry>,
+    ) -> Option<(i64, Option<ChangeSet>)> {
         let mut watched = self.watches.remove(&number)?;
-        let told = watched.catch_up(unsigned(revision), there);
-        Some((self.add(watched), told))
+        let sets = watched.catch_up(unsigned(revision), there);
+        Some((self.add(watched), sets))
     }
 }
 

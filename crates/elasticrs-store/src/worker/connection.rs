@@ -78,7 +78,7 @@ impl Connection {
         let limit = self.hub.borrow().limits.greeting;
         match self.serve_within(limit).await {
             // Ignore these errors, because they are normal when a worker is killed.
-            Err(Closed::Lost(error)) if matches!(error.kind(), ConnectionReset | BrokenPipe) => Ok(()),
+            Err(Closed::Socket(error)) if matches!(error.kind(), ConnectionReset | BrokenPipe) => Ok(()),
             result => result,
         }
     }

@@ -22,8 +22,8 @@ pub enum ServeError {
     Serving,
     #[error("the store is closed")]
     Closed,
-    #[error("the thread of the store has ended")]
-    Ended,
+    #[error("the thread of the store has stopped")]
+    Stopped,
 }
 
 enum State {
@@ -95,7 +95,7 @@ impl WorkerStore {
         };
         let (questions, inbox) = unbounded_channel();
         if !spawn(listener, inbox) {
-            return Err(ServeError::Ended);
+            return Err(ServeError::Stopped);
         }
         *state = State::Serving(questions);
         Ok(())

@@ -50,7 +50,7 @@ pub enum Closed {
     Stalled(Duration),
     /// The connection was reset or timed out.
     #[error("{0}")]
-    Lost(#[from] io::Error),
+    Socket(#[from] io::Error),
 }
 
 /// State that is shared by all tasks of a store. No task borrows it across an `await`.

@@ -4,10 +4,11 @@
 use std::time::Duration;
 
 use elasticrs_runtime::runtime::Runtime;
-use elasticrs_store::coordination::client::{Client, Options};
-use elasticrs_store::coordination::events::Event;
+use elasticrs_store::coordination::client::Options;
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, REQUEST_TIMEOUT, Server};
-use elasticrs_store::coordination::types::{Op, Txn, Watch};
+use elasticrs_store::session::client::Client;
+use elasticrs_store::session::events::Event;
+use elasticrs_store::types::{Op, Txn, Watch};
 
 /// A guard against hanging, never what is measured.
 pub const HANG: Duration = Duration::from_secs(30);
@@ -60,7 +61,7 @@ pub fn is_change(event: &Event) -> bool {
 }
 
 pub fn is_lost(event: &Event) -> bool {
-    matches!(event, Event::Lost { .. })
+    matches!(event, Event::ConnectionLost { .. })
 }
 
 pub fn put(key: &str, leased: bool) -> Txn {

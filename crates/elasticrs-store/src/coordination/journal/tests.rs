@@ -8,15 +8,15 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::super::state::tests::a_txn;
-use super::super::types::Txn;
 use super::*;
+use crate::types::Txn;
 
 #[derive(Debug, Clone)]
 enum Step {
     Begin,
     Txn(SessionId, Txn),
     Extend(SessionId, u32),
-    End(Vec<SessionId>),
+    EndSessions(Vec<SessionId>),
     /// Saves all changes to disk.
     Save,
     /// Replaces the store with a new one that restores its state from the file.
@@ -29,7 +29,7 @@ fn a_step() -> impl Strategy<Value = Step> {
         2 => Just(Step::Begin),
         6 => (session(), a_txn()).prop_map(|(session, txn)| Step::Txn(session, txn)),
         1 => (session(), 0..100_u32).prop_map(|(session, ttl_ms)| Step::Extend(session, ttl_ms)),
-        1 => vec(session(), 1..3).prop_map(Step::End),
+        1 => vec(session(), 1..3).prop_map(Step::EndSessions),
         2 => Just(Step::Save),
         1 => Just(Step::Restart),
     ]
@@ -80,7 +80,7 @@ impl Life {
                 }
                 None
             }
-            Step::End(ended) => {
+            Step::EndSessions(ended) => {
                 sessions.retain(|session, _| !ended.contains(session));
                 if let Some(journal) = journal {
                     journal.end(ended);
@@ -163,7 +163,7 @@ fn a_store_whose_file_cannot_be_replaced_goes_on_and_says_so() {
     life.carry_out(&Step::Begin);
     let mut lines = Vec::new();
     let put = |value: u8| {
-        let op = super::super::types::Op::Put { key: "k".into(), value: vec![value; 200_000].into(), leased: false };
+        let op = crate::types::Op::Put { key: "k".into(), value: vec![value; 200_000].into(), leased: false };
         Step::Txn(1, Txn { then: vec![op], ..Txn::default() })
     };
     for value in 0..28 {

@@ -13,7 +13,7 @@ const SESSIONS: u64 = 3;
 #[derive(Debug, Clone)]
 enum Step {
     Txn(SessionId, Txn),
-    End(Vec<SessionId>),
+    EndSessions(Vec<SessionId>),
 }
 
 /// A key of the naive store: name, value, create revision, mod revision and lease.
@@ -106,7 +106,7 @@ impl Naive {
                 let ops = if ok { &txn.then } else { &txn.otherwise };
                 Some((ok, ops.iter().map(|op| self.apply(*session, op, &mut changes)).collect()))
             }
-            Step::End(sessions) => {
+            Step::EndSessions(sessions) => {
                 for session in sessions {
                     let theirs = self.keys.iter().filter(|found| found.4 == Some(*session));
                     let keys: Vec<String> = theirs.map(|found| found.0.clone()).collect();
@@ -164,7 +164,7 @@ pub(crate) fn a_txn() -> impl Strategy<Value = Txn> {
 fn a_step() -> impl Strategy<Value = Step> {
     prop_oneof![
         6 => (1..=SESSIONS, a_txn()).prop_map(|(session, txn)| Step::Txn(session, txn)),
-        1 => vec(1..=SESSIONS, 1..3).prop_map(Step::End),
+        1 => vec(1..=SESSIONS, 1..3).prop_map(Step::EndSessions),
     ]
 }
 
@@ -194,7 +194,7 @@ proptest! {
                     prop_assert_eq!((done.ok, done.results.unwrap()), told.unwrap());
                     done.revision
                 }
-                Step::End(sessions) => state.end_sessions(sessions),
+                Step::EndSessions(sessions) => state.end_sessions(sessions),
             };
             prop_assert_eq!(revision.map(|revision| revision.changes.clone()).unwrap_or_default(), changes);
             prop_assert_eq!(state.revision(), naive.revision);
@@ -253,7 +253,7 @@ proptest! {
                     continue;
                 }
                 Ok(Step::Txn(session, txn)) => state.txn(session, &txn).unwrap().revision,
-                Ok(Step::End(sessions)) => {
+                Ok(Step::EndSessions(sessions)) => {
                     let ended = state.end_sessions(&sessions);
                     for session in sessions { state.begin_session(session); }
                     ended

@@ -3,9 +3,9 @@ use proptest::prelude::*;
 
 use super::super::protocol::{Answer, Request};
 use super::super::state::State;
-use super::super::types::{Op, Txn};
 use super::super::watches::Watches;
 use super::*;
+use crate::types::{Op, Txn};
 
 const KEYS: [&str; 3] = ["a/1", "a/2", "b"];
 const OTHER: u64 = 2;
@@ -60,7 +60,7 @@ struct World {
     requests: VecDeque<Vec<u8>>,
     answers: VecDeque<Answer>,
     tags: VecDeque<u64>,
-    told: Vec<Told>,
+    told: Vec<ChangeSet>,
     replied: u64,
 }
 
@@ -121,20 +121,20 @@ impl World {
     }
 
     fn read(&mut self) {
-        let heard = match self.answers.pop_front() {
-            Some(Answer::Changes { revision, changes }) => self.unanswered.changes(Told { revision, changes }),
+        let effect = match self.answers.pop_front() {
+            Some(Answer::Changes { revision, changes }) => self.unanswered.changes(ChangeSet { revision, changes }),
             Some(Answer::Reply { tag, ok, revision, results }) => {
-                let heard = self.unanswered.reply(ok, revision, results).unwrap();
-                if let Heard::Reply(_) = heard {
+                let effect = self.unanswered.reply(ok, revision, results).unwrap();
+                if let AnswerEffect::Reply(_) = effect {
                     assert_eq!(Some(tag), self.tags.pop_front(), "in the order in which they were made");
                     self.replied += 1;
                 }
-                heard
+                effect
             }
             Some(other) => panic!("{other:?}"),
             None => return,
         };
-        if let Heard::Changes(told) = heard {
+        if let AnswerEffect::Changes(told) = effect {
             self.told.push(told);
         }
     }

@@ -244,13 +244,13 @@ fn named(keys: &Keys, etcd: &Etcd) -> BTreeMap<Arc<str>, Stored> {
 enum Fate {
     Answered,
     Unanswered,
-    Lost,
+    Dropped,
     /// etcd executes the copy after this number of later transactions.
     Late(usize),
 }
 
 fn fate() -> impl Strategy<Value = Fate> {
-    prop_oneof![Just(Fate::Answered), Just(Fate::Unanswered), Just(Fate::Lost), (0..3_usize).prop_map(Fate::Late),]
+    prop_oneof![Just(Fate::Answered), Just(Fate::Unanswered), Just(Fate::Dropped), (0..3_usize).prop_map(Fate::Late),]
 }
 
 proptest! {
@@ -272,7 +272,7 @@ proptest! {
                         break;
                     }
                     Fate::Unanswered => drop(etcd.txn(&request)),
-                    Fate::Lost => {}
+                    Fate::Dropped => {}
                     Fate::Late(after) => late.push_back((at + after, request.clone())),
                 }
             }

@@ -2,7 +2,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
-use crate::watched::{Ages, ages};
+use crate::session::watched::{Ages, ages};
 
 const KEYS: [&str; 4] = ["w/a", "w/b", "w/c", "x"];
 
@@ -88,8 +88,8 @@ fn sent() -> impl Strategy<Value = Sent> {
     ]
 }
 
-fn apply(known: &mut BTreeMap<String, Ages>, told: &Told) -> Result<(), TestCaseError> {
-    for change in &told.changes {
+fn apply(known: &mut BTreeMap<String, Ages>, sets: &ChangeSet) -> Result<(), TestCaseError> {
+    for change in &sets.changes {
         if change.value.is_some() {
             known.insert(change.key.to_string(), (change.create_revision, change.mod_revision));
         } else {
@@ -124,15 +124,15 @@ proptest! {
         let (mut at, mut last) = (begin + 1, begin as u64);
         let mut previous = 0..0;
         for sending in sendings.iter().chain(&[Sent::Some(usize::MAX)]) {
-            let heard = match sending {
+            let update = match sending {
                 Sent::Some(count) => {
                     previous = at..at.saturating_add(*count).min(end + 1);
                     at = previous.end.max(at);
-                    watches.hear(&keys(), pb::WatchResponse {
+                    watches.update(&keys(), pb::WatchResponse {
                         watch_id: number, events: covered(previous.start, previous.end), ..Default::default()
                     })
                 }
-                Sent::Again => watches.hear(&keys(), pb::WatchResponse {
+                Sent::Again => watches.update(&keys(), pb::WatchResponse {
                     watch_id: number, events: covered(previous.start, previous.end), ..Default::default()
                 }),
                 Sent::Break => {
@@ -143,25 +143,25 @@ proptest! {
                     continue;
                 }
                 Sent::Compacted(later) => {
-                    let heard = watches.hear(&keys(), pb::WatchResponse {
+                    let update = watches.update(&keys(), pb::WatchResponse {
                         watch_id: number, canceled: true, compact_revision: 9, ..Default::default()
                     });
-                    prop_assert_eq!(heard, Heard::Forgotten(number));
+                    prop_assert_eq!(update, WatchUpdate::Compacted(number));
                     let to = (at - 1 + later).min(end);
-                    let (new, told) = watches.catch_up(number, signed(to as u64), store.there(&watch, to)).unwrap();
+                    let (new, sets) = watches.catch_up(number, signed(to as u64), store.there(&watch, to)).unwrap();
                     number = new;
                     at = to + 1;
-                    Heard::Told(told.into_iter().collect())
+                    WatchUpdate::Changes(sets.into_iter().collect())
                 }
             };
-            let Heard::Told(told) = heard else { panic!("{heard:?}") };
-            for told in told {
-                prop_assert!(told.revision > last);
-                last = told.revision;
-                apply(&mut known, &told)?;
+            let WatchUpdate::Changes(sets) = update else { panic!("{update:?}") };
+            for sets in sets {
+                prop_assert!(sets.revision > last);
+                last = sets.revision;
+                apply(&mut known, &sets)?;
                 // Each reported revision is complete: the user now knows exactly the keys that existed at that
                 // revision.
-                let there = store.there(&watch, usize::try_from(told.revision).unwrap());
+                let there = store.there(&watch, usize::try_from(sets.revision).unwrap());
                 let there: BTreeMap<_, _> = there.iter().map(|e| (e.key.to_string(), ages(e))).collect();
                 prop_assert_eq!(&known, &there);
             }
@@ -179,7 +179,7 @@ fn a_watch_that_has_ended_says_nothing() {
     assert_eq!(watches.remove(&watch), [number]);
     let events = vec![event("w/a", pb::EventKind::Put, 2, 2)];
     let message = pb::WatchResponse { watch_id: number, events, ..Default::default() };
-    assert_eq!(watches.hear(&keys(), message), Heard::Told(vec![]));
+    assert_eq!(watches.update(&keys(), message), WatchUpdate::Changes(vec![]));
     assert_eq!(watches.create(number, &keys()), None);
     assert!(watches.catch_up(number, 3, vec![]).is_none());
 }
@@ -190,5 +190,5 @@ fn why_a_watch_was_ended_is_told() {
     let number = watches.add(Watched::new(Watch { prefix: "w/".into(), exact: false }, 1, &[]));
     let cancel_reason = "permission denied".to_owned();
     let message = pb::WatchResponse { watch_id: number, canceled: true, cancel_reason, ..Default::default() };
-    assert_eq!(watches.hear(&keys(), message), Heard::Ended("permission denied".into()));
+    assert_eq!(watches.update(&keys(), message), WatchUpdate::Canceled("permission denied".into()));
 }

@@ -13,9 +13,9 @@ use elasticrs_sys::clock::{boot_now, wall_now};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::sync::Notify;
 
+use super::error::StoreError;
 use super::offset::Offset;
-use super::protocol::StoreId;
-use super::types::{Change, LostKind, OpResult};
+use crate::types::{Change, LostKind, OpResult, StoreId};
 
 /// An event that a client reports to its user.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub enum Event {
     /// Message for the user that the store does not answer, or that it answers again.
     Notice { message: String },
     /// The session has ended. Always the last event.
-    Lost { kind: LostKind, message: String },
+    ConnectionLost { kind: LostKind, message: String },
 }
 
 #[derive(Debug, Default)]
@@ -50,7 +50,7 @@ struct State {
     is_over: bool,
     offset: Offset,
     /// Reason why the store does not answer. It is reported if the deadline passes.
-    trouble: Option<(LostKind, String)>,
+    outage_reason: Option<StoreError>,
     met: Option<MetStore>,
 }
 
@@ -99,7 +99,7 @@ impl Events {
         if state.is_over {
             return;
         }
-        state.is_over = matches!(event, Event::Lost { .. });
+        state.is_over = matches!(event, Event::ConnectionLost { .. });
         if let (Event::Reply { revision, .. } | Event::Changes { revision, .. }, Some((_, seen))) =
             (&event, &mut state.met)
         {
@@ -115,11 +115,12 @@ impl Events {
         lock(&self.state).bytes > MAX_UNTAKEN
     }
 
-    /// Records that a keep-alive was answered, so that the session now lasts at least until `deadline`.
-    pub(crate) fn renewed(&self, deadline: u64, sent: u64, received: u64, wall: Option<u64>) {
+    /// Records that the session now lasts at least until `deadline`. `clock` contains the times at which a keep-alive
+    /// was sent and its answer was received, on the boot clock, and the store's wall clock.
+    pub(crate) fn renewed(&self, deadline: u64, clock: Option<(u64, u64, u64)>) {
         let mut state = lock(&self.state);
         state.deadline = Some(deadline);
-        if let Some(wall) = wall {
+        if let Some((sent, received, wall)) = clock {
             state.offset.add(sent, received, wall);
         }
     }
@@ -135,13 +136,13 @@ impl Events {
     }
 
     /// Sets the reason why the store does not answer. `None` if it is unknown.
-    pub(crate) fn set_trouble(&self, trouble: Option<(LostKind, String)>) {
-        lock(&self.state).trouble = trouble;
+    pub(crate) fn set_outage_reason(&self, reason: Option<StoreError>) {
+        lock(&self.state).outage_reason = reason;
     }
 
-    /// Returns the reason that was passed to [`Self::set_trouble`].
-    pub(crate) fn trouble(&self) -> Option<(LostKind, String)> {
-        lock(&self.state).trouble.clone()
+    /// Returns the reason that was passed to [`Self::set_outage_reason`].
+    pub(crate) fn outage_reason(&self) -> Option<StoreError> {
+        lock(&self.state).outage_reason.clone()
     }
 
     /// Returns true if no more events will be added.
@@ -157,7 +158,7 @@ impl Events {
         self.wake_task.notify_one();
     }
 
-    /// Returns all queued events without blocking. If the deadline of the session has passed, adds [`Event::Lost`]
+    /// Returns all queued events without blocking. If the deadline of the session has passed, adds [`Event::ConnectionLost`]
     /// here, so that the user is notified even if the runtime thread has not run since.
     pub fn take(&self) -> VecDeque<Event> {
         let now = boot_now();
@@ -166,8 +167,9 @@ impl Events {
         self.wake.clear();
         if !state.is_over && state.deadline.is_some_and(|deadline| now >= deadline) {
             state.is_over = true;
-            let (kind, message) = state.trouble.take().unwrap_or_else(|| (LostKind::Silent, SILENT.into()));
-            state.events.push_back(Event::Lost { kind, message });
+            let silent = || StoreError::new(LostKind::Silent, SILENT);
+            let StoreError { kind, message } = state.outage_reason.take().unwrap_or_else(silent);
+            state.events.push_back(Event::ConnectionLost { kind, message });
             self.wake_task.notify_one();
         }
         if std::mem::take(&mut state.bytes) > MAX_UNTAKEN {

@@ -6,19 +6,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use crate::coordination::types::{Change, Entry, Watch};
+use crate::types::{Change, Entry, Watch};
 
 /// A key's create revision and mod revision.
 pub(crate) type Ages = (u64, u64);
 
 /// Changes of one revision.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Told {
+pub(crate) struct ChangeSet {
     pub(crate) revision: u64,
     pub(crate) changes: Vec<Change>,
 }
 
-impl Told {
+impl ChangeSet {
     /// Returns the approximate size of the changes in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.changes.iter().map(|change| change.key.len() + change.value.as_ref().map_or(0, |v| v.len())).sum()
@@ -67,7 +67,7 @@ impl Watched {
 
     /// Updates the watch to the entries at `revision`. Returns their differences from the state that the watch last
     /// reported, or `None` if there are none.
-    pub(crate) fn catch_up(&mut self, revision: u64, there: Vec<Entry>) -> Option<Told> {
+    pub(crate) fn catch_up(&mut self, revision: u64, there: Vec<Entry>) -> Option<ChangeSet> {
         let alive: BTreeSet<_> = there.iter().map(|entry| Arc::clone(&entry.key)).collect();
         let gone: Vec<_> = self.known.keys().filter(|key| !alive.contains(*key)).cloned().collect();
         let mut changes = Vec::new();
@@ -81,7 +81,7 @@ impl Watched {
             }
         }
         self.next = revision + 1;
-        (!changes.is_empty()).then_some(Told { revision, changes })
+        (!changes.is_empty()).then_some(ChangeSet { revision, changes })
     }
 }
 

@@ -12,6 +12,9 @@ pub const MAX_RUN_ID: usize = 512;
 /// Maximum number of conditions in a transaction, and of ops in each of its branches.
 pub const MAX_STEPS: usize = 4096;
 
+/// Random ID of a store. A restarted store has a new ID.
+pub type StoreId = [u8; 16];
+
 /// A key and its value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
@@ -104,6 +107,16 @@ impl Watch {
     }
 }
 
+/// A watch, and the revision from which its client needs changes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WatchFrom {
+    pub watch: Watch,
+    /// True if the reply should contain the current entries.
+    pub snapshot: bool,
+    /// Revision whose changes are reported first. `None` to start with the next revision.
+    pub from_revision: Option<u64>,
+}
+
 named_enum! {
     /// Machine-readable reason for the end of a connection. The position of a variant is its code on the wire.
     pub enum LostKind {
@@ -145,12 +158,12 @@ named_enum! {
 }
 
 impl LostKind {
-    pub(super) fn code(self) -> u8 {
+    pub(crate) fn code(self) -> u8 {
         self as u8
     }
 
     /// Returns the kind for a code. A code that only a newer store sends counts as a protocol violation.
-    pub(super) fn of_code(code: u8) -> Self {
+    pub(crate) fn of_code(code: u8) -> Self {
         Self::ALL.get(usize::from(code)).copied().unwrap_or(Self::Protocol)
     }
 }

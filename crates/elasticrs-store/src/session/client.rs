@@ -1,0 +1,174 @@
+//! The user's handle for a session with either store, and the handling of a session's end.
+
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::Duration;
+
+use elasticrs_runtime::runtime::Spawn;
+use elasticrs_runtime::threads::ask_within;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use super::error::{SessionEnd, StoreError};
+use super::events::{Event, Events};
+use super::guard::Guard;
+use crate::coordination::wire::MAX_REQUEST;
+use crate::types::{LostKind, Txn, Watch, WatchFrom};
+
+/// Time limit for [`Client::close`]. A session takes at most 2 s to close. The rest allows for a runtime thread that is
+/// late.
+const CLOSE_LIMIT: Duration = Duration::from_secs(5);
+
+/// Error for a request that cannot be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Unsendable {
+    #[error("a request of {0} bytes; the store takes {MAX_REQUEST}")]
+    TooLarge(usize),
+    #[error("a session that may be taken up again has no watches from a revision of the past")]
+    Past,
+}
+
+/// A request of the user.
+#[derive(Debug)]
+pub(crate) enum Request {
+    Txn { tag: u64, txn: Txn },
+    Watch { tag: u64, watch: WatchFrom },
+    Unwatch(Watch),
+}
+
+/// A command that a caller sends to the client's background task. `R` is an encoded request.
+#[derive(Debug)]
+pub(crate) enum Command<R> {
+    Request(R),
+    Close(SyncSender<()>),
+}
+
+pub(crate) type Inbox<R> = UnboundedReceiver<Command<R>>;
+
+/// Sends commands to the task of a session. A session that has ended ignores them. It has already reported its end as an
+/// event.
+trait Commands: Send + Sync {
+    fn request(&self, request: Request) -> Result<(), Unsendable>;
+    /// Ends the session. Blocks until it has ended, or until [`CLOSE_LIMIT`] elapses.
+    fn close(&self);
+}
+
+/// The commands of a session, and the function that encodes its requests.
+struct Sender<R, E>(UnboundedSender<Command<R>>, E);
+
+impl<R: Send, E: Fn(Request) -> Result<R, Unsendable> + Send + Sync> Commands for Sender<R, E> {
+    fn request(&self, request: Request) -> Result<(), Unsendable> {
+        let _ = self.0.send(Command::Request(self.1(request)?));
+        Ok(())
+    }
+
+    fn close(&self) {
+        // Ignore a missing answer. Either the session has already ended, or it hangs and ends when its lease expires.
+        ask_within(&self.0, Command::Close, CLOSE_LIMIT);
+    }
+}
+
+impl<R, E> Drop for Sender<R, E> {
+    fn drop(&mut self) {
+        // Close the session as `close` does, but without waiting.
+        let _ = self.0.send(Command::Close(sync_channel(1).0));
+    }
+}
+
+/// A session with a store. Dropping it closes it.
+pub struct Client {
+    commands: Box<dyn Commands>,
+    events: Arc<Events>,
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client").field("events", &self.events).finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    /// Starts the task of the session. When the task ends for any reason, this is reported as an event. `encode`
+    /// prepares a request on the caller's thread.
+    pub(crate) fn start<R, E, S>(runtime: &dyn Spawn, encode: E, session: S) -> std::io::Result<Self>
+    where
+        R: Send + 'static,
+        E: Fn(Request) -> Result<R, Unsendable> + Send + Sync + 'static,
+        S: FnOnce(EndReporter, Inbox<R>) -> Pin<Box<dyn Future<Output = ()>>> + Send + 'static,
+    {
+        let events = Arc::new(Events::new()?);
+        let (commands, inbox) = unbounded_channel();
+        // If the runtime has stopped, `spawn` drops this value, and its destructor reports the end.
+        let reporter = EndReporter(Arc::clone(&events));
+        runtime.spawn(Box::new(move || session(reporter, inbox)));
+        Ok(Self { commands: Box::new(Sender(commands, encode)), events })
+    }
+
+    /// Returns the queue of events from this client.
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Sends a transaction. Its reply has the same tag.
+    pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
+        self.commands.request(Request::Txn { tag, txn })
+    }
+
+    /// Starts a watch. Its reply has the same tag.
+    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
+        self.commands.request(Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
+    }
+
+    /// Stops a watch. Changes that the store has already sent are still delivered.
+    pub fn unwatch(&self, watch: Watch) -> Result<(), Unsendable> {
+        self.commands.request(Request::Unwatch(watch))
+    }
+
+    /// Ends the session, even if another process holds a duplicate of its socket. An etcd client first finishes the
+    /// pending requests. No event follows. Blocks until the session has ended, or until [`CLOSE_LIMIT`] elapses.
+    pub fn close(&self) {
+        self.commands.close();
+        self.events.finish();
+    }
+}
+
+/// Reports the end of the session when it is dropped, even if the runtime has stopped or the task has panicked.
+pub(crate) struct EndReporter(pub(crate) Arc<Events>);
+
+impl Drop for EndReporter {
+    fn drop(&mut self) {
+        let message = "the runtime of this client has ended".to_owned();
+        self.0.push(Event::ConnectionLost { kind: LostKind::Closed, message }, 0);
+    }
+}
+
+impl SessionEnd {
+    pub(crate) fn report(self, events: &Events, guard: &dyn Guard) {
+        match self {
+            Self::Error(StoreError { kind, message }) => events.push(Event::ConnectionLost { kind, message }, 0),
+            Self::Closed(reply) => {
+                guard.closed();
+                finish(events, reply);
+            }
+        }
+    }
+}
+
+/// Stops the events of a session that the user closed, and notifies the caller, if it is waiting.
+pub(crate) fn finish(events: &Events, reply: Option<SyncSender<()>>) {
+    events.finish();
+    // Ignore the error, because no caller waits if the client was dropped.
+    let _ = reply.map(|reply| reply.send(()));
+}
+
+/// Collects early requests in `early` until the user closes the client, then returns.
+pub(crate) async fn until_close<R>(inbox: &mut Inbox<R>, early: &mut Vec<R>) -> Option<SyncSender<()>> {
+    loop {
+        match inbox.recv().await {
+            Some(Command::Close(reply)) => return Some(reply),
+            Some(Command::Request(request)) => early.push(request),
+            None => return None,
+        }
+    }
+}

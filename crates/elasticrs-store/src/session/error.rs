@@ -1,0 +1,91 @@
+//! Outcomes: of a call to a store, of a connection, and of a session.
+
+use std::sync::mpsc::SyncSender;
+
+use crate::types::LostKind;
+
+/// Reason why a store cannot be used: a kind for programs, and a message for the user.
+#[derive(Debug, Clone)]
+pub(crate) struct StoreError {
+    pub(crate) kind: LostKind,
+    pub(crate) message: String,
+}
+
+impl StoreError {
+    pub(crate) fn new(kind: LostKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into() }
+    }
+}
+
+/// A failed call or connection attempt. The variant says whether a retry can succeed.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// A retry may succeed, later or with another server.
+    Retryable(StoreError),
+    Fatal(StoreError),
+}
+
+impl Failure {
+    pub(crate) fn retryable(kind: LostKind, message: impl Into<String>) -> Self {
+        Self::Retryable(StoreError::new(kind, message))
+    }
+
+    pub(crate) fn fatal(kind: LostKind, message: impl Into<String>) -> Self {
+        Self::Fatal(StoreError::new(kind, message))
+    }
+
+    pub(crate) fn into_error(self) -> StoreError {
+        let (Self::Retryable(error) | Self::Fatal(error)) = self;
+        error
+    }
+}
+
+/// Reason for the end of a session.
+pub(crate) enum SessionEnd {
+    Error(StoreError),
+    /// The user closed the session. If a caller waits for this, the sender notifies it.
+    Closed(Option<SyncSender<()>>),
+}
+
+impl From<StoreError> for SessionEnd {
+    fn from(error: StoreError) -> Self {
+        Self::Error(error)
+    }
+}
+
+/// Reason why a session stops using its connection.
+pub(crate) enum ConnectionEnd {
+    /// The connection failed. The session may continue on another one.
+    Broken(StoreError),
+    Session(SessionEnd),
+}
+
+impl ConnectionEnd {
+    pub(crate) fn broken(kind: LostKind, message: impl Into<String>) -> Self {
+        Self::Broken(StoreError::new(kind, message))
+    }
+}
+
+/// Result of a step of a session that uses a connection.
+pub(crate) type Step<T = ()> = Result<T, ConnectionEnd>;
+
+impl From<SessionEnd> for ConnectionEnd {
+    fn from(end: SessionEnd) -> Self {
+        Self::Session(end)
+    }
+}
+
+impl From<StoreError> for ConnectionEnd {
+    fn from(error: StoreError) -> Self {
+        SessionEnd::from(error).into()
+    }
+}
+
+impl From<Failure> for ConnectionEnd {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Retryable(error) => Self::Broken(error),
+            Failure::Fatal(error) => error.into(),
+        }
+    }
+}

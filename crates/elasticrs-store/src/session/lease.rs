@@ -1,0 +1,184 @@
+//! The lease of a session: when a keep-alive is due, and until when the session lasts for certain. Pure.
+//!
+//! - **RENEW-1** only the answer to an unanswered keep-alive, or a new handshake, extends the deadline, and the new
+//!   deadline is counted from the time at which the message was sent;
+//! - **RENEW-2** no keep-alive is sent while the user takes no events.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use elasticrs_sys::clock::nanoseconds;
+
+/// Times that a store has granted to a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Terms {
+    /// Time between two keep-alives.
+    pub(crate) interval: Duration,
+    /// Time for which the session lasts for certain after an answered keep-alive was sent. It is shorter than the time
+    /// after which the store would end the session, so the client gives up first.
+    pub(crate) lasts: Duration,
+    /// Time limit for answering a keep-alive. If it is exceeded, the client reconnects.
+    pub(crate) patience: Duration,
+}
+
+/// State of a session's lease. All times are nanoseconds of the boot clock.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    terms: Terms,
+    /// Time at which this side gives up the session.
+    deadline: u64,
+    next_beat: u64,
+    /// Send time of the last answered keep-alive or handshake.
+    answered: u64,
+    /// Send times of the unanswered keep-alives on this connection.
+    unanswered: VecDeque<u64>,
+    /// True if keep-alives were stopped because the user takes no events.
+    pub(crate) is_stalled: bool,
+}
+
+impl Lease {
+    /// Creates the lease of a session whose handshake was sent at `sent`.
+    pub(crate) fn new(sent: u64, terms: Terms) -> Self {
+        let deadline = sent + nanoseconds(terms.lasts);
+        Self { terms, deadline, next_beat: 0, answered: sent, unanswered: VecDeque::new(), is_stalled: false }
+    }
+
+    pub(crate) fn terms(&self) -> Terms {
+        self.terms
+    }
+
+    pub(crate) fn deadline(&self) -> u64 {
+        self.deadline
+    }
+
+    pub(crate) fn answered(&self) -> u64 {
+        self.answered
+    }
+
+    /// Returns the send time of the oldest unanswered keep-alive on this connection.
+    pub(crate) fn oldest(&self) -> Option<u64> {
+        self.unanswered.front().copied()
+    }
+
+    /// Returns the time at which a keep-alive on this connection has been unanswered for too long.
+    pub(crate) fn overdue(&self) -> u64 {
+        self.oldest().map_or(u64::MAX, |sent| sent + nanoseconds(self.terms.patience))
+    }
+
+    /// Returns the next time at which the lease needs attention.
+    pub(crate) fn wake(&self) -> u64 {
+        self.next_beat.min(self.deadline)
+    }
+
+    /// Prepares for a new connection. A keep-alive is due immediately, because only an answer shows that the store
+    /// responds.
+    pub(crate) fn begin_connection(&mut self) {
+        self.unanswered.clear();
+        self.next_beat = 0;
+    }
+
+    /// Returns true if a keep-alive has to be sent now, and records it.
+    pub(crate) fn beat(&mut self, now: u64, is_stalled: impl FnOnce() -> bool) -> bool {
+        if now < self.next_beat {
+            return false;
+        }
+        self.next_beat = now + nanoseconds(self.terms.interval);
+        self.is_stalled = is_stalled();
+        if !self.is_stalled {
+            self.unanswered.push_back(now);
+        }
+        !self.is_stalled
+    }
+
+    /// Records the answer to the keep-alive that was sent at `sent`. Earlier ones count as answered. Returns false if
+    /// no such keep-alive is unanswered.
+    pub(crate) fn answer(&mut self, sent: u64, now: u64, terms: Terms) -> bool {
+        let Some(at) = self.unanswered.iter().position(|beat| *beat == sent) else { return false };
+        self.unanswered.drain(..=at);
+        self.renew(sent, terms);
+        self.next_beat = self.next_beat.min(now + nanoseconds(terms.interval));
+        true
+    }
+
+    /// Extends the deadline after a new handshake. The deadline cannot be too late, because the store starts counting
+    /// only after `sent`.
+    pub(crate) fn renew(&mut self, sent: u64, terms: Terms) {
+        self.answered = sent;
+        self.terms = terms;
+        self.deadline = sent + nanoseconds(terms.lasts);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+    const TERMS: Terms = Terms {
+        interval: Duration::from_millis(10),
+        lasts: Duration::from_millis(40),
+        patience: Duration::from_millis(20),
+    };
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Beat {
+            is_stalled: bool,
+        },
+        Answer(usize),
+        /// An answer to a keep-alive that was not sent at this time.
+        Forge(u64),
+        Connect,
+    }
+
+    fn a_step() -> impl Strategy<Value = (u64, Step)> {
+        let step = prop_oneof![
+            4 => any::<bool>().prop_map(|is_stalled| Step::Beat { is_stalled }),
+            3 => (0..3_usize).prop_map(Step::Answer),
+            1 => any::<u64>().prop_map(Step::Forge),
+            1 => Just(Step::Connect),
+        ];
+        (0..15 * MS, step)
+    }
+
+    proptest! {
+        #[test]
+        fn only_an_answer_extends_the_deadline_and_from_when_it_was_sent(
+            steps in prop::collection::vec(a_step(), 1..60),
+        ) {
+            let mut now = MS;
+            let (mut lease, mut sent, mut last) = (Lease::new(now, TERMS), Vec::new(), now);
+            for (passed, step) in steps {
+                now += passed + 1;
+                match step {
+                    Step::Beat { is_stalled } => {
+                        if lease.beat(now, || is_stalled) {
+                            prop_assert!(!is_stalled);
+                            sent.push(now);
+                        }
+                        prop_assert!(lease.wake() > now || lease.deadline() <= now);
+                    }
+                    Step::Answer(at) if at < sent.len() => {
+                        last = sent[at];
+                        sent.drain(..=at);
+                        prop_assert!(lease.answer(last, now, TERMS));
+                    }
+                    Step::Answer(_) => {}
+                    Step::Forge(time) => {
+                        prop_assume!(!sent.contains(&time));
+                        prop_assert!(!lease.answer(time, now, TERMS));
+                    }
+                    Step::Connect => {
+                        lease.begin_connection();
+                        sent.clear();
+                        prop_assert!(lease.wake() <= now);
+                    }
+                }
+                prop_assert_eq!((lease.answered(), lease.deadline()), (last, last + 40 * MS));
+                prop_assert_eq!(lease.overdue(), sent.first().map_or(u64::MAX, |first| first + 20 * MS));
+            }
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! The session of a client with either store: runs requests, keeps the lease alive, and moves to a new connection when
+//! one breaks. [`Backend`] is the part that differs between the stores.
+//!
+//! - **SESSION-1** the deadline of the lease is checked before anything that arrived is handled, because this process or
+//!   the machine may have been stopped, and messages that arrive after the deadline do not count;
+//! - **SESSION-2** the session ends once: with an error, or because the user closed it. A session that has ended is
+//!   never resumed;
+//! - **SESSION-3** a broken connection does not end the session. The session reconnects until its lease expires, unless
+//!   a store identifies it and refuses it;
+//! - **SESSION-4** a connection is dropped only after the session has moved to another one. The backend may close it
+//!   earlier, in [`Backend::leave`].
+
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
+pub mod client;
+pub(crate) mod core;
+pub(crate) mod error;
+pub mod events;
+pub mod guard;
+pub(crate) mod lease;
+pub(crate) mod network;
+mod offset;
+pub(crate) mod outage;
+pub(crate) mod watched;
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use elasticrs_sys::clock::boot_now;
+use tokio::time::sleep;
+
+use self::client::{Command, Inbox};
+use self::core::Core;
+use self::error::{ConnectionEnd, Failure, SessionEnd, Step, StoreError};
+use self::outage::Outage;
+
+/// Pause between two checks whether the user takes events again.
+const STALL_PAUSE: Duration = Duration::from_millis(250);
+
+/// An attempt to open a connection.
+pub(crate) type Dialing<'a, L> = Pin<Box<dyn Future<Output = Result<L, Failure>> + 'a>>;
+
+/// The protocol of a store, as a session uses it.
+pub(crate) trait Backend<'a> {
+    /// A request of the user.
+    type Request;
+    /// An open connection on which the session has not started yet.
+    type Link;
+    /// A connection that the session uses.
+    type Connection;
+    /// An event on the connection.
+    type Event;
+
+    /// Adds a request, to be executed after all earlier ones.
+    fn request(&mut self, request: Self::Request);
+
+    /// Sends what is due, including keep-alives. Returns the next time at which that is necessary.
+    fn prepare(&mut self, core: &mut Core<'a>, connection: &mut Self::Connection, now: u64) -> Step<u64>;
+
+    /// Waits for the next event. No event is lost if the future is dropped. If `is_full`, the user's event queue is
+    /// full, and the function does not read messages that would add to it.
+    async fn next(&self, connection: &mut Self::Connection, is_full: bool) -> Self::Event;
+
+    /// Handles an event.
+    async fn handle(&mut self, core: &mut Core<'a>, connection: &mut Self::Connection, event: Self::Event) -> Step;
+
+    /// Opens another connection.
+    fn dial(&mut self, core: &Core<'a>) -> Dialing<'a, Self::Link>;
+
+    /// Returns the reason to report if the session is lost in this outage. `answered` is the send time of the last
+    /// answered keep-alive, and `error` is the last failure.
+    fn outage_reason(outage: &Outage, answered: u64, error: &StoreError) -> StoreError;
+
+    /// Starts or continues the session on a new connection.
+    async fn enter(&mut self, core: &mut Core<'a>, link: Self::Link) -> Step<Self::Connection>;
+
+    /// Stops using a connection. Returns the reason, which may be more specific than `end`. Called again with the same
+    /// connection if the session ends, or the next connection fails, before the session has moved.
+    async fn leave(
+        &mut self,
+        core: &mut Core<'a>,
+        connection: &mut Self::Connection,
+        end: ConnectionEnd,
+    ) -> ConnectionEnd;
+}
+
+/// An event that one iteration of the session loop handles.
+enum Turn<R, E> {
+    Command(Option<Command<R>>),
+    Event(E),
+    Time,
+}
+
+/// An open session.
+pub(crate) struct Session<'a, B> {
+    pub(crate) core: Core<'a>,
+    pub(crate) backend: B,
+}
+
+impl<'a, B: Backend<'a>> Session<'a, B> {
+    /// Runs the session until it ends. `early` contains the requests that were made before it was open.
+    pub(crate) async fn run(
+        mut self,
+        link: B::Link,
+        early: Vec<B::Request>,
+        inbox: &mut Inbox<B::Request>,
+    ) -> SessionEnd {
+        for request in early {
+            self.backend.request(request);
+        }
+        let mut held = None;
+        let mut next = Ok(link);
+        loop {
+            let mut end = match next {
+                Ok(link) => match self.backend.enter(&mut self.core, link).await {
+                    Ok(connection) => self.serve(held.insert(connection), inbox).await,
+                    Err(end) => end,
+                },
+                Err(end) => ConnectionEnd::Session(end),
+            };
+            if let Some(connection) = &mut held {
+                end = self.backend.leave(&mut self.core, connection, end).await;
+            }
+            match end {
+                ConnectionEnd::Session(end) => return end,
+                ConnectionEnd::Broken(error) => next = self.reconnect(error, inbox).await,
+            }
+        }
+    }
+
+    /// Uses a connection until it breaks or the session ends.
+    async fn serve(&mut self, connection: &mut B::Connection, inbox: &mut Inbox<B::Request>) -> ConnectionEnd {
+        loop {
+            if let Err(end) = self.turn(connection, inbox).await {
+                return end;
+            }
+        }
+    }
+
+    async fn turn(&mut self, connection: &mut B::Connection, inbox: &mut Inbox<B::Request>) -> Step {
+        let Self { core, backend } = self;
+        let now = boot_now();
+        core.check(now)?;
+        let wake = backend.prepare(core, connection, now)?.min(core.wake());
+        let turn = tokio::select! {
+            command = inbox.recv(), if !core.is_closing() => Turn::Command(command),
+            event = backend.next(connection, core.events.is_full()) => Turn::Event(event),
+            () = sleep(Duration::from_nanos(wake.saturating_sub(now))) => Turn::Time,
+            () = core.events.wake_task.notified() => Turn::Time,
+        };
+        core.check(boot_now())?;
+        match turn {
+            Turn::Time => Ok(()),
+            Turn::Command(command) => {
+                self.commands(command, inbox);
+                Ok(())
+            }
+            Turn::Event(event) => backend.handle(core, connection, event).await,
+        }
+    }
+
+    /// Opens another connection. Retries until the lease expires.
+    async fn reconnect(&mut self, mut error: StoreError, inbox: &mut Inbox<B::Request>) -> Result<B::Link, SessionEnd> {
+        loop {
+            let pause =
+                self.core.disconnected(boot_now(), |outage, answered| B::outage_reason(outage, answered, &error));
+            match self.attempt(pause, &error.message, inbox).await? {
+                Ok(link) => return Ok(link),
+                Err(Failure::Fatal(error)) => return Err(error.into()),
+                Err(Failure::Retryable(next)) => error = next,
+            }
+        }
+    }
+
+    async fn attempt(
+        &mut self,
+        pause: Duration,
+        why: &str,
+        inbox: &mut Inbox<B::Request>,
+    ) -> Result<Result<B::Link, Failure>, SessionEnd> {
+        let dialing = self.backend.dial(&self.core);
+        let (events, limit) = (self.core.events, self.core.policy.stall_timeout);
+        let waits_for_user = self.core.policy.renews_by_reconnect;
+        let attempt = async move {
+            sleep(pause).await;
+            while waits_for_user && events.is_stalled(limit) {
+                sleep(STALL_PAUSE).await;
+            }
+            dialing.await
+        };
+        tokio::pin!(attempt);
+        loop {
+            let now = boot_now();
+            if waits_for_user {
+                self.core.lease.is_stalled = events.is_stalled(limit);
+            }
+            self.core.check(now)?;
+            self.core.report_outage(now, why);
+            let wake = self.core.wake_in_outage().saturating_sub(now);
+            tokio::select! {
+                link = &mut attempt => {
+                    self.core.check(boot_now())?;
+                    return Ok(link);
+                }
+                command = inbox.recv(), if !self.core.is_closing() => self.commands(command, inbox),
+                () = sleep(Duration::from_nanos(wake)) => {}
+                () = events.wake_task.notified() => {}
+            }
+        }
+    }
+
+    /// Handles a command, and all others that are already queued, so that their requests are sent together.
+    fn commands(&mut self, first: Option<Command<B::Request>>, inbox: &mut Inbox<B::Request>) {
+        self.command(first);
+        while !self.core.is_closing()
+            && let Ok(command) = inbox.try_recv()
+        {
+            self.command(Some(command));
+        }
+    }
+
+    fn command(&mut self, command: Option<Command<B::Request>>) {
+        match command {
+            Some(Command::Request(request)) => self.backend.request(request),
+            Some(Command::Close(reply)) => self.core.close(Some(reply)),
+            None => self.core.close(None),
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Name resolution and TCP connections, for the clients of both stores.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::rc::Rc;
+use std::time::Duration;
+
+use elasticrs_runtime::blocking::BlockingCalls;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::error::StoreError;
+use crate::types::LostKind;
+
+/// Formats host and port the way users write them.
+pub(crate) fn endpoint(host: &str, port: u16) -> String {
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+thread_local! {
+    /// Name lookups in progress, by host name.
+    static LOOK_UPS: Rc<BlockingCalls<String, Result<Vec<IpAddr>, String>>> = Rc::default();
+}
+
+/// Returns all addresses of the host. The lookup runs on its own thread, because a resolver may hang for longer than
+/// the caller can wait.
+pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, StoreError> {
+    if let Ok(address) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(address, port)]);
+    }
+    let unresolved =
+        |why: String| StoreError::new(LostKind::Resolve, format!("could not resolve the name `{host}`: {why}"));
+    let name = host.to_owned();
+    #[allow(clippy::disallowed_methods, reason = "runs on the thread of its own that `run` starts")]
+    let look_up = move || {
+        let found = (&*name, 0).to_socket_addrs().map(|found| found.map(|address| address.ip()).collect());
+        found.map_err(|error| error.to_string().replace("failed to lookup address information: ", ""))
+    };
+    let found = LOOK_UPS.with(Rc::clone).run("elasticrs-dns", host.to_owned(), look_up).await;
+    match found.map_err(|error| unresolved(error.to_string()))?.map_err(unresolved)? {
+        addresses if addresses.is_empty() => Err(unresolved("it has no address".into())),
+        addresses => Ok(addresses.into_iter().map(|address| SocketAddr::new(address, port)).collect()),
+    }
+}
+
+/// Connects to the first address that accepts, with the time limit `patience` for all addresses together. Calls `begun`
+/// before each attempt.
+pub(crate) async fn connect(
+    at: &str,
+    addresses: &[SocketAddr],
+    patience: Duration,
+    begun: impl Fn(SocketAddr),
+) -> Result<(TcpStream, SocketAddr), StoreError> {
+    // Limit the time for each address, so that an address that does not answer leaves time for the others.
+    let share = patience / u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
+    let share = if addresses.len() == 1 { Duration::MAX } else { share };
+    let mut kinds = Vec::new();
+    let mut said = Vec::new();
+    for address in addresses {
+        begun(*address);
+        let (kind, why) = match timeout(share, TcpStream::connect(address)).await {
+            Ok(Ok(stream)) => return Ok((stream, *address)),
+            Ok(Err(error)) => (kind_of(&error), plain(&error)),
+            Err(_) => (LostKind::Timeout, "no answer".to_owned()),
+        };
+        kinds.push(kind);
+        said.push(format!("{}: {why}", address.ip()));
+    }
+    // Prefer a refusal over a timeout, because it shows that the host is up.
+    let kind = kinds.iter().find(|kind| **kind == LostKind::Refused).or(kinds.first()).copied();
+    let message = format!("could not connect to {at} ({})", said.join("; "));
+    Err(StoreError::new(kind.unwrap_or(LostKind::Resolve), message))
+}
+
+fn kind_of(error: &io::Error) -> LostKind {
+    if matches!(error.raw_os_error(), Some(nix::libc::EMFILE | nix::libc::ENFILE)) {
+        return LostKind::Limit;
+    }
+    match error.kind() {
+        io::ErrorKind::ConnectionRefused => LostKind::Refused,
+        io::ErrorKind::TimedOut => LostKind::Timeout,
+        _ => LostKind::Unreachable,
+    }
+}
+
+/// Returns the kernel's error message without the error number.
+pub(crate) fn plain(error: &io::Error) -> String {
+    match error.raw_os_error() {
+        Some(errno) => nix::errno::Errno::from_raw(errno).desc().to_lowercase(),
+        None => error.to_string(),
+    }
+}
