@@ -19,8 +19,8 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::Error as TlsError;
 use tokio_rustls::rustls::pki_types::ServerName;
 
-use super::errors::{EtcdError, Status};
-use super::grpc::{CallError, Channel, code};
+use super::errors::{EtcdError, Status, code};
+use super::grpc::{CallError, Channel};
 use super::messages::{AuthenticateRequest, AuthenticateResponse};
 use super::probe::{is_own_store, speaks_plainly, speaks_tls};
 use super::tls::{self, Files, Identity, explain};

@@ -4,7 +4,18 @@
 //! and keeps them the same in all versions. [`TABLE`] contains the pairs for which this client has a rule. All other
 //! errors are judged by their code only.
 
-use super::grpc::code;
+/// Status codes of gRPC.
+pub(super) mod code {
+    pub(in crate::etcd) const OK: u32 = 0;
+    pub(in crate::etcd) const INVALID_ARGUMENT: u32 = 3;
+    pub(in crate::etcd) const NOT_FOUND: u32 = 5;
+    pub(in crate::etcd) const PERMISSION_DENIED: u32 = 7;
+    pub(in crate::etcd) const RESOURCE_EXHAUSTED: u32 = 8;
+    pub(in crate::etcd) const FAILED_PRECONDITION: u32 = 9;
+    pub(in crate::etcd) const OUT_OF_RANGE: u32 = 11;
+    pub(in crate::etcd) const UNIMPLEMENTED: u32 = 12;
+    pub(in crate::etcd) const UNAUTHENTICATED: u32 = 16;
+}
 
 /// An error of etcd for which this client has a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,21 +9,8 @@ use http::header::{CONTENT_TYPE, HeaderMap, HeaderValue, TE};
 use http::{Request, Response, StatusCode, Uri};
 use prost::Message;
 
-use super::errors::{EtcdError, Status};
+use super::errors::{EtcdError, Status, code};
 use crate::coordination::wire::MAX_ANSWER;
-
-/// Status codes of gRPC.
-pub(super) mod code {
-    pub(in crate::etcd) const OK: u32 = 0;
-    pub(in crate::etcd) const INVALID_ARGUMENT: u32 = 3;
-    pub(in crate::etcd) const NOT_FOUND: u32 = 5;
-    pub(in crate::etcd) const PERMISSION_DENIED: u32 = 7;
-    pub(in crate::etcd) const RESOURCE_EXHAUSTED: u32 = 8;
-    pub(in crate::etcd) const FAILED_PRECONDITION: u32 = 9;
-    pub(in crate::etcd) const OUT_OF_RANGE: u32 = 11;
-    pub(in crate::etcd) const UNIMPLEMENTED: u32 = 12;
-    pub(in crate::etcd) const UNAUTHENTICATED: u32 = 16;
-}
 
 /// Reason why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
