@@ -175,6 +175,22 @@ mod tests {
     }
 
     #[test]
+    fn pauses_grow_until_the_connections_have_held_for_some_time() {
+        let milliseconds = Duration::from_millis;
+        let pauses = Pauses { first: milliseconds(10), second: milliseconds(100), last: milliseconds(500) };
+        let (mut backoff, mut now) = (Backoff::new(pauses), SECOND);
+        assert!(!backoff.is_repeated(now));
+        for most in [10, 100, 200, 400, 500, 500] {
+            let pause = backoff.pause(now);
+            assert!(pause >= milliseconds(most) / 2 && pause <= milliseconds(most), "{pause:?} of {most} ms");
+            now += CALM;
+            assert!(backoff.is_repeated(now));
+        }
+        now += 1;
+        assert!(!backoff.is_repeated(now) && backoff.pause(now) <= milliseconds(10));
+    }
+
+    #[test]
     fn how_long_it_was_away_is_counted_from_the_first_unanswered_question() {
         let over = |unanswered| {
             let mut outage = Outage::new("it".into(), 103 * SECOND, unanswered, 200 * SECOND, None);
