@@ -11,7 +11,7 @@ use std::time::Duration;
 use common::groups::{HANG, TERM, close, event, group, run, warm_image};
 use common::image;
 use elasticrs_core::spec::GroupSpec;
-use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, Supervisor};
+use elasticrs_core::supervisor::{Config, Event, NurseryExit, Outcome, Supervisor};
 use elasticrs_nursery::tree::children_of_self;
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::exit::WorkerExit;
@@ -160,7 +160,7 @@ fn a_failed_import_leaves_the_group_alone_and_later_groups_cold() {
         let Event::Warmed { failure: Some(end), is_beside: true } = event(&job.supervisor) else { panic!("{what}") };
         let killed = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
         let exit = if what == "dies" { WorkerExit::Exited { code: 3 } } else { killed };
-        assert_eq!(end, NurseryEnd { exit, hung: what == "hangs" });
+        assert_eq!(end, NurseryExit { exit, hung: what == "hangs" });
         assert_eq!(parent(worker), job.nursery());
         job.stop();
         job.import_beside("", HANG);

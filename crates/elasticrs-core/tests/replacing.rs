@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::groups::{KILL, KILLED, TERM, close, event, hanging_worker, is_warm, supervisor, telling_group};
 use elasticrs_core::spec::GroupSpec;
-use elasticrs_core::supervisor::{Event, Outcome, Supervisor, SupervisorError, Swept};
+use elasticrs_core::supervisor::{Event, Outcome, Supervisor, SupervisorError, SweepOutcome};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::exit::WorkerExit;
@@ -75,7 +75,7 @@ fn kill(pid: i32) {
 }
 
 /// The next two events: a worker's end, and that nothing of it is left.
-fn until_swept(supervisor: &Supervisor) -> (u32, WorkerExit, Swept) {
+fn until_swept(supervisor: &Supervisor) -> (u32, WorkerExit, SweepOutcome) {
     let Event::WorkerExited { local_rank, exit, sent: None, .. } = event(supervisor) else { panic!("it ends") };
     let Event::WorkerSwept { local_rank: of, swept, .. } = event(supervisor) else { panic!("it is swept") };
     assert_eq!(of, local_rank);
@@ -102,7 +102,7 @@ fn the_others_go_on_and_another_one_takes_the_place() {
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"], &["sleep"]]);
     kill(pids[1]);
     let (local_rank, exit, swept) = until_swept(&supervisor);
-    assert_eq!((local_rank, exit, swept), (1, KILLED, Swept::default()));
+    assert_eq!((local_rank, exit, swept), (1, KILLED, SweepOutcome::default()));
     let (pid, _) = replace(&supervisor, 1, &["sleep"]);
     assert!(is_running(pid) && is_running(pids[0]) && is_running(pids[2]));
     kill(pid);
@@ -132,7 +132,7 @@ fn what_a_dead_worker_has_left_is_ended_and_what_a_living_one_has_is_not() {
     let kept: i32 = lines.said[0].parse().unwrap();
     let Event::WorkerExited { local_rank: 2, .. } = event(&supervisor) else { panic!("it ends") };
     kill(pids[1]);
-    assert_eq!(until_swept(&supervisor).2, Swept::default());
+    assert_eq!(until_swept(&supervisor).2, SweepOutcome::default());
     let (pid, lines) = replace(&supervisor, 1, &["daemonise"]);
     let left: i32 = lines.said[0].parse().unwrap();
     assert!(is_running(left));
@@ -368,7 +368,7 @@ fn what_one_that_has_succeeded_has_left_stays_until_the_end_of_the_group() {
     let left: i32 = lines.said[0].parse().unwrap();
     let Event::WorkerExited { local_rank: 0, .. } = event(&supervisor) else { panic!("it ends") };
     kill(pids[1]);
-    assert_eq!(until_swept(&supervisor).2, Swept::default());
+    assert_eq!(until_swept(&supervisor).2, SweepOutcome::default());
     assert!(is_running(left));
     replace(&supervisor, 1, &["exit", "0"]);
     loop {

@@ -12,7 +12,7 @@ use common::groups::{
 };
 use common::image;
 use elasticrs_core::spec::{Descendants, StopPolicy};
-use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
+use elasticrs_core::supervisor::{Config, Event, NurseryExit, Outcome, StartFailure, Supervisor, SupervisorError};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec, Stdio};
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
@@ -153,7 +153,7 @@ fn the_loss_of_the_nursery_ends_the_group_and_the_next_one_gets_a_new_one() {
     assert_eq!(exits.len(), 2);
     let Event::GroupEnded {
         outcome: Outcome::Lost,
-        nursery: Some(NurseryEnd { exit: KILLED, hung: false }),
+        nursery: Some(NurseryExit { exit: KILLED, hung: false }),
         swept,
         ..
     } = end
@@ -192,7 +192,7 @@ fn a_nursery_that_does_not_wake_up_is_killed_and_said_to_have_hung() {
     kill(pids[0], libc::SIGKILL);
     let (exits, end) = until_end(&supervisor);
     assert_eq!(exits.len(), 2);
-    let Event::GroupEnded { outcome: Outcome::Lost, nursery: Some(NurseryEnd { exit: KILLED, hung: true }), .. } = end
+    let Event::GroupEnded { outcome: Outcome::Lost, nursery: Some(NurseryExit { exit: KILLED, hung: true }), .. } = end
     else {
         panic!("{end:?}");
     };
@@ -215,7 +215,7 @@ fn a_nursery_that_cannot_die_is_left_behind_and_said_so() {
     let (exits, end) = until_end(&supervisor);
     assert_eq!(exits.len(), 2);
     let Event::GroupEnded { outcome: Outcome::Lost, nursery: Some(lost), swept, .. } = end else { panic!("{end:?}") };
-    assert_eq!((lost, swept.ended.len()), (NurseryEnd { exit: WorkerExit::Unknown, hung: false }, 1));
+    assert_eq!((lost, swept.ended.len()), (NurseryExit { exit: WorkerExit::Unknown, hung: false }, 1));
     assert!(swept.stuck.iter().any(|stuck| stuck.pid == nursery.as_raw()), "{swept:?}");
 
     supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();

@@ -35,7 +35,7 @@ fn tasks_share_the_one_runtime_thread_and_need_not_be_send() {
     assert_eq!(threads[0], threads[1]);
     assert_ne!(threads[0], std::thread::current().id());
     supervisor.close(false).unwrap();
-    assert!(matches!(supervisor.spawn(Box::new(|| Box::pin(async {}))), Err(SupervisorError::Ended)));
+    assert!(matches!(supervisor.spawn(Box::new(|| Box::pin(async {}))), Err(SupervisorError::Closed)));
     drop(supervisor);
     assert_no_children();
 }

@@ -313,7 +313,7 @@ fn there_is_one_fifo_for_a_supervisor() {
     supervisor.close(false).unwrap();
     assert!(path.exists());
     let late = directory.path().join("late");
-    assert!(matches!(supervisor.watch_timers(Some(&late)), Err(SupervisorError::Ended)));
+    assert!(matches!(supervisor.watch_timers(Some(&late)), Err(SupervisorError::Closed)));
     assert!(!late.exists());
 }
 

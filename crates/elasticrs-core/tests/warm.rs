@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use common::groups::{HANG, KILL, TERM, close, event, group, telling_group, warm_image};
 use common::image;
 use elasticrs_core::spec::GroupSpec;
-use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor};
+use elasticrs_core::supervisor::{Config, Event, NurseryExit, Outcome, StartFailure, Supervisor};
 use elasticrs_nursery::spec::{PassedFd, Stdio};
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
@@ -185,7 +185,7 @@ fn a_nursery_that_dies_before_it_is_ready_leaves_the_workers_cold() {
     let supervisor = supervisor("dies", HANG);
     supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
     let Event::Warmed { failure: Some(end), .. } = event(&supervisor) else { panic!("it dies") };
-    assert_eq!(end, NurseryEnd { exit: WorkerExit::Exited { code: 3 }, hung: false });
+    assert_eq!(end, NurseryExit { exit: WorkerExit::Exited { code: 3 }, hung: false });
     started(&supervisor);
     assert_eq!(outcome(&supervisor), Outcome::Succeeded);
     close(supervisor);

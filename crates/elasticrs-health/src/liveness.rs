@@ -26,12 +26,13 @@ struct Answer {
 
 /// What a liveness request does next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ask {
+pub enum NextStep {
     /// Wake the loop and wait for its answer.
-    New,
+    WakeLoop,
     /// Wait for the answer to an earlier question.
-    Pending,
-    Fresh,
+    Wait,
+    /// Use the last answer, because it is recent enough.
+    Reuse,
 }
 
 /// Answer to a liveness request.
@@ -56,15 +57,15 @@ impl Liveness {
     }
 
     /// Registers a liveness request, and returns its next step.
-    pub fn ask(&mut self, now: Instant) -> Ask {
+    pub fn ask(&mut self, now: Instant) -> NextStep {
         if self.asked.is_some() {
-            return Ask::Pending;
+            return NextStep::Wait;
         }
         if self.answered.as_ref().is_some_and(|answer| now.saturating_duration_since(answer.at) < FRESH) {
-            return Ask::Fresh;
+            return NextStep::Reuse;
         }
         self.asked = Some(now);
-        Ask::New
+        NextStep::WakeLoop
     }
 
     /// Records that the agent's loop has answered and has passed the question on to the supervisor's runtime.
@@ -132,8 +133,8 @@ mod tests {
     #[test]
     fn a_question_that_is_not_answered_in_time_is_death() {
         let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
-        assert_eq!(liveness.ask(now), Ask::New);
-        assert_eq!(liveness.ask(now + SECOND), Ask::Pending);
+        assert_eq!(liveness.ask(now), NextStep::WakeLoop);
+        assert_eq!(liveness.ask(now + SECOND), NextStep::Wait);
         assert!(liveness.verdict(now + LIMIT, None).alive);
         let verdict = liveness.verdict(now + LIMIT + SECOND, None);
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
@@ -178,11 +179,11 @@ mod tests {
         let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
         liveness.ask(now);
         liveness.answer(now, LIMIT + SECOND, Some("_start_workers".into()));
-        assert_eq!(liveness.ask(now), Ask::Fresh);
+        assert_eq!(liveness.ask(now), NextStep::Reuse);
         let verdict = liveness.verdict(now, None);
         assert!(!verdict.alive);
         assert_eq!(verdict.reason.unwrap(), "the last progress was 61.0 s ago, in _start_workers");
-        assert_eq!(liveness.ask(now + FRESH), Ask::New);
+        assert_eq!(liveness.ask(now + FRESH), NextStep::WakeLoop);
         assert!(!liveness.verdict(now + SECOND, None).alive);
         liveness.answer(now + SECOND, SECOND, None);
         assert!(liveness.verdict(now + SECOND, None).alive);
@@ -200,8 +201,8 @@ mod tests {
                 now += Duration::from_secs(pause);
                 if what == 0 {
                     let asked = liveness.ask(now);
-                    prop_assert_eq!(asked == Ask::Pending, open.is_some());
-                    if asked == Ask::New {
+                    prop_assert_eq!(asked == NextStep::Wait, open.is_some());
+                    if asked == NextStep::WakeLoop {
                         open = Some(now);
                     }
                 } else {

@@ -40,7 +40,7 @@ pub struct LogFile {
 
 /// Result of checking a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Look {
+pub enum FileState {
     Absent,
     /// A regular file, with its device and inode numbers and its size in bytes.
     File((u64, u64), u64),
@@ -49,11 +49,11 @@ pub enum Look {
 }
 
 /// Checks a file. May block in the file system.
-fn look(path: &Path) -> Look {
+fn stat(path: &Path) -> FileState {
     match std::fs::metadata(path) {
-        Ok(stat) if stat.is_file() => Look::File((stat.dev(), stat.ino()), stat.len()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Look::Absent,
-        Ok(_) | Err(_) => Look::Unknown,
+        Ok(stat) if stat.is_file() => FileState::File((stat.dev(), stat.ino()), stat.len()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => FileState::Absent,
+        Ok(_) | Err(_) => FileState::Unknown,
     }
 }
 
@@ -61,13 +61,13 @@ fn look(path: &Path) -> Look {
 #[derive(Debug, Default)]
 struct Tally {
     counts: BTreeMap<Stream, u64>,
-    files: BTreeMap<PathBuf, Watched>,
+    files: BTreeMap<PathBuf, WatchedFile>,
 }
 
 #[derive(Debug)]
-struct Watched {
+struct WatchedFile {
     stream: Stream,
-    last: Look,
+    last: FileState,
     /// True if the file has not been found in this attempt yet.
     is_first: bool,
 }
@@ -79,27 +79,27 @@ impl Tally {
         let mut earlier = std::mem::take(&mut self.files);
         for LogFile { stream, path, is_new } in files {
             let known = earlier.remove(&path).map(|file| file.last);
-            let last = if is_new { Look::Absent } else { known.unwrap_or(Look::Unknown) };
-            self.files.insert(path, Watched { stream, last, is_first: true });
+            let last = if is_new { FileState::Absent } else { known.unwrap_or(FileState::Unknown) };
+            self.files.insert(path, WatchedFile { stream, last, is_first: true });
         }
     }
 
     /// Processes the result of checking a file, as SIZES-1 requires. Returns the file's stream and the stream's new
     /// count, or `None` if this result does not allow an update.
-    fn saw(&mut self, path: &Path, now: Look) -> Option<(Stream, u64)> {
+    fn update(&mut self, path: &Path, now: FileState) -> Option<(Stream, u64)> {
         let file = self.files.get_mut(path)?;
         let is_first = file.is_first;
         let added = match (file.last, now) {
-            (_, Look::Unknown) => return None,
-            (Look::Absent, Look::File(_, size)) => size,
-            (Look::File(before, from), Look::File(number, size)) if before == number => {
+            (_, FileState::Unknown) => return None,
+            (FileState::Absent, FileState::File(_, size)) => size,
+            (FileState::File(before, from), FileState::File(number, size)) if before == number => {
                 size.checked_sub(from).unwrap_or(size)
             }
             // The worker's file was moved away or removed. If there is a file with this name now, it does not belong to
             // the worker.
-            (Look::File(..), _) if !is_first => return None,
+            (FileState::File(..), _) if !is_first => return None,
             // The file is absent, or it is not known how many of its bytes the worker has written.
-            (_, Look::Absent | Look::File(..)) => 0,
+            (_, FileState::Absent | FileState::File(..)) => 0,
         };
         (file.last, file.is_first) = (now, false);
         let count = self.counts.entry(file.stream).or_default();
@@ -112,43 +112,43 @@ impl Tally {
     }
 }
 
-/// Task for the thread. `Some` starts another attempt with these files, and `None` checks the current files once more.
-type Turn = Option<Vec<LogFile>>;
+/// Request to the thread. `Some` starts another attempt with these files, and `None` checks the current files once more.
+type Request = Option<Vec<LogFile>>;
 
 #[derive(Default)]
 struct State {
-    turns: Option<mpsc::Sender<Turn>>,
+    requests: Option<mpsc::Sender<Request>>,
     counts: BTreeMap<Stream, u64>,
     is_watching: bool,
-    /// Number of tasks that were given to the thread. `begun` is the number of tasks that it has started.
+    /// Number of requests that were sent to the thread. `begun` is the number of requests that it has started.
     wanted: u64,
     begun: u64,
-    /// Time since which the thread has not finished a task although it has at least one. `None` if all tasks are
+    /// Time since which the thread has not finished a request although it has at least one. `None` if all requests are
     /// finished.
     waiting_since: Option<Instant>,
-    looked_at: Option<Instant>,
+    checked_at: Option<Instant>,
 }
 
 impl State {
-    fn want(&mut self, turn: Turn, now: Instant) {
+    fn request(&mut self, request: Request, now: Instant) {
         // Sending fails if the thread has panicked. The counts then stay unchanged.
-        if self.turns.as_ref().is_some_and(|turns| turns.send(turn).is_ok()) {
+        if self.requests.as_ref().is_some_and(|requests| requests.send(request).is_ok()) {
             self.wanted += 1;
             self.waiting_since.get_or_insert(now);
         }
     }
 
     /// Requests a check of the files, unless one is already requested.
-    fn want_look(&mut self) {
+    fn request_check(&mut self) {
         if self.wanted == self.begun {
-            self.want(None, Instant::now());
+            self.request(None, Instant::now());
         }
     }
 }
 
 /// The counts and their age.
 #[derive(Debug, Clone, Default)]
-pub struct Known {
+pub struct StreamCounts {
     /// Bytes of each stream in all attempts.
     pub counts: BTreeMap<Stream, u64>,
     /// Age of the counts. `None` if they are final.
@@ -165,34 +165,34 @@ pub struct LogSizes {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Number of tasks that the thread has finished.
+    /// Number of requests that the thread has finished.
     done: watch::Sender<u64>,
 }
 
 impl LogSizes {
     /// Starts an attempt whose workers write to these files. Like all methods that are not async, does not block.
     pub fn begin(&self, files: Vec<LogFile>) -> io::Result<()> {
-        self.begin_with(files, look)
+        self.begin_with(files, stat)
     }
 
-    fn begin_with(&self, files: Vec<LogFile>, look: impl Fn(&Path) -> Look + Send + 'static) -> io::Result<()> {
+    fn begin_with(&self, files: Vec<LogFile>, stat: impl Fn(&Path) -> FileState + Send + 'static) -> io::Result<()> {
         if files.is_empty() {
             return Ok(());
         }
         let now = Instant::now();
         let mut state = lock(&self.shared.state);
-        if state.turns.is_none() {
-            let (turns, inbox) = mpsc::channel();
+        if state.requests.is_none() {
+            let (requests, inbox) = mpsc::channel();
             let shared = Arc::clone(&self.shared);
-            *lock(&self.thread) = Some(Leavable::start("elasticrs-sizes", move || shared.run(&inbox, look))?);
-            state.turns = Some(turns);
+            *lock(&self.thread) = Some(Leavable::start("elasticrs-sizes", move || shared.run(&inbox, stat))?);
+            state.requests = Some(requests);
         }
         for file in &files {
             state.counts.entry(file.stream).or_default();
         }
         state.is_watching = true;
-        state.looked_at.get_or_insert(now);
-        state.want(Some(files), now);
+        state.checked_at.get_or_insert(now);
+        state.request(Some(files), now);
         Ok(())
     }
 
@@ -200,7 +200,7 @@ impl LogSizes {
     pub fn end(&self) {
         let mut state = lock(&self.shared.state);
         if std::mem::take(&mut state.is_watching) {
-            state.want_look();
+            state.request_check();
         }
     }
 
@@ -209,7 +209,7 @@ impl LogSizes {
         let (target, since) = {
             let mut state = lock(&self.shared.state);
             if state.is_watching {
-                state.want_look();
+                state.request_check();
             }
             (state.wanted, state.waiting_since)
         };
@@ -221,17 +221,17 @@ impl LogSizes {
     }
 
     /// Returns the counts and their age. Does not wait for a check, see SIZES-2.
-    pub fn known(&self, now: Instant) -> Known {
+    pub fn known(&self, now: Instant) -> StreamCounts {
         let state = lock(&self.shared.state);
         let is_current = !state.is_watching && state.waiting_since.is_none();
-        let age = state.looked_at.filter(|_| !is_current).map(|at| now.saturating_duration_since(at));
-        Known { counts: state.counts.clone(), age }
+        let age = state.checked_at.filter(|_| !is_current).map(|at| now.saturating_duration_since(at));
+        StreamCounts { counts: state.counts.clone(), age }
     }
 
     /// Stops the thread. A thread that hangs in a file system is abandoned and exits when its system call returns.
     /// Idempotent.
     pub fn close(&self) {
-        lock(&self.shared.state).turns = None;
+        lock(&self.shared.state).requests = None;
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
             thread.leave();
@@ -240,16 +240,16 @@ impl LogSizes {
 }
 
 impl Shared {
-    fn run(&self, turns: &mpsc::Receiver<Turn>, look: impl Fn(&Path) -> Look) {
+    fn run(&self, requests: &mpsc::Receiver<Request>, stat: impl Fn(&Path) -> FileState) {
         let mut tally = Tally::default();
-        for turn in turns {
+        for request in requests {
             lock(&self.state).begun += 1;
-            if let Some(files) = turn {
+            if let Some(files) = request {
                 tally.begin(files);
             }
             for path in tally.paths() {
-                let now = look(&path);
-                if let Some((stream, count)) = tally.saw(&path, now) {
+                let now = stat(&path);
+                if let Some((stream, count)) = tally.update(&path, now) {
                     lock(&self.state).counts.insert(stream, count);
                 }
             }
@@ -260,7 +260,7 @@ impl Shared {
     fn end_turn(&self) {
         let mut state = lock(&self.state);
         let now = Instant::now();
-        state.looked_at = Some(now);
+        state.checked_at = Some(now);
         // The thread runs one task at a time, so the task that it has finished is the last one that it has started.
         state.waiting_since = (state.wanted > state.begun).then_some(now);
         self.done.send_replace(state.begun);

@@ -19,56 +19,56 @@ fn begun(is_new: bool) -> Tally {
     tally
 }
 
-fn saw(tally: &mut Tally, now: Look) -> Option<u64> {
-    tally.saw(Path::new("out"), now).map(|(_, count)| count)
+fn update(tally: &mut Tally, now: FileState) -> Option<u64> {
+    tally.update(Path::new("out"), now).map(|(_, count)| count)
 }
 
-fn sized(number: u64, size: u64) -> Look {
-    Look::File((1, number), size)
+fn sized(number: u64, size: u64) -> FileState {
+    FileState::File((1, number), size)
 }
 
 #[test]
 fn what_was_there_before_the_job_does_not_count() {
     let mut tally = begun(false);
-    let counts = [sized(2, 500), sized(2, 510)].map(|now| saw(&mut tally, now));
+    let counts = [sized(2, 500), sized(2, 510)].map(|now| update(&mut tally, now));
     assert_eq!(counts, [Some(0), Some(10)]);
 }
 
 #[test]
 fn all_of_a_file_that_was_not_there_counts() {
     let mut tally = begun(true);
-    assert_eq!(saw(&mut tally, sized(2, 500)), Some(500));
+    assert_eq!(update(&mut tally, sized(2, 500)), Some(500));
     let mut tally = begun(false);
-    let counts = [Look::Absent, sized(2, 500)].map(|now| saw(&mut tally, now));
+    let counts = [FileState::Absent, sized(2, 500)].map(|now| update(&mut tally, now));
     assert_eq!(counts, [Some(0), Some(500)]);
 }
 
 #[test]
 fn a_file_that_was_truncated_is_counted_from_its_beginning() {
     let mut tally = begun(true);
-    let counts = [sized(2, 500), sized(2, 20), sized(2, 30)].map(|now| saw(&mut tally, now));
+    let counts = [sized(2, 500), sized(2, 20), sized(2, 30)].map(|now| update(&mut tally, now));
     assert_eq!(counts, [Some(500), Some(520), Some(530)]);
 }
 
 #[test]
 fn a_file_that_took_the_place_of_the_workers_is_not_the_workers() {
     let mut tally = begun(true);
-    let counts = [sized(2, 500), Look::Absent, sized(3, 9), Look::Unknown, sized(2, 501)];
-    assert_eq!(counts.map(|now| saw(&mut tally, now)), [Some(500), None, None, None, Some(501)]);
+    let counts = [sized(2, 500), FileState::Absent, sized(3, 9), FileState::Unknown, sized(2, 501)];
+    assert_eq!(counts.map(|now| update(&mut tally, now)), [Some(500), None, None, None, Some(501)]);
 }
 
 #[test]
 fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
     let mut tally = begun(false);
-    let counts = [Look::Absent, sized(2, 500)].map(|now| saw(&mut tally, now));
+    let counts = [FileState::Absent, sized(2, 500)].map(|now| update(&mut tally, now));
     assert_eq!(counts, [Some(0), Some(500)]);
     tally.begin(vec![file(OUT, "out", false)]);
-    assert_eq!(saw(&mut tally, sized(2, 510)), Some(510));
+    assert_eq!(update(&mut tally, sized(2, 510)), Some(510));
     // In the next attempt, another file has this name.
     tally.begin(vec![file(OUT, "out", false)]);
-    assert_eq!([Look::Absent, sized(3, 5)].map(|now| saw(&mut tally, now)), [Some(510), Some(515)]);
+    assert_eq!([FileState::Absent, sized(3, 5)].map(|now| update(&mut tally, now)), [Some(510), Some(515)]);
     tally.begin(vec![file(OUT, "out", false)]);
-    assert_eq!([sized(4, 700), sized(4, 701)].map(|now| saw(&mut tally, now)), [Some(515), Some(516)]);
+    assert_eq!([sized(4, 700), sized(4, 701)].map(|now| update(&mut tally, now)), [Some(515), Some(516)]);
 }
 
 proptest! {
@@ -84,19 +84,19 @@ proptest! {
                 2 if count < 200 => (size, is_exact) = (0, false),
                 3 if count < 200 => {
                     // An attempt ends with a final check of its files, and the next attempt has new files.
-                    told = saw(&mut tally, sized(number, size)).unwrap();
+                    told = update(&mut tally, sized(number, size)).unwrap();
                     tally.begin(vec![file(OUT, "out", true)]);
                     (number, size) = (number + 1, 0);
                 }
                 4 if count < 200 => {
-                    let _ = saw(&mut tally, if count < 100 { Look::Unknown } else { Look::Absent });
+                    let _ = update(&mut tally, if count < 100 { FileState::Unknown } else { FileState::Absent });
                 }
-                _ => told = saw(&mut tally, sized(number, size)).unwrap(),
+                _ => told = update(&mut tally, sized(number, size)).unwrap(),
             }
             prop_assert!(told >= last && told <= written);
             last = told;
         }
-        let told = saw(&mut tally, sized(number, size)).unwrap();
+        let told = update(&mut tally, sized(number, size)).unwrap();
         prop_assert!(told >= last && told <= written);
         if is_exact {
             prop_assert_eq!(told, written);
@@ -104,14 +104,14 @@ proptest! {
     }
 }
 
-fn asked(sizes: &LogSizes) -> Known {
+fn asked(sizes: &LogSizes) -> StreamCounts {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     runtime.block_on(sizes.ask());
     sizes.known(Instant::now())
 }
 
 /// Scrapes until the counts have these values.
-fn until(sizes: &LogSizes, counts: &[(Stream, u64)]) -> Known {
+fn until(sizes: &LogSizes, counts: &[(Stream, u64)]) -> StreamCounts {
     loop {
         let known = asked(sizes);
         if known.counts.iter().map(|(stream, count)| (*stream, *count)).eq(counts.iter().copied()) {
@@ -149,16 +149,16 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
 }
 
 /// Creates a file system in which each check waits for a message from the test.
-fn gated() -> (LogSizes, mpsc::Sender<Look>, mpsc::Receiver<()>) {
+fn gated() -> (LogSizes, mpsc::Sender<FileState>, mpsc::Receiver<()>) {
     let (answer, answers) = mpsc::channel();
     let (looks, looking) = mpsc::channel();
     let sizes = LogSizes::default();
-    let look = move |_: &Path| {
+    let stat = move |_: &Path| {
         // Sending fails after the end of the test.
         let _ = looks.send(());
-        answers.recv().unwrap_or(Look::Unknown)
+        answers.recv().unwrap_or(FileState::Unknown)
     };
-    sizes.begin_with(vec![file(OUT, "out", true)], look).unwrap();
+    sizes.begin_with(vec![file(OUT, "out", true)], stat).unwrap();
     (sizes, answer, looking)
 }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use elasticrs_runtime::named_enum;
 use elasticrs_sys::clock::Stamp;
 
-use crate::log_sizes::Known;
+use crate::log_sizes::StreamCounts;
 use crate::processes::{self, Usage, Worker};
 use crate::source::{Heartbeat, Readings, Stream, TimerCounts};
 use crate::spans::Spans;
@@ -90,7 +90,7 @@ pub struct Moment<'a> {
     /// Usage of the running workers, see [`usages`].
     pub usages: &'a [(&'a Worker, Usage)],
     pub readings: &'a Readings,
-    pub sizes: &'a Known,
+    pub sizes: &'a StreamCounts,
 }
 
 impl Registry {
@@ -364,7 +364,7 @@ mod tests {
             workers,
             usages: &usages(workers),
             readings: &Readings::default(),
-            sizes: &Known {
+            sizes: &StreamCounts {
                 counts: BTreeMap::from([((1, Output::Stderr), 12), ((7, Output::Stdout), 1)]),
                 age: Some(Duration::from_millis(500)),
             },

@@ -20,7 +20,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{timeout, timeout_at};
 
 use crate::http::{self, JSON, MAX_HEAD, METRICS, Request, Response};
-use crate::liveness::{Ask, Liveness, Verdict};
+use crate::liveness::{Liveness, NextStep, Verdict};
 use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
@@ -32,7 +32,7 @@ pub const MAX_CONNECTIONS: usize = 64;
 /// Time limit for a client to send its request. The same limit applies again for reading the response. See HEALTH-1.
 pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
 /// Maximum time that a request waits for the agent's loop. After that, the response contains what is known so far.
-pub const PATIENCE: Duration = Duration::from_secs(1);
+pub const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// Maximum number of bytes after a request that are read and discarded.
 const MAX_DROPPED: usize = 256 * 1024;
 /// Time for which a page of metrics is reused.
@@ -316,17 +316,17 @@ impl Shared {
     }
 
     /// Asks the loop whether it is alive, as HEALTH-3 requires. Returns the verdict after the answer, or after
-    /// [`PATIENCE`].
+    /// [`ANSWER_LIMIT`].
     async fn ask(&self) -> Verdict {
-        let patience = PATIENCE.min(lock(&self.liveness).limit());
-        let deadline = Instant::now() + patience;
+        let limit = ANSWER_LIMIT.min(lock(&self.liveness).limit());
+        let deadline = Instant::now() + limit;
         // Subscribe before asking, so that no answer is missed.
         let mut answered = self.answered.subscribe();
-        let ask = lock(&self.liveness).ask(Instant::now());
-        if ask == Ask::New {
+        let step = lock(&self.liveness).ask(Instant::now());
+        if step == NextStep::WakeLoop {
             self.wake.set();
         }
-        if ask != Ask::Fresh {
+        if step != NextStep::Reuse {
             // Ignore a timeout, because the verdict shows how long the loop has not answered.
             let _ = timeout_at(deadline.into(), answered.changed()).await;
         }
@@ -440,7 +440,7 @@ mod tests {
         let ends: [fn(Task); 2] = [drop, |task| drop(task())];
         for end in ends {
             *lock(&handle.shared.liveness) = Liveness::new(limit);
-            assert_eq!(lock(&handle.shared.liveness).ask(Instant::now()), Ask::New);
+            assert_eq!(lock(&handle.shared.liveness).ask(Instant::now()), NextStep::WakeLoop);
             assert!(handle.shared.verdict().reason.is_some());
             end(handle.answer_of_runtime(Duration::ZERO, None));
             assert_eq!(handle.shared.verdict().reason, None);

@@ -16,12 +16,12 @@ const ENDED: &[u8] = b"{\"ended\":";
 
 /// Reason why a process did not finish its imports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    Exit(WorkerExit),
+pub enum ImportFailure {
+    Exited(WorkerExit),
     /// The process executed another program (`exec`).
-    Executes,
+    ExecutedProgram,
     /// The process closed its connection to the agent.
-    Closes,
+    ClosedConnection,
 }
 
 /// Returns the length of the report in bytes, which is the offset at which the report of the next process starts.
@@ -47,7 +47,7 @@ pub fn importing(report: impl AsFd, since: u64) -> Option<String> {
 
 /// Appends a record that blames the module being imported for the end of the process. Does nothing and returns false if
 /// no module was being imported, or if an earlier record already blames this module.
-pub fn blame(report: impl AsFd, since: u64, end: End) -> bool {
+pub fn blame(report: impl AsFd, since: u64, end: ImportFailure) -> bool {
     let report = report.as_fd();
     let told = read(report, since);
     let lines: Vec<&[u8]> = told.split_inclusive(|&byte| byte == b'\n').collect();
@@ -58,11 +58,11 @@ pub fn blame(report: impl AsFd, since: u64, end: End) -> bool {
         return false;
     }
     let end = match end {
-        End::Exit(WorkerExit::Exited { code }) => code.to_string(),
-        End::Exit(WorkerExit::Signaled { signal, .. }) => (-signal).to_string(),
-        End::Exit(WorkerExit::Unknown) => "null".to_owned(),
-        End::Executes => "\"executes\"".to_owned(),
-        End::Closes => "\"closes\"".to_owned(),
+        ImportFailure::Exited(WorkerExit::Exited { code }) => code.to_string(),
+        ImportFailure::Exited(WorkerExit::Signaled { signal, .. }) => (-signal).to_string(),
+        ImportFailure::Exited(WorkerExit::Unknown) => "null".to_owned(),
+        ImportFailure::ExecutedProgram => "\"executes\"".to_owned(),
+        ImportFailure::ClosedConnection => "\"closes\"".to_owned(),
     };
     let record = format!("{}{end}}}\n", String::from_utf8_lossy(ENDED));
     write(report, record.as_bytes()) == Ok(record.len())
@@ -99,7 +99,7 @@ mod tests {
     const IMPORTS_A: &str = "{\"importing\": \"a\"}\n";
     const IMPORTS_B: &str = "{\"importing\": \"b\"}\n";
 
-    fn blamed(file: &mut File, since: u64, end: End) -> Option<String> {
+    fn blamed(file: &mut File, since: u64, end: ImportFailure) -> Option<String> {
         let before = length(&*file);
         let blamed = blame(&*file, since, end);
         let mut added = String::new();
@@ -118,22 +118,22 @@ mod tests {
     #[test]
     fn the_module_at_which_it_was_is_blamed_once() {
         let mut file = report(&format!("{IMPORTS_A}{{\"imported\": \"a\"}}\n{IMPORTS_B}"));
-        let killed = End::Exit(WorkerExit::Signaled { signal: 9, core_dumped: false });
+        let killed = ImportFailure::Exited(WorkerExit::Signaled { signal: 9, core_dumped: false });
         assert_eq!(blamed(&mut file, 0, killed).as_deref(), Some("{\"ended\":-9}\n"));
         assert_eq!(blamed(&mut file, 0, killed), None, "nothing is imported");
         file.write_all(IMPORTS_A.as_bytes()).unwrap();
-        assert_eq!(blamed(&mut file, 0, End::Executes).as_deref(), Some("{\"ended\":\"executes\"}\n"));
+        assert_eq!(blamed(&mut file, 0, ImportFailure::ExecutedProgram).as_deref(), Some("{\"ended\":\"executes\"}\n"));
         let since = length(&file);
         file.write_all(IMPORTS_B.as_bytes()).unwrap();
         assert_eq!(blamed(&mut file, 0, killed), None, "a second time");
-        let exited = End::Exit(WorkerExit::Exited { code: 3 });
+        let exited = ImportFailure::Exited(WorkerExit::Exited { code: 3 });
         assert_eq!(blamed(&mut file, since, exited).as_deref(), Some("{\"ended\":3}\n"), "of another import");
     }
 
     #[test]
     fn nobody_is_blamed_where_nothing_was_imported() {
         for text in ["", "{\"failed\": \"x\"}\n", "{\"importing\": \"a", "{\"imported\": \"a\"}\n"] {
-            assert_eq!(blamed(&mut report(text), 0, End::Closes), None, "{text}");
+            assert_eq!(blamed(&mut report(text), 0, ImportFailure::ClosedConnection), None, "{text}");
         }
     }
 }

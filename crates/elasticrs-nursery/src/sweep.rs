@@ -14,7 +14,7 @@ use super::cleaner::{LAST_MOMENT, LONGEST, Patience};
 use super::held;
 use super::protocol::Descendant;
 use super::token::Token;
-use super::tree::{self, Ended, Listed, Target};
+use super::tree::{self, Listed, Signalled, Target};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
 /// Number of the newest pids to check first. A program that repeatedly forks, exits, and continues in its child is
@@ -30,7 +30,7 @@ const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 #[derive(Debug, Default)]
 pub struct Outcome {
     /// Processes that had to be killed.
-    pub ended: Ended,
+    pub ended: Signalled,
     /// Processes that were still running after `give_up`.
     pub stuck: Vec<Descendant>,
     /// Exited children that a tracer has not released.
@@ -140,7 +140,7 @@ impl Look {
 #[derive(Debug)]
 struct Tally {
     seen: BTreeSet<i32>,
-    ended: Ended,
+    ended: Signalled,
     /// Tracks how long to wait for cleaners after all other processes have exited.
     patience: Patience,
     acts_until: Instant,
@@ -148,7 +148,7 @@ struct Tally {
 
 fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcome {
     let mut give_up = Instant::now() + give_up;
-    let (seen, ended, patience) = (BTreeSet::new(), Ended::default(), Patience::default());
+    let (seen, ended, patience) = (BTreeSet::new(), Signalled::default(), Patience::default());
     let mut tally = Tally { seen, ended, patience, acts_until: give_up + GRACE_OF_A_LOOK };
     let mut empty = 0;
     let mut held_since: Option<Instant> = None;

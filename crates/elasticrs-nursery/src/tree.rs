@@ -286,13 +286,13 @@ pub fn describe(pid: i32) -> Descendant {
 
 /// Processes that had to be signalled. The first 64 are listed by name, and the others are only counted.
 #[derive(Debug, Default)]
-pub struct Ended {
+pub struct Signalled {
     /// The first 64 signalled processes.
     pub named: Vec<Descendant>,
     others: BTreeSet<i32>,
 }
 
-impl Ended {
+impl Signalled {
     const NAMED: usize = 64;
 
     /// Adds a process that was signalled.

@@ -33,7 +33,7 @@ impl From<Error> for PyErr {
             | CoreError::Busy
             | CoreError::Idle
             | CoreError::Replace { .. }
-            | CoreError::Ended
+            | CoreError::Closed
             | CoreError::Forked { .. } => SupervisorError::new_err(chain(&error)),
         }
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{self as core, Config};
-use elasticrs_core::timer::hang::{Elsewhere, LEAST_LEARNED, Limits, StepLimit};
+use elasticrs_core::timer::hang::{LEAST_LEARNED, Limits, RemoteHang, StepLimit};
 use elasticrs_nursery::launch::NurseryImage;
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::duplicate::duplicate;
@@ -89,8 +89,8 @@ impl Supervisor {
         Ok(match hung_for {
             Some(seconds) => {
                 let silence = duration(seconds, "hung_for")?;
-                let elsewhere = Elsewhere { silence, step: hung_step, frame: hung_frame };
-                self.inner.stop_for_hang(policy.inner, elsewhere)
+                let remote = RemoteHang { silence, step: hung_step, frame: hung_frame };
+                self.inner.stop_for_hang(policy.inner, remote)
             }
             None => self.inner.stop(policy.inner),
         }

@@ -38,13 +38,13 @@ pub struct Door {
     /// A connection that exceeded this listener's share of descriptors when it was accepted. It waits here until
     /// descriptors are free. Meanwhile, later connections wait in the kernel's queue.
     held: Option<(TcpStream, SocketAddr)>,
-    told: Option<Instant>,
+    reported: Option<Instant>,
 }
 
 impl Door {
     /// Creates a listener. Must be called on the thread that will accept its connections.
     pub fn new(listener: std::net::TcpListener, purpose: Purpose) -> io::Result<Self> {
-        Ok(Self { listener: tokio::net::TcpListener::from_std(listener)?, purpose, held: None, told: None })
+        Ok(Self { listener: tokio::net::TcpListener::from_std(listener)?, purpose, held: None, reported: None })
     }
 
     /// Accepts the next connection. Returns the stream and the peer's address, with IPv4-mapped addresses in IPv4 form.
@@ -56,8 +56,8 @@ impl Door {
                 Ok((stream, peer)) => return (stream, SocketAddr::new(peer.ip().to_canonical(), peer.port())),
                 Err(error) if is_of_one_connection(&error) => {}
                 Err(error) => {
-                    if self.told.is_none_or(|told| told.elapsed() >= SILENCE) {
-                        self.told = Some(Instant::now());
+                    if self.reported.is_none_or(|reported| reported.elapsed() >= SILENCE) {
+                        self.reported = Some(Instant::now());
                         notices.say(format!("{store} cannot accept connections: {error}"));
                     }
                     tokio::time::sleep(PAUSE).await;

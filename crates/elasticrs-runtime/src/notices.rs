@@ -41,7 +41,7 @@ pub struct Rate {
     most: u32,
     window: Duration,
     since: Option<Instant>,
-    told: u32,
+    admitted: u32,
     left_out: u64,
 }
 
@@ -74,20 +74,20 @@ impl fmt::Debug for Notices {
 impl Rate {
     /// Creates a limit of `most` events per window. A window starts with its first event.
     pub fn new(most: u32, window: Duration) -> Self {
-        Self { most, window, since: None, told: 0, left_out: 0 }
+        Self { most, window, since: None, admitted: 0, left_out: 0 }
     }
 
     /// Admits or rejects an event. If it is admitted, returns the number of events that were rejected since the
     /// previous one. `None` if it is rejected.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         if self.since.is_none_or(|since| now.saturating_duration_since(since) >= self.window) {
-            (self.since, self.told) = (Some(now), 0);
+            (self.since, self.admitted) = (Some(now), 0);
         }
-        if self.told == self.most {
+        if self.admitted == self.most {
             self.left_out += 1;
             return None;
         }
-        self.told += 1;
+        self.admitted += 1;
         Some(self.take_left_out())
     }
 

@@ -77,7 +77,7 @@ pub(super) struct Output {
     accepted: u64,
     marks: VecDeque<Mark>,
     is_used: bool,
-    loss_told: bool,
+    loss_reported: bool,
 }
 
 /// Name of an output in messages to the user.
@@ -116,7 +116,7 @@ impl Output {
             accepted: 0,
             marks: VecDeque::new(),
             is_used: false,
-            loss_told: false,
+            loss_reported: false,
         }
     }
 
@@ -171,7 +171,7 @@ impl Output {
     /// Returns the notice that this destination is lost, on the first call after the loss. `None` otherwise.
     pub(super) fn take_loss(&mut self) -> Option<Notice> {
         let errno = *self.fd.as_ref().err()?;
-        let is_news = self.is_used && !std::mem::replace(&mut self.loss_told, true);
+        let is_news = self.is_used && !std::mem::replace(&mut self.loss_reported, true);
         match &self.name {
             Name::Console(to) => is_news.then_some(Notice::ConsoleLost { to: *to, errno }),
             Name::File { local_rank, path } => {

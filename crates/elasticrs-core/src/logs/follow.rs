@@ -112,7 +112,7 @@ struct Followed {
     /// Value of [`StreamInfo::is_stalled`] at the last [`Follower::settle`].
     is_stalled: bool,
     phase: Phase,
-    told: Told,
+    reported: ReportedProblems,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,13 +121,13 @@ enum Phase {
     /// The writers of the file are gone, so the stream ends at the end of the file.
     Finishing,
     /// All bytes of the file have been passed to the output, or the output is lost.
-    Ended,
+    Finished,
 }
 
 /// Problems with a file that were already reported.
 #[derive(Debug, Default)]
-struct Told {
-    trouble: bool,
+struct ReportedProblems {
+    unreadable: bool,
     full: bool,
 }
 
@@ -141,7 +141,7 @@ pub(super) struct Follower {
     space_check: Option<Instant>,
     poll_at: Option<Instant>,
     poll_interval: Duration,
-    polling_told: bool,
+    polling_reported: bool,
     notify: Notify,
 }
 
@@ -156,19 +156,19 @@ impl Follower {
             space_check: None,
             poll_at: None,
             poll_interval: POLL.0,
-            polling_told: false,
+            polling_reported: false,
             notify,
         };
         match Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK) {
             Ok(inotify) => follower.inotify = Some(inotify),
-            Err(errno) => follower.tell_polling(errno),
+            Err(errno) => follower.report_polling(errno),
         }
         follower
     }
 
     /// Reports, on the first call, that this user cannot create more inotify instances or watches, so files are polled.
-    fn tell_polling(&mut self, errno: Errno) {
-        if !std::mem::replace(&mut self.polling_told, true) {
+    fn report_polling(&mut self, errno: Errno) {
+        if !std::mem::replace(&mut self.polling_reported, true) {
             (self.notify)(Notice::Polling { errno });
         }
     }
@@ -209,7 +209,7 @@ impl Follower {
             last_data: None,
             is_stalled: false,
             phase: Phase::Open,
-            told: Told::default(),
+            reported: ReportedProblems::default(),
         };
         self.files.insert(id, followed);
         if output.is_some() {
@@ -235,7 +235,7 @@ impl Follower {
             }
             Some(Err(errno)) => {
                 (file.watch, file.is_polled) = (None, true);
-                self.tell_polling(errno);
+                self.report_polling(errno);
             }
             None => file.is_polled = true,
         }
@@ -445,14 +445,14 @@ impl Followed {
     /// Returns the output of the file, if the output has room for more bytes.
     fn ready_output<'a>(&self, outputs: &'a mut [Output]) -> Option<&'a mut Output> {
         let output = &mut outputs[self.output?];
-        (self.phase != Phase::Ended && output.has_room()).then_some(output)
+        (self.phase != Phase::Finished && output.has_room()).then_some(output)
     }
 
     /// Reads one block. Returns true if there may be more data.
     fn take_turn(&mut self, output: Option<&mut Output>, block: &mut [u8], now: Instant, notify: &Notify) -> bool {
         let Some(output) = output else {
             if self.phase == Phase::Finishing {
-                self.phase = Phase::Ended;
+                self.phase = Phase::Finished;
             }
             return false;
         };
@@ -489,7 +489,7 @@ impl Followed {
             }
             Err(Errno::EINTR) => true,
             Err(errno) => {
-                if !std::mem::replace(&mut self.told.trouble, true) {
+                if !std::mem::replace(&mut self.reported.unreadable, true) {
                     notify(self.info.trouble(errno));
                 }
                 self.end(output);
@@ -511,7 +511,7 @@ impl Followed {
     fn end(&mut self, output: &mut Output) {
         if self.phase == Phase::Finishing {
             self.end_line(output);
-            self.phase = Phase::Ended;
+            self.phase = Phase::Finished;
         }
     }
 
@@ -527,8 +527,8 @@ impl Followed {
     }
 
     fn check_space(&mut self, notify: &Notify) {
-        if !self.told.full && is_full(&self.file) {
-            self.told.full = true;
+        if !self.reported.full && is_full(&self.file) {
+            self.reported.full = true;
             notify(self.info.trouble(Errno::ENOSPC));
         }
     }
@@ -540,7 +540,7 @@ impl Followed {
     fn is_through(&mut self, outputs: &[Output]) -> bool {
         self.publish_behind();
         let Some(output) = self.output.map(|index| &outputs[index]) else { return true };
-        self.phase == Phase::Ended && output.written() >= self.put_until
+        self.phase == Phase::Finished && output.written() >= self.put_until
     }
 
     /// Publishes the number of bytes in the file that have not reached the console.

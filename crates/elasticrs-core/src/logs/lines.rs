@@ -38,7 +38,7 @@ pub enum Unit<'a> {
     /// A part of an unfinished line. Never empty.
     Part(&'a [u8]),
     /// The rest of a line whose earlier parts have already been shown. Empty if only the newline was missing.
-    End(&'a [u8]),
+    Rest(&'a [u8]),
 }
 
 /// State of the current line of one stream.
@@ -182,7 +182,7 @@ impl LineSplitter {
         self.carriage_return = false;
         self.progress = true;
         if self.open {
-            emit(Unit::End(&self.text));
+            emit(Unit::Rest(&self.text));
             self.open = false;
         } else if !is_blank(&self.text) {
             std::mem::swap(&mut self.state, &mut self.text);
@@ -192,7 +192,7 @@ impl LineSplitter {
 
     fn end_line(&mut self, emit: &mut impl FnMut(Unit<'_>), newline: bool) {
         if self.open {
-            emit(Unit::End(&self.text));
+            emit(Unit::Rest(&self.text));
         } else if self.progress {
             if !is_blank(&self.text) {
                 std::mem::swap(&mut self.state, &mut self.text);
@@ -247,8 +247,8 @@ impl<Stream: Copy + Eq> Screen<Stream> {
         let goes_on = self.open == Some(stream);
         let (bytes, ends) = match unit {
             // Output from another stream has ended this line early, so its newline has already been written.
-            Unit::End(b"") if !goes_on => return,
-            Unit::End(bytes) => (bytes, true),
+            Unit::Rest(b"") if !goes_on => return,
+            Unit::Rest(bytes) => (bytes, true),
             Unit::Part(bytes) => (bytes, false),
             Unit::Whole(bytes) => {
                 self.begin_line(prefix, out);

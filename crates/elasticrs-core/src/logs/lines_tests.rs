@@ -251,7 +251,7 @@ proptest! {
         let mut splitter = LineSplitter::default();
         let mut now = Instant::now();
         let mut take = |unit: Unit<'_>| match unit {
-            Unit::Whole(b) | Unit::End(b) => { units.extend(b); units.push(b'\n'); }
+            Unit::Whole(b) | Unit::Rest(b) => { units.extend(b); units.push(b'\n'); }
             Unit::Part(b) => units.extend(b),
         };
         for (i, chunk) in chunked(&text, &cuts).iter().enumerate() {

@@ -60,7 +60,7 @@ impl LineFilter {
                     return;
                 }
             }
-            Unit::End(bytes) => self.line.extend_from_slice(bytes),
+            Unit::Rest(bytes) => self.line.extend_from_slice(bytes),
         }
         if self.matches(&self.line) {
             emit(Unit::Whole(&self.line));
@@ -90,7 +90,7 @@ mod tests {
         for &unit in units {
             filter.pass(unit, |unit| match unit {
                 Unit::Whole(line) => lines.push(line.to_vec()),
-                Unit::Part(_) | Unit::End(_) => panic!("only whole lines are copied"),
+                Unit::Part(_) | Unit::Rest(_) => panic!("only whole lines are copied"),
             });
         }
         lines
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn the_parts_of_a_line_are_decided_on_together() {
-        let units = [Unit::Part(b"an ap"), Unit::Part(b"p"), Unit::End(b"le"), Unit::Part(b"ap"), Unit::End(b"")];
+        let units = [Unit::Part(b"an ap"), Unit::Part(b"p"), Unit::Rest(b"le"), Unit::Part(b"ap"), Unit::Rest(b"")];
         assert_eq!(passed(&["apple"], &units), [b"an apple".to_vec()]);
     }
 

@@ -22,7 +22,7 @@ use super::evidence::EvidenceFiles;
 use super::queue::Queue;
 use crate::logs::{Logs, NotDrained};
 use crate::spec::{GroupSpec, StopPolicy};
-use crate::timer::hang::{Elsewhere, Limits};
+use crate::timer::hang::{Limits, RemoteHang};
 
 /// Configuration of a supervisor.
 #[derive(Debug, Clone)]
@@ -74,7 +74,7 @@ pub enum SupervisorError {
     Heartbeats(#[source] io::Error),
     /// [`super::Supervisor::close`] was called, or the runtime panicked. The workers were killed.
     #[error("the supervisor has ended")]
-    Ended,
+    Closed,
     /// This process is a child made by `fork`. A child cannot use the supervisor of its parent.
     #[error("the process was forked: the supervisor belongs to pid {owner}")]
     Forked { owner: u32 },
@@ -88,7 +88,7 @@ pub(super) enum Command {
     /// Start a replacement for a failed worker. The second field contains the descriptors that the replacement
     /// inherits; `pass_fds` contains indices into it.
     Replace(Box<ProcessSpec>, Vec<OwnedFd>, Reply<Result<(), SupervisorError>>),
-    Stop(StopPolicy, Option<Elsewhere>),
+    Stop(StopPolicy, Option<RemoteHang>),
     Signal(Signal, Option<Vec<u32>>),
     Forward(Signal, Vec<u32>),
     Suspend(Reply<()>),

@@ -9,7 +9,7 @@ use elasticrs_sys::clock::Stamp;
 
 use super::event::Heartbeat;
 use crate::logs::LogTotals;
-use crate::timer::hang::Seen;
+use crate::timer::hang::RankState;
 use crate::timer::pages::HeartbeatPage;
 
 /// Numbers of active, expired and late expiration timers.
@@ -73,8 +73,8 @@ impl Heartbeats {
 impl Heartbeat {
     /// Converts the content of a worker's heartbeat page. Returns `None` if the worker has sent no heartbeat, or has
     /// exited.
-    pub(crate) fn of(local_rank: u32, seen: &Seen) -> Option<Self> {
-        let Seen::Beat(beat) = seen else { return None };
+    pub(crate) fn of(local_rank: u32, seen: &RankState) -> Option<Self> {
+        let RankState::Heartbeat(beat) = seen else { return None };
         let section = beat.section.as_ref().map(|section| section.name.clone());
         Some(Self { local_rank, at: Stamp(beat.last), step: beat.step, section })
     }

@@ -18,7 +18,7 @@ pub enum Event {
     /// The imports of a [warm](elasticrs_nursery::launch::Warm) nursery are complete, or the nursery has exited. If it
     /// has exited, later workers are started by a cold nursery.
     Warmed {
-        failure: Option<NurseryEnd>,
+        failure: Option<NurseryExit>,
         /// True if this is the second nursery, which [`super::Supervisor::import_beside`] started and which has not
         /// taken over yet.
         is_beside: bool,
@@ -48,7 +48,7 @@ pub enum Event {
     /// The processes of a failed worker are gone, except those listed in `swept`, so a replacement may be started.
     /// Reported once for each failed worker, but only if the group [replaces](crate::spec::GroupSpec::replaces) failed
     /// workers.
-    WorkerSwept { local_rank: u32, swept: Swept, at: Stamp },
+    WorkerSwept { local_rank: u32, swept: SweepOutcome, at: Stamp },
     /// A replacement for a failed worker is running.
     WorkerReplaced { local_rank: u32, pid: i32, started: Stamp },
     /// A replacement for a failed worker could not be started.
@@ -84,11 +84,11 @@ pub enum Event {
     /// All processes of the group are gone, except those listed in `stuck_workers` and `swept`.
     GroupEnded {
         outcome: Outcome,
-        nursery: Option<NurseryEnd>,
+        nursery: Option<NurseryExit>,
         /// Local rank of each worker that did not exit after SIGKILL, with the kernel function in which it waits. The
         /// function name is empty if it cannot be read.
         stuck_workers: Vec<(u32, String)>,
-        swept: Swept,
+        swept: SweepOutcome,
         at: Stamp,
     },
     /// A log file cannot be read, or its file system is full. Reported once for each file.
@@ -240,7 +240,7 @@ pub struct RankSeen {
 
 /// Outcome of cleaning up the processes that workers left behind.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Swept {
+pub struct SweepOutcome {
     /// Processes that had to be signalled. The list is limited; `more` counts the rest.
     pub ended: Vec<Descendant>,
     /// Number of processes that had to be signalled but are not listed in `ended`.
@@ -254,7 +254,7 @@ pub struct Swept {
     pub held: Vec<i32>,
 }
 
-impl Swept {
+impl SweepOutcome {
     /// Adds the outcome of a later sweep of the same processes to this one.
     pub(super) fn follow_up(&mut self, later: Self) {
         self.ended.extend(later.ended);
@@ -265,7 +265,7 @@ impl Swept {
 
 /// How a lost nursery exited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NurseryEnd {
+pub struct NurseryExit {
     pub exit: WorkerExit,
     /// True if the supervisor killed the nursery because it did not respond.
     pub hung: bool,

@@ -77,7 +77,7 @@ pub(super) struct Subject {
 
 /// Evidence about one worker.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct WorkerEvidence {
     pub local_rank: u32,
     /// State of the process: a letter as in `/proc/PID/stat`, or a space if the state is unknown.
     pub state: char,
@@ -91,34 +91,34 @@ pub struct Found {
 
 /// Deadline for gathering evidence, and a flag to cancel it earlier.
 #[derive(Debug)]
-pub(super) struct Patience {
+pub(super) struct GatheringLimit {
     pub(super) deadline: Instant,
     /// True if the evidence is no longer needed, so that threads should stop gathering it (**EVI-5**).
-    pub(super) given_up: AtomicBool,
+    pub(super) is_cancelled: AtomicBool,
 }
 
-impl Patience {
+impl GatheringLimit {
     pub(super) fn until(deadline: Instant) -> Self {
-        Self { deadline, given_up: AtomicBool::new(false) }
+        Self { deadline, is_cancelled: AtomicBool::new(false) }
     }
 
     fn is_over(&self) -> bool {
-        Instant::now() >= self.deadline || self.given_up.load(Ordering::Relaxed)
+        Instant::now() >= self.deadline || self.is_cancelled.load(Ordering::Relaxed)
     }
 }
 
-/// Gathers the evidence about all subjects. Blocks at most until `patience` is over, unless a file system does not
+/// Gathers the evidence about all subjects. Blocks at most until `limit` is over, unless a file system does not
 /// respond.
-pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, patience: &Patience) -> Vec<Found> {
-    let mut looks: Vec<Look> = subjects.into_iter().map(Look::begin).collect();
-    await_answers(&mut looks, patience);
-    let py_spy = py_spy.filter(|_| !patience.is_over());
-    let mut reports: Vec<_> = looks.into_iter().map(|look| look.write(py_spy)).collect();
+pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &GatheringLimit) -> Vec<WorkerEvidence> {
+    let mut examinations: Vec<Examination> = subjects.into_iter().map(Examination::begin).collect();
+    await_answers(&mut examinations, limit);
+    let py_spy = py_spy.filter(|_| !limit.is_over());
+    let mut reports: Vec<_> = examinations.into_iter().map(|examination| examination.write(py_spy)).collect();
     let mut is_running = |spy: &mut Spy| matches!(spy.child.try_wait(), Ok(None));
-    while !patience.is_over() && reports.iter_mut().filter_map(|(_, spy)| spy.as_mut()).any(&mut is_running) {
+    while !limit.is_over() && reports.iter_mut().filter_map(|(_, spy)| spy.as_mut()).any(&mut is_running) {
         std::thread::sleep(PAUSE);
     }
-    let with_frame = |(mut found, spy): (Found, Option<Spy>)| {
+    let with_frame = |(mut found, spy): (WorkerEvidence, Option<Spy>)| {
         found.frame = found.frame.or_else(|| spy.and_then(Spy::end));
         found
     };
@@ -126,7 +126,7 @@ pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, patience: &P
 }
 
 /// State of gathering the evidence about one worker.
-struct Look {
+struct Examination {
     subject: Subject,
     /// Pid of the process that is asked for its stacks: the worker, or the first descendant with a handler for the
     /// signal.
@@ -150,25 +150,25 @@ impl Answer {
     }
 }
 
-fn await_answers(looks: &mut [Look], patience: &Patience) {
+fn await_answers(examinations: &mut [Examination], limit: &GatheringLimit) {
     let deadline = Instant::now() + ANSWERS;
     loop {
         let mut waits = false;
-        for answer in looks.iter_mut().filter_map(|look| look.answer.as_mut()) {
+        for answer in examinations.iter_mut().filter_map(|examination| examination.answer.as_mut()) {
             let length = answer.file.metadata().map_or(answer.length, |facts| facts.len());
             if length != answer.length {
                 (answer.length, answer.grew) = (length, Instant::now());
             }
             waits |= !answer.is_whole();
         }
-        if !waits || Instant::now() >= deadline || patience.is_over() {
+        if !waits || Instant::now() >= deadline || limit.is_over() {
             return;
         }
         std::thread::sleep(PAUSE);
     }
 }
 
-impl Look {
+impl Examination {
     fn begin(subject: Subject) -> Self {
         let asked = target_of(subject.pid);
         let target = asked.as_ref().map_or(subject.pid, |(pid, _)| *pid);
@@ -179,9 +179,9 @@ impl Look {
         Self { subject, target, status, kernel, answer }
     }
 
-    fn write(mut self, py_spy: Option<&Path>) -> (Found, Option<Spy>) {
+    fn write(mut self, py_spy: Option<&Path>) -> (WorkerEvidence, Option<Spy>) {
         let stacks = self.answer.take().and_then(|answer| self.read(answer).ok()).unwrap_or_default();
-        let mut found = Found {
+        let mut found = WorkerEvidence {
             local_rank: self.subject.local_rank,
             state: self.status.map_or(' ', |status| status.state),
             wait_channel: wait_channel(self.subject.pid),
@@ -423,7 +423,7 @@ mod tests {
         let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
         File::create(&files.stacks).unwrap();
         fs::write(&files.report, "an earlier one\n").unwrap();
-        let found = gather(vec![subject(pid, &files)], None, &Patience::until(Instant::now() + LIMIT));
+        let found = gather(vec![subject(pid, &files)], None, &GatheringLimit::until(Instant::now() + LIMIT));
         assert_eq!((found[0].local_rank, &found[0].frame, &found[0].problem), (3, &None, &None));
         assert!(child.try_wait().unwrap().is_none(), "it lives");
         let report = fs::read_to_string(&files.report).unwrap();
@@ -442,7 +442,7 @@ mod tests {
         std::os::unix::fs::symlink("precious", &link).unwrap();
         for report in [fifo.clone(), link] {
             let files = EvidenceFiles { stacks: fifo.clone(), report };
-            let found = gather(vec![subject(own_pid(), &files)], None, &Patience::until(Instant::now() + LIMIT));
+            let found = gather(vec![subject(own_pid(), &files)], None, &GatheringLimit::until(Instant::now() + LIMIT));
             assert!(found[0].problem.is_some(), "EVI-3");
             assert!(ask(&pidfd::open(1).unwrap(), &fifo).is_err());
         }
@@ -457,11 +457,11 @@ mod tests {
             fs::write(&files.stacks, format!("{DUMP}{crash}{}", if crash.is_empty() { "" } else { DUMP })).unwrap();
             let file = File::open(&files.stacks).unwrap();
             let (target, kernel, subject) = (own_pid(), String::new(), subject(own_pid(), &files));
-            let look = Look { subject, target, status: None, kernel, answer: None };
+            let examination = Examination { subject, target, status: None, kernel, answer: None };
             let answer = Answer { file, start: 0, length: 0, grew: Instant::now() };
-            let stacks = look.read(answer).unwrap();
+            let stacks = examination.read(answer).unwrap();
             assert_eq!(innermost_frame(&stacks).as_deref(), Some("File \"b.py\", line 7 in all_reduce"));
-            let kept = fs::read(look.subject.files.unwrap().stacks).unwrap();
+            let kept = fs::read(examination.subject.files.unwrap().stacks).unwrap();
             assert_eq!((kept.len(), crash.is_empty()), (left, kept.is_empty()), "EVI-4");
         }
     }
@@ -469,7 +469,7 @@ mod tests {
     #[test]
     fn a_report_that_cannot_be_written_is_told() {
         let files = EvidenceFiles { stacks: "/nonexistent/a".into(), report: "/nonexistent/hang.txt".into() };
-        let found = gather(vec![subject(own_pid(), &files)], None, &Patience::until(Instant::now() + LIMIT));
+        let found = gather(vec![subject(own_pid(), &files)], None, &GatheringLimit::until(Instant::now() + LIMIT));
         assert!(found[0].problem.as_deref().is_some_and(|problem| problem.contains("/nonexistent/hang.txt")));
     }
 }

@@ -25,11 +25,11 @@ use super::event::Heartbeat;
 use super::evidence::EvidenceFiles;
 use super::queue::{Next, Queue};
 use super::task;
-use super::task::exits::open_notices;
+use super::task::raised_workers::open_notices;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::timer::fifo::Fifo;
-use crate::timer::hang::{Elsewhere, Limits};
+use crate::timer::hang::{Limits, RemoteHang};
 
 /// Handle to the supervisor for tasks on the runtime thread that hold the agent's lease. Such a task uses it to control
 /// the connections that the nursery holds, and to set the fence deadline. All methods except [`Self::fence`] do nothing
@@ -99,8 +99,8 @@ impl Keeper {
 ///
 /// All methods return immediately, except [`Self::next`], [`Self::drain`] and [`Self::close`]. [`Self::watch_timers`]
 /// and [`Self::follow`] block if a file system hangs. In a child made by `fork`, methods that return a `Result` fail
-/// with [`SupervisorError::Forked`]. Methods that need the runtime fail with [`SupervisorError::Ended`] once the runtime
-/// has ended.
+/// with [`SupervisorError::Forked`]. Methods that need the runtime fail with [`SupervisorError::Closed`] once the
+/// runtime has ended.
 pub struct Supervisor {
     commands: UnboundedSender<Command>,
     shared: Shared,
@@ -125,13 +125,13 @@ impl Supervisor {
             let shared = shared.clone();
             let builder = Builder::new().name("elasticrs".into()).stack_size(512 * 1024);
             // A panic drops the task, which closes the link to the nursery. The nursery then kills all workers.
-            let tell = move |message| panicked.push(super::Event::Panicked { message });
-            runtime::start(builder, move || task::run(config, inbox, shared, ready), tell)?
+            let report = move |message| panicked.push(super::Event::Panicked { message });
+            runtime::start(builder, move || task::run(config, inbox, shared, ready), report)?
         };
         match started.recv() {
             Ok(Ok(())) => {}
             Ok(Err(error)) => return Err(error),
-            Err(_) => return Err(SupervisorError::Ended),
+            Err(_) => return Err(SupervisorError::Closed),
         }
         let (thread, owner) = (Mutex::new(Some(thread)), std::process::id());
         Ok(Self { commands, shared, thread, timers: Mutex::default(), owner })
@@ -176,26 +176,26 @@ impl Supervisor {
     /// Stops the group. Call it again to shorten the grace period or to send a stronger signal.
     /// [`super::Event::GroupEnded`] follows.
     pub fn stop(&self, policy: StopPolicy) -> Result<(), SupervisorError> {
-        self.tell(Command::Stop(policy, None))
+        self.send(Command::Stop(policy, None))
     }
 
     /// Stops the group because a worker on another node hangs. If heartbeats are watched, gathers evidence about all
     /// workers first, and reports a local worker that may be the cause as [`super::Event::WorkerHung`].
-    pub fn stop_for_hang(&self, policy: StopPolicy, elsewhere: Elsewhere) -> Result<(), SupervisorError> {
-        self.tell(Command::Stop(policy, Some(elsewhere)))
+    pub fn stop_for_hang(&self, policy: StopPolicy, remote: RemoteHang) -> Result<(), SupervisorError> {
+        self.send(Command::Stop(policy, Some(remote)))
     }
 
     /// Sends a signal to the workers with these local ranks, or to all workers if `local_ranks` is `None`.
     /// [`GroupSpec::stop_scope`] determines which processes of a worker get the signal.
     pub fn signal(&self, signal: Signal, local_ranks: Option<Vec<u32>>) -> Result<(), SupervisorError> {
-        self.tell(Command::Signal(signal, local_ranks))
+        self.send(Command::Signal(signal, local_ranks))
     }
 
     /// Forwards a signal that this process has received to the workers with these local ranks.
     /// [`GroupSpec::stop_scope`] determines which processes of a worker get the signal. A worker that dies from the
     /// signal counts as failed. Does nothing while workers are being started.
     pub fn forward(&self, signal: Signal, local_ranks: Vec<u32>) -> Result<(), SupervisorError> {
-        self.tell(Command::Forward(signal, local_ranks))
+        self.send(Command::Forward(signal, local_ranks))
     }
 
     /// Suspends the group with SIGSTOP and pauses its deadlines. Returns once the signals are sent.
@@ -208,23 +208,23 @@ impl Supervisor {
     /// [`super::Event::Warmed`] reports the end of the imports, which may take at most `limit`.
     ///
     /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    /// [`SupervisorError::Closed`], [`SupervisorError::Forked`].
     pub fn import_beside(&self, limit: Duration) -> Result<(), SupervisorError> {
-        self.tell(Command::ImportBeside(limit))
+        self.send(Command::ImportBeside(limit))
     }
 
     /// Stops the first nursery and makes the second nursery start all later groups. Returns false, and changes nothing,
     /// if no second nursery has finished its imports or if a group exists.
     ///
     /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    /// [`SupervisorError::Closed`], [`SupervisorError::Forked`].
     pub fn take_over(&self) -> Result<bool, SupervisorError> {
         self.ask(Command::TakeOver)
     }
 
     /// Resumes a group that was suspended with [`Self::suspend`].
     pub fn resume(&self) -> Result<(), SupervisorError> {
-        self.tell(Command::Resume)
+        self.send(Command::Resume)
     }
 
     /// Copies these log files to the console as they are written, until the group has ended and all output is copied.
@@ -248,7 +248,7 @@ impl Supervisor {
     /// reported as [`super::Event::Degraded`] and does not affect other tasks. The future must not block, because it
     /// would delay the stop of a group.
     pub fn spawn(&self, task: Task) -> Result<(), SupervisorError> {
-        self.tell(Command::Spawn(task))
+        self.send(Command::Spawn(task))
     }
 
     /// Creates the FIFO for timer records and starts to read it. Returns its path, which is `path`, or a path in a new
@@ -262,7 +262,7 @@ impl Supervisor {
         self.check_owner()?;
         let mut timers = lock(&self.timers);
         if self.commands.is_closed() {
-            return Err(SupervisorError::Ended);
+            return Err(SupervisorError::Closed);
         }
         let failed = |source| SupervisorError::Timers { path: path.map(Path::to_owned).unwrap_or_default(), source };
         if timers.is_some() {
@@ -277,14 +277,14 @@ impl Supervisor {
     /// Detects hangs of the workers of all later groups. Each worker gets a heartbeat page (`ELASTICRS_HEARTBEAT`).
     /// [`super::Event::WorkerHung`] reports a worker that hangs. See [`crate::timer::hang`].
     pub fn watch_hangs(&self, limits: Limits) -> Result<(), SupervisorError> {
-        self.tell(Command::WatchHangs(limits))
+        self.send(Command::WatchHangs(limits))
     }
 
     /// Sets the evidence files of each worker, ordered by local rank, for all later groups. Evidence is written if a
     /// worker hangs, does not release a timer in time, or makes no progress with its exit. `py_spy` is the program that
     /// inspects workers which do not write their stacks.
     pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
-        self.tell(Command::KeepEvidence(files, py_spy))
+        self.send(Command::KeepEvidence(files, py_spy))
     }
 
     /// Watches how workers of the next group exit after an uncaught exception. [`super::Event::WorkerRaised`] reports
@@ -292,7 +292,7 @@ impl Supervisor {
     /// socket to which workers send a datagram when they record an exception.
     pub fn watch_exits(&self, limit: Option<Duration>) -> Result<String, SupervisorError> {
         let (notices, name) = open_notices()?;
-        self.tell(Command::WatchExits(notices, limit))?;
+        self.send(Command::WatchExits(notices, limit))?;
         Ok(name)
     }
 
@@ -309,12 +309,12 @@ impl Supervisor {
     /// processes of the workers are gone, so the store sees the connection close only then. If the nursery is lost, its
     /// replacement gets the connection, too. Later problems are reported as [`super::Event::Degraded`].
     pub fn guard_connection(&self, connection: OwnedFd) -> Result<(), SupervisorError> {
-        self.tell(Command::Guard(Guarded::Hold(connection)))
+        self.send(Command::Guard(Guarded::Hold(connection)))
     }
 
     /// Makes the nursery send the last words to its peers and close all connections that it holds.
     pub fn release_connection(&self) -> Result<(), SupervisorError> {
-        self.tell(Command::Guard(Guarded::Release(Release::All)))
+        self.send(Command::Guard(Guarded::Release(Release::All)))
     }
 
     /// Returns a handle for the task that holds this agent's lease.
@@ -378,14 +378,14 @@ impl Supervisor {
         if std::process::id() == self.owner { Ok(()) } else { Err(SupervisorError::Forked { owner: self.owner }) }
     }
 
-    fn tell(&self, command: Command) -> Result<(), SupervisorError> {
+    fn send(&self, command: Command) -> Result<(), SupervisorError> {
         self.check_owner()?;
-        self.commands.send(command).map_err(|_| SupervisorError::Ended)
+        self.commands.send(command).map_err(|_| SupervisorError::Closed)
     }
 
     fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, SupervisorError> {
         self.check_owner()?;
-        threads::ask(&self.commands, command).ok_or(SupervisorError::Ended)
+        threads::ask(&self.commands, command).ok_or(SupervisorError::Closed)
     }
 }
 
@@ -428,14 +428,14 @@ mod tests {
     #[test]
     fn a_panic_of_the_runtime_is_an_error_and_not_a_hang() {
         let supervisor = idle_supervisor();
-        supervisor.tell(Command::Panic).unwrap();
+        supervisor.send(Command::Panic).unwrap();
         let hang = Some(Duration::from_secs(60));
         let Next::Event(Event::Panicked { message }) = supervisor.next(hang).unwrap() else {
             panic!("the panic is not reported")
         };
         assert_eq!(message, "out of luck");
         let kill = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
-        assert!(matches!(supervisor.stop(kill), Err(SupervisorError::Ended)));
+        assert!(matches!(supervisor.stop(kill), Err(SupervisorError::Closed)));
         supervisor.close(false).unwrap();
         wait().unwrap();
         assert_eq!(wait(), Err(nix::errno::Errno::ECHILD), "a process was left behind");
@@ -450,7 +450,8 @@ mod tests {
         supervisor.owner += 1;
         drop(supervisor);
         assert!(path.exists());
-        // The nursery exits, because dropping the last handle ends the runtime thread.
-        wait().unwrap();
+        // The nursery exits, because dropping the last handle ends the runtime thread. Either that thread or this call
+        // reaps it.
+        while wait().is_ok() {}
     }
 }

@@ -15,7 +15,7 @@ use elasticrs_nursery::launch::{
 };
 use elasticrs_nursery::link::AgentLink;
 use elasticrs_nursery::protocol::{FIXED_FDS, Reply, Request};
-use elasticrs_nursery::report::End;
+use elasticrs_nursery::report::ImportFailure;
 use elasticrs_nursery::sweep::kill_by_token;
 use elasticrs_nursery::token::Token;
 use elasticrs_runtime::readiness::{Registered, register};
@@ -33,7 +33,7 @@ use super::watch;
 
 /// Event that [`Nursery::next`] returns.
 #[derive(Debug)]
-pub(super) enum FromNursery {
+pub(super) enum NurseryEvent {
     /// A reply from the nursery, and the descriptors that came with it.
     Reply(Reply, Vec<OwnedFd>),
     /// The nursery has exited. Comes after all of its replies.
@@ -74,7 +74,7 @@ pub(super) struct Import {
     pub(super) since: u64,
     /// What an imported module did to make the nursery lose its link: it executed another program, or closed the
     /// nursery's descriptors. `None` if neither was detected.
-    pub(super) end: Option<End>,
+    pub(super) failure: Option<ImportFailure>,
     /// True if the import was stopped because the sentinel was lost.
     pub(super) is_unguarded: bool,
 }
@@ -108,7 +108,7 @@ impl Nursery {
 
     fn of(launched: Launched) -> Result<Self, LaunchError> {
         let Launched { pid, pidfd, link, stages, token, warming, sentinel } = launched;
-        let import = warming.map(|Warming { warm, since }| Import { warm, since, end: None, is_unguarded: false });
+        let import = warming.map(|Warming { warm, since }| Import { warm, since, failure: None, is_unguarded: false });
         let mut nursery = Self {
             pid,
             token,
@@ -163,10 +163,10 @@ impl Nursery {
         }
     }
 
-    /// Notifies `told` once all queued requests are in the kernel's socket buffer. From then on, the nursery will
-    /// receive them even if this process dies. Drops `told` if the link is closed.
-    pub(super) fn tell_sent(&mut self, told: oneshot::Sender<bool>) {
-        self.waiting.push(told);
+    /// Notifies `sent` once all queued requests are in the kernel's socket buffer. From then on, the nursery will
+    /// receive them even if this process dies. Drops `sent` if the link is closed.
+    pub(super) fn notify_when_sent(&mut self, sent: oneshot::Sender<bool>) {
+        self.waiting.push(sent);
         self.check_sent();
     }
 
@@ -174,9 +174,9 @@ impl Nursery {
         if !self.link_is_open {
             self.waiting.clear();
         } else if !self.link.get_ref().has_unsent() {
-            for told in self.waiting.drain(..) {
+            for sent in self.waiting.drain(..) {
                 // Ignore an error, which means that the receiver has stopped waiting.
-                let _ = told.send(true);
+                let _ = sent.send(true);
             }
         }
     }
@@ -208,6 +208,13 @@ impl Nursery {
         self.kill();
     }
 
+    /// Returns the message about a nursery that does not exit after SIGKILL.
+    pub(super) fn left_behind(&self) -> String {
+        let (pid, channel) = (self.pid, watch::wait_channel(self.pid));
+        let channel = if channel.is_empty() { "the kernel" } else { &channel };
+        format!("the nursery (pid {pid}) does not end after SIGKILL (waits in {channel}): it is left behind")
+    }
+
     /// Returns the last stage reached by the current start of a worker. See [`stage_reached`].
     pub(super) fn stage_reached(&self) -> Option<Stage> {
         stage_reached(&self.stages)
@@ -215,7 +222,7 @@ impl Nursery {
 
     /// Kills a nursery that lost its link during the imports, unless it is already exiting. A nursery closes its link
     /// only when it exits. If it is not exiting, an imported module must have closed descriptors that it does not own,
-    /// or executed another program, which might run the script outside of any group. Records in [`Import::end`] which
+    /// or executed another program, which might run the script outside of any group. Records in [`Import::failure`] which
     /// of the two has happened.
     #[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
     fn end_what_it_executes(&mut self) {
@@ -230,7 +237,11 @@ impl Nursery {
         let [_, _, stages] = FIXED_FDS.map(|fd| fs::read_link(folder.join(format!("fd/{fd}"))).unwrap_or_default());
         let has_stages = stages.to_string_lossy().starts_with("pipe:");
         let has_report = folder.join(format!("fd/{REPORT_FD}")).exists();
-        import.end = Some(if has_report && !has_stages { End::Executes } else { End::Closes });
+        import.failure = Some(if has_report && !has_stages {
+            ImportFailure::ExecutedProgram
+        } else {
+            ImportFailure::ClosedConnection
+        });
         self.kill();
     }
 
@@ -244,10 +255,10 @@ impl Nursery {
     }
 
     /// Returns the next event. Cancel-safe, because no state is held across an await.
-    pub(super) async fn next(&mut self) -> FromNursery {
+    pub(super) async fn next(&mut self) -> NurseryEvent {
         loop {
             match self.link.get_mut().receive() {
-                Ok(Some((reply, fds))) => return FromNursery::Reply(reply, fds),
+                Ok(Some((reply, fds))) => return NurseryEvent::Reply(reply, fds),
                 // Do not wait for the end of the stream if the nursery is dead, because a child that hangs in `exec`
                 // may keep the link open.
                 Ok(None) if self.link_is_open && !self.has_died => {}
@@ -279,7 +290,7 @@ impl Nursery {
                 () = lost(self.sentinel.as_ref()), if self.import.as_ref().is_some_and(|import| !import.is_unguarded) => {
                     self.end_unguarded();
                 }
-                () = death_limit(ending), if ending.is_some() => return FromNursery::GivenUp,
+                () = death_limit(ending), if ending.is_some() => return NurseryEvent::GivenUp,
             }
         }
     }
@@ -329,15 +340,15 @@ impl Nursery {
         }
     }
 
-    async fn wait_for_end(&mut self) -> FromNursery {
+    async fn wait_for_end(&mut self) -> NurseryEvent {
         // The link closes a moment before the process exits, so wait for the exit.
         let ending = *self.ending.get_or_insert_with(Instant::now);
         tokio::select! {
             biased;
-            _ = self.pidfd.readable() => FromNursery::Died(exit_of(self.pidfd.get_ref())),
+            _ = self.pidfd.readable() => NurseryEvent::Died(exit_of(self.pidfd.get_ref())),
             () = death_limit(Some(ending)) => {
                 self.kill();
-                FromNursery::GivenUp
+                NurseryEvent::GivenUp
             }
         }
     }

@@ -44,6 +44,11 @@ impl Queue {
         self.wake.set();
     }
 
+    /// Reports that a feature is impaired or has failed. See [`Event::Degraded`].
+    pub(super) fn degraded(&self, message: impl Into<String>) {
+        self.push(Event::Degraded { message: message.into() });
+    }
+
     /// Watches a descriptor: while it is readable, [`Self::next`] returns immediately.
     pub fn watch(&self, fd: RawFd) {
         let mut watched = lock(&self.watched);

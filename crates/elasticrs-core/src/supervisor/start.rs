@@ -8,7 +8,7 @@ use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::stage::Stage;
 
-use super::event::{NurseryEnd, Outcome, StartFailure};
+use super::event::{NurseryExit, Outcome, StartFailure};
 use super::state::{Group, Input};
 use crate::spec::{Descendants, GroupSpec, StopPolicy, StopScope};
 
@@ -54,8 +54,10 @@ pub(super) struct Starting {
     on_success: Descendants,
     terms: Terms,
     failure: Option<StartFailure>,
-    nursery: Option<NurseryEnd>,
+    nursery: Option<NurseryExit>,
     stop: Option<StopPolicy>,
+    /// The group, while it waits for the nursery to finish its imports. `None` once the workers are being started.
+    waiting: Option<GroupSpec>,
     /// Inputs about workers that already run while others are still being started. They are handled after the start.
     early: Vec<Input>,
 }
@@ -71,8 +73,20 @@ impl Starting {
             failure: None,
             nursery: None,
             stop: None,
+            waiting: None,
             early: Vec::new(),
         }
+    }
+
+    /// Makes the group wait until the nursery has finished its imports.
+    pub(super) fn wait_for_import(&mut self, spec: GroupSpec) {
+        self.waiting = Some(spec);
+    }
+
+    /// Removes and returns the group that waits for the nursery's imports. `None` if the nursery was already asked to
+    /// start the workers.
+    pub(super) fn take_waiting(&mut self) -> Option<GroupSpec> {
+        self.waiting.take()
     }
 
     pub(super) fn spawned(&mut self, local_rank: u32, pid: i32, pidfd: Option<OwnedFd>) {
@@ -111,8 +125,8 @@ impl Starting {
         self.answers.iter().filter_map(pid).collect()
     }
 
-    pub(super) fn nursery_lost(&mut self, end: NurseryEnd) {
-        self.nursery = Some(end);
+    pub(super) fn nursery_lost(&mut self, exit: NurseryExit) {
+        self.nursery = Some(exit);
     }
 
     /// Records a request to stop the group. Among several requests, the one with the shortest grace period is used.
@@ -140,7 +154,7 @@ impl Starting {
 
     /// Returns why the group was not started, once the sweep is complete: the failure of the start, or `Err` with the
     /// outcome of a group that was stopped or lost before all workers were running.
-    pub(super) fn take_end(&mut self) -> Result<StartFailure, (Outcome, Option<NurseryEnd>)> {
+    pub(super) fn take_outcome(&mut self) -> Result<StartFailure, (Outcome, Option<NurseryExit>)> {
         match (self.failure.take(), self.stop) {
             (Some(failure), _) => Ok(failure),
             (None, Some(_)) => Err((Outcome::Stopped, None)),
@@ -166,5 +180,65 @@ impl Starting {
         if let Some(slot) = self.answers.get_mut(local_rank as usize) {
             *slot = answer;
         }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use elasticrs_sys::exit::WorkerExit;
+    use elasticrs_sys::pidfd;
+    use elasticrs_sys::signal::Signal;
+
+    const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::ZERO };
+
+    /// Returns a group with one worker, which is warm or not.
+    pub(in crate::supervisor) fn group(warm: bool) -> GroupSpec {
+        GroupSpec {
+            processes: vec![ProcessSpec { warm, ..ProcessSpec::new(Vec::new(), Vec::new()) }],
+            descriptors: Vec::new(),
+            on_failure: TERM,
+            stop_scope: StopScope::Group,
+            on_success: Descendants::Keep,
+            start_deadline: Duration::ZERO,
+            keep_ignored: Vec::new(),
+            replaces: false,
+        }
+    }
+
+    #[test]
+    fn a_group_that_waits_for_imports_is_started_once() {
+        let mut starting = Starting::new(&group(true));
+        assert!(starting.take_waiting().is_none());
+        starting.wait_for_import(group(true));
+        assert!(starting.take_waiting().is_some());
+        assert!(starting.take_waiting().is_none());
+    }
+
+    #[test]
+    fn a_start_that_is_stopped_ends_as_stopped_unless_it_has_failed() {
+        let exit = NurseryExit { exit: WorkerExit::Unknown, hung: false };
+        let failure = StartFailure::Worker { local_rank: 0, stage: Stage::Exec, errno: 2, subject: String::new() };
+        let mut starting = Starting::new(&group(false));
+        starting.nursery_lost(exit);
+        assert_eq!(starting.take_outcome(), Err((Outcome::Lost, Some(exit))));
+        starting.stop(TERM);
+        assert_eq!(starting.take_outcome(), Err((Outcome::Stopped, None)));
+        starting.failed(failure.clone());
+        assert!(starting.all_answered());
+        assert_eq!(starting.take_outcome(), Ok(failure));
+    }
+
+    #[test]
+    fn a_stop_during_the_start_follows_what_happened_before_it() {
+        let own = std::process::id().cast_signed();
+        let mut starting = Starting::new(&group(false));
+        starting.stop(TERM);
+        starting.early(Input::Continued { pid: own });
+        starting.spawned(0, own, pidfd::open(own).ok());
+        assert!(starting.all_answered());
+        let (group, workers, _, early) = starting.into_group();
+        assert_eq!((group.living().collect::<Vec<_>>(), workers.len()), (vec![own], 1));
+        assert_eq!(early, [Input::Continued { pid: own }, Input::Stop(TERM)]);
     }
 }

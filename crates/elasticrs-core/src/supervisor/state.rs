@@ -7,18 +7,18 @@ use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::{Usage, WorkerExit};
 use elasticrs_sys::signal::Signal;
 
-pub use self::hangs::Sight;
-use self::hangs::Then;
+use self::hangs::PendingAction;
+pub use self::hangs::Snapshot;
 use self::member::{Member, Pause, Place, to_group};
 use super::deadlines::GIVE_UP_AFTER;
 pub use super::deadlines::Timer;
-use super::event::{Event, NurseryEnd, Outcome, StartFailure, Swept, TimerExpired, WorkerRaised};
-use super::evidence::Found;
+use super::event::{Event, NurseryExit, Outcome, StartFailure, SweepOutcome, TimerExpired, WorkerRaised};
+use super::evidence::WorkerEvidence;
 use crate::spec::{Descendants, StopPolicy, StopScope};
-use crate::timer::hang::{Elsewhere, Limits, Watch};
+use crate::timer::hang::{Limits, RemoteHang, Watch};
 
 /// Time that a worker must have been stopped by a signal before it is reported as paused.
-pub const PAUSE_IS_TOLD_AFTER: Duration = Duration::from_secs(1);
+pub const PAUSE_REPORT_DELAY: Duration = Duration::from_secs(1);
 /// Time between SIGTERM and SIGKILL for descendants that exceed the time limit of `--linger`.
 const LINGERER_GRACE: Duration = Duration::from_secs(1);
 /// Time limit for the sweep if workers did not exit after SIGKILL. It is short, because their descendants will not exit
@@ -37,7 +37,7 @@ pub enum Input {
     /// The caller requests a stop of the group.
     Stop(StopPolicy),
     /// The caller requests a stop of the group because a rank on another node hangs.
-    StopForHang(StopPolicy, Elsewhere),
+    StopForHang(StopPolicy, RemoteHang),
     /// The caller requests that a signal is sent to the workers with these local ranks. `None` means all workers.
     Signal(Signal, Option<Vec<u32>>),
     /// The agent has received this signal and forwards it to the running workers with these local ranks. The group is
@@ -50,9 +50,9 @@ pub enum Input {
     /// A deadline has passed.
     Expired(Timer),
     /// Result of [`Effect::Sweep`].
-    Swept(Swept),
+    Swept(SweepOutcome),
     /// The nursery has died. Its workers die, too, because they get their parent-death signal.
-    NurseryLost(NurseryEnd),
+    NurseryLost(NurseryExit),
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
     Fenced,
     /// Pids of members that are dead although their exits have not been reported yet. Must come before each input that
@@ -62,11 +62,11 @@ pub enum Input {
     TimerExpired(TimerExpired),
     /// Start watching all current members for hangs.
     Watch(Limits),
-    /// The workers' heartbeats and last output. Must come before each input for which [`Group::needs_sight`] returns
+    /// The workers' heartbeats and last output. Must come before each input for which [`Group::needs_snapshot`] returns
     /// true.
-    Sight(Sight),
+    Snapshot(Snapshot),
     /// Result of [`Effect::TakeEvidence`].
-    Evidence(Vec<Found>),
+    Evidence(Vec<WorkerEvidence>),
     /// A member, or one of its descendants, has recorded an uncaught exception.
     Raised(WorkerRaised),
     /// The exit of a member was sampled because [`Timer::Exit`] expired. `progressed` is true if the member has made
@@ -74,8 +74,8 @@ pub enum Input {
     ExitSampled { local_rank: u32, progressed: Option<bool> },
     /// A process that Python started has joined the group.
     Adopted { local_rank: u32, pid: i32 },
-    /// Result of [`Effect::SweepLeft`].
-    LeftSwept(Swept, Stamp),
+    /// Result of [`Effect::SweepWorker`].
+    WorkerSwept(SweepOutcome, Stamp),
     /// A replacement for this worker is being started. The executor has checked that [`Group::refusal`] returns `None`.
     Replace { local_rank: u32 },
     /// The replacement is running.
@@ -115,32 +115,32 @@ pub enum Effect {
         /// Time after which the sweep gives up and reports the processes that it could not kill.
         give_up: Duration,
     },
-    /// Kill the processes that this worker left behind when it exited. Answered by [`Input::LeftSwept`], unless a
+    /// Kill the processes that this worker left behind when it exited. Answered by [`Input::WorkerSwept`], unless a
     /// [`Self::Sweep`] replaces it. Only one such clean-up runs at a time.
-    SweepLeft { local_rank: u32, pid: i32, give_up: Duration },
+    SweepWorker { local_rank: u32, pid: i32, give_up: Duration },
     /// Gather evidence about all members. Answered by [`Input::Evidence`].
     TakeEvidence { title: String },
     /// Report a failure to Python. The executor adds the time at which it sent the signals of the preceding effects.
-    TellFailure {
+    ReportFailure {
         local_rank: u32,
         seen: Stamp,
         /// Number of other workers that the preceding effects send signals to.
         siblings: u32,
     },
     /// Report an event to Python.
-    Tell(Event),
+    Report(Event),
     /// Report the end of the group to Python. The executor adds the time and the wait channels of the stuck workers.
-    TellEnd(End),
+    ReportEnd(GroupOutcome),
 }
 
 /// Result of a group that has ended. See [`Event::GroupEnded`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct End {
+pub struct GroupOutcome {
     pub outcome: Outcome,
-    pub nursery: Option<NurseryEnd>,
+    pub nursery: Option<NurseryExit>,
     /// Local rank and pid of each worker that did not exit after SIGKILL.
     pub stuck_workers: Vec<(u32, i32)>,
-    pub swept: Swept,
+    pub swept: SweepOutcome,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -155,7 +155,7 @@ enum Phase {
     /// while the descendants may still keep running.
     Sweeping { lingering: bool },
     /// The end of the group was reported.
-    Ended,
+    Finished,
 }
 
 /// State of one group, from its start to its end.
@@ -171,12 +171,12 @@ pub struct Group {
     grace: Duration,
     /// Outcome of the group. It is a success unless an event that stops the group sets another value.
     outcome: Outcome,
-    nursery: Option<NurseryEnd>,
+    nursery: Option<NurseryExit>,
     suspended: bool,
     watch: Option<Watch>,
-    sight: Sight,
+    snapshot: Snapshot,
     /// Actions that wait for evidence. `None` if no evidence is being gathered.
-    waiting: Option<Vec<Then>>,
+    waiting: Option<Vec<PendingAction>>,
     replaces: bool,
     /// Indices of the failed members that still have leftover processes, in order. The first one is being cleaned up.
     left: VecDeque<usize>,
@@ -198,7 +198,7 @@ impl Group {
             nursery: None,
             suspended: false,
             watch: None,
-            sight: Sight::default(),
+            snapshot: Snapshot::default(),
             waiting: None,
             replaces: false,
             left: VecDeque::new(),
@@ -218,7 +218,7 @@ impl Group {
 
     /// Returns true if the end of the group was reported.
     pub fn has_ended(&self) -> bool {
-        self.phase == Phase::Ended
+        self.phase == Phase::Finished
     }
 
     /// Returns the local rank of the member with this pid. `None` if there is no such member, or if it has exited.
@@ -252,7 +252,7 @@ impl Group {
     #[must_use]
     pub fn on_input(&mut self, input: Input) -> Vec<Effect> {
         let mut effects = Vec::new();
-        if self.phase == Phase::Ended {
+        if self.phase == Phase::Finished {
             return effects;
         }
         match input {
@@ -263,7 +263,7 @@ impl Group {
                 self.settle(&mut effects);
                 self.on_stop(policy, &mut effects);
             }
-            Input::StopForHang(policy, elsewhere) => self.on_stop_for_hang(policy, elsewhere, &mut effects),
+            Input::StopForHang(policy, remote) => self.on_stop_for_hang(policy, remote, &mut effects),
             Input::Signal(signal, ranks) => self.on_signal(signal, ranks.as_deref(), &mut effects),
             Input::Forward(signal, ranks) => {
                 let to = self.stop_scope;
@@ -276,25 +276,25 @@ impl Group {
                 self.look(&mut effects);
             }
             Input::Expired(timer) => self.on_expired(timer, &mut effects),
-            Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. }) => self.tell_end(swept, &mut effects),
+            Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. }) => self.report_end(swept, &mut effects),
             // Ignore these inputs, because the group is not suspended, or because no sweep is running.
             Input::Resume | Input::Swept(_) => {}
-            Input::NurseryLost(end) => self.on_nursery_lost(end, &mut effects),
+            Input::NurseryLost(exit) => self.on_nursery_lost(exit, &mut effects),
             Input::Fenced => self.on_fenced(&mut effects),
             Input::Dead(pids) => self.on_dead(&pids),
             Input::TimerExpired(timer) if timer.signal.is_some() => {
-                self.take_evidence(Then::Timer(timer), &mut effects);
+                self.take_evidence(PendingAction::Timer(timer), &mut effects);
             }
             Input::TimerExpired(timer) => self.on_timer_due(timer, &mut effects),
             Input::Watch(limits) => self.on_watch(limits, &mut effects),
-            Input::Sight(sight) => self.sight = sight,
+            Input::Snapshot(snapshot) => self.snapshot = snapshot,
             Input::Evidence(found) => self.on_evidence(&found, &mut effects),
             Input::Raised(raised) => self.on_raised(raised, &mut effects),
             Input::ExitSampled { local_rank, progressed } => {
                 self.on_exit_sampled(local_rank, progressed, &mut effects);
             }
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
-            Input::LeftSwept(swept, at) => self.on_left_swept(swept, at, &mut effects),
+            Input::WorkerSwept(swept, at) => self.on_worker_swept(swept, at, &mut effects),
             Input::Replace { local_rank } => self.on_replace(local_rank),
             Input::Replaced { local_rank, pid, started } => self.on_replaced(local_rank, pid, started, &mut effects),
             Input::ReplaceFailed(failure) => self.on_replace_failed(failure, &mut effects),
@@ -325,9 +325,9 @@ impl Group {
             let siblings = self.members.iter().filter(|m| m.runs()).count();
             let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
             self.begin_stop(self.on_failure, None, effects);
-            effects.push(Effect::TellFailure { local_rank, seen, siblings });
+            effects.push(Effect::ReportFailure { local_rank, seen, siblings });
         }
-        effects.push(Effect::Tell(Event::WorkerExited { local_rank, pid, exit, sent, seen, usage }));
+        effects.push(Effect::Report(Event::WorkerExited { local_rank, pid, exit, sent, seen, usage }));
         if is_replaced {
             return self.leave(index, effects);
         }
@@ -367,7 +367,7 @@ impl Group {
             effects.push(to_group(pid, Signal::CONT));
         } else if member.pause == Pause::Running {
             member.pause = Pause::Noticed(signal);
-            effects.push(Effect::Arm(Timer::Paused(member.local_rank), PAUSE_IS_TOLD_AFTER));
+            effects.push(Effect::Arm(Timer::Paused(member.local_rank), PAUSE_REPORT_DELAY));
         }
     }
 
@@ -379,7 +379,7 @@ impl Group {
         match std::mem::replace(&mut member.pause, Pause::Running) {
             Pause::Running => {}
             Pause::Noticed(_) => effects.push(Effect::Disarm(Timer::Paused(local_rank))),
-            Pause::Told => effects.push(Effect::Tell(Event::WorkerResumed { local_rank, pid })),
+            Pause::Reported => effects.push(Effect::Report(Event::WorkerResumed { local_rank, pid })),
         }
     }
 
@@ -396,7 +396,7 @@ impl Group {
                 self.outcome = Outcome::Stopped;
                 self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects);
             }
-            Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Ended => {}
+            Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Finished => {}
         }
     }
 
@@ -414,7 +414,7 @@ impl Group {
             self.suspended = true;
             effects.push(Effect::Freeze);
             if let Some(watch) = &mut self.watch {
-                watch.freeze(self.sight.at.0);
+                watch.freeze(self.snapshot.at.0);
             }
             effects.extend(self.living().map(|pid| to_group(pid, Signal::STOP)));
         }
@@ -431,7 +431,7 @@ impl Group {
         self.suspended = false;
         effects.push(Effect::Thaw);
         if let Some(watch) = &mut self.watch {
-            watch.thaw(self.sight.at.0, &self.sight.seen, self.sight.line);
+            watch.thaw(self.snapshot.at.0, &self.snapshot.seen, self.snapshot.line);
         }
     }
 
@@ -439,10 +439,10 @@ impl Group {
         match timer {
             Timer::Kill if self.phase == Phase::Stopping => {
                 let killed = effects.len();
-                self.tell_grace_is_over(effects);
-                let told = effects.split_off(killed);
+                self.report_grace_is_over(effects);
+                let reports = effects.split_off(killed);
                 self.kill(effects);
-                effects.extend(told);
+                effects.extend(reports);
             }
             Timer::GiveUp if self.phase == Phase::Killing => self.sweep_on_end(effects),
             Timer::Paused(local_rank) => {
@@ -450,8 +450,8 @@ impl Group {
                 if let Some(member) = paused
                     && let Pause::Noticed(signal) = member.pause
                 {
-                    member.pause = Pause::Told;
-                    effects.push(Effect::Tell(Event::WorkerPaused { local_rank, pid: member.pid, signal }));
+                    member.pause = Pause::Reported;
+                    effects.push(Effect::Report(Event::WorkerPaused { local_rank, pid: member.pid, signal }));
                 }
             }
             Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
@@ -487,19 +487,19 @@ impl Group {
             Phase::Sweeping { lingering: true } => {
                 self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects);
             }
-            Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Ended => {}
+            Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Finished => {}
         }
     }
 
-    fn on_nursery_lost(&mut self, end: NurseryEnd, effects: &mut Vec<Effect>) {
-        self.nursery = Some(end);
+    fn on_nursery_lost(&mut self, exit: NurseryExit, effects: &mut Vec<Effect>) {
+        self.nursery = Some(exit);
         self.forget_places();
         match self.phase {
             Phase::Running => self.outcome = Outcome::Lost,
             // Request the sweep again, because the lost nursery will not complete the first one. This process then
             // sweeps.
             Phase::Sweeping { .. } => return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects),
-            Phase::Stopping | Phase::Killing | Phase::Ended => {}
+            Phase::Stopping | Phase::Killing | Phase::Finished => {}
         }
         // Kill the workers that Python started. Those that the nursery started die with it.
         if self.phase != Phase::Killing {
@@ -562,7 +562,7 @@ impl Group {
         effects.push(Effect::Disarm(Timer::Kill));
         effects.push(Effect::Disarm(Timer::GiveUp));
         match (self.outcome, self.on_success) {
-            (Outcome::Succeeded, Descendants::Keep) => self.tell_end(Swept::default(), effects),
+            (Outcome::Succeeded, Descendants::Keep) => self.report_end(SweepOutcome::default(), effects),
             (Outcome::Succeeded, Descendants::Linger(linger)) => {
                 self.sweep(linger, LINGERER_GRACE, GIVE_UP_AFTER, effects);
             }
@@ -579,14 +579,14 @@ impl Group {
         effects.push(Effect::Sweep { linger, grace, give_up });
     }
 
-    fn tell_end(&mut self, swept: Swept, effects: &mut Vec<Effect>) {
-        self.phase = Phase::Ended;
+    fn report_end(&mut self, swept: SweepOutcome, effects: &mut Vec<Effect>) {
+        self.phase = Phase::Finished;
         if self.suspended {
             self.thaw(effects); // the next group uses the same deadlines
         }
         let stuck_workers = self.members.iter().filter(|m| !m.ended).map(|m| (m.local_rank, m.pid)).collect();
         let (outcome, nursery) = (self.outcome, self.nursery);
-        effects.push(Effect::TellEnd(End { outcome, nursery, stuck_workers, swept }));
+        effects.push(Effect::ReportEnd(GroupOutcome { outcome, nursery, stuck_workers, swept }));
     }
 }
 

@@ -1,57 +1,68 @@
-//! Event loop of the supervisor on the runtime thread. It owns the link to the nursery, the pidfds and the deadlines,
-//! feeds events to the group's state machine, and carries out the effects.
+//! Event loop of the supervisor on the runtime thread. It passes events to the group's state machine, and carries out
+//! the effects. Each other piece of state is in a module of its own.
 
-use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use elasticrs_nursery::connections::Connections;
-use elasticrs_nursery::protocol::{PROTOCOL, Reply as FromLink};
-use elasticrs_nursery::token::Token;
+use elasticrs_nursery::protocol::{PROTOCOL, Reply as NurseryReply};
 use elasticrs_runtime::threads::panic_message;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::features::Features;
 use elasticrs_sys::procfs;
 use elasticrs_sys::signal::Signal;
 use tokio::sync::mpsc::UnboundedReceiver;
-use tokio::task::{JoinError, JoinHandle, JoinSet};
+use tokio::task::{JoinError, JoinSet};
 
 use super::command::{Command, Config, Reply, Shared, SupervisorError};
 use super::deadlines::{Deadlines, Timer, after};
-use super::event::{Event, StartFailure, Swept};
-use super::evidence::Found;
-use super::nursery_io::{FromNursery, Guard, Import, Nursery};
-use super::start::{Starting, Terms};
-use super::state::{Effect, End, Group, Input};
-use super::watch::{self, Watched};
-use super::zombies;
-use crate::spec::{GroupSpec, StopPolicy};
-use crate::timer::hang::Elsewhere;
+use super::event::{Event, StartFailure, SweepOutcome};
+use super::evidence::WorkerEvidence;
+use super::nursery_io::NurseryEvent;
+use super::state::{Effect, GroupOutcome, Input};
+use super::watch::{self, MemberExit};
+use crate::spec::StopPolicy;
+use crate::timer::hang::RemoteHang;
 
-mod beside;
 mod check;
-mod ending;
-pub(super) mod exits;
-mod guard;
-mod hang;
-mod loss;
-mod members;
-mod replacing;
-mod warm;
+mod current;
+mod current_nursery;
+mod gathering;
+mod guarded_sockets;
+mod heartbeats;
+mod images;
+mod imports;
+mod nursery_changes;
+pub(super) mod raised_workers;
+mod retired;
+mod running;
+mod second_nursery;
+mod starts;
+mod sweeps;
 mod watchdog;
 
-use beside::Beside;
-use check::CHECK_INTERVAL;
-use exits::Exits;
-use hang::{Gathering, Hangs};
-use loss::FENCE_AFTER;
-use watchdog::{Ring, Watchdog};
+use check::ZombieReports;
+use current::Current;
+use current_nursery::CurrentNursery;
+use gathering::Evidence;
+use guarded_sockets::GuardedSockets;
+use heartbeats::Heartbeats;
+use images::Images;
+use raised_workers::{RaisedEvent, RaisedWorkers};
+use retired::Retired;
+use running::Running;
+use second_nursery::SecondNursery;
+use sweeps::{Completed, Sweeps};
+use watchdog::{Watchdog, WatchdogEvent};
 
 /// When the supervisor is closed, time limit for a nursery to kill its remaining processes and exit.
 const CLOSE_LIMIT: Duration = Duration::from_secs(35);
+/// Extra time in which the nursery can notice by itself that the fence deadline has passed.
+const FENCE_SLACK: Duration = Duration::from_millis(100);
+/// Time that a sweep may take beyond its own time limits. After that, the nursery or thread that performs it counts as
+/// hung.
+const SWEEP_SLACK: Duration = Duration::from_secs(5);
 
 /// Creates the supervisor's task and runs it until the supervisor is closed. Sends `Ok`, or the error of the creation,
 /// through `ready`.
@@ -73,153 +84,94 @@ pub(super) async fn run(
     or_panic(tokio::task::spawn_local(task.serve(inbox)).await);
 }
 
-/// A running group, and the descriptors used to signal its members.
-struct Running {
-    group: Group,
-    members: Vec<Member>,
-    terms: Terms,
-    /// Error to report once a replacement's start that hung and was killed has failed. `None` if no start hangs.
-    hung: Option<StartFailure>,
-    /// Pids of the members that were found dead by the last check although their exits had not been reported.
-    unreported: Vec<i32>,
-    /// Pids of the members that the last check found to have exited but to be held by a tracer.
-    held: Vec<i32>,
-}
-
-struct Member {
-    pid: i32,
-    pidfd: Arc<OwnedFd>,
-    adopted: bool,
-    leads_a_group: bool,
-}
-
-#[expect(clippy::large_enum_variant, reason = "there is only one")]
-enum Current {
-    Idle,
-    Starting(Starting),
-    Running(Running),
-}
-
 struct Task {
-    config: Config,
+    /// True if the supervisor may control the whole calling process. See [`Config::owns_process`].
+    owns_process: bool,
     features: Features,
     shared: Shared,
-    nursery: Option<Nursery>,
-    beside: Option<Beside>,
-    /// Token of the last nursery, used to find the processes that the nursery left behind.
-    token: Token,
+    images: Images,
+    nursery: CurrentNursery,
+    second: SecondNursery,
+    guard: GuardedSockets,
     current: Current,
-    /// The group that waits for the nursery to finish its imports. `None` if no group is waiting.
-    waits_for_import: Option<GroupSpec>,
     deadlines: Deadlines,
-    watched: JoinSet<Watched>,
-    /// Futures of other components. See [`super::Supervisor::spawn`]. This field is declared after `nursery`, so that
-    /// the futures are dropped after the nursery.
+    /// Futures of other components. See [`super::Supervisor::spawn`]. This field is declared after the nurseries, so
+    /// that the futures are dropped after the nurseries.
     tasks: JoinSet<()>,
-    /// Background work that closing the supervisor waits for: nurseries and evidence threads that are no longer needed.
-    retired: JoinSet<()>,
-    /// Sockets that the nursery holds. This process keeps them, so that it can pass them to the next nursery.
-    guard: Connections,
-    /// Number of the most recent sweep request.
-    sweeps: u32,
-    /// Combined results of earlier sweeps. They are reported with the result of the most recent one.
-    swept: Swept,
-    /// Number of the pending request to clean up after a failed worker, and the worker's local rank. `None` if there is
-    /// no such request.
-    sweeps_left: Option<(u32, u32)>,
-    own_sweep: Option<JoinHandle<Swept>>,
+    retired: Retired,
+    sweeps: Sweeps,
     watchdog: Option<Watchdog>,
-    hangs: Hangs,
-    gathering: Option<Gathering>,
-    exits: Exits,
-    /// Maximum time limit for a sweep by this process after the loss of a nursery. It is short if the nursery itself
-    /// could not be killed.
-    sweep_limit: Duration,
-    /// Pids of the exited processes that were already reported as held by a tracer.
-    held: BTreeSet<i32>,
-    zombies: Arc<Mutex<zombies::Scanner>>,
+    heartbeats: Heartbeats,
+    evidence: Evidence,
+    raised: RaisedWorkers,
+    zombies: ZombieReports,
 }
 
 /// Event that wakes the loop.
 enum Wake {
-    Nursery(FromNursery),
-    Beside(FromNursery),
-    Member(Watched),
-    Swept(Swept),
+    Nursery(NurseryEvent),
+    Second(NurseryEvent),
+    Member(MemberExit),
+    Swept(SweepOutcome),
     Task(Result<(), JoinError>),
     Command(Command),
     Deadline,
-    Timers(Ring),
-    Evidence(Vec<Found>),
-    Exits(exits::Woken),
+    Watchdog(WatchdogEvent),
+    Evidence(Vec<WorkerEvidence>),
+    Raised(RaisedEvent),
     Close { keep_descendants: bool },
 }
 
 impl Task {
     fn new(config: Config, shared: Shared) -> Result<Self, SupervisorError> {
-        let features = Features::get();
         if config.owns_process {
             nix::sys::prctl::set_child_subreaper(true).map_err(io::Error::from)?;
         }
-        let nursery = Nursery::launch(&config.nursery)?;
+        let images = Images::new(config.nursery);
+        let guard = GuardedSockets::new(Arc::clone(&shared.fence), Arc::clone(&shared.queue));
+        let mut nursery = images.launch()?;
+        guard.equip(&mut nursery);
         let mut task = Self {
-            config,
-            features,
-            shared,
-            token: nursery.token,
-            nursery: None,
-            beside: None,
+            owns_process: config.owns_process,
+            features: Features::get(),
+            images,
+            nursery: CurrentNursery::new(nursery, Arc::clone(&shared.nursery_pid)),
+            second: SecondNursery::new(Arc::clone(&shared.queue)),
+            guard,
             current: Current::Idle,
-            waits_for_import: None,
             deadlines: Deadlines::default(),
-            watched: JoinSet::new(),
             tasks: JoinSet::new(),
-            retired: JoinSet::new(),
-            guard: Connections::default(),
-            sweeps: 0,
-            swept: Swept::default(),
-            sweeps_left: None,
-            own_sweep: None,
+            retired: Retired::default(),
+            sweeps: Sweeps::default(),
             watchdog: None,
-            hangs: Hangs::default(),
-            gathering: None,
-            exits: Exits::default(),
-            sweep_limit: Duration::MAX,
-            held: BTreeSet::new(),
-            zombies: Arc::default(),
+            heartbeats: Heartbeats::new(Arc::clone(&shared.counters.heartbeats)),
+            evidence: Evidence::default(),
+            raised: RaisedWorkers::default(),
+            zombies: ZombieReports::new(Arc::clone(&shared.queue)),
+            shared,
         };
-        task.use_nursery(nursery);
+        task.nursery.arm_import(&mut task.deadlines);
         if !procfs::is_own() {
-            task.shared.queue.push(Event::Degraded { message: procfs::MISSING.to_owned() });
+            task.shared.queue.degraded(procfs::MISSING);
         }
         Ok(task)
     }
 
-    fn use_nursery(&mut self, mut nursery: Nursery) {
-        self.equip(&mut nursery);
-        if let Some(guard) = &mut nursery.sentinel {
-            self.equip(&mut guard.sentinel);
-        }
-        self.shared.nursery_pid.store(nursery.pid, Ordering::Relaxed);
-        self.token = nursery.token;
-        self.sweep_limit = Duration::MAX;
-        self.nursery = Some(nursery);
-        self.arm_import();
-    }
+    // --- the loop ---------------------------------------------------------------------------------------------
 
     async fn serve(mut self, mut inbox: UnboundedReceiver<Command>) {
         loop {
             match self.wake(&mut inbox).await {
-                Wake::Nursery(FromNursery::Reply(reply, fds)) => self.on_reply(reply, fds),
-                Wake::Nursery(FromNursery::Died(exit)) => self.on_nursery_death(exit),
-                Wake::Nursery(FromNursery::GivenUp) => self.give_up_nursery(),
-                Wake::Beside(from) => self.on_beside(&from),
-                Wake::Member(Watched { pid, exit, seen }) => {
+                Wake::Nursery(NurseryEvent::Reply(reply, fds)) => self.on_reply(reply, fds),
+                Wake::Nursery(NurseryEvent::Died(exit)) => self.on_nursery_death(exit),
+                Wake::Nursery(NurseryEvent::GivenUp) => self.give_up_nursery(),
+                Wake::Second(event) => self.second.on_event(&event, &mut self.images, &mut self.retired),
+                Wake::Member(MemberExit { pid, exit, seen }) => {
                     self.on_notices();
                     self.input(Input::Exited { pid, exit, usage: None, seen });
                 }
                 Wake::Swept(swept) => self.on_swept(swept),
-                Wake::Task(ended) => self.on_task_end(ended),
+                Wake::Task(result) => self.on_task_end(result),
                 Wake::Command(command) => {
                     // Report recorded exceptions first. After a command that stops the group, they would no longer be
                     // reported.
@@ -227,12 +179,20 @@ impl Task {
                     self.on_command(command);
                 }
                 Wake::Deadline => self.on_deadline(),
-                Wake::Timers(ring) => self.on_ring(&ring).await,
-                Wake::Evidence(found) => {
-                    self.gathering = None;
-                    self.input(Input::Evidence(found));
+                Wake::Watchdog(event) => {
+                    self.on_watchdog(&event);
+                    // Yield to the runtime. Reading a FIFO that is always readable does not use up the task's budget.
+                    // Without the yield, this task would run, and sockets and timers would not be polled, as long as
+                    // any process keeps writing to the FIFO.
+                    tokio::task::yield_now().await;
                 }
-                Wake::Exits(woken) => self.on_exits(woken).await,
+                Wake::Evidence(evidence) => self.input(Input::Evidence(evidence)),
+                Wake::Raised(event) => {
+                    self.on_raised(event);
+                    // Yield to the runtime. Otherwise, a sender that never stops could prevent the runtime from polling
+                    // sockets and timers.
+                    tokio::task::yield_now().await;
+                }
                 Wake::Close { keep_descendants } => return self.close(keep_descendants).await,
             }
         }
@@ -240,22 +200,15 @@ impl Task {
 
     async fn wake(&mut self, inbox: &mut UnboundedReceiver<Command>) -> Wake {
         let deadline = self.deadlines.next();
-        let is_starting = matches!(self.current, Current::Starting(_));
+        let is_starting = self.current.is_starting();
         let reads_timers = self.watchdog.is_some() && !is_starting;
         tokio::select! {
             biased;
-            from = async { self.nursery.as_mut().expect("guarded below").next().await }, if self.nursery.is_some() => {
-                Wake::Nursery(from)
-            }
-            Some(watched) = self.watched.join_next() => Wake::Member(or_panic(watched)),
-            swept = async { self.own_sweep.as_mut().expect("guarded below").await }, if self.own_sweep.is_some() => {
-                self.own_sweep = None;
-                Wake::Swept(or_panic(swept))
-            }
-            Some(ended) = self.tasks.join_next() => Wake::Task(ended),
-            found = async { self.gathering.as_mut().expect("guarded below").found().await }, if self.gathering.is_some() => {
-                Wake::Evidence(found)
-            }
+            event = self.nursery.next() => Wake::Nursery(event),
+            Some(exit) = self.current.next_exit() => Wake::Member(exit),
+            swept = self.sweeps.own_completed() => Wake::Swept(swept),
+            Some(result) = self.tasks.join_next() => Wake::Task(result),
+            evidence = self.evidence.gathered() => Wake::Evidence(evidence),
             command = inbox.recv() => match command {
                 Some(Command::Close { keep_descendants }) => Wake::Close { keep_descendants },
                 Some(command) => Wake::Command(command),
@@ -265,55 +218,44 @@ impl Task {
                 Wake::Deadline
             }
             // Poll notices after commands and deadlines, because any process may flood the socket.
-            woken = self.exits.next(), if self.exits.are_watched() && !is_starting => Wake::Exits(woken),
-            from = async { self.beside.as_mut().expect("guarded below").next().await }, if self.beside.is_some() => {
-                Wake::Beside(from)
-            }
-            ring = async { self.watchdog.as_mut().expect("guarded below").next().await }, if reads_timers => {
-                Wake::Timers(ring)
+            event = self.raised.next(), if self.raised.are_watched() && !is_starting => Wake::Raised(event),
+            event = self.second.next() => Wake::Second(event),
+            event = async { self.watchdog.as_mut().expect("guarded below").next().await }, if reads_timers => {
+                Wake::Watchdog(event)
             }
         }
     }
 
-    fn on_reply(&mut self, reply: FromLink, fds: Vec<OwnedFd>) {
+    fn on_reply(&mut self, reply: NurseryReply, fds: Vec<OwnedFd>) {
         match reply {
-            FromLink::Ready { protocol: PROTOCOL, .. } => self.on_ready(),
-            FromLink::Ready { .. } => self.on_other_build(),
-            FromLink::Spawned { local_rank, pid } => self.on_spawned(local_rank, pid, fds.into_iter().next()),
-            FromLink::SpawnFailed { local_rank, stage, errno, subject } => {
-                let failure = StartFailure::Worker { local_rank, stage, errno, subject };
-                match &mut self.current {
-                    Current::Idle => {}
-                    Current::Starting(starting) => {
-                        starting.failed(failure);
-                        self.start_when_answered();
-                    }
-                    Current::Running(_) => self.replace_has_failed(failure),
+            NurseryReply::Ready { protocol: PROTOCOL, .. } => self.on_ready(),
+            NurseryReply::Ready { .. } => {
+                if let Some(nursery) = self.nursery.get() {
+                    imports::refuse(nursery);
                 }
             }
-            FromLink::Exited { pid, exit, usage, seen } => {
+            NurseryReply::Spawned { local_rank, pid } => self.on_spawned(local_rank, pid, fds.into_iter().next()),
+            NurseryReply::SpawnFailed { local_rank, stage, errno, subject } => {
+                self.on_spawn_failed(StartFailure::Worker { local_rank, stage, errno, subject });
+            }
+            NurseryReply::Exited { pid, exit, usage, seen } => {
                 self.on_notices();
                 self.input(Input::Exited { pid, exit, usage: Some(usage), seen });
             }
-            FromLink::Stopped { pid, signal } => self.input(Input::Paused { pid, signal }),
-            FromLink::Continued { pid } => self.input(Input::Continued { pid }),
-            FromLink::Swept { number, ended, more, stuck, spared, held }
-                if self.sweeps_left.is_some_and(|(left, _)| left == number) =>
-            {
-                self.on_left_swept(Swept { ended, more, stuck, spared, held });
-            }
-            FromLink::Swept { number, ended, more, stuck, spared, held } => {
-                self.swept.follow_up(Swept { ended, more, stuck, spared, held });
-                if number == self.sweeps {
-                    let swept = std::mem::take(&mut self.swept);
-                    self.on_swept(swept);
+            NurseryReply::Stopped { pid, signal } => self.input(Input::Paused { pid, signal }),
+            NurseryReply::Continued { pid } => self.input(Input::Continued { pid }),
+            NurseryReply::Swept { number, ended, more, stuck, spared, held } => {
+                match self.sweeps.answered(number, SweepOutcome { ended, more, stuck, spared, held }) {
+                    Some(Completed::Group(swept)) => self.on_swept(swept),
+                    Some(Completed::Worker(local_rank, swept)) => self.on_worker_swept(local_rank, swept),
+                    None => {}
                 }
             }
-            FromLink::Fenced { seen } => {
+            NurseryReply::Fenced { seen } => {
                 self.shared.queue.push(Event::Fenced { at: seen });
                 self.input(Input::Fenced);
             }
-            FromLink::NotGuarded { errno } => self.tell_not_guarded(errno),
+            NurseryReply::NotGuarded { errno } => self.guard.report_not_guarded(errno),
         }
     }
 
@@ -322,11 +264,11 @@ impl Task {
             Command::Start(group, reply) => answer(&reply, self.begin_start(*group)),
             Command::Replace(process, descriptors, reply) => answer(&reply, self.replace(*process, descriptors)),
             Command::Adopt(adopted, reply) => answer(&reply, self.adopt(adopted)),
-            Command::Stop(policy, elsewhere) => self.stop(policy, elsewhere),
+            Command::Stop(policy, remote) => self.stop(policy, remote),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
             // Ignore the signal while workers are being started, because they have no signal handlers and nothing to
             // save yet.
-            Command::Forward(signal, local_ranks) if matches!(self.current, Current::Running(_)) => {
+            Command::Forward(signal, local_ranks) if self.current.running().is_some() => {
                 self.input(Input::Forward(signal, local_ranks));
             }
             Command::Forward(..) => {}
@@ -335,7 +277,7 @@ impl Task {
                 answer(&reply, ());
             }
             Command::Resume => self.input(Input::Resume),
-            Command::ImportBeside(limit) => self.import_beside(limit),
+            Command::ImportBeside(limit) => self.second.launch(limit, &mut self.images, &mut self.retired),
             Command::TakeOver(reply) => answer(&reply, self.take_over()),
             Command::Drain(limit, reply) => {
                 let logs = Arc::clone(&self.shared.logs);
@@ -348,128 +290,29 @@ impl Task {
                 // Create the future inside the task, so that a panic in `task()` is handled like a panic of the future.
                 self.tasks.spawn_local(async move { task().await });
             }
-            Command::WatchTimers(fifo, reply) => answer(&reply, self.watch_timers(fifo)),
-            Command::WatchHangs(limits) => self.hangs.limits = Some(limits),
-            Command::KeepEvidence(files, py_spy) => (self.hangs.files, self.hangs.py_spy) = (files, py_spy),
-            Command::WatchExits(notices, limit) => self.watch_exits(notices, limit),
-            Command::Guard(guarded) => self.guard(guarded),
+            Command::WatchTimers(fifo, reply) => {
+                let watchdog = Watchdog::new(fifo, Arc::clone(&self.shared.counters.timers));
+                answer(&reply, watchdog.map(|watchdog| self.watchdog = Some(watchdog)));
+            }
+            Command::WatchHangs(limits) => self.heartbeats.limits = Some(limits),
+            Command::KeepEvidence(files, py_spy) => self.evidence.keep_in(files, py_spy),
+            Command::WatchExits(notices, limit) => {
+                if let Err(error) = self.raised.watch(notices, limit) {
+                    let message = format!("workers that raise and do not end are not noticed: {error}");
+                    self.shared.queue.degraded(message);
+                }
+            }
+            Command::Guard(guarded) => self.guard.change(guarded, self.nursery.get()),
             Command::Close { .. } => unreachable!("taken by `wake`"),
             #[cfg(test)]
             Command::Panic => panic!("out of luck"),
         }
     }
 
-    fn on_task_end(&self, ended: Result<(), JoinError>) {
-        if let Err(error) = ended {
-            let message = format!("a task of the runtime panicked: {}", panic_message(error.into_panic().as_ref()));
-            self.shared.queue.push(Event::Degraded { message });
-        }
-    }
-
-    // --- starting ---------------------------------------------------------------------------------------------
-
-    fn begin_start(&mut self, mut spec: GroupSpec) -> Result<(), SupervisorError> {
-        if !matches!(self.current, Current::Idle) {
-            return Err(SupervisorError::Busy);
-        }
-        if self.nursery.is_none() {
-            let nursery = Nursery::launch(&self.images_for(&spec))?;
-            self.use_nursery(nursery);
-        }
-        self.hangs.give_pages(&mut spec).map_err(SupervisorError::Heartbeats)?;
-        self.shared.counters.heartbeats.set(self.hangs.pages());
-        self.current = Current::Starting(Starting::new(&spec));
-        if self.is_warming() {
-            self.await_import(spec);
-        } else {
-            self.request_start(&spec).inspect_err(|_| self.current = Current::Idle)?;
-        }
-        Ok(())
-    }
-
-    fn request_start(&mut self, spec: &GroupSpec) -> io::Result<()> {
-        let terms = Terms::of(spec);
-        let requests = spec.processes.iter().map(|process| terms.spawn_request(process, &spec.descriptors));
-        let requests = requests.collect::<io::Result<Vec<_>>>()?;
-        self.check_sentinel();
-        let Some(nursery) = self.nursery.as_mut() else { return Ok(()) };
-        // Discard the stages that were reported by earlier starts.
-        nursery.stage_reached();
-        for (request, fds) in requests {
-            nursery.send(&request, fds);
-        }
-        self.deadlines.arm(Timer::Start, spec.start_deadline, Instant::now());
-        self.deadlines.arm(Timer::Fence, FENCE_AFTER, Instant::now());
-        self.start_when_answered();
-        Ok(())
-    }
-
-    fn on_spawned(&mut self, local_rank: u32, pid: i32, pidfd: Option<OwnedFd>) {
-        match &mut self.current {
-            Current::Idle => {}
-            Current::Starting(starting) => {
-                starting.spawned(local_rank, pid, pidfd);
-                self.start_when_answered();
-            }
-            Current::Running(_) => self.on_replaced(local_rank, pid, pidfd),
-        }
-    }
-
-    fn start_when_answered(&mut self) {
-        let Current::Starting(starting) = &mut self.current else { return };
-        if !starting.all_answered() {
-            return;
-        }
-        self.deadlines.disarm(Timer::Start);
-        self.deadlines.disarm(Timer::Fence);
-        if starting.has_failed() {
-            // Kill the workers that were started, because a group starts completely or not at all (**SUP-1**).
-            return self.sweep(Duration::ZERO, Duration::ZERO, super::deadlines::GIVE_UP_AFTER);
-        }
-        let Current::Starting(starting) = std::mem::replace(&mut self.current, Current::Idle) else { return };
-        let (group, workers, terms, early) = starting.into_group();
-        let members = workers
-            .into_iter()
-            .map(|(pid, pidfd)| Member { pid, pidfd: Arc::new(pidfd), adopted: false, leads_a_group: true })
-            .collect::<Vec<_>>();
-        self.shared
-            .queue
-            .push(Event::GroupStarted { pids: members.iter().map(|m| m.pid).collect(), started: Stamp::now() });
-        self.current =
-            Current::Running(Running { group, members, terms, hung: None, unreported: Vec::new(), held: Vec::new() });
-        self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
-        self.begin_watch();
-        for input in early {
-            self.input(input);
-        }
-    }
-
-    fn start_has_failed(&mut self, failure: StartFailure) {
-        self.current = Current::Idle;
-        self.deadlines.clear();
-        self.shared.logs.finish_all();
-        self.shared.queue.push(Event::StartFailed(failure));
-    }
-
-    // --- running ----------------------------------------------------------------------------------------------
-
-    fn stop(&mut self, policy: StopPolicy, elsewhere: Option<Elsewhere>) {
-        match &mut self.current {
-            Current::Idle => {}
-            Current::Starting(starting) => {
-                starting.stop(policy);
-                if self.waits_for_import.take().is_some() {
-                    // The nursery has not been asked to start any worker yet, so there is nothing to sweep.
-                    self.on_swept(Swept::default());
-                } else {
-                    let grace = if policy.signal == Signal::KILL { Duration::ZERO } else { policy.grace };
-                    self.deadlines.hasten(Timer::Kill, grace, Instant::now());
-                }
-            }
-            Current::Running(_) => self.input(match elsewhere {
-                Some(elsewhere) => Input::StopForHang(policy, elsewhere),
-                None => Input::Stop(policy),
-            }),
+    fn on_task_end(&self, result: Result<(), JoinError>) {
+        if let Err(error) = result {
+            let panic = error.into_panic();
+            self.shared.queue.degraded(format!("a task of the runtime panicked: {}", panic_message(panic.as_ref())));
         }
     }
 
@@ -478,14 +321,11 @@ impl Task {
             match timer {
                 Timer::Start => self.on_hung_start(),
                 Timer::Fence => self.fence_start(),
-                Timer::Warm => self.on_hung_import(),
-                Timer::SlowImport => self.on_slow_import(),
-                Timer::Kill if matches!(self.current, Current::Starting(_)) => self.kill_start(),
+                Timer::Warm => self.nursery.kill_hung_import(),
+                Timer::SlowImport => self.nursery.slow_import().into_iter().for_each(|m| self.shared.queue.degraded(m)),
+                Timer::Kill if self.current.is_starting() => self.kill_start(),
                 Timer::Sweep => self.on_overdue_sweep(),
                 Timer::Replace(local_rank) => self.on_hung_replace(local_rank),
-                // Do not sample the worker. The process that recorded the exception has exited. If it was only a
-                // descendant of the worker, the worker itself may continue.
-                Timer::Exit(local_rank) if self.exits.has_ended(local_rank) => {}
                 Timer::Exit(local_rank) => self.sample_exit(local_rank),
                 Timer::Check => {
                     self.check();
@@ -498,7 +338,79 @@ impl Task {
         }
     }
 
-    // --- effects ----------------------------------------------------------------------------------------------
+    // --- exceptions, timers and hangs -------------------------------------------------------------------------
+
+    fn on_raised(&mut self, event: RaisedEvent) {
+        match event {
+            RaisedEvent::Notices => self.on_notices(),
+            // Ignore the sample if the process that recorded the exception has exited.
+            RaisedEvent::Sampled { local_rank, .. } if self.raised.has_exited(local_rank) => {}
+            RaisedEvent::Sampled { local_rank, sample } => {
+                let progressed = self.raised.progressed(local_rank, sample);
+                self.input(Input::ExitSampled { local_rank, progressed });
+            }
+        }
+    }
+
+    /// Handles the notices that have arrived. Also called before an exit is recorded, because this thread may be late.
+    /// Otherwise, a worker that recorded an exception and exited would seem to have exited without an exception.
+    fn on_notices(&mut self) {
+        if self.current.is_starting() {
+            // Leave the notices in the socket until the pids of all workers are known.
+            return;
+        }
+        for notice in self.raised.take() {
+            let Current::Running(running) = &self.current else { return };
+            if let Some(raised) = self.raised.add(notice, running) {
+                self.input(Input::Raised(raised));
+            }
+        }
+    }
+
+    fn sample_exit(&mut self, local_rank: u32) {
+        // Do not sample the worker if the process that recorded the exception has exited.
+        if !self.raised.has_exited(local_rank)
+            && let Some(worker) = self.current.running().and_then(|running| running.pid_of(local_rank))
+        {
+            self.raised.sample(local_rank, worker);
+        }
+    }
+
+    fn on_watchdog(&mut self, event: &WatchdogEvent) {
+        let Some(watchdog) = &mut self.watchdog else { return };
+        let mut report = |message| self.shared.queue.push(Event::Degraded { message });
+        for timer in watchdog.handle(event, self.current.running(), &mut report) {
+            self.input(Input::TimerExpired(timer));
+        }
+    }
+
+    fn watch_for_hangs(&mut self) {
+        if let Some(limits) = self.heartbeats.limits {
+            self.input(Input::Watch(limits));
+        }
+    }
+
+    // --- the group's state machine ----------------------------------------------------------------------------
+
+    fn stop(&mut self, policy: StopPolicy, remote: Option<RemoteHang>) {
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => {
+                starting.stop(policy);
+                if starting.take_waiting().is_some() {
+                    // The nursery has not been asked to start any worker yet, so there is nothing to sweep.
+                    self.on_swept(SweepOutcome::default());
+                } else {
+                    let grace = if policy.signal == Signal::KILL { Duration::ZERO } else { policy.grace };
+                    self.deadlines.hasten(Timer::Kill, grace, Instant::now());
+                }
+            }
+            Current::Running(_) => self.input(match remote {
+                Some(remote) => Input::StopForHang(policy, remote),
+                None => Input::Stop(policy),
+            }),
+        }
+    }
 
     fn input(&mut self, input: Input) {
         match &mut self.current {
@@ -509,9 +421,9 @@ impl Task {
                     // Ignore the result, because `Input::Dead` has no effects.
                     let _ = running.group.on_input(Input::Dead(running.dead()));
                 }
-                if running.group.needs_sight(&input) {
-                    let sight = self.hangs.sight(running, &self.shared.logs);
-                    let _ = running.group.on_input(Input::Sight(sight));
+                if running.group.needs_snapshot(&input) {
+                    let snapshot = self.heartbeats.snapshot(running, &self.shared.logs);
+                    let _ = running.group.on_input(Input::Snapshot(snapshot));
                 }
                 for effect in running.group.on_input(input) {
                     self.carry_out(effect);
@@ -523,7 +435,11 @@ impl Task {
     fn carry_out(&mut self, effect: Effect) {
         let now = Instant::now();
         match effect {
-            Effect::Signal { pid, to, signal } => self.signal(pid, to, signal),
+            Effect::Signal { pid, to, signal } => {
+                if let Some(running) = self.current.running() {
+                    running.signal(pid, to, signal, self.features.pidfd_group_signal, self.nursery.get());
+                }
+            }
             Effect::SignalProcess { pid, signal } => {
                 if let Some(watchdog) = &self.watchdog {
                     watchdog.signal(pid, signal);
@@ -545,32 +461,119 @@ impl Task {
                 }
             }
             Effect::Sweep { linger, grace, give_up } => self.sweep(linger, grace, give_up),
-            Effect::SweepLeft { local_rank, pid, give_up } => self.sweep_left(local_rank, pid, give_up),
-            Effect::TakeEvidence { title } => self.take_evidence(&title),
-            Effect::TellFailure { local_rank, seen, siblings } => {
+            Effect::SweepWorker { local_rank, pid, give_up } => self.sweep_worker(local_rank, pid, give_up),
+            Effect::TakeEvidence { title } => {
+                if let Some(running) = self.current.running() {
+                    self.evidence.gather(running, &title);
+                }
+            }
+            Effect::ReportFailure { local_rank, seen, siblings } => {
                 self.shared.queue.push(Event::FailureSeen { local_rank, seen, signalled: Stamp::now(), siblings });
             }
-            Effect::Tell(event) => self.shared.queue.push(event),
-            Effect::TellEnd(end) => self.tell_end(end),
+            Effect::Report(event) => self.shared.queue.push(event),
+            Effect::ReportEnd(outcome) => self.report_end(outcome),
         }
     }
 
-    fn tell_end(&mut self, end: End) {
-        let End { outcome, nursery, stuck_workers, swept } = end;
+    fn report_end(&mut self, group: GroupOutcome) {
+        let GroupOutcome { outcome, nursery, stuck_workers, swept } = group;
         let stuck_workers =
             stuck_workers.into_iter().map(|(local_rank, pid)| (local_rank, watch::wait_channel(pid))).collect();
         self.current = Current::Idle;
         self.deadlines.clear();
-        self.watched = JoinSet::new();
-        self.give_up_evidence();
-        self.sweeps_left = None;
-        self.exits = Exits::default();
+        self.evidence.cancel(&mut self.retired);
+        self.sweeps.drop_worker();
+        self.raised = RaisedWorkers::default();
         if let Some(message) = self.watchdog.as_mut().and_then(Watchdog::clear) {
-            self.shared.queue.push(Event::Degraded { message });
+            self.shared.queue.degraded(message);
         }
         self.shared.logs.finish_all();
         let at = Stamp::now();
         self.shared.queue.push(Event::GroupEnded { outcome, nursery, stuck_workers, swept, at });
+    }
+
+    // --- sweeps -----------------------------------------------------------------------------------------------
+
+    /// Cleans up the processes that the workers left behind. The nursery does this, or this process if the nursery was
+    /// lost.
+    fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
+        if let Some(nursery) = self.nursery.get() {
+            self.sweeps.request(nursery, linger, grace, give_up);
+        } else {
+            let running = self.current.running();
+            let mut spared = running.map(Running::adopted).unwrap_or_default();
+            let sessions = running.map(Running::started).unwrap_or_default();
+            spared.extend(self.second.pids());
+            let (token, owns_process) = (self.nursery.token(), self.owns_process);
+            self.sweeps.start_own(give_up, move |limit| {
+                watch::sweep_after_loss(token, owns_process, &spared, &sessions, limit)
+            });
+        }
+        let limit = linger.saturating_add(grace).saturating_add(give_up).saturating_add(SWEEP_SLACK);
+        self.deadlines.arm(Timer::Sweep, limit, Instant::now());
+    }
+
+    fn sweep_worker(&mut self, local_rank: u32, worker: i32, give_up: Duration) {
+        let Some(nursery) = self.nursery.get() else { return };
+        self.sweeps.request_for_worker(nursery, local_rank, worker, give_up);
+        self.deadlines.arm(Timer::Sweep, give_up.saturating_add(SWEEP_SLACK), Instant::now());
+    }
+
+    /// Handles a sweep that has exceeded its deadline. If the nursery performs it, kills the nursery. If this process
+    /// performs it, reports the sweep as failed.
+    fn on_overdue_sweep(&mut self) {
+        if let Some(nursery) = self.nursery.get() {
+            nursery.kill_hung();
+        } else if self.sweeps.take_own().is_some() {
+            let message = "what the lost nursery has left could not be ended: a look at the processes does not end";
+            self.shared.queue.degraded(message);
+            self.on_swept(SweepOutcome::default());
+        }
+    }
+
+    fn on_swept(&mut self, swept: SweepOutcome) {
+        self.zombies.report_all_held(&swept);
+        self.deadlines.disarm(Timer::Sweep);
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => match starting.take_outcome() {
+                Ok(failure) => self.start_has_failed(failure),
+                Err((outcome, nursery)) => {
+                    self.report_end(GroupOutcome { outcome, nursery, stuck_workers: Vec::new(), swept });
+                }
+            },
+            Current::Running(_) => self.input(Input::Swept(swept)),
+        }
+    }
+
+    fn on_worker_swept(&mut self, local_rank: u32, swept: SweepOutcome) {
+        self.deadlines.disarm(Timer::Sweep);
+        self.zombies.report_all_held(&swept);
+        // Finish the log files of this rank, because all processes of the failed worker that could write to them are
+        // gone.
+        self.shared.logs.finish_rank(local_rank);
+        self.raised.forget(local_rank);
+        self.input(Input::WorkerSwept(swept, Stamp::now()));
+    }
+
+    // --- the end ----------------------------------------------------------------------------------------------
+
+    /// Closes the supervisor. Its nursery kills all remaining processes, or with `keep_descendants` leaves them running
+    /// if no group exists.
+    async fn close(mut self, keep_descendants: bool) {
+        self.evidence.cancel(&mut self.retired);
+        self.second.stop(&mut self.retired);
+        if let Some(nursery) = self.nursery.take() {
+            let leave = keep_descendants && self.current.is_idle();
+            let message = nursery.left_behind();
+            if nursery.end(leave, CLOSE_LIMIT).await.is_none() {
+                self.shared.queue.degraded(message);
+            }
+        } else if let Some(sweep) = self.sweeps.take_own() {
+            // Wait for the sweep after the loss of a nursery. All of the processes have already been sent SIGKILL.
+            let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
+        }
+        self.retired.finish().await;
     }
 }
 

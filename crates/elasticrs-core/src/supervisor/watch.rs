@@ -16,11 +16,11 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::{Pid, getsid};
 use tokio::io::Interest;
 
-use super::event::Swept;
+use super::event::SweepOutcome;
 
 /// Exit of a watched process.
 #[derive(Debug)]
-pub(super) struct Watched {
+pub(super) struct MemberExit {
     pub(super) pid: i32,
     pub(super) exit: WorkerExit,
     pub(super) seen: Stamp,
@@ -32,7 +32,7 @@ const STATUS_LIMIT: Duration = Duration::from_secs(5);
 /// Waits for the exit of a process. If it is a child of this process, its status is read without reaping it, because
 /// Python reaps the children that it started. The status of any other process is read from `status`. It is unknown if
 /// `status` is `None`.
-pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<OwnedFd>) -> Watched {
+pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<OwnedFd>) -> MemberExit {
     let seen_by_epoll = match register(Arc::clone(&pidfd), Interest::READABLE) {
         Ok(watched) => watched.readable().await.is_ok(),
         Err(_) => false,
@@ -45,16 +45,16 @@ pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<Own
             WorkerExit::Signaled { signal: signal as i32, core_dumped }
         }
         Ok(_) | Err(_) => match status {
-            Some(status) => told_by_its_parent(status).await.unwrap_or(WorkerExit::Unknown),
+            Some(status) => status_from_parent(status).await.unwrap_or(WorkerExit::Unknown),
             None => WorkerExit::Unknown,
         },
     };
-    Watched { pid, exit, seen }
+    MemberExit { pid, exit, seen }
 }
 
 /// Reads the status of an exited process from the pipe. The process's parent writes the status to it as four bytes, as
 /// returned by `wait4`.
-async fn told_by_its_parent(status: OwnedFd) -> Option<WorkerExit> {
+async fn status_from_parent(status: OwnedFd) -> Option<WorkerExit> {
     let pipe = register(status, Interest::READABLE).ok()?;
     // The pipe also becomes readable if the writer exits without having written anything.
     let _guard = tokio::time::timeout(STATUS_LIMIT, pipe.readable()).await.ok()?.ok()?;
@@ -123,11 +123,11 @@ pub(super) fn sweep_after_loss(
     adopted: &[i32],
     sessions: &[i32],
     give_up: Duration,
-) -> Swept {
+) -> SweepOutcome {
     let sweep::Outcome { ended, stuck, held } = if owns_process {
         sweep::sweep_children_of_self(adopted, sessions, give_up)
     } else {
         sweep::kill_by_token(token, give_up)
     };
-    Swept { more: ended.more(), ended: ended.named, stuck, spared: Vec::new(), held }
+    SweepOutcome { more: ended.more(), ended: ended.named, stuck, spared: Vec::new(), held }
 }

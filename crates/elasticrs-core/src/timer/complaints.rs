@@ -11,7 +11,7 @@ pub const INTERVAL: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 struct Kind {
     count: u64,
-    told: u64,
+    reported: u64,
     last: Option<Instant>,
 }
 
@@ -29,8 +29,8 @@ impl Complaints {
         if kind.last.is_some_and(|last| now.saturating_duration_since(last) < INTERVAL) {
             return None;
         }
-        let others = kind.count - kind.told - 1;
-        (kind.told, kind.last) = (kind.count, Some(now));
+        let others = kind.count - kind.reported - 1;
+        (kind.reported, kind.last) = (kind.count, Some(now));
         let more = if others == 0 { String::new() } else { format!(" ({others} more like it)") };
         Some(format!("a timer record was refused, because {refusal}{more}: {}", claim()))
     }
@@ -38,13 +38,14 @@ impl Complaints {
 
 /// Maximum number of expired timers without a signal to report in each [`INTERVAL`]. A program may cause thousands of
 /// them within a second.
-pub const MAX_TOLD: u32 = 64;
+pub const MAX_REPORTED: u32 = 64;
 
 /// Returns a message with the number of expired timers that were not reported individually. `None` if that is zero.
 pub fn more_timers(count: u64) -> Option<String> {
     let timers = if count == 1 { "timer" } else { "timers" };
-    (count > 0)
-        .then(|| format!("{count} more {timers} expired without a signal: at most {MAX_TOLD} a minute are reported"))
+    (count > 0).then(|| {
+        format!("{count} more {timers} expired without a signal: at most {MAX_REPORTED} a minute are reported")
+    })
 }
 
 /// Returns the beginning of a record, with control characters escaped so that a terminal can safely display it.

@@ -90,12 +90,12 @@ pub struct Section {
 
 /// State of a rank at the time of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Seen {
-    Ended,
+pub enum RankState {
+    Exited,
     /// The rank is running but has sent no heartbeat yet.
-    Nothing,
+    NoHeartbeat,
     /// The rank is running and has sent this heartbeat last.
-    Beat(Beat),
+    Heartbeat(Beat),
 }
 
 /// Event that did not occur within its time limit.
@@ -189,9 +189,9 @@ pub struct Watch {
     looked: u64,
     frozen_at: Option<u64>,
     thawed: u64,
-    unwatched_told: bool,
+    unwatched_reported: bool,
     /// Ranks that [`Watch::still_exiting`] has already returned.
-    exits_told: BTreeSet<usize>,
+    exits_reported: BTreeSet<usize>,
 }
 
 impl Watch {
@@ -207,8 +207,8 @@ impl Watch {
             looked: started,
             frozen_at: None,
             thawed: started,
-            unwatched_told: false,
-            exits_told: BTreeSet::new(),
+            unwatched_reported: false,
+            exits_reported: BTreeSet::new(),
         }
     }
 
@@ -221,7 +221,7 @@ impl Watch {
     /// Records that a replacement for this rank has started.
     pub fn restart(&mut self, rank: usize, now: u64) {
         (self.starts[rank], self.credits[rank]) = (now, Credit::default());
-        self.exits_told.remove(&rank);
+        self.exits_reported.remove(&rank);
     }
 
     /// Returns the time limit for a process to exit after its program has returned. `None` if there is no limit.
@@ -235,7 +235,7 @@ impl Watch {
     }
 
     /// Records that the group is resumed.
-    pub fn thaw(&mut self, now: u64, seen: &[Seen], line: Option<u64>) {
+    pub fn thaw(&mut self, now: u64, seen: &[RankState], line: Option<u64>) {
         if let Some(since) = self.frozen_at.take() {
             self.forgive(now.saturating_sub(since), now, seen, line);
             (self.looked, self.thawed) = (now, now);
@@ -249,7 +249,7 @@ impl Watch {
     }
 
     /// Checks all ranks at the time `now`. `line` is the time of the last output line of any rank.
-    pub fn look(&mut self, now: u64, seen: &[Seen], line: Option<u64>) -> Verdict {
+    pub fn look(&mut self, now: u64, seen: &[RankState], line: Option<u64>) -> Verdict {
         if self.frozen_at.is_some() {
             return Verdict::LookAgain(now.saturating_add(nanoseconds(LOOK_EVERY)));
         }
@@ -264,16 +264,16 @@ impl Watch {
     /// Returns the local ranks that may be to blame for a rank on another node that has been silent for `silence`
     /// nanoseconds. These are the ranks that have been silent for at least half of `silence`, or for at least half of
     /// their own limit. The one that has been silent the longest comes first.
-    pub fn suspects(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> Vec<Overdue> {
+    pub fn suspects(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
 
     /// Returns the unwatched ranks and the limit for steps. A rank is unwatched if it has been running for longer than
     /// that limit without sending a heartbeat, and no other limit applies to it. `None` if there are no such ranks, or
     /// if they were already returned.
-    pub fn unwatched(&mut self, now: u64, seen: &[Seen], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
+    pub fn unwatched(&mut self, now: u64, seen: &[RankState], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
-        if self.unwatched_told || self.frozen_at.is_some() {
+        if self.unwatched_reported || self.frozen_at.is_some() {
             return None;
         }
         let watched: Vec<usize> = self.terms(seen, line, limit).iter().map(|term| term.rank).collect();
@@ -281,34 +281,34 @@ impl Watch {
             now.saturating_sub(self.starts[rank]).saturating_sub(self.credits[rank].of(self.starts[rank]))
         };
         let is_unwatched = |rank: usize| {
-            seen[rank] == Seen::Nothing && !watched.contains(&rank) && has_run(rank) >= nanoseconds(limit)
+            seen[rank] == RankState::NoHeartbeat && !watched.contains(&rank) && has_run(rank) >= nanoseconds(limit)
         };
         let ranks: Vec<usize> = (0..seen.len()).filter(|rank| is_unwatched(*rank)).collect();
-        self.unwatched_told = !ranks.is_empty();
-        self.unwatched_told.then_some((ranks, limit))
+        self.unwatched_reported = !ranks.is_empty();
+        self.unwatched_reported.then_some((ranks, limit))
     }
 
     /// Returns the ranks that are exiting although their program returned longer ago than the limit for steps, and that
     /// limit. Each rank is returned only once. `None` if there are no such ranks.
-    pub fn still_exiting(&mut self, now: u64, seen: &[Seen]) -> Option<(Vec<usize>, Duration)> {
+    pub fn still_exiting(&mut self, now: u64, seen: &[RankState]) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         let is_late = |rank: usize, last: u64| {
             now.saturating_sub(last).saturating_sub(self.credits[rank].of(last)) >= nanoseconds(limit)
         };
-        let is_new = |(rank, seen): (usize, &Seen)| match seen {
-            Seen::Beat(Beat { last, section: None, is_exiting: true, .. }) if is_late(rank, *last) => {
-                (!self.exits_told.contains(&rank)).then_some(rank)
+        let is_new = |(rank, seen): (usize, &RankState)| match seen {
+            RankState::Heartbeat(Beat { last, section: None, is_exiting: true, .. }) if is_late(rank, *last) => {
+                (!self.exits_reported.contains(&rank)).then_some(rank)
             }
             _ => None,
         };
         let ranks: Vec<usize> = seen.iter().enumerate().filter_map(is_new).collect();
-        self.exits_told.extend(&ranks);
+        self.exits_reported.extend(&ranks);
         (!ranks.is_empty() && self.frozen_at.is_none()).then_some((ranks, limit))
     }
 
     /// Returns the ranks that have been silent for at least half of their limit or half of `silence`. Also returns the
     /// earliest time at which a rank reaches its limit.
-    fn late(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
+    fn late(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
         let is_first = std::mem::take(&mut self.has_lost);
         let gap = if is_first { u64::MAX } else { now.saturating_sub(self.looked) };
         if !is_first && gap > nanoseconds(LOOK_EVERY + SLACK) {
@@ -343,23 +343,23 @@ impl Watch {
     }
 
     /// Removes ranks from the set of absent ranks once their replacements have given a sign of activity.
-    fn find_absent(&mut self, seen: &[Seen], line: Option<u64>) {
-        let nobody_beats = !seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
+    fn find_absent(&mut self, seen: &[RankState], line: Option<u64>) {
+        let nobody_beats = !seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
         let starts = &self.starts;
         self.absent.retain(|&rank| match seen.get(rank) {
-            Some(Seen::Beat(_)) => false,
-            Some(Seen::Nothing) => !(nobody_beats && line.is_some_and(|line| line > starts[rank])),
-            Some(Seen::Ended) | None => true,
+            Some(RankState::Heartbeat(_)) => false,
+            Some(RankState::NoHeartbeat) => !(nobody_beats && line.is_some_and(|line| line > starts[rank])),
+            Some(RankState::Exited) | None => true,
         });
     }
 
-    fn step_limit(&self, seen: &[Seen]) -> Duration {
+    fn step_limit(&self, seen: &[RankState]) -> Duration {
         match self.limits.step {
             StepLimit::Fixed(limit) => limit,
             StepLimit::Learned(least) => {
                 let steps = seen.iter().filter_map(|seen| match seen {
-                    Seen::Beat(beat) => Some(&beat.steps),
-                    Seen::Ended | Seen::Nothing => None,
+                    RankState::Heartbeat(beat) => Some(&beat.steps),
+                    RankState::Exited | RankState::NoHeartbeat => None,
                 });
                 learned(steps.flatten().copied().collect(), least).unwrap_or(UNLEARNED.max(least))
             }
@@ -367,31 +367,31 @@ impl Watch {
     }
 
     /// Returns the event that is expected from each rank, the time at which its limit starts, and the limit.
-    fn terms(&self, seen: &[Seen], line: Option<u64>, step: Duration) -> Vec<Overdue> {
-        let nobody_beats = !seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
+    fn terms(&self, seen: &[RankState], line: Option<u64>, step: Duration) -> Vec<Overdue> {
+        let nobody_beats = !seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
         let mut terms = Vec::new();
         for (rank, seen) in seen.iter().enumerate() {
             let (missed, since, limit) = match (seen, line) {
-                (Seen::Ended, _) => continue,
-                (Seen::Beat(Beat { last, section: None, is_exiting: true, .. }), _) => {
+                (RankState::Exited, _) => continue,
+                (RankState::Heartbeat(Beat { last, section: None, is_exiting: true, .. }), _) => {
                     (Missed::Exit, *last, self.limits.exit)
                 }
-                (Seen::Beat(Beat { last, section: None, .. }), _) => (Missed::Step, *last, Some(step)),
-                (Seen::Beat(Beat { last, section: Some(section), .. }), _) => {
+                (RankState::Heartbeat(Beat { last, section: None, .. }), _) => (Missed::Step, *last, Some(step)),
+                (RankState::Heartbeat(Beat { last, section: Some(section), .. }), _) => {
                     (Missed::Section, *last, section.limit.map(Duration::from_nanos))
                 }
-                (Seen::Nothing, Some(line)) if nobody_beats => (Missed::Line, line, Some(step)),
-                (Seen::Nothing, _) => (Missed::Startup, self.starts[rank], self.limits.startup),
+                (RankState::NoHeartbeat, Some(line)) if nobody_beats => (Missed::Line, line, Some(step)),
+                (RankState::NoHeartbeat, _) => (Missed::Startup, self.starts[rank], self.limits.startup),
             };
             terms.extend(limit.map(|limit| Overdue { rank, missed, since, limit, is_due: false }));
         }
         terms
     }
 
-    fn forgive(&mut self, gap: u64, now: u64, seen: &[Seen], line: Option<u64>) {
+    fn forgive(&mut self, gap: u64, now: u64, seen: &[RankState], line: Option<u64>) {
         let signs = seen.iter().zip(&self.starts).map(|(seen, started)| match seen {
-            Seen::Beat(beat) => beat.last,
-            Seen::Nothing | Seen::Ended => *started,
+            RankState::Heartbeat(beat) => beat.last,
+            RankState::NoHeartbeat | RankState::Exited => *started,
         });
         let signs: Vec<u64> = signs.chain([line.unwrap_or(self.started)]).collect();
         for (credit, since) in self.credits.iter_mut().zip(signs) {
@@ -405,16 +405,18 @@ impl Watch {
 ///
 /// A rank may recover while evidence is being gathered. A rank may also have been found late by mistake: if its worker
 /// was writing to the heartbeat page during the read, the read may have returned an old time and a new limit.
-pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> Vec<Overdue> {
-    let somebody_beats = seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
+pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>) -> Vec<Overdue> {
+    let somebody_beats = seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
         // If the program has returned, use the last heartbeat before the return. The return is no sign of activity,
         // because the program may only have left the call in which it hung when it got the signal that requests its
         // stacks.
-        (_, Some(Seen::Beat(beat))) if beat.is_exiting => beat.before_exit.is_none_or(|last| last <= overdue.since),
-        (_, Some(Seen::Beat(beat))) => beat.last <= overdue.since,
-        (_, Some(Seen::Nothing | Seen::Ended) | None) => true,
+        (_, Some(RankState::Heartbeat(beat))) if beat.is_exiting => {
+            beat.before_exit.is_none_or(|last| last <= overdue.since)
+        }
+        (_, Some(RankState::Heartbeat(beat))) => beat.last <= overdue.since,
+        (_, Some(RankState::NoHeartbeat | RankState::Exited) | None) => true,
     });
     late
 }
@@ -435,7 +437,7 @@ pub struct Suspect {
 
 /// A rank that hangs on another node, as reported by that node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Elsewhere {
+pub struct RemoteHang {
     /// Time since the rank's last sign of activity.
     pub silence: Duration,
     pub step: Option<u64>,
@@ -491,10 +493,10 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     })
 }
 
-/// Returns the index of the local rank that the rank `elsewhere` on another node is waiting for, and the reason for
+/// Returns the index of the local rank that the rank `remote` on another node is waiting for, and the reason for
 /// blaming it. `None` if the rank on the other node is itself to blame.
-pub fn blame_beside(suspects: &[Suspect], elsewhere: &Elsewhere) -> Option<(usize, Ground)> {
-    let Elsewhere { step, frame, .. } = elsewhere;
+pub fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize, Ground)> {
+    let RemoteHang { step, frame, .. } = remote;
     // Put the rank of the other node first, so that it is blamed if several ranks are equally suspect.
     let named = Suspect { is_late: true, is_due: true, step: *step, frame: frame.clone(), ..Suspect::default() };
     let all: Vec<Suspect> = [named].into_iter().chain(suspects.iter().cloned()).collect();

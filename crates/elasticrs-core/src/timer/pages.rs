@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use elasticrs_sys::page::Page;
 use nix::sys::stat::fstat;
 
-use super::hang::{Beat, Section, Seen};
+use super::hang::{Beat, RankState, Section};
 
 /// Indices of the words in a page, and lengths of the areas for the section's name and for the heartbeat times.
 const COUNT: usize = 1;
@@ -60,7 +60,7 @@ impl HeartbeatPage {
     }
 
     /// Reads the last heartbeat from the page.
-    pub fn read(&self, now: u64) -> Seen {
+    pub fn read(&self, now: u64) -> RankState {
         let words = self.page.words();
         self.read_by(|index| words[index].load(Ordering::Acquire), now)
     }
@@ -68,7 +68,7 @@ impl HeartbeatPage {
     /// Reads the page, using `load` to read a word. Reads the limit before the heartbeats. The worker stores them in
     /// the opposite order, so the heartbeat that belongs to a limit is always seen with it. Otherwise, a long step
     /// could be judged by the short limit of the section that follows it.
-    fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> Seen {
+    fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> RankState {
         let (limit, exit) = (load(LIMIT), load(EXIT));
         let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
         let step = load(STEP);
@@ -77,7 +77,7 @@ impl HeartbeatPage {
         let can_be = |time: &u64| *time != 0 && (self.made..=now.saturating_add(SLACK)).contains(time);
         let mut times: Vec<u64> = (TIMES..TIMES + TIMES_KEPT).map(&mut load).filter(can_be).collect();
         times.sort_unstable();
-        let Some(last) = times.last().copied().filter(|_| load(COUNT) > 0) else { return Seen::Nothing };
+        let Some(last) = times.last().copied().filter(|_| load(COUNT) > 0) else { return RankState::NoHeartbeat };
         // The time of a heartbeat is odd only if the heartbeat ends a step.
         let steps = times.windows(2).filter(|pair| pair[1] & 1 == 1).map(|pair| pair[1] - pair[0]).collect();
         let section =
@@ -86,7 +86,14 @@ impl HeartbeatPage {
         // If the last heartbeat is later, the worker is still training.
         let is_exiting = exit == last;
         let before_exit = times.iter().rev().nth(1).copied().filter(|_| is_exiting);
-        Seen::Beat(Beat { last: last.min(now), step: step.checked_sub(1), section, is_exiting, before_exit, steps })
+        RankState::Heartbeat(Beat {
+            last: last.min(now),
+            step: step.checked_sub(1),
+            section,
+            is_exiting,
+            before_exit,
+            steps,
+        })
     }
 }
 
@@ -111,13 +118,13 @@ mod tests {
         put(&theirs, TIMES, 51);
         put(&theirs, COUNT, 1);
         let ours = HeartbeatPage::of(descriptor, 0).unwrap();
-        assert_eq!(ours.read(99), Seen::Beat(Beat { last: 51, ..Beat::default() }));
+        assert_eq!(ours.read(99), RankState::Heartbeat(Beat { last: 51, ..Beat::default() }));
         assert!(HeartbeatPage::of(nix::unistd::pipe().unwrap().0, 0).is_err());
     }
 
     #[test]
     fn an_empty_page_says_nothing() {
-        assert_eq!(HeartbeatPage::new(0).unwrap().read(7), Seen::Nothing);
+        assert_eq!(HeartbeatPage::new(0).unwrap().read(7), RankState::NoHeartbeat);
     }
 
     #[test]
@@ -129,7 +136,7 @@ mod tests {
         put(&page, COUNT, 5);
         put(&page, STEP, 4);
         let expected = Beat { last: 171, step: Some(3), steps: vec![10, 11], ..Beat::default() };
-        assert_eq!(page.read(1000), Seen::Beat(expected));
+        assert_eq!(page.read(1000), RankState::Heartbeat(expected));
     }
 
     #[test]
@@ -139,12 +146,12 @@ mod tests {
         for (place, time) in [(0, 7), (1, u64::MAX), (2, 2001 + SLACK)] {
             put(&page, TIMES + place, time);
         }
-        assert_eq!(page.read(2000), Seen::Nothing);
+        assert_eq!(page.read(2000), RankState::NoHeartbeat);
         put(&page, TIMES + 3, 1001);
         put(&page, TIMES + 4, 1501);
-        assert_eq!(page.read(2000), Seen::Beat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
+        assert_eq!(page.read(2000), RankState::Heartbeat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
         // In this read, the last heartbeat is later than the given time.
-        assert_eq!(page.read(1400), Seen::Beat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
+        assert_eq!(page.read(1400), RankState::Heartbeat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
     }
 
     /// Interleaves the stores of `heartbeats.py`, in their order, with a read of the page, starting at every possible
@@ -173,7 +180,7 @@ mod tests {
                 number += 1;
                 words[index]
             };
-            let Seen::Beat(beat) = page.read_by(load, 100_000) else { panic!("it has a heartbeat") };
+            let RankState::Heartbeat(beat) = page.read_by(load, 100_000) else { panic!("it has a heartbeat") };
             let is_short = beat.section.is_some_and(|section| section.limit == Some(7));
             assert!(!is_short || beat.last > STARTED, "{before} stores before, the others from load {first} on");
         }
@@ -185,11 +192,11 @@ mod tests {
         for (word, value) in [(TIMES, 51), (TIMES + 1, 60), (COUNT, 2)] {
             put(&page, word, value);
         }
-        let is_exiting = || matches!(page.read(99), Seen::Beat(Beat { is_exiting: true, .. }));
+        let is_exiting = || matches!(page.read(99), RankState::Heartbeat(Beat { is_exiting: true, .. }));
         assert!(!is_exiting());
         put(&page, EXIT, 60);
         assert!(is_exiting());
-        assert!(matches!(page.read(99), Seen::Beat(Beat { before_exit: Some(51), .. })));
+        assert!(matches!(page.read(99), RankState::Heartbeat(Beat { before_exit: Some(51), .. })));
         put(&page, TIMES + 2, 71);
         assert!(!is_exiting(), "a background thread still trains, or another program has taken the page");
     }
@@ -203,8 +210,11 @@ mod tests {
         put(&page, NAME, u64::from_ne_bytes(*b"evaluati"));
         put(&page, NAME + 1, u64::from_ne_bytes(*b"on\0\0\0\0\0\0"));
         let section = |limit| Some(Section { name: "evaluation".into(), limit });
-        assert_eq!(page.read(99), Seen::Beat(Beat { last: 50, section: section(Some(9)), ..Beat::default() }));
+        assert_eq!(
+            page.read(99),
+            RankState::Heartbeat(Beat { last: 50, section: section(Some(9)), ..Beat::default() })
+        );
         put(&page, LIMIT, UNLIMITED);
-        assert_eq!(page.read(40), Seen::Beat(Beat { last: 40, section: section(None), ..Beat::default() }));
+        assert_eq!(page.read(40), RankState::Heartbeat(Beat { last: 40, section: section(None), ..Beat::default() }));
     }
 }

@@ -16,6 +16,12 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::fork::Forker;
+use elasticrs_sys::spawn::Stack;
+use elasticrs_sys::wait::{self, Waited};
+use elasticrs_sys::{fds, priority, signal};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::prctl;
@@ -28,13 +34,6 @@ use self::compact::Compaction;
 use self::sentinel::Sentinel;
 pub use self::spawn::Worker;
 pub(crate) use self::spawn::command;
-use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::WorkerExit;
-use elasticrs_sys::fork::Forker;
-use elasticrs_sys::spawn::Stack;
-use elasticrs_sys::wait::{self, Waited};
-use elasticrs_sys::{fds, priority, signal};
-
 use self::spawn::{Begun, Unsettled};
 use self::sweep::{Deadlines, Sweep, Verdict};
 use super::NAME;
@@ -44,7 +43,7 @@ use super::fence::Fence;
 use super::link::NurseryLink;
 use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
 use super::start::Start;
-use super::tree::Ended;
+use super::tree::Signalled;
 
 /// Time limit for the last sweep, which starts when the agent is gone or its lease has expired. Processes that are
 /// still alive after this time have a pending SIGKILL, which takes effect without the nursery.
@@ -124,7 +123,7 @@ struct Nursery {
     held_by_tracers: BTreeSet<i32>,
     /// Processes killed by sweeps that were not requested by the agent. The answer to the agent's next sweep request
     /// reports them.
-    untold: Ended,
+    untold: Signalled,
     /// Connections that are kept open for the agent.
     held: Connections,
     fence: Option<Fence>,
@@ -190,7 +189,7 @@ impl Nursery {
             postponed: None,
             given_up: BTreeSet::new(),
             held_by_tracers: BTreeSet::new(),
-            untold: Ended::default(),
+            untold: Signalled::default(),
             held: Connections::default(),
             fence: None,
             activity: None,

@@ -16,7 +16,7 @@ use crate::cleaner::{LAST_MOMENT, LONGEST, Patience};
 use crate::held;
 use crate::protocol::Descendant;
 use crate::token::Token;
-use crate::tree::{self, Ended, Listed, Status, Target};
+use crate::tree::{self, Listed, Signalled, Status, Target};
 
 /// Maximum interval between checks. Checks are repeated because the exit of a process that is not a child of this
 /// process causes no SIGCHLD.
@@ -62,7 +62,7 @@ pub(super) struct Sweep {
     /// Pids to which SIGTERM was sent. The field `killed` contains the pids to which SIGKILL was sent.
     termed: BTreeSet<i32>,
     killed: BTreeSet<i32>,
-    ended: Ended,
+    ended: Signalled,
     /// Tracks how long to wait for cleaners after all other processes have exited.
     patience: Patience,
     /// Number of consecutive checks that have found only cleaners and exempt processes.
@@ -94,7 +94,7 @@ struct Look {
 }
 
 impl Sweep {
-    pub(super) fn new(deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>, ended: Ended) -> Self {
+    pub(super) fn new(deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>, ended: Signalled) -> Self {
         Self {
             deadlines,
             number,
@@ -137,7 +137,7 @@ impl Sweep {
     }
 
     /// Returns the number of the request to answer, and all signalled processes except the `stuck` ones.
-    pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Ended) {
+    pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Signalled) {
         let stuck: Vec<i32> = stuck.iter().map(|stuck| stuck.pid).collect();
         (self.number, self.ended.without(&stuck))
     }

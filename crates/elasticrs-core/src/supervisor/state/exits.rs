@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::hangs::Then;
+use super::hangs::PendingAction;
 use super::{Effect, Event, Group, Phase, Signal, StopScope, Timer, WorkerRaised};
 use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
 
@@ -27,7 +27,7 @@ impl Group {
         member.raised = Some(raised.clone());
         let limit = raised.limit;
         if is_working {
-            effects.push(Effect::Tell(Event::WorkerRaised(raised)));
+            effects.push(Effect::Report(Event::WorkerRaised(raised)));
         }
         effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), between_samples(limit))));
     }
@@ -41,7 +41,7 @@ impl Group {
         let is_working = self.working(local_rank).is_some();
         match progressed {
             // Gather evidence before killing the worker, because its stack shows what blocks its exit.
-            Some(false) if is_working => return self.take_evidence(Then::Exit(local_rank), effects),
+            Some(false) if is_working => return self.take_evidence(PendingAction::Exit(local_rank), effects),
             Some(false) => return self.kill_stalled(local_rank, between_samples(limit), effects),
             Some(true) if is_working => {
                 let seen = raised.seen;
@@ -71,12 +71,12 @@ impl Group {
         effects.push(member.send(Signal::KILL, StopScope::Group));
         let workers = vec![(local_rank, member.pid)];
         let reason = KillReason::StalledExit;
-        effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
+        effects.push(Effect::Report(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
     }
 
     /// Reports the workers that have exceeded their grace period, except those that already got SIGKILL. Sends one
     /// event for each reason.
-    pub(super) fn tell_grace_is_over(&self, effects: &mut Vec<Effect>) {
+    pub(super) fn report_grace_is_over(&self, effects: &mut Vec<Effect>) {
         let mut killed: Vec<WorkersKilled> = Vec::new();
         for member in self.members.iter().filter(|m| m.runs() && m.sent != Some(Signal::KILL)) {
             let (reason, worker) = (member.why_overdue(), (member.local_rank, member.pid));
@@ -85,6 +85,6 @@ impl Group {
                 None => killed.push(WorkersKilled { workers: vec![worker], reason, limit: self.grace }),
             }
         }
-        effects.extend(killed.into_iter().map(|killed| Effect::Tell(Event::WorkersKilled(killed))));
+        effects.extend(killed.into_iter().map(|killed| Effect::Report(Event::WorkersKilled(killed))));
     }
 }

@@ -18,7 +18,7 @@ impl Group {
     pub(super) fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
         let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
         let Some(member) = self.working(local_rank) else { return };
-        let Some(signal) = signal else { return effects.push(Effect::Tell(Event::TimerExpired(timer))) };
+        let Some(signal) = signal else { return effects.push(Effect::Report(Event::TimerExpired(timer))) };
         let worker = member.pid;
         if worker == pid {
             member.is_stopped_by(signal);
@@ -37,11 +37,11 @@ impl Group {
             }
             let limit = if is_killed { GIVE_UP_AFTER } else { policy.grace };
             self.condemn(index, limit, seen, effects);
-            return effects.push(Effect::Tell(Event::TimerExpired(timer)));
+            return effects.push(Effect::Report(Event::TimerExpired(timer)));
         }
         let siblings = self.fail(worker, (worker == pid).then_some(worker), effects);
-        effects.push(Effect::Tell(Event::TimerExpired(timer)));
-        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+        effects.push(Effect::Report(Event::TimerExpired(timer)));
+        effects.push(Effect::ReportFailure { local_rank, seen, siblings });
     }
 
     /// Returns the worker with this local rank if it is running, has not failed, and is not being stopped.
@@ -58,11 +58,11 @@ impl Group {
         effects.push(member.send(Signal::KILL, StopScope::Group));
         if let Some(index) = self.survivable(worker) {
             self.condemn(index, GIVE_UP_AFTER, seen, effects);
-            return effects.push(Effect::Tell(why));
+            return effects.push(Effect::Report(why));
         }
         let siblings = self.fail(worker, Some(worker), effects);
-        effects.push(Effect::Tell(why));
-        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+        effects.push(Effect::Report(why));
+        effects.push(Effect::ReportFailure { local_rank, seen, siblings });
     }
 
     /// Marks a worker as failed, but gives it a grace period in which to exit. Also stops the other workers, unless the
@@ -72,11 +72,11 @@ impl Group {
         let worker = member.pid;
         if let Some(index) = self.survivable(worker) {
             self.condemn(index, self.on_failure.grace, seen, effects);
-            return effects.push(Effect::Tell(why));
+            return effects.push(Effect::Report(why));
         }
         let siblings = self.fail(worker, Some(worker), effects);
-        effects.push(Effect::Tell(why));
-        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+        effects.push(Effect::Report(why));
+        effects.push(Effect::ReportFailure { local_rank, seen, siblings });
     }
 
     /// Stops the group because of a failed worker that has not exited yet. Returns the number of other workers that are
@@ -105,11 +105,11 @@ impl Group {
             let (workers, reason) = (vec![(local_rank, member.pid)], member.why_overdue());
             effects.push(member.send(Signal::KILL, StopScope::Group));
             let limit = self.on_failure.grace;
-            effects.push(Effect::Tell(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
+            effects.push(Effect::Report(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
             return effects.push(Effect::Arm(Timer::Condemned(local_rank), GIVE_UP_AFTER));
         }
         let pid = member.pid;
         let siblings = self.fail(pid, Some(pid), effects);
-        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+        effects.push(Effect::ReportFailure { local_rank, seen, siblings });
     }
 }

@@ -12,42 +12,42 @@ use elasticrs_sys::exit::WorkerExit;
 use super::{Effect, Event, Group, Input, Phase, Timer};
 use crate::spec::StopPolicy;
 use crate::supervisor::event::{Heartbeat, RankSeen, TimerExpired, WorkerHung};
-use crate::supervisor::evidence::Found;
+use crate::supervisor::evidence::WorkerEvidence;
 use crate::timer::hang::{
-    Elsewhere, Ground, Limits, Overdue, Seen, Suspect, Verdict, Watch, blame, blame_beside, still_late,
+    Ground, Limits, Overdue, RankState, RemoteHang, Suspect, Verdict, Watch, blame, blame_beside, still_late,
 };
 
 /// Heartbeats and output of all workers at one point in time.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Sight {
+pub struct Snapshot {
     pub at: Stamp,
     /// Content of each member's heartbeat page. Members that Python started come last, and may be missing.
-    pub seen: Vec<Seen>,
+    pub seen: Vec<RankState>,
     /// Time of the last output line of any worker. `None` if there was no output.
     pub line: Option<u64>,
 }
 
 /// Action to take once evidence has been gathered.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Then {
+pub(super) enum PendingAction {
     Timer(TimerExpired),
     /// Handle the worker with this local rank, whose exit after an uncaught exception makes no progress.
     Exit(u32),
-    Hung(Look),
+    Hung(HangCheck),
     /// Stop the group because a rank on another node hangs. If that rank is waiting for a local worker, report that
     /// worker first.
-    Stop(StopPolicy, Elsewhere, Look),
+    Stop(StopPolicy, RemoteHang, HangCheck),
 }
 
 /// Result of a check of the heartbeats.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Look {
+pub(super) struct HangCheck {
     late: Vec<Overdue>,
-    seen: Vec<Seen>,
+    seen: Vec<RankState>,
     at: Stamp,
 }
 
-impl Then {
+impl PendingAction {
     fn is_of_same_rank(&self, other: &Self) -> bool {
         matches!((self, other), (Self::Timer(one), Self::Timer(other)) if one.local_rank == other.local_rank)
     }
@@ -57,7 +57,7 @@ impl Then {
         match self {
             Self::Timer(timer) => timer.local_rank == local_rank,
             Self::Exit(_) => false,
-            Self::Hung(look) | Self::Stop(_, _, look) => look.late.iter().any(|overdue| overdue.rank == member),
+            Self::Hung(check) | Self::Stop(_, _, check) => check.late.iter().any(|overdue| overdue.rank == member),
         }
     }
 
@@ -68,7 +68,7 @@ impl Then {
                 format!("a timer of local rank {local_rank} expired: scope '{scope}'")
             }
             Self::Exit(local_rank) => format!("local rank {local_rank} has raised, and its exit makes no progress"),
-            Self::Hung(Look { late, at, .. }) => {
+            Self::Hung(HangCheck { late, at, .. }) => {
                 let first = late.iter().find(|overdue| overdue.is_due);
                 let silent = first.map_or(0, |overdue| at.0.saturating_sub(overdue.since)) / 1_000_000;
                 format!("no activity for {}.{:03} s", silent / 1000, silent % 1000)
@@ -79,8 +79,9 @@ impl Then {
 }
 
 impl Group {
-    /// Returns true if this input may lead to a decision based on heartbeats, so that [`Input::Sight`] must come first.
-    pub fn needs_sight(&self, input: &Input) -> bool {
+    /// Returns true if this input may lead to a decision based on heartbeats, so that [`Input::Snapshot`] must come
+    /// first.
+    pub fn needs_snapshot(&self, input: &Input) -> bool {
         let looks = |input: &Input| {
             matches!(input, Input::StopForHang(..) | Input::Suspend | Input::Expired(Timer::Check | Timer::Hang))
         };
@@ -89,7 +90,7 @@ impl Group {
     }
 
     pub(super) fn on_watch(&mut self, limits: Limits, effects: &mut Vec<Effect>) {
-        self.watch = Some(Watch::new(limits, self.members.len(), self.sight.at.0));
+        self.watch = Some(Watch::new(limits, self.members.len(), self.snapshot.at.0));
         self.look(effects);
     }
 
@@ -98,61 +99,63 @@ impl Group {
     pub(super) fn look(&mut self, effects: &mut Vec<Effect>) {
         let is_time = self.phase == Phase::Running && self.waiting.is_none() && !self.is_anyone_condemned();
         let Some(watch) = self.watch.as_mut().filter(|_| is_time) else { return };
-        let Sight { at, seen, line } = &self.sight;
+        let Snapshot { at, seen, line } = &self.snapshot;
         match watch.look(at.0, seen, *line) {
             Verdict::LookAgain(next) => {
                 if let Some((ranks, limit)) = watch.unwatched(at.0, seen, *line) {
                     let members = ranks.iter().map(|rank| &self.members[*rank]).filter(|member| member.runs());
                     let message = unwatched(&members.map(|member| member.local_rank).collect::<Vec<_>>(), limit);
-                    effects.push(Effect::Tell(Event::Degraded { message }));
+                    effects.push(Effect::Report(Event::Degraded { message }));
                 }
                 if let Some((ranks, limit)) = watch.still_exiting(at.0, seen) {
                     let members = ranks.iter().map(|rank| &self.members[*rank]).filter(|member| member.runs());
                     let ranks = members.map(|member| member.local_rank).collect::<Vec<_>>();
                     let message = still_exiting(&ranks, limit, watch.exit_limit());
-                    effects.extend((!ranks.is_empty()).then_some(Effect::Tell(Event::Degraded { message })));
+                    effects.extend((!ranks.is_empty()).then_some(Effect::Report(Event::Degraded { message })));
                 }
                 effects.push(Effect::Arm(Timer::Hang, Duration::from_nanos(next.saturating_sub(at.0))));
             }
-            Verdict::Hung(late) => self.take_evidence(Then::Hung(Look { late, seen: seen.clone(), at: *at }), effects),
+            Verdict::Hung(late) => {
+                self.take_evidence(PendingAction::Hung(HangCheck { late, seen: seen.clone(), at: *at }), effects);
+            }
         }
     }
 
     /// Handles a request to stop the group because a rank on another node hangs. Gathers evidence before the stop,
     /// because a local worker may be the cause.
-    pub(super) fn on_stop_for_hang(&mut self, policy: StopPolicy, elsewhere: Elsewhere, effects: &mut Vec<Effect>) {
+    pub(super) fn on_stop_for_hang(&mut self, policy: StopPolicy, remote: RemoteHang, effects: &mut Vec<Effect>) {
         let Some(watch) = self.watch.as_mut().filter(|_| self.phase == Phase::Running) else {
             return self.on_stop(policy, effects);
         };
-        let Sight { at, seen, line } = self.sight.clone();
-        let silence = nanoseconds(elsewhere.silence);
+        let Snapshot { at, seen, line } = self.snapshot.clone();
+        let silence = nanoseconds(remote.silence);
         let late = watch.suspects(at.0, &seen, line, silence);
-        self.take_evidence(Then::Stop(policy, elsewhere, Look { late, seen, at }), effects);
+        self.take_evidence(PendingAction::Stop(policy, remote, HangCheck { late, seen, at }), effects);
     }
 
     /// Gathers evidence and then takes this action. Takes the action at once if the group is already being stopped.
-    pub(super) fn take_evidence(&mut self, then: Then, effects: &mut Vec<Effect>) {
+    pub(super) fn take_evidence(&mut self, action: PendingAction, effects: &mut Vec<Effect>) {
         if let Some(waiting) = &mut self.waiting {
             // Do not queue another timer of the same rank. The first one already decides what happens to the rank, and
             // there may be any number of others.
-            if !waiting.iter().any(|earlier| earlier.is_of_same_rank(&then)) {
-                waiting.push(then);
+            if !waiting.iter().any(|earlier| earlier.is_of_same_rank(&action)) {
+                waiting.push(action);
             }
         } else if self.phase == Phase::Running {
-            effects.push(Effect::TakeEvidence { title: then.title() });
-            self.waiting = Some(vec![then]);
+            effects.push(Effect::TakeEvidence { title: action.title() });
+            self.waiting = Some(vec![action]);
         } else {
-            self.follow_up(then, &[], effects);
+            self.carry_out(action, &[], effects);
         }
     }
 
-    pub(super) fn on_evidence(&mut self, found: &[Found], effects: &mut Vec<Effect>) {
+    pub(super) fn on_evidence(&mut self, evidence: &[WorkerEvidence], effects: &mut Vec<Effect>) {
         let Some(waiting) = self.waiting.take() else { return };
-        for message in found.iter().filter_map(|found| found.problem.as_ref()) {
+        for message in evidence.iter().filter_map(|worker| worker.problem.as_ref()) {
             let message = format!("the evidence of a hang could not be written: {message}");
-            effects.push(Effect::Tell(Event::Degraded { message }));
+            effects.push(Effect::Report(Event::Degraded { message }));
         }
-        self.follow_all_up(waiting, found, effects);
+        self.carry_out_all(waiting, evidence, effects);
         // If the workers have recovered, continue to watch them.
         self.look(effects);
     }
@@ -160,7 +163,7 @@ impl Group {
     /// Takes all waiting actions now, without evidence. A worker whose limit had passed counts as hung.
     pub(super) fn settle(&mut self, effects: &mut Vec<Effect>) {
         let waiting = self.waiting.take().unwrap_or_default();
-        self.follow_all_up(waiting, &[], effects);
+        self.carry_out_all(waiting, &[], effects);
     }
 
     /// Handles the exit of a worker while evidence is being gathered. Takes the actions that concern the worker first.
@@ -172,57 +175,63 @@ impl Group {
         let Some(waiting) = &mut self.waiting else { return };
         let ends_group = fails_group || self.members.iter().enumerate().all(|(other, m)| m.ended || other == index);
         let local_rank = self.members[index].local_rank;
-        let is_due = |then: &Then| {
-            ends_group && matches!(then, Then::Timer(_) | Then::Exit(_)) || then.concerns(index, local_rank)
+        let is_due = |action: &PendingAction| {
+            ends_group && matches!(action, PendingAction::Timer(_) | PendingAction::Exit(_))
+                || action.concerns(index, local_rank)
         };
         let (due, others): (Vec<_>, _) = std::mem::take(waiting).into_iter().partition(is_due);
         *waiting = others;
         if !self.survives(index) {
-            return self.follow_all_up(due, &[], effects);
+            return self.carry_out_all(due, &[], effects);
         }
-        for then in due {
-            match then {
+        for action in due {
+            match action {
                 // Report only the worker that has exited, because the others may have been waiting for it.
-                Then::Hung(look) => {
-                    if let Some(hung) = self.judge(look, &[]).filter(|hung| hung.local_rank == local_rank) {
+                PendingAction::Hung(check) => {
+                    if let Some(hung) = self.judge(check, &[]).filter(|hung| hung.local_rank == local_rank) {
                         self.on_hung(hung, effects);
                     }
                 }
-                then => self.follow_up(then, &[], effects),
+                action => self.carry_out(action, &[], effects),
             }
         }
     }
 
     /// Returns true if an action that waits for evidence is about what this member did while it was alive.
     pub(super) fn is_to_be_judged(&self, index: usize) -> bool {
-        self.waiting.iter().flatten().any(|then| then.concerns(index, self.members[index].local_rank))
+        self.waiting.iter().flatten().any(|action| action.concerns(index, self.members[index].local_rank))
     }
 
-    fn follow_all_up(&mut self, mut thens: Vec<Then>, found: &[Found], effects: &mut Vec<Effect>) {
-        if thens.iter().any(|then| matches!(then, Then::Stop(..))) {
+    fn carry_out_all(
+        &mut self,
+        mut actions: Vec<PendingAction>,
+        evidence: &[WorkerEvidence],
+        effects: &mut Vec<Effect>,
+    ) {
+        if actions.iter().any(|action| matches!(action, PendingAction::Stop(..))) {
             // Drop the results of local checks, because the stop request considers both the local ranks and the rank on
             // the other node.
-            thens.retain(|then| !matches!(then, Then::Hung(_)));
+            actions.retain(|action| !matches!(action, PendingAction::Hung(_)));
         }
-        for then in thens {
-            self.follow_up(then, found, effects);
+        for action in actions {
+            self.carry_out(action, evidence, effects);
         }
     }
 
-    fn follow_up(&mut self, then: Then, found: &[Found], effects: &mut Vec<Effect>) {
-        match then {
-            Then::Timer(timer) => self.on_timer_due(timer, effects),
-            Then::Exit(local_rank) => self.on_exit_overdue(local_rank, effects),
-            Then::Hung(look) => {
-                if let Some(hung) = self.judge(look, found) {
+    fn carry_out(&mut self, action: PendingAction, evidence: &[WorkerEvidence], effects: &mut Vec<Effect>) {
+        match action {
+            PendingAction::Timer(timer) => self.on_timer_due(timer, effects),
+            PendingAction::Exit(local_rank) => self.on_exit_overdue(local_rank, effects),
+            PendingAction::Hung(check) => {
+                if let Some(hung) = self.judge(check, evidence) {
                     self.on_hung(hung, effects);
                 }
             }
-            Then::Stop(policy, elsewhere, look) => {
-                let look = self.without_those_that_went_on(look);
-                let hung = self.verdict(&look, found, |suspects| blame_beside(suspects, &elsewhere));
-                match hung.filter(|_| self.holds(&look)) {
-                    Some(hung) if self.anyone_is_due(&look) => self.on_hung(hung, effects),
+            PendingAction::Stop(policy, remote, check) => {
+                let check = self.without_recovered(check);
+                let hung = self.verdict(&check, evidence, |suspects| blame_beside(suspects, &remote));
+                match hung.filter(|_| self.is_current(&check)) {
+                    Some(hung) if self.anyone_is_due(&check) => self.on_hung(hung, effects),
                     Some(hung) => self.on_suspected(hung, effects),
                     None => {}
                 }
@@ -231,10 +240,10 @@ impl Group {
         }
     }
 
-    fn judge(&self, look: Look, found: &[Found]) -> Option<WorkerHung> {
-        let look = self.without_those_that_went_on(look);
-        let is_for_nothing = !self.holds(&look) || !self.anyone_is_due(&look) || self.is_anyone_condemned();
-        self.verdict(&look, found, blame).filter(|_| !is_for_nothing)
+    fn judge(&self, check: HangCheck, evidence: &[WorkerEvidence]) -> Option<WorkerHung> {
+        let check = self.without_recovered(check);
+        let is_outdated = !self.is_current(&check) || !self.anyone_is_due(&check) || self.is_anyone_condemned();
+        self.verdict(&check, evidence, blame).filter(|_| !is_outdated)
     }
 
     fn is_anyone_condemned(&self) -> bool {
@@ -250,31 +259,31 @@ impl Group {
     /// Reports a worker that a rank on another node may be waiting for.
     fn on_suspected(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
         if self.working(hung.local_rank).is_some() {
-            effects.push(Effect::Tell(Event::WorkerHung(hung.into())));
+            effects.push(Effect::Report(Event::WorkerHung(hung.into())));
         }
     }
 
     /// Returns true if the group has not been suspended since the check (**HANG-5**).
-    fn holds(&self, look: &Look) -> bool {
-        self.watch.as_ref().is_some_and(|watch| watch.holds(look.at.0))
+    fn is_current(&self, check: &HangCheck) -> bool {
+        self.watch.as_ref().is_some_and(|watch| watch.holds(check.at.0))
     }
 
     /// Drops the ranks that have recovered since the check (**HANG-6**).
-    fn without_those_that_went_on(&self, look: Look) -> Look {
-        Look { late: still_late(look.late, &self.sight.seen, self.sight.line), ..look }
+    fn without_recovered(&self, check: HangCheck) -> HangCheck {
+        HangCheck { late: still_late(check.late, &self.snapshot.seen, self.snapshot.line), ..check }
     }
 
     /// Returns true if at least one of the ranks that exceeded their limit is still running.
-    fn anyone_is_due(&self, look: &Look) -> bool {
-        look.late.iter().any(|overdue| overdue.is_due && self.members[overdue.rank].runs())
+    fn anyone_is_due(&self, check: &HangCheck) -> bool {
+        check.late.iter().any(|overdue| overdue.is_due && self.members[overdue.rank].runs())
     }
 
     /// Decides which of the late ranks is to blame, and adds the state of all running ranks. Returns `None` if no
     /// running rank is to blame.
     fn verdict(
         &self,
-        Look { late, seen, at }: &Look,
-        found: &[Found],
+        HangCheck { late, seen, at }: &HangCheck,
+        evidence: &[WorkerEvidence],
         blame: impl Fn(&[Suspect]) -> Option<(usize, Ground)>,
     ) -> Option<WorkerHung> {
         let overdue_of = |index: usize| late.iter().find(|overdue| overdue.rank == index);
@@ -285,18 +294,18 @@ impl Group {
                 continue;
             }
             let local_rank = member.local_rank;
-            let found = found.iter().find(|found| found.local_rank == local_rank).cloned().unwrap_or_default();
+            let evidence = evidence.iter().find(|worker| worker.local_rank == local_rank).cloned().unwrap_or_default();
             let heartbeat = Heartbeat::of(local_rank, seen);
             let overdue = overdue_of(index);
             *suspect = Suspect {
                 is_late: overdue.is_some(),
                 is_due: overdue.is_some_and(|overdue| overdue.is_due),
-                is_stopped: matches!(found.state, 'T' | 't'),
+                is_stopped: matches!(evidence.state, 'T' | 't'),
                 step: heartbeat.as_ref().and_then(|beat| beat.step),
                 last: overdue.map_or(at.0, |overdue| overdue.since),
-                frame: found.frame.clone(),
+                frame: evidence.frame.clone(),
             };
-            let Found { state, wait_channel, frame, .. } = found;
+            let WorkerEvidence { state, wait_channel, frame, .. } = evidence;
             ranks.push(RankSeen { local_rank, heartbeat, is_late: overdue.is_some(), state, wait_channel, frame });
         }
         let (index, ground) = blame(&suspects)?;

@@ -13,7 +13,7 @@ pub(super) enum Pause {
     Running,
     /// The worker is stopped by this signal, but this has not been reported yet.
     Noticed(i32),
-    Told,
+    Reported,
 }
 
 /// State of a member's place in a group that replaces failed workers. See [`super::replacing`].

@@ -10,7 +10,7 @@ use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::signal::Signal;
 
 use super::member::{Member, Place, to_group};
-use super::{Effect, Event, GIVE_UP_AFTER, Group, Phase, Swept, Timer};
+use super::{Effect, Event, GIVE_UP_AFTER, Group, Phase, SweepOutcome, Timer};
 use crate::spec::StopScope;
 use crate::supervisor::event::StartFailure;
 
@@ -76,15 +76,15 @@ impl Group {
     fn sweep_left(&self, effects: &mut Vec<Effect>) {
         if let Some(&first) = self.left.front().filter(|_| self.phase == Phase::Running) {
             let Member { local_rank, pid, .. } = self.members[first];
-            effects.push(Effect::SweepLeft { local_rank, pid, give_up: GIVE_UP_AFTER });
+            effects.push(Effect::SweepWorker { local_rank, pid, give_up: GIVE_UP_AFTER });
         }
     }
 
-    pub(super) fn on_left_swept(&mut self, swept: Swept, at: Stamp, effects: &mut Vec<Effect>) {
+    pub(super) fn on_worker_swept(&mut self, swept: SweepOutcome, at: Stamp, effects: &mut Vec<Effect>) {
         let Some(index) = self.left.pop_front() else { return };
         let member = &mut self.members[index];
         member.place = Place::Free;
-        effects.push(Effect::Tell(Event::WorkerSwept { local_rank: member.local_rank, swept, at }));
+        effects.push(Effect::Report(Event::WorkerSwept { local_rank: member.local_rank, swept, at }));
         self.sweep_left(effects);
     }
 
@@ -118,7 +118,7 @@ impl Group {
         if let Some(watch) = &mut self.watch {
             watch.restart(index, started.0);
         }
-        effects.push(Effect::Tell(Event::WorkerReplaced { local_rank, pid, started }));
+        effects.push(Effect::Report(Event::WorkerReplaced { local_rank, pid, started }));
         let member = &mut self.members[index];
         match (self.phase, self.stop_signal) {
             (Phase::Running, _) if self.suspended => effects.push(to_group(pid, Signal::STOP)),
@@ -132,7 +132,7 @@ impl Group {
         let (StartFailure::Worker { local_rank, .. } | StartFailure::Hung { local_rank, .. }) = &failure;
         let Some(index) = self.promised(*local_rank) else { return };
         self.members[index].place = Place::Free;
-        effects.push(Effect::Tell(Event::ReplaceFailed(failure)));
+        effects.push(Effect::Report(Event::ReplaceFailed(failure)));
         self.sweep_when_all_have_ended(effects);
     }
 

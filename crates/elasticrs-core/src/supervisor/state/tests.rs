@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use self::exits::{raised, sampled};
-use self::hangs::{FOUR_SECONDS, after_evidence, elsewhere, sight};
+use self::hangs::{FOUR_SECONDS, after_evidence, remote_hang, snapshot};
 use super::*;
 use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
 
@@ -36,7 +36,7 @@ fn all_exit(group: &mut Group, pids: &[i32], exit: WorkerExit) -> Vec<Effect> {
 }
 
 fn swept() -> Input {
-    Input::Swept(Swept::default())
+    Input::Swept(SweepOutcome::default())
 }
 
 fn signals(effects: &[Effect]) -> Vec<(i32, Signal)> {
@@ -49,9 +49,9 @@ fn signals(effects: &[Effect]) -> Vec<(i32, Signal)> {
         .collect()
 }
 
-fn end(effects: &[Effect]) -> Option<&End> {
+fn end(effects: &[Effect]) -> Option<&GroupOutcome> {
     effects.iter().find_map(|e| match e {
-        Effect::TellEnd(end) => Some(end),
+        Effect::ReportEnd(end) => Some(end),
         _ => None,
     })
 }
@@ -65,9 +65,9 @@ fn the_first_failure_signals_the_siblings_before_it_is_told() {
         [(100, Signal::TERM), (102, Signal::TERM), (103, Signal::TERM), (101, Signal::TERM)],
         "living siblings first, then what the failed worker may have left in its group"
     );
-    let told = effects.iter().position(|e| matches!(e, Effect::TellFailure { siblings: 3, local_rank: 1, .. }));
+    let report = effects.iter().position(|e| matches!(e, Effect::ReportFailure { siblings: 3, local_rank: 1, .. }));
     let last_signal = effects.iter().rposition(|e| matches!(e, Effect::Signal { .. }));
-    assert!(told > last_signal, "{effects:?}");
+    assert!(report > last_signal, "{effects:?}");
     assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)));
 }
 
@@ -80,7 +80,7 @@ fn a_second_failure_is_told_as_an_exit_only() {
     let sent: Vec<_> = effects
         .iter()
         .filter_map(|e| match e {
-            Effect::Tell(Event::WorkerExited { sent, .. }) => Some(*sent),
+            Effect::Report(Event::WorkerExited { sent, .. }) => Some(*sent),
             _ => None,
         })
         .collect();
@@ -158,9 +158,9 @@ fn a_harder_stop_overrides_and_a_softer_one_does_not_buy_time() {
 fn a_paused_worker_is_told_after_a_second_and_woken_by_a_stop() {
     let mut group = lingering();
     let effects = group.on_input(Input::Paused { pid: 102, signal: 19 });
-    assert_eq!(effects, [Effect::Arm(Timer::Paused(2), PAUSE_IS_TOLD_AFTER)]);
+    assert_eq!(effects, [Effect::Arm(Timer::Paused(2), PAUSE_REPORT_DELAY)]);
     let effects = group.on_input(Input::Expired(Timer::Paused(2)));
-    assert_eq!(effects, [Effect::Tell(Event::WorkerPaused { local_rank: 2, pid: 102, signal: 19 })]);
+    assert_eq!(effects, [Effect::Report(Event::WorkerPaused { local_rank: 2, pid: 102, signal: 19 })]);
     let effects = group.on_input(Input::Stop(TERM_30));
     assert_eq!(signals(&effects).last(), Some(&(102, Signal::CONT)), "after the signal, or it could be missed");
 }
@@ -192,7 +192,7 @@ fn the_end_of_a_suspended_group_does_not_leave_time_standing_still() {
     assert_eq!(group.on_input(Input::Suspend)[0], Effect::Freeze);
     let _ = all_exit(&mut group, &PIDS, FAILED);
     let effects = group.on_input(swept());
-    assert!(matches!(effects[..], [Effect::Thaw, Effect::TellEnd(_)]), "{effects:?}");
+    assert!(matches!(effects[..], [Effect::Thaw, Effect::ReportEnd(_)]), "{effects:?}");
     assert_eq!(group.on_input(Input::Resume), [], "it comes too late to do that");
 }
 
@@ -209,7 +209,7 @@ fn a_suspended_group_that_is_being_stopped_goes_on_when_it_is_resumed() {
 fn the_loss_of_the_nursery_ends_the_group_once() {
     let mut group = lingering();
     let exit = KILLED;
-    let killed = NurseryEnd { exit, hung: false };
+    let killed = NurseryExit { exit, hung: false };
     let effects = group.on_input(Input::NurseryLost(killed));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
     let _ = all_exit(&mut group, &PIDS, WorkerExit::Unknown);
@@ -230,7 +230,7 @@ fn a_fenced_group_ends_as_stopped_by_sigkill() {
     for pid in PIDS {
         effects = group.on_input(exited(pid, KILLED));
         assert!(
-            matches!(&effects[0], Effect::Tell(Event::WorkerExited { sent: Some(Signal::KILL), .. })),
+            matches!(&effects[0], Effect::Report(Event::WorkerExited { sent: Some(Signal::KILL), .. })),
             "SUP-7: {effects:?}"
         );
     }
@@ -253,9 +253,9 @@ fn who_is_dead_when_a_signal_is_sent_died_by_itself() {
     let mut group = lingering();
     let _ = group.on_input(Input::Dead(vec![102]));
     let effects = group.on_input(exited(101, FAILED));
-    assert!(effects.iter().any(|e| matches!(e, Effect::TellFailure { siblings: 2, .. })), "{effects:?}");
+    assert!(effects.iter().any(|e| matches!(e, Effect::ReportFailure { siblings: 2, .. })), "{effects:?}");
     let sent = |effects: &[Effect]| match effects.first() {
-        Some(Effect::Tell(Event::WorkerExited { sent, .. })) => *sent,
+        Some(Effect::Report(Event::WorkerExited { sent, .. })) => *sent,
         other => panic!("{other:?}"),
     };
     // Rank 3 died after SIGTERM was sent and before SIGKILL was, so SIGTERM is reported for it.
@@ -339,8 +339,8 @@ fn a_signal_that_is_passed_on_makes_nobody_a_victim() {
     let effects = group.on_input(Input::Forward(usr1, vec![0, 1, 3]));
     assert_eq!(effects, [100, 101].map(|pid| to_worker(pid, usr1)));
     let effects = group.on_input(exited(101, WorkerExit::Signaled { signal: 10, core_dumped: false }));
-    assert!(effects.iter().any(|e| matches!(e, Effect::TellFailure { local_rank: 1, .. })));
-    assert!(effects.iter().any(|e| matches!(e, Effect::Tell(Event::WorkerExited { sent: None, .. }))), "{effects:?}");
+    assert!(effects.iter().any(|e| matches!(e, Effect::ReportFailure { local_rank: 1, .. })));
+    assert!(effects.iter().any(|e| matches!(e, Effect::Report(Event::WorkerExited { sent: None, .. }))), "{effects:?}");
 }
 
 #[test]
@@ -366,8 +366,9 @@ fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
     assert_eq!(effects[0], Effect::SignalProcess { pid: 101, signal: usr1 });
     assert_eq!(signals(&effects), [100, 102, 103].map(|pid| (pid, Signal::TERM)));
     assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)));
-    let told: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Tell(_))).collect();
-    let [Effect::Tell(Event::TimerExpired(_)), Effect::TellFailure { local_rank: 1, siblings: 3, .. }] = told[..]
+    let reports: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Report(_))).collect();
+    let [Effect::Report(Event::TimerExpired(_)), Effect::ReportFailure { local_rank: 1, siblings: 3, .. }] =
+        reports[..]
     else {
         panic!("SUP-3: {effects:?}");
     };
@@ -390,7 +391,7 @@ fn a_descendant_of_a_worker_that_hangs_fails_the_worker() {
 fn a_timer_without_a_signal_is_only_told() {
     let mut group = lingering();
     let effects = group.on_input(expired(1, 101, None));
-    assert!(matches!(effects[..], [Effect::Tell(Event::TimerExpired(_))]));
+    assert!(matches!(effects[..], [Effect::Report(Event::TimerExpired(_))]));
     let _ = group.on_input(exited(101, FAILED));
     assert_eq!(group.on_input(expired(1, 101, Some(Signal::KILL))), [], "it has ended");
 }
@@ -418,11 +419,11 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => Just(Input::Suspend),
         1 => Just(Input::Resume),
         2 => timer.prop_map(Input::Expired),
-        1 => any::<bool>().prop_map(|hung| Input::NurseryLost(NurseryEnd { exit: FAILED, hung })),
+        1 => any::<bool>().prop_map(|hung| Input::NurseryLost(NurseryExit { exit: FAILED, hung })),
         1 => Just(Input::Fenced),
         1 => (0..4_u32, any::<bool>()).prop_map(|(rank, reaps)| expired(rank, 100, reaps.then_some(Signal::KILL))),
         1 => Just(Input::Watch(FOUR_SECONDS)),
-        1 => Just(Input::StopForHang(TERM_30, elsewhere())),
+        1 => Just(Input::StopForHang(TERM_30, remote_hang())),
         2 => Just(Input::Evidence(Vec::new())),
         2 => (0..4_u32).prop_map(raised),
         2 => (0..4_u32, any::<Option<bool>>()).prop_map(|(rank, progressed)| sampled(rank, progressed)),
@@ -452,13 +453,13 @@ impl Seen {
         for effect in effects {
             prop_assert!(self.ends.is_empty(), "SUP-5: {effect:?} after the end");
             match effect {
-                Effect::Tell(Event::WorkerExited { local_rank, pid, exit, .. }) => {
+                Effect::Report(Event::WorkerExited { local_rank, pid, exit, .. }) => {
                     self.gone.insert(*pid);
                     prop_assert!(self.exits.insert(*local_rank), "SUP-2: rank {local_rank} told twice");
                     self.any_failed_exit |= !exit.is_success();
                 }
-                Effect::TellFailure { .. } => self.failures += 1,
-                Effect::TellEnd(end) => {
+                Effect::ReportFailure { .. } => self.failures += 1,
+                Effect::ReportEnd(end) => {
                     prop_assert!(!self.is_frozen, "the deadlines of the next group would stand still");
                     self.ends.push(end.outcome);
                 }
@@ -469,7 +470,7 @@ impl Seen {
                     self.armed.remove(timer);
                 }
                 Effect::Sweep { .. } => self.owed_sweeps += 1,
-                Effect::SweepLeft { .. } => panic!("nobody is replaced: {effect:?}"),
+                Effect::SweepWorker { .. } => panic!("nobody is replaced: {effect:?}"),
                 Effect::TakeEvidence { .. } => {
                     prop_assert!(!self.takes_evidence, "one after the other");
                     self.takes_evidence = true;
@@ -484,7 +485,7 @@ impl Seen {
                 Effect::Signal { pid, to: StopScope::Group, signal: Signal::TERM | Signal::KILL } => {
                     self.stopped_groups.insert(*pid);
                 }
-                Effect::Signal { .. } | Effect::SignalProcess { .. } | Effect::Tell(_) => {}
+                Effect::Signal { .. } | Effect::SignalProcess { .. } | Effect::Report(_) => {}
             }
         }
         if self.armed.contains(&Timer::Kill) {
@@ -534,8 +535,8 @@ proptest! {
                 continue;
             }
             let looks_for_dead = group.may_signal(&input);
-            if group.needs_sight(&input) {
-                seen.take(&group.on_input(sight(now, beats.map(|ago| Some(now - ago?)))))?;
+            if group.needs_snapshot(&input) {
+                seen.take(&group.on_input(snapshot(now, beats.map(|ago| Some(now - ago?)))))?;
             }
             let is_passed_on = matches!(input, Input::Forward(..));
             if is_passed_on && looks_for_dead {
@@ -546,7 +547,7 @@ proptest! {
                 prop_assert!(looks_for_dead, "who has died by itself must be known before");
                 prop_assert!(signals(&effects).iter().all(|(pid, _)| !seen.gone.contains(pid)), "SUP-6: {effects:?}");
             }
-            let fails = effects.iter().any(|effect| matches!(effect, Effect::TellFailure { .. }));
+            let fails = effects.iter().any(|effect| matches!(effect, Effect::ReportFailure { .. }));
             prop_assert!(looks_for_dead || !fails, "who has died by itself must be known before");
             seen.take(&effects)?;
             if spares_helpers {

@@ -1,95 +1,156 @@
-//! Periodically compares the exits that the nursery has reported with the state of the workers in the kernel.
+//! Decides what to do about workers that are dead although the nursery has not reported their exits.
 
 use std::collections::BTreeSet;
-use std::os::fd::AsFd;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use elasticrs_nursery::held::{self, Held};
-use elasticrs_sys::clock::Stamp;
 
-use super::{Beside, Current, Running, Task};
-use crate::supervisor::deadlines::Timer;
-use crate::supervisor::event::Event;
-use crate::supervisor::state::Input;
-use crate::supervisor::watch;
-use crate::supervisor::zombies::Subjects;
+use crate::supervisor::event::SweepOutcome;
+use crate::supervisor::queue::Queue;
+use crate::supervisor::zombies::{Scanner, Subjects};
 
 /// Time between two checks of the workers, the nursery and the sentinel.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-impl Running {
-    /// Returns the pids of the members that are dead although their exits have not been reported yet.
-    pub(super) fn dead(&self) -> Vec<i32> {
-        let living: BTreeSet<i32> = self.group.living().collect();
-        let living = self.members.iter().filter(|member| living.contains(&member.pid));
-        let (pids, pidfds): (Vec<_>, Vec<_>) = living.map(|member| (member.pid, member.pidfd.as_fd())).unzip();
-        let ended = watch::ended(&pidfds);
-        pids.into_iter().zip(ended).filter_map(|(pid, ended)| ended.then_some(pid)).collect()
+/// Workers of a group that the last check found dead without a reported exit.
+#[derive(Debug, Default)]
+pub(super) struct Unreported {
+    /// Pids of the workers that the nursery should have reaped.
+    dead: Vec<i32>,
+    /// Pids of the workers that a tracer holds.
+    held: Vec<i32>,
+}
+
+/// Result of a check.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct CheckOutcome {
+    pub(super) nursery: Option<NurseryAction>,
+    /// Time until the next check.
+    pub(super) pause: Duration,
+    /// The workers whose exits must be reported without the nursery, because a tracer still holds them.
+    pub(super) held: Vec<(i32, Held)>,
+}
+
+/// Action to make the nursery report the exits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NurseryAction {
+    /// Continue the nursery, which may have been stopped by a signal.
+    Resume,
+    /// Kill the nursery, because it hangs.
+    Kill,
+}
+
+impl Unreported {
+    /// Compares a check with the previous one. `dead` contains the workers without a reported exit that no tracer
+    /// holds, and `held` those that a tracer holds. `is_starting` is true while a replacement is being started.
+    pub(super) fn check(&mut self, dead: Vec<i32>, held: Vec<(i32, Held)>, is_starting: bool) -> CheckOutcome {
+        // Unreported exits usually mean that the nursery hangs. While a replacement is being started, the nursery may
+        // only be blocked in that start. Do not kill it then, because the start has its own deadline.
+        let is_overdue = !is_starting && dead.iter().any(|pid| self.dead.contains(pid));
+        let action = if is_overdue { NurseryAction::Kill } else { NurseryAction::Resume };
+        let nursery = (!dead.is_empty()).then_some(action);
+        let pause = if dead.is_empty() && !held.is_empty() { held::LIMIT } else { CHECK_INTERVAL };
+        self.dead = dead;
+        let before = std::mem::replace(&mut self.held, held.iter().map(|(pid, _)| *pid).collect());
+        let held = held.into_iter().filter(|(pid, _)| before.contains(pid)).collect();
+        CheckOutcome { nursery, pause, held }
     }
 }
 
-impl Task {
-    /// Looks for workers that are dead although the nursery has not reported their exits. If a tracer holds such a
-    /// worker, reports the exit itself. Otherwise resumes the nursery, which may have been stopped by a signal. If the
-    /// nursery still has not reported the exit at the next check, it hangs and is killed.
-    pub(super) fn check(&mut self) {
-        if self.config.owns_process && std::process::id() == 1 {
-            let second = self.beside.iter().flat_map(Beside::pids);
-            let nurseries: Vec<i32> = self.nursery.iter().map(|nursery| nursery.pid).chain(second).collect();
-            watch::reap_orphans(&nurseries);
+/// Reports about processes that the kernel cannot remove. Each process is reported only once.
+#[derive(Debug)]
+pub(super) struct ZombieReports {
+    queue: Arc<Queue>,
+    /// Pids of the exited processes that were already reported as held by a tracer.
+    held: BTreeSet<i32>,
+    scanner: Arc<Mutex<Scanner>>,
+}
+
+impl ZombieReports {
+    pub(super) fn new(queue: Arc<Queue>) -> Self {
+        Self { queue, held: BTreeSet::new(), scanner: Arc::default() }
+    }
+
+    /// Reports that an exited process is held by a tracer.
+    pub(super) fn report_held(&mut self, pid: i32, message: String) {
+        if self.held.insert(pid) {
+            self.queue.degraded(message);
         }
-        self.check_sentinel();
-        self.look_for_zombies();
-        let Current::Running(running) = &mut self.current else { return };
-        let is_adopted = |pid: i32| running.members.iter().any(|m| m.pid == pid && m.adopted);
-        let workers = running.group.living().filter(|&pid| !is_adopted(pid));
-        // Ignore workers that are traced by the nursery. They have asked their parent to trace them, and the nursery
-        // reaps them unless it is stopped itself.
-        let nursery = self.nursery.as_ref().map(|nursery| nursery.pid);
-        let by_others = |pid: i32| held::by_tracer(pid).filter(|held| Some(held.tracer) != nursery);
-        let held: Vec<_> = workers.filter_map(|pid| by_others(pid).map(|held| (pid, held))).collect();
-        let is_held = |pid: i32| held.iter().any(|(held, _)| *held == pid);
-        let dead: Vec<i32> = running.dead().into_iter().filter(|&pid| !is_adopted(pid) && !is_held(pid)).collect();
-        // Unreported exits usually mean that the nursery hangs. While a replacement is being started, the nursery may
-        // only be blocked in that start. Do not kill it then, because the start has its own deadline.
-        let is_starting = running.group.starting().next().is_some();
-        let overdue = !is_starting && dead.iter().any(|pid| running.unreported.contains(pid));
-        if let (false, Some(nursery)) = (dead.is_empty(), &mut self.nursery) {
-            if overdue { nursery.kill_hung() } else { nursery.resume() }
-        }
-        let pause = if dead.is_empty() && !held.is_empty() { held::LIMIT } else { CHECK_INTERVAL };
-        self.deadlines.arm(Timer::Check, pause, Instant::now());
-        running.unreported = dead;
-        let before = std::mem::replace(&mut running.held, held.iter().map(|(pid, _)| *pid).collect());
-        for (pid, Held { exit, told, .. }) in held {
-            if before.contains(&pid) {
-                self.tell_held(pid, told);
-                self.input(Input::Exited { pid, exit, usage: None, seen: Stamp::now() });
-            }
+    }
+
+    /// Reports the processes that a sweep could not remove because a tracer holds them.
+    pub(super) fn report_all_held(&mut self, swept: &SweepOutcome) {
+        for &pid in &swept.held {
+            self.report_held(pid, held::told(pid));
         }
     }
 
     /// Looks for processes with many zombie children. Runs on another thread, because it reads `/proc`. Does nothing if
     /// the previous scan is still running.
-    fn look_for_zombies(&self) {
-        let Current::Running(running) = &self.current else { return };
-        let group = &running.group;
-        let workers = group.living().filter_map(|pid| Some((group.rank_of(pid)?, pid))).collect();
-        let subjects = Subjects { workers, agent: self.config.owns_process };
-        let (scanner, queue) = (Arc::clone(&self.zombies), Arc::clone(&self.shared.queue));
+    pub(super) fn scan(&self, subjects: Subjects) {
+        let (scanner, queue) = (Arc::clone(&self.scanner), Arc::clone(&self.queue));
         tokio::task::spawn_blocking(move || {
             let Ok(mut scanner) = scanner.try_lock() else { return };
             for message in scanner.scan(&subjects) {
-                queue.push(Event::Degraded { message });
+                queue.degraded(message);
             }
         });
     }
+}
 
-    /// Reports that an exited process is held by a tracer, but only once for each process.
-    pub(super) fn tell_held(&mut self, pid: i32, message: String) {
-        if self.held.insert(pid) {
-            self.shared.queue.push(Event::Degraded { message });
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::supervisor::event::Event;
+    use crate::supervisor::queue::Next;
+    use elasticrs_sys::exit::WorkerExit;
+
+    fn held(pid: i32) -> (i32, Held) {
+        (pid, Held { exit: WorkerExit::Unknown, tracer: 9, told: "a tracer holds it".to_owned() })
+    }
+
+    #[test]
+    fn a_nursery_that_reports_no_exit_is_continued_and_then_killed() {
+        let mut unreported = Unreported::default();
+        let mut check = |dead: &[i32]| unreported.check(dead.to_vec(), Vec::new(), false).nursery;
+        assert_eq!(check(&[]), None);
+        assert_eq!(check(&[7]), Some(NurseryAction::Resume));
+        assert_eq!(check(&[7, 8]), Some(NurseryAction::Kill));
+        assert_eq!(check(&[]), None);
+        assert_eq!(check(&[8]), Some(NurseryAction::Resume));
+        assert_eq!(check(&[9]), Some(NurseryAction::Resume));
+    }
+
+    #[test]
+    fn a_nursery_that_starts_a_replacement_is_not_killed() {
+        let mut unreported = Unreported::default();
+        for _ in 0..2 {
+            assert_eq!(unreported.check(vec![7], Vec::new(), true).nursery, Some(NurseryAction::Resume));
         }
+        assert_eq!(unreported.check(vec![7], Vec::new(), false).nursery, Some(NurseryAction::Kill));
+    }
+
+    #[test]
+    fn the_exit_of_a_held_worker_is_reported_at_the_second_check() {
+        let mut unreported = Unreported::default();
+        let soon = CheckOutcome { nursery: None, pause: held::LIMIT, held: Vec::new() };
+        assert_eq!(unreported.check(Vec::new(), vec![held(7)], false), soon);
+        let outcome = unreported.check(vec![8], vec![held(7), held(9)], false);
+        assert_eq!((outcome.held, outcome.pause), (vec![held(7)], CHECK_INTERVAL));
+    }
+
+    #[test]
+    fn a_held_process_is_reported_once() {
+        let queue = Arc::new(Queue::new().expect("an eventfd"));
+        let mut reports = ZombieReports::new(Arc::clone(&queue));
+        for (pid, message) in [(7, "first"), (7, "again"), (8, "other")] {
+            reports.report_held(pid, message.to_owned());
+        }
+        for expected in ["first", "other"] {
+            let message = expected.to_owned();
+            assert_eq!(queue.next(Some(Duration::ZERO)).expect("a poll"), Next::Event(Event::Degraded { message }));
+        }
+        assert_eq!(queue.next(Some(Duration::ZERO)).expect("a poll"), Next::TimedOut);
     }
 }

@@ -10,7 +10,6 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use elasticrs_nursery::tree::Status;
 use elasticrs_runtime::notices::Rate;
 use elasticrs_runtime::readiness::register;
 use elasticrs_sys::clock::Stamp;
@@ -20,17 +19,15 @@ use elasticrs_sys::stat::{START_TIME, Stat};
 use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
-use nix::unistd::{Pid, getsid};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::task::{AbortHandle, JoinSet};
 
-use super::{Current, Running, Task};
+use super::running::Running;
 use crate::supervisor::counters::TimerCounts;
-use crate::supervisor::event::{Event, TimerExpired};
-use crate::supervisor::state::Input;
+use crate::supervisor::event::TimerExpired;
 use crate::supervisor::watch;
-use crate::timer::complaints::{Complaints, INTERVAL, MAX_TOLD, excerpt, more_timers};
+use crate::timer::complaints::{Complaints, INTERVAL, MAX_REPORTED, excerpt, more_timers};
 use crate::timer::fifo::CAPACITY;
 use crate::timer::lines::Lines;
 use crate::timer::record::{self, Record, Refusal, Request};
@@ -47,8 +44,6 @@ const SLICE: Duration = Duration::from_millis(1);
 const MAX_DRAIN: usize = 2 * CAPACITY as usize;
 /// Maximum number of processes that may have timers at the same time. Each of them uses a descriptor.
 const MAX_PROCESSES: usize = 512;
-/// Maximum number of ancestors to check when looking for the worker that a process descends from.
-const MAX_DEPTH: usize = 64;
 
 /// A process that may set timers: a worker or a descendant of one.
 struct Bound {
@@ -69,7 +64,8 @@ impl Drop for Bound {
 }
 
 /// Event that [`Watchdog::next`] returns.
-pub(super) enum Ring {
+#[derive(Debug)]
+pub(super) enum WatchdogEvent {
     Readable,
     Due,
     Exited,
@@ -89,13 +85,14 @@ pub(super) struct Watchdog {
     strangers: HashSet<i32>,
     exits: JoinSet<()>,
     complaints: Complaints,
-    told: Rate,
+    reported: Rate,
     buffer: Box<[u8]>,
     counts: Arc<TimerCounts>,
 }
 
 impl Watchdog {
-    fn new(fifo: OwnedFd, counts: Arc<TimerCounts>) -> io::Result<Self> {
+    /// Creates a watchdog that reads records from this FIFO.
+    pub(super) fn new(fifo: OwnedFd, counts: Arc<TimerCounts>) -> io::Result<Self> {
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         let alarm = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags)?;
         Ok(Self {
@@ -109,14 +106,14 @@ impl Watchdog {
             strangers: HashSet::new(),
             exits: JoinSet::new(),
             complaints: Complaints::default(),
-            told: Rate::new(MAX_TOLD, INTERVAL),
+            reported: Rate::new(MAX_REPORTED, INTERVAL),
             buffer: vec![0; PIECE].into(),
             counts,
         })
     }
 
     /// Waits for the next event. Cancel-safe, because every consumed event is returned at once.
-    pub(super) async fn next(&mut self) -> Ring {
+    pub(super) async fn next(&mut self) -> WatchdogEvent {
         let Self { input, rings, exits, .. } = self;
         loop {
             tokio::select! {
@@ -124,18 +121,46 @@ impl Watchdog {
                 // An error means that the runtime is shutting down, and this future is not polled after that.
                 Ok(mut ready) = rings.readable() => {
                     ready.clear_ready();
-                    return Ring::Due;
+                    return WatchdogEvent::Due;
                 }
                 Some(exited) = exits.join_next() => {
                     // An error means that the wait was cancelled, because the process was removed.
                     if exited.is_ok() {
-                        return Ring::Exited;
+                        return WatchdogEvent::Exited;
                     }
                 }
                 // The FIFO stays marked as readable until a read finds no data.
-                Ok(_) = input.readable() => return Ring::Readable,
+                Ok(_) = input.readable() => return WatchdogEvent::Readable,
             }
         }
+    }
+
+    /// Handles an event, and returns the timers that have expired. Passes messages for the user to `report`. `running` is
+    /// `None` if no group is running.
+    pub(super) fn handle(
+        &mut self,
+        event: &WatchdogEvent,
+        running: Option<&Running>,
+        report: &mut impl FnMut(String),
+    ) -> Vec<TimerExpired> {
+        match event {
+            WatchdogEvent::Readable => self.read(MAX_DRAIN, SLICE, running, report),
+            // The kernel timer has fired, so it is not armed anymore.
+            WatchdogEvent::Due => self.armed = None,
+            WatchdogEvent::Exited => self.forget_ended(),
+        }
+        let mut expired = self.expired(running, report);
+        self.arm();
+        // Limit the number of reports about expired timers without a signal (**TIM-4**).
+        expired.retain(|timer| {
+            if timer.signal.is_some() {
+                return true;
+            }
+            let left_out = self.reported.admit(Instant::now());
+            left_out.and_then(more_timers).into_iter().for_each(&mut *report);
+            left_out.is_some()
+        });
+        expired
     }
 
     /// Removes all timers at the end of the group. Returns a message about expired timers that have not been reported
@@ -144,7 +169,7 @@ impl Watchdog {
         self.timers.clear();
         self.bound.clear();
         self.arm();
-        more_timers(self.told.take_left_out())
+        more_timers(self.reported.take_left_out())
     }
 
     pub(super) fn freeze(&mut self) {
@@ -200,8 +225,8 @@ impl Watchdog {
     }
 
     /// Reads the available data, at most about `limit` bytes. Stops early after the first read that ends later than
-    /// `slice` after the start. Reports rejected records to `tell`.
-    fn read(&mut self, limit: usize, slice: Duration, running: Option<&Running>, tell: &mut impl FnMut(String)) {
+    /// `slice` after the start. Reports rejected records to `report`.
+    fn read(&mut self, limit: usize, slice: Duration, running: Option<&Running>, report: &mut impl FnMut(String)) {
         self.forget_ended();
         self.strangers.clear();
         let began = Instant::now();
@@ -213,11 +238,11 @@ impl Watchdog {
             let Ok(count) = read else { break };
             let clocks = Clocks::now();
             lines.feed(&buffer[..count], |line| match line {
-                None => self.refuse(Refusal::TooLong, tell, String::new),
+                None => self.refuse(Refusal::TooLong, report, String::new),
                 Some(line) => record::read(line, |record| {
                     let refused = record.and_then(|record| self.apply(&record, clocks, running));
                     if let Err(refusal) = refused {
-                        self.refuse(refusal, tell, || excerpt(line));
+                        self.refuse(refusal, report, || excerpt(line));
                     }
                 }),
             });
@@ -229,9 +254,9 @@ impl Watchdog {
         (self.buffer, self.lines) = (buffer, lines);
     }
 
-    fn refuse(&mut self, refusal: Refusal, tell: &mut impl FnMut(String), claim: impl FnOnce() -> String) {
+    fn refuse(&mut self, refusal: Refusal, report: &mut impl FnMut(String), claim: impl FnOnce() -> String) {
         if let Some(message) = self.complaints.add(refusal, Instant::now(), claim) {
-            tell(message);
+            report(message);
         }
     }
 
@@ -301,10 +326,10 @@ impl Watchdog {
 
     /// Returns the timers that have expired. Reads the FIFO first, so that timers that were released in time are not
     /// among them (**TIM-2**).
-    fn expired(&mut self, running: Option<&Running>, tell: &mut impl FnMut(String)) -> Vec<TimerExpired> {
+    fn expired(&mut self, running: Option<&Running>, report: &mut impl FnMut(String)) -> Vec<TimerExpired> {
         let mut expired = Vec::new();
         if self.timers.next().is_some_and(|at| at <= Stamp::now()) {
-            self.read(MAX_DRAIN, Duration::MAX, running, tell);
+            self.read(MAX_DRAIN, Duration::MAX, running, report);
             let seen = Stamp::now();
             while let Some((deadline, Due { pid, scope, terms, others })) =
                 self.timers.next().zip(self.timers.expired(seen))
@@ -350,69 +375,5 @@ impl Clocks {
     fn now() -> Self {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         Self { wall, now: Stamp::now() }
-    }
-}
-
-impl Running {
-    /// Returns the local rank of the worker to which this process belongs: the process itself, its closest ancestor
-    /// that is a worker, or, for an orphan, the worker that leads its session.
-    pub(super) fn worker_of(&self, pid: i32) -> Option<u32> {
-        let mut ancestor = pid;
-        for _ in 0..MAX_DEPTH {
-            if let Some(local_rank) = self.group.rank_of(ancestor) {
-                return Some(local_rank);
-            }
-            match Status::of(ancestor).map(|status| status.parent) {
-                Some(parent) if parent > 1 => ancestor = parent,
-                _ => break,
-            }
-        }
-        let session = getsid(Some(Pid::from_raw(pid))).ok()?.as_raw();
-        let leads = self.members.iter().any(|member| member.pid == session && member.leads_a_group);
-        if leads { self.group.rank_of(session) } else { None }
-    }
-}
-
-impl Task {
-    pub(super) fn watch_timers(&mut self, fifo: OwnedFd) -> io::Result<()> {
-        self.watchdog = Some(Watchdog::new(fifo, Arc::clone(&self.shared.counters.timers))?);
-        Ok(())
-    }
-
-    pub(super) async fn on_ring(&mut self, ring: &Ring) {
-        self.take_ring(ring);
-        // Yield to the runtime. Reading a FIFO that is always readable does not use up the task's budget. Without the
-        // yield, this task would run, and sockets and timers would not be polled, as long as any process keeps writing
-        // to the FIFO.
-        tokio::task::yield_now().await;
-    }
-
-    fn take_ring(&mut self, ring: &Ring) {
-        let Some(watchdog) = &mut self.watchdog else { return };
-        let running = match &self.current {
-            Current::Running(running) => Some(running),
-            Current::Idle | Current::Starting(_) => None,
-        };
-        let mut tell = |message| self.shared.queue.push(Event::Degraded { message });
-        match ring {
-            Ring::Readable => watchdog.read(MAX_DRAIN, SLICE, running, &mut tell),
-            // The kernel timer has fired, so it is not armed anymore.
-            Ring::Due => watchdog.armed = None,
-            Ring::Exited => watchdog.forget_ended(),
-        }
-        let mut expired = watchdog.expired(running, &mut tell);
-        watchdog.arm();
-        // Limit the number of reports about expired timers without a signal (**TIM-4**).
-        expired.retain(|timer| {
-            if timer.signal.is_some() {
-                return true;
-            }
-            let left_out = watchdog.told.admit(Instant::now());
-            left_out.and_then(more_timers).into_iter().for_each(&mut tell);
-            left_out.is_some()
-        });
-        for timer in expired {
-            self.input(Input::TimerExpired(timer));
-        }
     }
 }

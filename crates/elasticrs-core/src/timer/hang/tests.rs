@@ -8,18 +8,18 @@ fn fixed(seconds: u64) -> Limits {
     Limits { step: StepLimit::Fixed(Duration::from_secs(seconds)), startup: None, exit: None }
 }
 
-fn beat(at: u64) -> Seen {
-    Seen::Beat(Beat { last: at * SECOND, ..Beat::default() })
+fn beat(at: u64) -> RankState {
+    RankState::Heartbeat(Beat { last: at * SECOND, ..Beat::default() })
 }
 
-fn section(at: u64, limit: Option<u64>) -> Seen {
+fn section(at: u64, limit: Option<u64>) -> RankState {
     let section = Some(Section { name: "checkpoint".into(), limit: limit.map(|limit| limit * SECOND) });
-    Seen::Beat(Beat { last: at * SECOND, section, ..Beat::default() })
+    RankState::Heartbeat(Beat { last: at * SECOND, section, ..Beat::default() })
 }
 
 /// Calls `look` every second from `from` to `to`. Returns the first second in which a rank was reported as hung, and
 /// the ranks whose whole limit had passed.
-fn watch(watch: &mut Watch, from: u64, to: u64, seen: &[Seen], line: Option<u64>) -> Option<(u64, Vec<usize>)> {
+fn watch(watch: &mut Watch, from: u64, to: u64, seen: &[RankState], line: Option<u64>) -> Option<(u64, Vec<usize>)> {
     (from..=to).find_map(|now| match watch.look(now * SECOND, seen, line.map(|at| at * SECOND)) {
         Verdict::LookAgain(_) => None,
         Verdict::Hung(hung) => Some((now, hung.iter().filter(|late| late.is_due).map(|late| late.rank).collect())),
@@ -29,21 +29,21 @@ fn watch(watch: &mut Watch, from: u64, to: u64, seen: &[Seen], line: Option<u64>
 #[test]
 fn a_rank_is_watched_from_its_first_heartbeat() {
     let mut ranks = Watch::new(fixed(10), 2, 0);
-    assert_eq!(watch(&mut ranks, 1, 100, &[Seen::Nothing, Seen::Nothing], None), None);
-    assert_eq!(watch(&mut ranks, 101, 200, &[Seen::Nothing, beat(100)], None), Some((110, vec![1])));
+    assert_eq!(watch(&mut ranks, 1, 100, &[RankState::NoHeartbeat, RankState::NoHeartbeat], None), None);
+    assert_eq!(watch(&mut ranks, 101, 200, &[RankState::NoHeartbeat, beat(100)], None), Some((110, vec![1])));
 }
 
 #[test]
 fn ranks_without_a_heartbeat_are_told_once_after_the_limit_of_steps() {
     // Checks invariant HANG-7.
-    let told = |limits, seen: &[Seen], line: Option<u64>| {
+    let told = |limits, seen: &[RankState], line: Option<u64>| {
         let mut ranks = Watch::new(limits, seen.len(), 0);
         let tell = |now: u64| Some((now, ranks.unwatched(now * SECOND, seen, line.map(|at| at * SECOND))?.0));
         (1..=30).filter_map(tell).collect::<Vec<_>>()
     };
-    let nobody = [Seen::Nothing, Seen::Nothing];
+    let nobody = [RankState::NoHeartbeat, RankState::NoHeartbeat];
     assert_eq!(told(fixed(10), &nobody, None), [(10, vec![0, 1])]);
-    assert_eq!(told(fixed(10), &[Seen::Nothing, beat(1), Seen::Ended], None), [(10, vec![0])]);
+    assert_eq!(told(fixed(10), &[RankState::NoHeartbeat, beat(1), RankState::Exited], None), [(10, vec![0])]);
     assert_eq!(told(fixed(10), &[beat(1), section(1, None)], None), [], "who has given one is watched by its limits");
     assert_eq!(told(fixed(10), &nobody, Some(3)), [], "their lines are watched");
     assert_eq!(told(Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) }, &nobody, None), []);
@@ -52,7 +52,7 @@ fn ranks_without_a_heartbeat_are_told_once_after_the_limit_of_steps() {
 #[test]
 fn a_rank_whose_program_has_returned_has_the_limit_for_the_exit() {
     // Checks invariant HANG-9.
-    let exiting = |at| Seen::Beat(Beat { last: at * SECOND, is_exiting: true, ..Beat::default() });
+    let exiting = |at| RankState::Heartbeat(Beat { last: at * SECOND, is_exiting: true, ..Beat::default() });
     let seen = [exiting(1), beat(1000)];
     assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 500, &seen, None), None);
     let limits = Limits { exit: Some(Duration::from_secs(300)), ..fixed(10) };
@@ -70,9 +70,9 @@ fn nobody_hangs_who_waits_for_a_rank_that_is_replaced() {
     let mut ranks = Watch::new(Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) }, 2, 0);
     assert_eq!(watch(&mut ranks, 1, 100, &[beat(99), beat(99)], None), None);
     ranks.lose(1);
-    assert_eq!(watch(&mut ranks, 101, 130, &[beat(100), Seen::Ended], None), None);
+    assert_eq!(watch(&mut ranks, 101, 130, &[beat(100), RankState::Exited], None), None);
     ranks.restart(1, 130 * SECOND);
-    assert_eq!(watch(&mut ranks, 131, 160, &[beat(100), Seen::Nothing], None), None);
+    assert_eq!(watch(&mut ranks, 131, 160, &[beat(100), RankState::NoHeartbeat], None), None);
     assert_eq!(watch(&mut ranks, 161, 200, &[beat(100), beat(161)], None), Some((171, vec![0, 1])));
 }
 
@@ -82,7 +82,7 @@ fn who_has_waited_for_a_rank_that_is_lost_begins_anew() {
     let mut ranks = Watch::new(fixed(10), 2, 0);
     assert_eq!(watch(&mut ranks, 1, 9, &[beat(0), beat(0)], None), None);
     ranks.lose(1);
-    assert_eq!(watch(&mut ranks, 10, 10, &[beat(0), Seen::Ended], None), None);
+    assert_eq!(watch(&mut ranks, 10, 10, &[beat(0), RankState::Exited], None), None);
     ranks.restart(1, 10 * SECOND);
     assert_eq!(watch(&mut ranks, 11, 40, &[beat(0), beat(10)], None), Some((20, vec![1])), "its own time counts");
     assert_eq!(watch(&mut ranks, 21, 40, &[beat(0), beat(20)], None), Some((21, vec![0])));
@@ -95,12 +95,12 @@ fn a_rank_that_is_replaced_has_the_time_of_a_start() {
     assert_eq!(watch(&mut ranks, 1, 100, &[beat(99), beat(99)], None), None);
     ranks.lose(1);
     ranks.restart(1, 100 * SECOND);
-    assert_eq!(watch(&mut ranks, 101, 200, &[beat(100), Seen::Nothing], None), Some((140, vec![1])));
+    assert_eq!(watch(&mut ranks, 101, 200, &[beat(100), RankState::NoHeartbeat], None), Some((140, vec![1])));
 }
 
 #[test]
 fn a_line_tells_that_a_rank_was_replaced_where_nobody_beats() {
-    let nobody = [Seen::Nothing, Seen::Nothing];
+    let nobody = [RankState::NoHeartbeat, RankState::NoHeartbeat];
     let mut ranks = Watch::new(fixed(10), 2, 0);
     ranks.lose(1);
     ranks.restart(1, 20 * SECOND);
@@ -110,7 +110,7 @@ fn a_line_tells_that_a_rank_was_replaced_where_nobody_beats() {
 
 #[test]
 fn suspended_time_does_not_make_ranks_unwatched() {
-    let seen = [Seen::Nothing];
+    let seen = [RankState::NoHeartbeat];
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &seen, None), None);
     ranks.freeze(3 * SECOND);
@@ -124,7 +124,7 @@ fn suspended_time_does_not_make_ranks_unwatched() {
 fn a_start_has_a_limit_of_its_own() {
     let limits = Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) };
     let mut ranks = Watch::new(limits, 2, 0);
-    assert_eq!(watch(&mut ranks, 1, 60, &[Seen::Nothing, beat(39)], None), Some((40, vec![0])));
+    assert_eq!(watch(&mut ranks, 1, 60, &[RankState::NoHeartbeat, beat(39)], None), Some((40, vec![0])));
 }
 
 #[test]
@@ -137,16 +137,19 @@ fn a_section_has_its_own_limit_or_none() {
 
 #[test]
 fn without_a_heartbeat_the_silence_of_all_counts() {
-    let nobody = [Seen::Nothing, Seen::Nothing];
+    let nobody = [RankState::NoHeartbeat, RankState::NoHeartbeat];
     assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &nobody, Some(5)), Some((15, vec![0, 1])));
     // Checks invariant HANG-4.
-    let one = [Seen::Nothing, beat(58)];
+    let one = [RankState::NoHeartbeat, beat(58)];
     assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &one, Some(5)), None);
 }
 
 #[test]
 fn who_has_ended_does_not_hang() {
-    assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &[Seen::Ended, Seen::Nothing], None), None);
+    assert_eq!(
+        watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &[RankState::Exited, RankState::NoHeartbeat], None),
+        None
+    );
 }
 
 #[test]
@@ -169,7 +172,7 @@ fn a_limit_of_nearly_nothing_leaves_time_between_the_looks() {
         let limits = Limits { step: StepLimit::Fixed(Duration::from_nanos(nanoseconds)), ..fixed(0) };
         let mut ranks = Watch::new(limits, 1, 0);
         let next = SECOND + u64::try_from(LEAST_WAIT.as_nanos()).unwrap();
-        assert_eq!(ranks.look(SECOND, &[Seen::Nothing], None), Verdict::LookAgain(next), "HANG-3");
+        assert_eq!(ranks.look(SECOND, &[RankState::NoHeartbeat], None), Verdict::LookAgain(next), "HANG-3");
     }
 }
 
@@ -191,7 +194,7 @@ fn what_was_seen_of_a_suspended_group_blames_nobody() {
     assert!(watch.holds(SECOND));
     watch.freeze(2 * SECOND);
     assert!(!watch.holds(SECOND), "HANG-5");
-    watch.thaw(3 * SECOND, &[Seen::Nothing], None);
+    watch.thaw(3 * SECOND, &[RankState::NoHeartbeat], None);
     assert!(!watch.holds(SECOND), "HANG-5");
     assert!(watch.holds(3 * SECOND));
 }
@@ -216,7 +219,7 @@ fn a_limit_is_learned_from_steps() {
     steps.push(50 * SECOND);
     assert_eq!(learned(steps, LEAST_LEARNED), Some(Duration::from_secs(150)));
     let limits = Limits { step: StepLimit::Learned(LEAST_LEARNED), ..fixed(0) };
-    let seen = |steps| Seen::Beat(Beat { last: SECOND, steps, ..Beat::default() });
+    let seen = |steps| RankState::Heartbeat(Beat { last: SECOND, steps, ..Beat::default() });
     let few = [seen(vec![SECOND; 3])];
     assert_eq!(watch(&mut Watch::new(limits, 1, 0), 1, 2000, &few, None), Some((1801, vec![0])));
     // The steps of all ranks are used together to learn the limit.
@@ -302,7 +305,7 @@ fn what_keeps_another_node_waiting_need_not_be_due() {
 fn a_rank_of_another_node_counts_beside_the_own_ones() {
     let beside = |suspects: &[Suspect], step: Option<u64>, frame: &str| {
         let frame = (!frame.is_empty()).then(|| frame.to_owned());
-        blame_beside(suspects, &Elsewhere { silence: Duration::ZERO, step, frame })
+        blame_beside(suspects, &RemoteHang { silence: Duration::ZERO, step, frame })
     };
     let waits = |last| suspect(7, last, "all_reduce");
     let hangs = suspect(7, 4, "read");
@@ -325,11 +328,11 @@ fn who_never_said_a_step_may_be_the_one_that_is_behind() {
     assert_eq!(blame(&[suspect(0, 5, ""), begins_late]), Some((1, Ground::Oldest)));
 }
 
-fn any_seen() -> impl Strategy<Value = Seen> {
+fn any_seen() -> impl Strategy<Value = RankState> {
     let at = 0_u64..200 * SECOND;
     prop_oneof![
-        Just(Seen::Ended),
-        Just(Seen::Nothing),
+        Just(RankState::Exited),
+        Just(RankState::NoHeartbeat),
         (
             at,
             proptest::option::of(1_u64..9),
@@ -338,7 +341,7 @@ fn any_seen() -> impl Strategy<Value = Seen> {
         )
             .prop_map(|(last, step, limit, is_exiting)| {
                 let section = limit.map(|limit| Section { name: String::new(), limit });
-                Seen::Beat(Beat { last, step, section, is_exiting, ..Beat::default() })
+                RankState::Heartbeat(Beat { last, step, section, is_exiting, ..Beat::default() })
             }),
     ]
 }
@@ -369,7 +372,7 @@ proptest! {
                 Verdict::Hung(hung) => {
                     for overdue in hung.iter().filter(|late| late.is_due) {
                         prop_assert!(overdue.since + nanoseconds(overdue.limit) <= now);
-                        prop_assert!(seen[overdue.rank] != Seen::Ended);
+                        prop_assert!(seen[overdue.rank] != RankState::Exited);
                     }
                     let first = hung.iter().filter(|late| late.is_due).map(|o| o.since + nanoseconds(o.limit)).min().unwrap_or(0);
                     // Allow limits that had already passed before the first call of `look`.
@@ -380,8 +383,8 @@ proptest! {
         }
         for seen in &seen {
             let watched = match seen {
-                Seen::Beat(Beat { section: None, is_exiting: true, .. }) => exit.is_some(),
-                Seen::Beat(beat) => beat.section.as_ref().is_none_or(|section| section.limit.is_some()),
+                RankState::Heartbeat(Beat { section: None, is_exiting: true, .. }) => exit.is_some(),
+                RankState::Heartbeat(beat) => beat.section.as_ref().is_none_or(|section| section.limit.is_some()),
                 _ => false,
             };
             prop_assert!(!watched, "a rank that has stopped is found");
@@ -420,20 +423,25 @@ proptest! {
 #[test]
 fn who_has_given_a_sign_of_life_since_is_not_hung() {
     let overdue = |rank, missed| Overdue { rank, missed, since: 10, limit: Duration::ZERO, is_due: true };
-    let beat = |last| Seen::Beat(Beat { last, ..Beat::default() });
+    let beat = |last| RankState::Heartbeat(Beat { last, ..Beat::default() });
     let late = vec![overdue(0, Missed::Step), overdue(1, Missed::Section), overdue(2, Missed::Startup)];
-    let left = |seen: &[Seen]| still_late(late.clone(), seen, None).iter().map(|late| late.rank).collect::<Vec<_>>();
-    assert_eq!(left(&[beat(10), beat(10), Seen::Nothing]), [0, 1, 2]);
+    let left =
+        |seen: &[RankState]| still_late(late.clone(), seen, None).iter().map(|late| late.rank).collect::<Vec<_>>();
+    assert_eq!(left(&[beat(10), beat(10), RankState::NoHeartbeat]), [0, 1, 2]);
     assert_eq!(left(&[beat(10), beat(11), beat(11)]), [0], "HANG-6");
-    let exiting = Seen::Beat(Beat { last: 11, is_exiting: true, ..Beat::default() });
+    let exiting = RankState::Heartbeat(Beat { last: 11, is_exiting: true, ..Beat::default() });
     assert_eq!(left(&[exiting.clone(), beat(11), beat(11)]), [0], "leaving is no sign of activity");
-    let Seen::Beat(exiting) = exiting else { unreachable!() };
-    let alive = Seen::Beat(Beat { before_exit: Some(11), ..exiting });
+    let RankState::Heartbeat(exiting) = exiting else { unreachable!() };
+    let alive = RankState::Heartbeat(Beat { before_exit: Some(11), ..exiting });
     assert_eq!(left(&[alive, beat(11), beat(11)]), [0_usize; 0], "it gave a heartbeat before it left");
-    assert_eq!(left(&[Seen::Ended, Seen::Ended, Seen::Ended]), [0, 1, 2], "who has ended was late before");
+    assert_eq!(
+        left(&[RankState::Exited, RankState::Exited, RankState::Exited]),
+        [0, 1, 2],
+        "who has ended was late before"
+    );
     let silent = vec![overdue(0, Missed::Line), overdue(1, Missed::Line)];
-    let nobody = [Seen::Nothing, Seen::Nothing];
+    let nobody = [RankState::NoHeartbeat, RankState::NoHeartbeat];
     assert_eq!(still_late(silent.clone(), &nobody, Some(10)), silent);
     assert_eq!(still_late(silent.clone(), &nobody, Some(11)), []);
-    assert_eq!(still_late(silent, &[Seen::Nothing, beat(5)], Some(10)), [], "HANG-4");
+    assert_eq!(still_late(silent, &[RankState::NoHeartbeat, beat(5)], Some(10)), [], "HANG-4");
 }

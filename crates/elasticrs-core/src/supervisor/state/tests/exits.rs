@@ -16,22 +16,22 @@ pub(super) fn sampled(local_rank: u32, progressed: Option<bool>) -> Input {
 
 /// Returns the local ranks, the reason, and the limit in seconds of each event about killed workers.
 pub(super) fn killed(effects: &[Effect]) -> Vec<(Vec<u32>, KillReason, u64)> {
-    let told = effects.iter().filter_map(|effect| match effect {
-        Effect::Tell(Event::WorkersKilled(killed)) => Some(killed),
+    let reports = effects.iter().filter_map(|effect| match effect {
+        Effect::Report(Event::WorkersKilled(killed)) => Some(killed),
         _ => None,
     });
     let ranks = |killed: &WorkersKilled| killed.workers.iter().map(|(local_rank, _)| *local_rank).collect();
-    told.map(|killed| (ranks(killed), killed.reason, killed.limit.as_secs())).collect()
+    reports.map(|killed| (ranks(killed), killed.reason, killed.limit.as_secs())).collect()
 }
 
 #[test]
 fn a_worker_that_raised_and_does_not_end_has_failed() {
     let mut group = lingering();
     let effects = group.on_input(raised(2));
-    let [Effect::Tell(Event::WorkerRaised(told)), Effect::Arm(Timer::Exit(2), limit)] = &effects[..] else {
+    let [Effect::Report(Event::WorkerRaised(report)), Effect::Arm(Timer::Exit(2), limit)] = &effects[..] else {
         panic!("{effects:?}");
     };
-    assert_eq!((told.exit, *limit), (ExitStage::Begun, Duration::from_secs(5)), "half of its time, for two samples");
+    assert_eq!((report.exit, *limit), (ExitStage::Begun, Duration::from_secs(5)), "half of its time, for two samples");
     assert_eq!(group.on_input(sampled(2, None)), [Effect::Arm(Timer::Exit(2), *limit)]);
     let effects = after_evidence(&mut group, sampled(2, Some(false)));
     assert_eq!(
@@ -39,11 +39,11 @@ fn a_worker_that_raised_and_does_not_end_has_failed() {
         [(102, Signal::KILL), (100, Signal::TERM), (101, Signal::TERM), (103, Signal::TERM)],
         "it has had its time; the others get theirs"
     );
-    let told: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Tell(_))).collect();
+    let reports: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Report(_))).collect();
     let [
-        Effect::Tell(Event::WorkerRaised(WorkerRaised { exit: ExitStage::Stalled, .. })),
-        Effect::TellFailure { local_rank: 2, seen: Stamp(5), siblings: 3 },
-    ] = told[..]
+        Effect::Report(Event::WorkerRaised(WorkerRaised { exit: ExitStage::Stalled, .. })),
+        Effect::ReportFailure { local_rank: 2, seen: Stamp(5), siblings: 3 },
+    ] = reports[..]
     else {
         panic!("SUP-3: {effects:?}");
     };
@@ -59,7 +59,7 @@ fn a_worker_that_ends_in_time_or_may_take_any_time_is_not_ended() {
     let mut group = lingering();
     let Input::Raised(raised) = raised(2) else { unreachable!() };
     let effects = group.on_input(Input::Raised(WorkerRaised { limit: None, ..raised }));
-    assert!(matches!(effects[..], [Effect::Tell(Event::WorkerRaised(_))]));
+    assert!(matches!(effects[..], [Effect::Report(Event::WorkerRaised(_))]));
     assert_eq!(group.on_input(sampled(2, Some(false))), [], "it may take any time");
     assert_eq!(group.on_input(sampled(0, Some(false))), [], "it has not raised");
 }
@@ -71,19 +71,20 @@ fn a_slow_exit_that_makes_progress_fails_the_group_and_uses_the_grace() {
     let _ = group.on_input(sampled(2, None));
     let effects = group.on_input(sampled(2, Some(true)));
     assert_eq!(signals(&effects), [100, 101, 103].map(|pid| (pid, Signal::TERM)), "the failed worker is left alone");
-    let told: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Tell(_))).collect();
+    let reports: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Report(_))).collect();
     let [
-        Effect::Tell(Event::WorkerRaised(WorkerRaised { exit: ExitStage::Slow, .. })),
-        Effect::TellFailure { local_rank: 2, seen: Stamp(5), siblings: 3 },
+        Effect::Report(Event::WorkerRaised(WorkerRaised { exit: ExitStage::Slow, .. })),
+        Effect::ReportFailure { local_rank: 2, seen: Stamp(5), siblings: 3 },
         Effect::Arm(Timer::Exit(2), _),
-    ] = told[..]
+    ] = reports[..]
     else {
         panic!("SUP-3: {effects:?}");
     };
     assert!(matches!(group.on_input(sampled(2, Some(true)))[..], [Effect::Arm(Timer::Exit(2), _)]));
     let effects = group.on_input(exited(102, FAILED));
-    let told = effects.iter().any(|e| matches!(e, Effect::Tell(Event::WorkerExited { sent: None, exit: FAILED, .. })));
-    assert!(told, "it ended by itself: {effects:?}");
+    let is_reported =
+        effects.iter().any(|e| matches!(e, Effect::Report(Event::WorkerExited { sent: None, exit: FAILED, .. })));
+    assert!(is_reported, "it ended by itself: {effects:?}");
 }
 
 #[test]
@@ -138,8 +139,8 @@ fn workers_whose_grace_is_over_are_named_once_with_the_signal_and_the_grace() {
     let effects = group.on_input(Input::Expired(Timer::Kill));
     assert_eq!(killed(&effects), [(vec![0, 2], AFTER_TERM, 4)]);
     let last_signal = effects.iter().rposition(|effect| matches!(effect, Effect::Signal { .. }));
-    let told = effects.iter().position(|effect| matches!(effect, Effect::Tell(_)));
-    assert!(told > last_signal, "the signals come first");
+    let report = effects.iter().position(|effect| matches!(effect, Effect::Report(_)));
+    assert!(report > last_signal, "the signals come first");
     let mut group = lingering();
     assert_eq!(killed(&group.on_input(Input::Stop(KILL))), [], "it was asked for");
 }

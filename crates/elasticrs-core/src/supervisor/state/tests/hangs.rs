@@ -1,31 +1,31 @@
 //! Tests of workers that hang, and of the evidence about them.
 
 use super::*;
-use crate::timer::hang::{Beat, Elsewhere, Limits, Seen, StepLimit};
+use crate::timer::hang::{Beat, Limits, RankState, RemoteHang, StepLimit};
 
 pub(super) const FOUR_SECONDS: Limits =
     Limits { step: StepLimit::Fixed(Duration::from_secs(4)), startup: Some(Duration::from_secs(4)), exit: None };
 
 /// Returns the input with the heartbeats at the time `now`. `beats` contains the time of each rank's last heartbeat.
 /// All times are in seconds.
-pub(super) fn sight(now: u64, beats: [Option<u64>; 4]) -> Input {
+pub(super) fn snapshot(now: u64, beats: [Option<u64>; 4]) -> Input {
     let nanoseconds = |seconds| seconds * 1_000_000_000;
     let seen = beats.map(|last| match last {
-        Some(last) => Seen::Beat(Beat { last: nanoseconds(last), ..Beat::default() }),
-        None => Seen::Nothing,
+        Some(last) => RankState::Heartbeat(Beat { last: nanoseconds(last), ..Beat::default() }),
+        None => RankState::NoHeartbeat,
     });
-    Input::Sight(Sight { at: Stamp(nanoseconds(now)), seen: seen.into(), line: None })
+    Input::Snapshot(Snapshot { at: Stamp(nanoseconds(now)), seen: seen.into(), line: None })
 }
 
-pub(super) fn elsewhere() -> Elsewhere {
-    Elsewhere { silence: Duration::from_secs(4), step: None, frame: None }
+pub(super) fn remote_hang() -> RemoteHang {
+    RemoteHang { silence: Duration::from_secs(4), step: None, frame: None }
 }
 
 pub(super) fn after_evidence(group: &mut Group, input: Input) -> Vec<Effect> {
     after(group, input, Vec::new())
 }
 
-fn after(group: &mut Group, input: Input, found: Vec<Found>) -> Vec<Effect> {
+fn after(group: &mut Group, input: Input, found: Vec<WorkerEvidence>) -> Vec<Effect> {
     let effects = group.on_input(input);
     assert!(matches!(effects[..], [Effect::TakeEvidence { .. }]), "{effects:?}");
     group.on_input(Input::Evidence(found))
@@ -35,14 +35,14 @@ fn after(group: &mut Group, input: Input, found: Vec<Found>) -> Vec<Effect> {
 /// been checked yet.
 fn silent() -> Group {
     let mut group = lingering();
-    let _ = group.on_input(sight(0, [Some(0); 4]));
+    let _ = group.on_input(snapshot(0, [Some(0); 4]));
     let _ = group.on_input(Input::Watch(FOUR_SECONDS));
-    let _ = group.on_input(sight(4, [Some(3), Some(3), Some(0), Some(3)]));
+    let _ = group.on_input(snapshot(4, [Some(3), Some(3), Some(0), Some(3)]));
     group
 }
 
-fn told(effects: &[Effect]) -> Vec<&Effect> {
-    effects.iter().skip_while(|effect| !matches!(effect, Effect::Tell(_))).collect()
+fn reports(effects: &[Effect]) -> Vec<&Effect> {
+    effects.iter().skip_while(|effect| !matches!(effect, Effect::Report(_))).collect()
 }
 
 const LOOK: Input = Input::Expired(Timer::Hang);
@@ -53,8 +53,8 @@ fn a_hung_worker_is_killed_at_once_and_its_siblings_are_stopped() {
     let effects = after_evidence(&mut group, LOOK);
     assert_eq!(effects[0], to_group(102, Signal::KILL));
     assert_eq!(signals(&effects)[1..], [100, 101, 103].map(|pid| (pid, Signal::TERM)));
-    let [Effect::Tell(Event::WorkerHung(hung)), Effect::TellFailure { local_rank: 2, siblings: 3, .. }] =
-        told(&effects)[..]
+    let [Effect::Report(Event::WorkerHung(hung)), Effect::ReportFailure { local_rank: 2, siblings: 3, .. }] =
+        reports(&effects)[..]
     else {
         panic!("SUP-3: {effects:?}");
     };
@@ -66,7 +66,7 @@ fn a_hung_worker_is_killed_at_once_and_its_siblings_are_stopped() {
 fn who_goes_on_while_evidence_is_taken_has_not_hung() {
     let mut group = silent();
     let _ = group.on_input(LOOK);
-    let _ = group.on_input(sight(5, [Some(3), Some(3), Some(5), Some(3)]));
+    let _ = group.on_input(snapshot(5, [Some(3), Some(3), Some(5), Some(3)]));
     let effects = group.on_input(Input::Evidence(Vec::new()));
     assert_eq!(effects, [Effect::Arm(Timer::Hang, Duration::from_secs(2))], "HANG-6");
 }
@@ -85,14 +85,14 @@ fn a_verdict_comes_before_the_exit_of_one_that_was_late() {
     let mut group = silent();
     let _ = group.on_input(LOOK);
     let effects = group.on_input(exited(100, DONE));
-    assert!(matches!(effects[..], [Effect::Tell(Event::WorkerExited { .. })]), "it leaves the others their time");
+    assert!(matches!(effects[..], [Effect::Report(Event::WorkerExited { .. })]), "it leaves the others their time");
     let _ = group.on_input(Input::Dead(vec![102]));
     let effects = group.on_input(exited(102, DONE));
     let [
-        Effect::Tell(Event::WorkerHung(_)),
-        Effect::TellFailure { local_rank: 2, siblings: 2, .. },
-        Effect::Tell(Event::WorkerExited { sent: Some(Signal::KILL), .. }),
-    ] = told(&effects)[..]
+        Effect::Report(Event::WorkerHung(_)),
+        Effect::ReportFailure { local_rank: 2, siblings: 2, .. },
+        Effect::Report(Event::WorkerExited { sent: Some(Signal::KILL), .. }),
+    ] = reports(&effects)[..]
     else {
         panic!("{effects:?}");
     };
@@ -105,17 +105,17 @@ fn a_timer_that_expired_comes_before_an_exit_that_ends_the_group() {
     let mut group = lingering();
     let _ = group.on_input(timer());
     let effects = group.on_input(exited(103, DONE));
-    assert!(matches!(effects[..], [Effect::Tell(Event::WorkerExited { .. })]));
+    assert!(matches!(effects[..], [Effect::Report(Event::WorkerExited { .. })]));
     let effects = group.on_input(exited(100, FAILED));
     assert!(matches!(
-        told(&effects)[..2],
-        [Effect::Tell(Event::TimerExpired(_)), Effect::TellFailure { local_rank: 1, .. }]
+        reports(&effects)[..2],
+        [Effect::Report(Event::TimerExpired(_)), Effect::ReportFailure { local_rank: 1, .. }]
     ));
     let mut group = lingering();
     let _ = all_exit(&mut group, &[100, 102, 103], DONE);
     let _ = group.on_input(timer());
     let effects = group.on_input(exited(101, DONE));
-    assert!(matches!(told(&effects)[0], Effect::Tell(Event::TimerExpired(_))), "{effects:?}");
+    assert!(matches!(reports(&effects)[0], Effect::Report(Event::TimerExpired(_))), "{effects:?}");
 }
 
 #[test]
@@ -136,45 +136,45 @@ fn a_stop_does_not_hide_who_has_hung() {
     let _ = group.on_input(LOOK);
     let effects = group.on_input(Input::Stop(TERM_30));
     assert_eq!(effects[0], to_group(102, Signal::KILL));
-    assert!(matches!(told(&effects)[..2], [Effect::Tell(Event::WorkerHung(_)), Effect::TellFailure { .. }]));
+    assert!(matches!(reports(&effects)[..2], [Effect::Report(Event::WorkerHung(_)), Effect::ReportFailure { .. }]));
     assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)));
 }
 
 #[test]
 fn who_may_keep_another_node_waiting_is_told_and_gets_its_grace() {
-    let is_stopped = || vec![Found { local_rank: 2, state: 'T', ..Found::default() }];
+    let is_stopped = || vec![WorkerEvidence { local_rank: 2, state: 'T', ..WorkerEvidence::default() }];
     let mut group = silent();
-    let _ = group.on_input(sight(3, [Some(3), Some(3), Some(0), Some(3)]));
-    let effects = after(&mut group, Input::StopForHang(TERM_30, elsewhere()), is_stopped());
-    assert!(matches!(&effects[0], Effect::Tell(Event::WorkerHung(hung)) if hung.local_rank == 2), "{effects:?}");
+    let _ = group.on_input(snapshot(3, [Some(3), Some(3), Some(0), Some(3)]));
+    let effects = after(&mut group, Input::StopForHang(TERM_30, remote_hang()), is_stopped());
+    assert!(matches!(&effects[0], Effect::Report(Event::WorkerHung(hung)) if hung.local_rank == 2), "{effects:?}");
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)));
-    let effects = after(&mut silent(), Input::StopForHang(TERM_30, elsewhere()), is_stopped());
+    let effects = after(&mut silent(), Input::StopForHang(TERM_30, remote_hang()), is_stopped());
     assert_eq!(effects[0], to_group(102, Signal::KILL), "it has hung here as well");
-    let effects = after_evidence(&mut silent(), Input::StopForHang(TERM_30, elsewhere()));
+    let effects = after_evidence(&mut silent(), Input::StopForHang(TERM_30, remote_hang()));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "nothing says that it is this one");
-    let effects = lingering().on_input(Input::StopForHang(TERM_30, elsewhere()));
+    let effects = lingering().on_input(Input::StopForHang(TERM_30, remote_hang()));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "nobody is watched");
 }
 
 /// Returns a group that replaces failed workers and in which ranks 1 and 2 are silent, because rank 1 waits for rank 2.
 fn waiting_for_one() -> Group {
     let mut group = lingering().replacing();
-    let _ = group.on_input(sight(0, [Some(0); 4]));
+    let _ = group.on_input(snapshot(0, [Some(0); 4]));
     let _ = group.on_input(Input::Watch(FOUR_SECONDS));
-    let _ = group.on_input(sight(5, [Some(5), Some(0), Some(1), Some(5)]));
+    let _ = group.on_input(snapshot(5, [Some(5), Some(0), Some(1), Some(5)]));
     group
 }
 
 /// Returns the input with the heartbeats of this group one second later, after rank 2 has exited.
 fn without_rank_2() -> Input {
-    let Input::Sight(mut sight) = sight(6, [Some(6), Some(0), None, Some(6)]) else { unreachable!() };
-    sight.seen[2] = Seen::Ended;
-    Input::Sight(sight)
+    let Input::Snapshot(mut snapshot) = snapshot(6, [Some(6), Some(0), None, Some(6)]) else { unreachable!() };
+    snapshot.seen[2] = RankState::Exited;
+    Input::Snapshot(snapshot)
 }
 
 fn hung(effects: &[Effect]) -> Vec<u32> {
     let rank = |effect: &Effect| match effect {
-        Effect::Tell(Event::WorkerHung(hung)) => Some(hung.local_rank),
+        Effect::Report(Event::WorkerHung(hung)) => Some(hung.local_rank),
         _ => None,
     };
     effects.iter().filter_map(rank).collect()
@@ -183,7 +183,7 @@ fn hung(effects: &[Effect]) -> Vec<u32> {
 #[test]
 fn who_waited_for_one_that_is_replaced_has_not_hung() {
     let mut group = waiting_for_one();
-    let stopped = Found { local_rank: 2, state: 'T', ..Found::default() };
+    let stopped = WorkerEvidence { local_rank: 2, state: 'T', ..WorkerEvidence::default() };
     let effects = after(&mut group, LOOK, vec![stopped]);
     assert_eq!(hung(&effects), [2]);
     assert!(!effects.iter().any(|effect| matches!(effect, Effect::TakeEvidence { .. })), "{effects:?}");

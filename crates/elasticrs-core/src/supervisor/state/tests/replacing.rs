@@ -10,7 +10,7 @@ fn replacing() -> Group {
 }
 
 fn left_swept() -> Input {
-    Input::LeftSwept(Swept::default(), Stamp(8))
+    Input::WorkerSwept(SweepOutcome::default(), Stamp(8))
 }
 
 fn replaced(local_rank: u32, pid: i32) -> Input {
@@ -32,7 +32,7 @@ fn replace(group: &mut Group, local_rank: u32, pid: i32) {
 
 fn sweeps_left(effects: &[Effect]) -> Vec<u32> {
     let rank =
-        |effect: &Effect| if let Effect::SweepLeft { local_rank, .. } = effect { Some(*local_rank) } else { None };
+        |effect: &Effect| if let Effect::SweepWorker { local_rank, .. } = effect { Some(*local_rank) } else { None };
     effects.iter().filter_map(rank).collect()
 }
 
@@ -40,13 +40,15 @@ fn sweeps_left(effects: &[Effect]) -> Vec<u32> {
 fn a_failure_signals_nobody_and_what_was_left_is_swept() {
     let mut group = replacing();
     let effects = group.on_input(exited(101, FAILED));
-    let [Effect::Tell(Event::WorkerExited { local_rank: 1, .. }), Effect::SweepLeft { local_rank: 1, pid: 101, .. }] =
-        effects[..]
+    let [
+        Effect::Report(Event::WorkerExited { local_rank: 1, .. }),
+        Effect::SweepWorker { local_rank: 1, pid: 101, .. },
+    ] = effects[..]
     else {
         panic!("{effects:?}");
     };
     let effects = group.on_input(left_swept());
-    assert!(matches!(effects[..], [Effect::Tell(Event::WorkerSwept { local_rank: 1, .. })]), "{effects:?}");
+    assert!(matches!(effects[..], [Effect::Report(Event::WorkerSwept { local_rank: 1, .. })]), "{effects:?}");
 }
 
 #[test]
@@ -114,7 +116,7 @@ fn a_start_that_fails_while_the_group_is_stopped_lets_it_end() {
     let _ = group.on_input(Input::Stop(KILL));
     let _ = all_exit(&mut group, &[100, 102, 103], KILLED);
     let effects = group.on_input(Input::ReplaceFailed(failed_start(1)));
-    assert!(matches!(effects[0], Effect::Tell(Event::ReplaceFailed(_))));
+    assert!(matches!(effects[0], Effect::Report(Event::ReplaceFailed(_))));
     assert!(effects.iter().any(|e| matches!(e, Effect::Sweep { .. })), "{effects:?}");
 }
 
@@ -136,7 +138,7 @@ fn a_nursery_that_is_lost_ends_the_group_whatever_was_promised() {
     let _ = group.on_input(left_swept());
     let _ = group.on_input(Input::Replace { local_rank: 1 });
     let _ = group.on_input(exited(102, FAILED));
-    let _ = group.on_input(Input::NurseryLost(NurseryEnd { exit: KILLED, hung: false }));
+    let _ = group.on_input(Input::NurseryLost(NurseryExit { exit: KILLED, hung: false }));
     let _ = all_exit(&mut group, &[100, 103], KILLED);
     assert_eq!(end(&group.on_input(swept())).map(|e| e.outcome), Some(Outcome::Lost));
 }
@@ -168,7 +170,7 @@ fn a_worker_that_nothing_ends_fails_the_group() {
     let _ = group.on_input(Input::Expired(Timer::Condemned(1)));
     let effects = group.on_input(Input::Expired(Timer::Condemned(1)));
     assert_eq!(signals(&effects), [100, 102, 103].map(|pid| (pid, Signal::TERM)));
-    assert!(effects.iter().any(|e| matches!(e, Effect::TellFailure { local_rank: 1, siblings: 3, .. })));
+    assert!(effects.iter().any(|e| matches!(e, Effect::ReportFailure { local_rank: 1, siblings: 3, .. })));
 }
 
 #[test]
@@ -201,7 +203,7 @@ fn what_python_has_started_is_not_replaced() {
     let mut group = replacing();
     let _ = group.on_input(Input::Adopted { local_rank: 4, pid: 50 });
     let effects = group.on_input(exited(50, FAILED));
-    assert!(effects.iter().any(|e| matches!(e, Effect::TellFailure { local_rank: 4, .. })));
+    assert!(effects.iter().any(|e| matches!(e, Effect::ReportFailure { local_rank: 4, .. })));
 }
 
 /// A step of a random history. The numbers are local ranks.
@@ -224,7 +226,7 @@ fn any_step() -> impl Strategy<Value = Step> {
         1 => Just(Input::Stop(KILL)),
         1 => Just(Input::Suspend),
         1 => Just(Input::Resume),
-        1 => Just(Input::NurseryLost(NurseryEnd { exit: FAILED, hung: false })),
+        1 => Just(Input::NurseryLost(NurseryExit { exit: FAILED, hung: false })),
         1 => Just(Input::Fenced),
         4 => rank().prop_map(|rank| expired(rank, 100, Some(Signal::KILL))),
         4 => Just(Input::Evidence(Vec::new())),
@@ -284,18 +286,18 @@ impl World {
         for effect in &effects {
             prop_assert!(self.ends.is_empty(), "SUP-5: {effect:?} after the end");
             match effect {
-                Effect::TellFailure { .. } => self.is_over = true,
-                Effect::SweepLeft { local_rank, pid, .. } => {
+                Effect::ReportFailure { .. } => self.is_over = true,
+                Effect::SweepWorker { local_rank, pid, .. } => {
                     prop_assert_eq!(self.sweeping.replace(*local_rank), None, "one at a time");
                     prop_assert!(!self.living.values().any(|living| living == pid), "SUP-9: it lives");
                 }
-                Effect::Tell(Event::WorkerSwept { local_rank, .. }) => {
+                Effect::Report(Event::WorkerSwept { local_rank, .. }) => {
                     prop_assert!(self.free.insert(*local_rank), "SUP-9: told twice");
                 }
-                Effect::Tell(Event::TimerExpired(timer)) => {
+                Effect::Report(Event::TimerExpired(timer)) => {
                     self.condemned.insert(timer.local_rank);
                 }
-                Effect::Tell(Event::WorkerRaised(raised)) if raised.exit != ExitStage::Begun => {
+                Effect::Report(Event::WorkerRaised(raised)) if raised.exit != ExitStage::Begun => {
                     self.condemned.insert(raised.local_rank);
                 }
                 Effect::Arm(timer, _) | Effect::Hasten(timer, _) => {
@@ -306,7 +308,7 @@ impl World {
                 }
                 Effect::Sweep { .. } => self.owes_sweep = true,
                 Effect::TakeEvidence { .. } => self.takes_evidence = true,
-                Effect::TellEnd(end) => self.ends.push(end.outcome),
+                Effect::ReportEnd(end) => self.ends.push(end.outcome),
                 _ => {}
             }
         }

@@ -22,10 +22,9 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::task::JoinSet;
 
-use super::{Current, Task};
-use crate::supervisor::event::{Event, ExitStage, WorkerRaised};
+use super::running::Running;
+use crate::supervisor::event::{ExitStage, WorkerRaised};
 use crate::supervisor::exit_progress::{self, Sample, progressed, ticks_per_second};
-use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 
 /// Maximum length of a notice in bytes. The hook never sends more. Longer notices are truncated.
@@ -51,9 +50,9 @@ pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
     Ok((notices, String::from_utf8_lossy(name).into_owned()))
 }
 
-/// State of watching the exits of workers that have recorded an uncaught exception.
-#[derive(Default)]
-pub(super) struct Exits {
+/// Workers that have recorded an uncaught exception, whose exits are watched.
+#[derive(Debug, Default)]
+pub(super) struct RaisedWorkers {
     limit: Option<Duration>,
     notices: Option<AsyncFd<OwnedFd>>,
     /// Processes that have recorded an uncaught exception.
@@ -63,8 +62,9 @@ pub(super) struct Exits {
     sampling: JoinSet<(u32, Option<Sample>)>,
 }
 
-/// Event that [`Exits::next`] returns.
-pub(super) enum Woken {
+/// Event that [`RaisedWorkers::next`] returns.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum RaisedEvent {
     /// The socket may contain notices.
     Notices,
     /// The exit of a worker that recorded an exception was sampled. `sample` is `None` if sampling timed out.
@@ -107,13 +107,21 @@ impl Strangers {
     }
 }
 
-impl Exits {
+impl RaisedWorkers {
+    /// Starts to receive notices from the workers of the next group. `limit` is the time limit for the exit of a worker
+    /// that makes no progress. `None` if there is no limit.
+    pub(super) fn watch(&mut self, notices: OwnedFd, limit: Option<Duration>) -> io::Result<()> {
+        let notices = register(notices, Interest::READABLE)?;
+        *self = Self { limit, notices: Some(notices), ..Self::default() };
+        Ok(())
+    }
+
     pub(super) fn are_watched(&self) -> bool {
         self.notices.is_some()
     }
 
     /// Waits for a notice or a sample. Cancel-safe.
-    pub(super) async fn next(&mut self) -> Woken {
+    pub(super) async fn next(&mut self) -> RaisedEvent {
         let notices = async {
             match &self.notices {
                 Some(notices) => match notices.readable().await {
@@ -127,17 +135,17 @@ impl Exits {
         };
         tokio::select! {
             biased;
-            () = notices => Woken::Notices,
+            () = notices => RaisedEvent::Notices,
             Some(sampled) = self.sampling.join_next() => {
                 let (local_rank, sample) = super::or_panic(sampled);
-                Woken::Sampled { local_rank, sample }
+                RaisedEvent::Sampled { local_rank, sample }
             }
         }
     }
 
     /// Receives up to [`SLICE`] notices. Skips senders that cannot be workers, and keeps only the first notice from
     /// each sender.
-    fn take(&self) -> Vec<Notice> {
+    pub(super) fn take(&self) -> Vec<Notice> {
         let mut found: Vec<Notice> = Vec::new();
         let Some(notices) = &self.notices else { return found };
         let own = getuid();
@@ -159,6 +167,37 @@ impl Exits {
         found
     }
 
+    /// Records the exception that a notice is about, and watches the process that recorded it. Returns `None` if the
+    /// process does not belong to a worker, or if another process of the same worker is already being watched.
+    pub(super) fn add(&mut self, notice: Notice, running: &Running) -> Option<WorkerRaised> {
+        let Notice { pid, recorded, text, .. } = notice;
+        let local_rank = self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))?;
+        let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
+        // Only a living process has a time limit. If several processes of one worker record an exception, watch the
+        // first one until it has exited.
+        let limit = match process {
+            Some(process) if self.has_exited(local_rank) => {
+                self.forget(local_rank);
+                self.raised.push(Raised { local_rank, process, is_sampled: false, sample: None });
+                self.limit
+            }
+            Some(_) => return None,
+            None => None,
+        };
+        let now = Stamp::now();
+        let seen = recorded.map_or(now, |recorded| Stamp(recorded).min(now));
+        Some(WorkerRaised { local_rank, pid, text, seen, limit, exit: ExitStage::Begun })
+    }
+
+    /// Samples a worker's exit on another thread. The sample includes all processes of the worker, because the worker
+    /// may be a shell whose child is saving a checkpoint.
+    pub(super) fn sample(&mut self, local_rank: u32, worker: i32) {
+        self.sampling.spawn_local(async move {
+            let sampling = tokio::task::spawn_blocking(move || exit_progress::sample(worker));
+            (local_rank, tokio::time::timeout(exit_progress::LIMIT, sampling).await.ok().map(super::or_panic))
+        });
+    }
+
     /// Removes the data of the failed worker with this local rank.
     pub(super) fn forget(&mut self, local_rank: u32) {
         self.raised.retain(|raised| raised.local_rank != local_rank);
@@ -166,7 +205,7 @@ impl Exits {
 
     /// Returns true if the worker has made progress since its previous sample. `None` if that cannot be decided, for
     /// example because this is the first sample.
-    fn progressed(&mut self, local_rank: u32, sample: Option<Sample>) -> Option<bool> {
+    pub(super) fn progressed(&mut self, local_rank: u32, sample: Option<Sample>) -> Option<bool> {
         let raised = self.raised.iter_mut().find(|raised| raised.local_rank == local_rank)?;
         let is_first = !std::mem::replace(&mut raised.is_sampled, true);
         match (std::mem::replace(&mut raised.sample, sample), sample) {
@@ -185,7 +224,9 @@ impl Exits {
         self.strangers = Strangers::default();
     }
 
-    pub(super) fn has_ended(&self, local_rank: u32) -> bool {
+    /// Returns true if the process of this worker that recorded an exception has exited. If it was only a descendant of
+    /// the worker, the worker itself may continue.
+    pub(super) fn has_exited(&self, local_rank: u32) -> bool {
         let raised = self.raised.iter().find(|raised| raised.local_rank == local_rank);
         raised.is_none_or(|raised| watch::ended(&[raised.process.as_fd()]) == [true])
     }
@@ -194,7 +235,7 @@ impl Exits {
 /// A datagram from the socket for notices. Only `pid` and `uid` are reliable, because they come from the kernel. The
 /// sender controls the rest.
 #[derive(Debug, PartialEq, Eq)]
-struct Notice {
+pub(super) struct Notice {
     pid: i32,
     /// Real user ID of the sender, as reported by the kernel.
     uid: u32,
@@ -236,81 +277,6 @@ fn receive(notices: &OwnedFd) -> nix::Result<Option<Notice>> {
     });
     let size = message.bytes;
     Ok(sender.map(|sender| Notice::new(sender.pid(), sender.uid(), &buffer[..size])))
-}
-
-impl Task {
-    pub(super) fn watch_exits(&mut self, notices: OwnedFd, limit: Option<Duration>) {
-        match register(notices, Interest::READABLE) {
-            Ok(notices) => self.exits = Exits { limit, notices: Some(notices), ..Exits::default() },
-            Err(error) => {
-                let message = format!("workers that raise and do not end are not noticed: {error}");
-                self.shared.queue.push(Event::Degraded { message });
-            }
-        }
-    }
-
-    pub(super) async fn on_exits(&mut self, woken: Woken) {
-        match woken {
-            Woken::Notices => self.on_notices(),
-            Woken::Sampled { local_rank, sample } => self.on_exit_sample(local_rank, sample),
-        }
-        // Yield to the runtime. Otherwise, a sender that never stops could prevent the runtime from polling sockets and
-        // timers.
-        tokio::task::yield_now().await;
-    }
-
-    /// Handles up to [`SLICE`] notices that have arrived. Also called before an exit is recorded, because this thread
-    /// may be late. Otherwise, a worker that recorded an exception and exited would seem to have exited without an
-    /// exception.
-    pub(super) fn on_notices(&mut self) {
-        if matches!(self.current, Current::Starting(_)) {
-            // Leave the notices in the socket until the pids of all workers are known.
-            return;
-        }
-        for Notice { pid, recorded, text, .. } in self.exits.take() {
-            let Current::Running(running) = &self.current else { return };
-            // Ignore notices from processes that do not belong to a worker.
-            let worker = self.exits.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid));
-            let Some(local_rank) = worker else { continue };
-            let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
-            // Only a living process has a time limit. If several processes of one worker record an exception, watch the
-            // first one until it has exited.
-            let limit = match process {
-                Some(process) if self.exits.has_ended(local_rank) => {
-                    self.exits.forget(local_rank);
-                    self.exits.raised.push(Raised { local_rank, process, is_sampled: false, sample: None });
-                    self.exits.limit
-                }
-                Some(_) => continue,
-                None => None,
-            };
-            let now = Stamp::now();
-            let seen = recorded.map_or(now, |recorded| Stamp(recorded).min(now));
-            let exit = ExitStage::Begun;
-            self.input(Input::Raised(WorkerRaised { local_rank, pid, text, seen, limit, exit }));
-        }
-    }
-
-    /// Samples a worker's exit on another thread. The sample includes all processes of the worker, because the worker
-    /// may be a shell whose child is saving a checkpoint.
-    pub(super) fn sample_exit(&mut self, local_rank: u32) {
-        let Current::Running(running) = &self.current else { return };
-        let mut members = running.members.iter().map(|member| member.pid);
-        let Some(worker) = members.find(|pid| running.group.rank_of(*pid) == Some(local_rank)) else { return };
-        self.exits.sampling.spawn_local(async move {
-            let sampling = tokio::task::spawn_blocking(move || exit_progress::sample(worker));
-            (local_rank, tokio::time::timeout(exit_progress::LIMIT, sampling).await.ok().map(super::or_panic))
-        });
-    }
-
-    fn on_exit_sample(&mut self, local_rank: u32, sample: Option<Sample>) {
-        // Ignore the sample if the process that recorded the exception has exited. If it was only a descendant of the
-        // worker, the worker itself may continue.
-        if !self.exits.has_ended(local_rank) {
-            let progressed = self.exits.progressed(local_rank, sample);
-            self.input(Input::ExitSampled { local_rank, progressed });
-        }
-    }
 }
 
 #[cfg(test)]

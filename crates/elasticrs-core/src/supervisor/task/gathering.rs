@@ -1,0 +1,129 @@
+//! Gathers evidence of what the workers are doing, with one thread for each worker.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+
+use super::retired::Retired;
+use super::running::Running;
+use crate::supervisor::evidence::{self, EvidenceFiles, GatheringLimit, Subject, WorkerEvidence};
+
+/// Extra time for evidence threads after their deadline. It is short, so that a disk that does not respond cannot delay
+/// the end of a hung job.
+const SLACK: Duration = Duration::from_millis(100);
+
+/// Settings for the evidence, and the evidence that is being gathered.
+#[derive(Debug, Default)]
+pub(super) struct Evidence {
+    files: Vec<EvidenceFiles>,
+    py_spy: Option<PathBuf>,
+    gathering: Option<Gathering>,
+}
+
+impl Evidence {
+    /// Sets the files for the evidence of each worker, ordered by local rank, and the path of `py-spy`.
+    pub(super) fn keep_in(&mut self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) {
+        (self.files, self.py_spy) = (files, py_spy);
+    }
+
+    /// Starts to gather evidence about all running members.
+    pub(super) fn gather(&mut self, running: &Running, title: &str) {
+        let mut gathering = Gathering::new(GatheringLimit::until(Instant::now() + evidence::LIMIT));
+        for pid in running.pids() {
+            let Some(local_rank) = running.group.rank_of(pid) else { continue };
+            let files = self.files.get(local_rank as usize).cloned();
+            let subject = Subject { local_rank, pid, files, title: title.to_owned() };
+            let py_spy = self.py_spy.clone();
+            gathering.add(local_rank, move |limit| evidence::gather(vec![subject], py_spy.as_deref(), limit));
+        }
+        self.gathering = Some(gathering);
+    }
+
+    /// Waits for the evidence. Never returns if none is being gathered. Cancel-safe.
+    pub(super) async fn gathered(&mut self) -> Vec<WorkerEvidence> {
+        let Some(gathering) = &mut self.gathering else { return std::future::pending().await };
+        let evidence = gathering.finish().await;
+        self.gathering = None;
+        evidence
+    }
+
+    /// Cancels the gathering of evidence that is no longer needed. The threads finish in the background. Closing the
+    /// supervisor waits for them, because they must reap `py-spy`, which is a child of this process.
+    pub(super) fn cancel(&mut self, retired: &mut Retired) {
+        if let Some(mut gathering) = self.gathering.take() {
+            gathering.limit.is_cancelled.store(true, Ordering::Relaxed);
+            retired.add(async move { drop(gathering.finish().await) });
+        }
+    }
+}
+
+/// Evidence that is being gathered.
+#[derive(Debug)]
+struct Gathering {
+    threads: JoinSet<Vec<WorkerEvidence>>,
+    /// Local ranks of the workers that are being examined.
+    subjects: Vec<u32>,
+    evidence: Vec<WorkerEvidence>,
+    limit: Arc<GatheringLimit>,
+}
+
+impl Gathering {
+    fn new(limit: GatheringLimit) -> Self {
+        Self { threads: JoinSet::new(), subjects: Vec::new(), evidence: Vec::new(), limit: Arc::new(limit) }
+    }
+
+    fn add(&mut self, local_rank: u32, examine: impl FnOnce(&GatheringLimit) -> Vec<WorkerEvidence> + Send + 'static) {
+        let limit = Arc::clone(&self.limit);
+        self.threads.spawn_blocking(move || examine(&limit));
+        self.subjects.push(local_rank);
+    }
+
+    /// Waits for the evidence, but not longer than until the deadline. Reports a problem for each worker whose evidence
+    /// is missing by then. Cancel-safe.
+    async fn finish(&mut self) -> Vec<WorkerEvidence> {
+        let deadline = self.limit.deadline + SLACK;
+        while let Ok(Some(found)) = tokio::time::timeout_at(deadline.into(), self.threads.join_next()).await {
+            // Ignore an error. It means that a thread panicked, so the evidence of its worker is missing.
+            self.evidence.extend(found.into_iter().flatten());
+        }
+        let mut evidence = std::mem::take(&mut self.evidence);
+        for &local_rank in &self.subjects {
+            if !evidence.iter().any(|worker| worker.local_rank == local_rank) {
+                let problem = format!("local rank {local_rank}: its files did not answer in time");
+                evidence.push(WorkerEvidence {
+                    local_rank,
+                    state: ' ',
+                    problem: Some(problem),
+                    ..WorkerEvidence::default()
+                });
+            }
+        }
+        evidence
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_worker_whose_files_hang_costs_the_evidence_of_no_other() {
+        let (hangs, goes_on) = std::sync::mpsc::channel::<()>();
+        let mut gathering = Gathering::new(GatheringLimit::until(Instant::now() + Duration::from_millis(300)));
+        gathering.add(0, move |_| {
+            let _ = goes_on.recv();
+            Vec::new()
+        });
+        let frame = Some("File \"a.py\", line 3 in read".to_owned());
+        let other = WorkerEvidence { local_rank: 1, frame, ..WorkerEvidence::default() };
+        let found = other.clone();
+        gathering.add(1, move |_| vec![found]);
+        let [first, second] = &gathering.finish().await[..] else { panic!("both are named") };
+        assert_eq!(first, &other);
+        assert_eq!((second.local_rank, second.problem.is_some()), (0, true));
+        drop(hangs);
+    }
+}

@@ -1,0 +1,87 @@
+//! Programs that nurseries run.
+
+use elasticrs_nursery::launch::{Import, LaunchError, NurseryImage};
+
+use crate::spec::GroupSpec;
+use crate::supervisor::nursery_io::Nursery;
+
+/// Programs for the nursery, in order of preference.
+#[derive(Debug)]
+pub(super) struct Images(Vec<NurseryImage>);
+
+impl Images {
+    pub(super) fn new(images: Vec<NurseryImage>) -> Self {
+        Self(images)
+    }
+
+    pub(super) fn all(&self) -> &[NurseryImage] {
+        &self.0
+    }
+
+    pub(super) fn can_be_warm(&self) -> bool {
+        self.0.iter().any(is_warm)
+    }
+
+    /// Removes the warm programs, so that every later nursery is cold.
+    pub(super) fn forget_warm(&mut self) {
+        self.0.retain(|image| !is_warm(image));
+    }
+
+    /// Launches a nursery with the first program that can be executed.
+    pub(super) fn launch(&self) -> Result<Nursery, LaunchError> {
+        Nursery::launch(&self.0)
+    }
+
+    /// Launches the nursery that starts this group. If the group has no warm workers, the nursery is cold, so that the
+    /// group does not wait for imports.
+    pub(super) fn launch_for(&self, spec: &GroupSpec) -> Result<Nursery, LaunchError> {
+        Nursery::launch(&self.fitting(spec))
+    }
+
+    /// Launches a nursery that continues or repeats the module imports of an earlier one.
+    pub(super) fn launch_again(&self, import: &Import) -> Result<Nursery, LaunchError> {
+        Nursery::launch_again(&self.0, import)
+    }
+
+    fn fitting(&self, spec: &GroupSpec) -> Vec<NurseryImage> {
+        let has_warm_workers = spec.processes.iter().any(|process| process.warm);
+        self.0.iter().filter(|image| has_warm_workers || !is_warm(image)).cloned().collect()
+    }
+}
+
+fn is_warm(image: &NurseryImage) -> bool {
+    matches!(image, NurseryImage::Warm(_))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::supervisor::start::tests::group;
+    use elasticrs_nursery::launch::Warm;
+    use elasticrs_nursery::spec::ProcessSpec;
+
+    fn images() -> Images {
+        let report = nix::sys::memfd::memfd_create(c"report", nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap();
+        let process = ProcessSpec::new(Vec::new(), Vec::new());
+        let warm = Warm { process, ignored: Vec::new(), report, limit: Duration::ZERO };
+        Images::new(vec![NurseryImage::Warm(Arc::new(warm)), NurseryImage::Embedded(b"")])
+    }
+
+    #[test]
+    fn a_group_without_warm_workers_gets_a_cold_nursery() {
+        assert!(matches!(images().fitting(&group(true))[..], [NurseryImage::Warm(_), NurseryImage::Embedded(_)]));
+        assert!(matches!(images().fitting(&group(false))[..], [NurseryImage::Embedded(_)]));
+    }
+
+    #[test]
+    fn a_failed_import_leaves_only_cold_nurseries() {
+        let mut images = images();
+        assert!(images.can_be_warm());
+        images.forget_warm();
+        assert!(!images.can_be_warm());
+        assert!(matches!(images.fitting(&group(true))[..], [NurseryImage::Embedded(_)]));
+    }
+}

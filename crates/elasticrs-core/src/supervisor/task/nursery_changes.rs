@@ -1,0 +1,180 @@
+//! Handles a nursery that becomes ready, hangs, dies, or does not exit even after SIGKILL, and uses another one.
+
+use std::time::{Duration, Instant};
+
+use elasticrs_nursery::fence::Look;
+use elasticrs_nursery::held;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::exit::WorkerExit;
+
+use super::check::NurseryAction;
+use super::current::Current;
+use super::imports::import_rest;
+use super::{Task, current_nursery};
+use crate::supervisor::deadlines::{GIVE_UP_AFTER, Timer};
+use crate::supervisor::event::{Event, NurseryExit};
+use crate::supervisor::nursery_io::{Guard, Import, Nursery};
+use crate::supervisor::start::Starting;
+use crate::supervisor::state::Input;
+use crate::supervisor::watch;
+
+impl Task {
+    /// Uses a new nursery from now on.
+    pub(super) fn use_nursery(&mut self, mut nursery: Nursery) {
+        self.guard.equip(&mut nursery);
+        if let Some(previous) = self.nursery.replace(nursery) {
+            self.retired.add_nursery(previous);
+        }
+        self.sweeps.restore_own();
+        self.nursery.arm_import(&mut self.deadlines);
+    }
+
+    /// Makes the second nursery take over from the first. Returns false if it cannot.
+    pub(super) fn take_over(&mut self) -> bool {
+        if !self.current.is_idle() {
+            return false;
+        }
+        let Some(nursery) = self.second.take_over(&self.shared.fence, &mut self.retired) else { return false };
+        self.use_nursery(nursery);
+        true
+    }
+
+    pub(super) fn on_ready(&mut self) {
+        if self.nursery.finish_import(&mut self.deadlines) {
+            self.shared.queue.push(Event::Warmed { failure: None, is_beside: false });
+            self.start_waiting();
+        }
+    }
+
+    /// Replaces the sentinel if it was lost. Without a sentinel, the processes would not be cleaned up if the agent
+    /// were killed while the nursery hangs.
+    pub(super) fn check_sentinel(&mut self) {
+        let Some(nursery) = self.nursery.get().filter(|nursery| nursery.has_lost_sentinel()) else { return };
+        match nursery.renew_sentinel(self.images.all()) {
+            Ok(Some(sentinel)) => self.guard.equip_one(sentinel),
+            Ok(None) => {}
+            Err(error) => {
+                self.shared.queue.degraded(format!("the nursery's sentinel was lost, and cannot be replaced: {error}"));
+            }
+        }
+    }
+
+    /// Looks for workers that are dead although the nursery has not reported their exits. If a tracer holds such a
+    /// worker, reports the exit itself. Otherwise resumes the nursery, which may have been stopped by a signal. If the
+    /// nursery still has not reported the exit at the next check, it hangs and is killed.
+    pub(super) fn check(&mut self) {
+        if self.owns_process && std::process::id() == 1 {
+            let nurseries: Vec<i32> = self.nursery.pid().into_iter().chain(self.second.pids()).collect();
+            watch::reap_orphans(&nurseries);
+        }
+        self.check_sentinel();
+        let Current::Running(running) = &mut self.current else { return };
+        self.zombies.scan(running.zombie_subjects(self.owns_process));
+        let adopted = running.adopted();
+        let workers = running.group.living().filter(|pid| !adopted.contains(pid));
+        // Ignore workers that are traced by the nursery. They have asked their parent to trace them, and the nursery
+        // reaps them unless it is stopped itself.
+        let nursery = self.nursery.pid();
+        let by_others = |pid: i32| held::by_tracer(pid).filter(|held| Some(held.tracer) != nursery);
+        let held: Vec<_> = workers.filter_map(|pid| by_others(pid).map(|held| (pid, held))).collect();
+        let is_held = |pid: &i32| held.iter().any(|(held, _)| held == pid);
+        let dead = running.dead().into_iter().filter(|pid| !adopted.contains(pid) && !is_held(pid)).collect();
+        let is_starting = running.group.starting().next().is_some();
+        let outcome = running.unreported.check(dead, held, is_starting);
+        match (outcome.nursery, self.nursery.get()) {
+            (Some(NurseryAction::Resume), Some(nursery)) => nursery.resume(),
+            (Some(NurseryAction::Kill), Some(nursery)) => nursery.kill_hung(),
+            _ => {}
+        }
+        self.deadlines.arm(Timer::Check, outcome.pause, Instant::now());
+        for (pid, held) in outcome.held {
+            self.zombies.report_held(pid, held.told);
+            self.input(Input::Exited { pid, exit: held.exit, usage: None, seen: Stamp::now() });
+        }
+    }
+
+    /// Stops waiting for a nursery that does not exit after SIGKILL. Its workers do not die until it does, so they are
+    /// killed, and its descendants are swept as far as possible. The SIGKILL stays pending, so the nursery dies as soon
+    /// as the kernel can kill it.
+    pub(super) fn give_up_nursery(&mut self) {
+        if let Some(nursery) = self.nursery.get() {
+            nursery.hung = false;
+            self.shared.queue.degraded(nursery.left_behind());
+            self.sweeps.shorten_own();
+        }
+        self.on_nursery_death(WorkerExit::Unknown);
+    }
+
+    pub(super) fn on_nursery_death(&mut self, exit: WorkerExit) {
+        self.sweeps.nursery_lost();
+        let lost = self.nursery.take();
+        let exit = NurseryExit { exit, hung: lost.as_ref().is_some_and(|nursery| nursery.hung) };
+        let (import, sentinel) = lost.map_or((None, None), |nursery| (nursery.import, nursery.sentinel));
+        if let Some(import) = import {
+            if self.on_lost_import(import, sentinel, exit) {
+                return;
+            }
+        } else if let Some(Guard { mut sentinel, .. }) = sentinel {
+            // Kill the sentinel, because this process cleans up in its place.
+            sentinel.kill();
+            self.retired.add_nursery(*sentinel);
+        }
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => {
+                starting.nursery_lost(exit);
+                if !starting.is_stopped() && self.has_fence_passed() {
+                    // The nursery hung, so the sentinel has killed it at the fence deadline. Report that the deadline
+                    // has passed.
+                    self.on_fenced_start();
+                }
+                self.deadlines.disarm(Timer::Start);
+                self.deadlines.disarm(Timer::Fence);
+                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
+            }
+            Current::Running(running) => {
+                // Watch the exits of the remaining workers from here, because the lost nursery no longer reports them.
+                running.watch_exits();
+                let is_starting = running.group.is_running() && running.group.starting().next().is_some();
+                if is_starting && self.has_fence_passed() {
+                    // Report that the fence deadline has passed, as in the case above.
+                    self.on_fenced_start();
+                }
+                self.input(Input::NurseryLost(exit));
+            }
+        }
+    }
+
+    fn has_fence_passed(&self) -> bool {
+        matches!(self.shared.fence.look(), Ok(Look::Passed { .. }))
+    }
+
+    /// Handles the death of a nursery during its imports. Returns false if no other nursery could be launched while a
+    /// group is being started.
+    fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, exit: NurseryExit) -> bool {
+        match import_rest(import, sentinel, exit, false, &self.images, &mut self.retired) {
+            Some(nursery) => {
+                self.use_nursery(nursery);
+                true
+            }
+            None => self.go_on_cold(exit),
+        }
+    }
+
+    /// Replaces the warm nursery with a cold one for the rest of the job. Returns false if the cold one could not be
+    /// launched while a group is being started.
+    fn go_on_cold(&mut self, exit: NurseryExit) -> bool {
+        current_nursery::disarm_import(&mut self.deadlines);
+        self.images.forget_warm();
+        self.shared.queue.push(Event::Warmed { failure: Some(exit), is_beside: false });
+        if let Ok(nursery) = self.images.launch() {
+            self.use_nursery(nursery);
+            self.start_waiting();
+            true
+        } else {
+            // Do not report this error, because the next start tries again and reports its own error.
+            self.current.starting_mut().map(Starting::take_waiting);
+            self.current.is_idle()
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! Background work that closing the supervisor waits for.
+
+use tokio::task::JoinSet;
+
+use super::CLOSE_LIMIT;
+use crate::supervisor::nursery_io::Nursery;
+
+/// Nurseries and evidence threads that are no longer needed but still have to finish.
+#[derive(Debug, Default)]
+pub(super) struct Retired(JoinSet<()>);
+
+impl Retired {
+    /// Runs `work` in the background. Must be called on the runtime thread.
+    pub(super) fn add(&mut self, work: impl Future<Output = ()> + 'static) {
+        while self.0.try_join_next().is_some() {}
+        self.0.spawn_local(work);
+    }
+
+    /// Stops a nursery that is no longer needed.
+    pub(super) fn add_nursery(&mut self, nursery: Nursery) {
+        self.add(async { _ = nursery.end(false, CLOSE_LIMIT).await });
+    }
+
+    /// Makes the sentinel of a lost nursery clean up in its place.
+    pub(super) fn add_sentinel(&mut self, sentinel: Nursery) {
+        self.add(sentinel.end_what_it_guards(CLOSE_LIMIT));
+    }
+
+    /// Waits until all of the work has finished.
+    pub(super) async fn finish(&mut self) {
+        while self.0.join_next().await.is_some() {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::oneshot;
+    use tokio::task::LocalSet;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn the_end_waits_for_all_work() {
+        let work = async {
+            let (mut retired, (done, has_finished)) = (Retired::default(), oneshot::channel());
+            retired.add(std::future::ready(()));
+            retired.add(async move {
+                tokio::task::yield_now().await;
+                done.send(()).expect("the receiver is kept");
+            });
+            retired.finish().await;
+            has_finished.await.expect("the work has finished");
+        };
+        LocalSet::new().run_until(work).await;
+    }
+}

@@ -1,0 +1,271 @@
+//! A running group: its state machine, and the descriptors of its members.
+
+use std::collections::BTreeSet;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use elasticrs_nursery::cleaner;
+use elasticrs_nursery::protocol::Request;
+use elasticrs_nursery::tree::Status;
+use elasticrs_sys::pidfd;
+use elasticrs_sys::signal::Signal;
+use nix::unistd::{Pid, getpgid, getsid};
+use tokio::task::JoinSet;
+
+use super::check::Unreported;
+use super::or_panic;
+use crate::spec::StopScope;
+use crate::supervisor::event::StartFailure;
+use crate::supervisor::nursery_io::Nursery;
+use crate::supervisor::start::Terms;
+use crate::supervisor::state::Group;
+use crate::supervisor::watch::{self, MemberExit};
+use crate::supervisor::zombies::Subjects;
+
+/// Maximum number of ancestors to check when looking for the worker that a process descends from.
+const MAX_DEPTH: usize = 64;
+
+/// A running group, and the descriptors used to signal its members.
+pub(super) struct Running {
+    pub(super) group: Group,
+    pub(super) terms: Terms,
+    /// Error to report once a replacement's start that hung and was killed has failed. `None` if no start hangs.
+    pub(super) hung: Option<StartFailure>,
+    pub(super) unreported: Unreported,
+    members: Vec<Member>,
+    /// Exits of the members whose exits the nursery does not report.
+    exits: JoinSet<MemberExit>,
+}
+
+#[derive(Debug, Clone)]
+struct Member {
+    pid: i32,
+    pidfd: Arc<OwnedFd>,
+    /// True if Python started the member.
+    adopted: bool,
+    leads_a_group: bool,
+}
+
+/// Way to send a signal to a member and its process group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Delivery {
+    /// Signal only the member.
+    Member,
+    /// Signal the process group through the member's pidfd.
+    Group,
+    /// Make the nursery signal the process group.
+    GroupByNursery,
+    /// Make the nursery kill the rest of the process group, and signal the member.
+    MemberAndRestByNursery,
+    /// Kill the rest of the process group from this process, and signal the member.
+    MemberAndRest,
+}
+
+impl Running {
+    /// Creates a running group of workers that the nursery started, ordered by local rank.
+    pub(super) fn new(group: Group, workers: Vec<(i32, OwnedFd)>, terms: Terms) -> Self {
+        let members = workers.into_iter().map(|(pid, pidfd)| Member::started(pid, pidfd)).collect();
+        Self { group, terms, hung: None, unreported: Unreported::default(), members, exits: JoinSet::new() }
+    }
+
+    /// Adds a process that Python started.
+    pub(super) fn adopt(&mut self, pid: i32, pidfd: OwnedFd, status: Option<OwnedFd>) {
+        let pidfd = Arc::new(pidfd);
+        let leads_a_group = getpgid(Some(Pid::from_raw(pid))).is_ok_and(|group| group.as_raw() == pid);
+        self.members.push(Member { pid, pidfd: Arc::clone(&pidfd), adopted: true, leads_a_group });
+        self.exits.spawn(watch::until_exit(pid, pidfd, status));
+    }
+
+    /// Puts a replacement that the nursery started in the place of a failed worker.
+    pub(super) fn replace(&mut self, local_rank: u32, pid: i32, pidfd: OwnedFd) {
+        self.hung = None;
+        for exited in self.members.iter_mut().filter(|member| member.pid == pid) {
+            // Forget the pid of a member that has exited, because the replacement has got the same pid from the kernel.
+            exited.pid = 0;
+        }
+        if let Some(member) = self.members.get_mut(local_rank as usize) {
+            *member = Member::started(pid, pidfd);
+        }
+    }
+
+    /// Returns the pids of all members in the order of their local ranks, including members that have exited.
+    pub(super) fn pids(&self) -> impl Iterator<Item = i32> {
+        self.members.iter().map(|member| member.pid)
+    }
+
+    /// Returns the pids of the members that Python started.
+    pub(super) fn adopted(&self) -> Vec<i32> {
+        self.members.iter().filter(|member| member.adopted).map(|member| member.pid).collect()
+    }
+
+    /// Returns the pids of the members that the nursery started.
+    pub(super) fn started(&self) -> Vec<i32> {
+        self.members.iter().filter(|member| !member.adopted).map(|member| member.pid).collect()
+    }
+
+    /// Returns the pids of the members that are dead although their exits have not been reported yet.
+    pub(super) fn dead(&self) -> Vec<i32> {
+        let living: BTreeSet<i32> = self.group.living().collect();
+        let living = self.members.iter().filter(|member| living.contains(&member.pid));
+        let (pids, pidfds): (Vec<_>, Vec<_>) = living.map(|member| (member.pid, member.pidfd.as_fd())).unzip();
+        let ended = watch::ended(&pidfds);
+        pids.into_iter().zip(ended).filter_map(|(pid, ended)| ended.then_some(pid)).collect()
+    }
+
+    /// Returns the pid of the running worker with this local rank.
+    pub(super) fn pid_of(&self, local_rank: u32) -> Option<i32> {
+        self.pids().find(|pid| self.group.rank_of(*pid) == Some(local_rank))
+    }
+
+    /// Returns the local rank of the worker to which this process belongs: the process itself, its closest ancestor
+    /// that is a worker, or, for an orphan, the worker that leads its session.
+    pub(super) fn worker_of(&self, pid: i32) -> Option<u32> {
+        let mut ancestor = pid;
+        for _ in 0..MAX_DEPTH {
+            if let Some(local_rank) = self.group.rank_of(ancestor) {
+                return Some(local_rank);
+            }
+            match Status::of(ancestor).map(|status| status.parent) {
+                Some(parent) if parent > 1 => ancestor = parent,
+                _ => break,
+            }
+        }
+        let session = getsid(Some(Pid::from_raw(pid))).ok()?.as_raw();
+        let leads = self.members.iter().any(|member| member.pid == session && member.leads_a_group);
+        if leads { self.group.rank_of(session) } else { None }
+    }
+
+    /// Returns the processes to scan for zombie children.
+    pub(super) fn zombie_subjects(&self, agent: bool) -> Subjects {
+        let workers = self.group.living().filter_map(|pid| Some((self.group.rank_of(pid)?, pid))).collect();
+        Subjects { workers, agent }
+    }
+
+    /// Watches the exits of the workers that a lost nursery no longer reports.
+    pub(super) fn watch_exits(&mut self) {
+        for member in self.members.iter().filter(|member| !member.adopted) {
+            if self.group.living().any(|pid| pid == member.pid) {
+                self.exits.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd), None));
+            }
+        }
+    }
+
+    /// Waits for the exit of a member whose exit the nursery does not report. `None` if there is no such member.
+    /// Cancel-safe.
+    pub(super) async fn next_exit(&mut self) -> Option<MemberExit> {
+        self.exits.join_next().await.map(or_panic)
+    }
+
+    /// Sends a signal to the member with this pid, or to its process group. `has_group_signals` is true if the kernel
+    /// can signal a process group through a pidfd.
+    pub(super) fn signal(
+        &self,
+        pid: i32,
+        to: StopScope,
+        signal: Signal,
+        has_group_signals: bool,
+        nursery: Option<&mut Nursery>,
+    ) {
+        let Some(member) = self.members.iter().find(|member| member.pid == pid) else { return };
+        let delivery = member.delivery(to, signal, has_group_signals, nursery.is_some());
+        match (delivery, nursery) {
+            (Delivery::MemberAndRest, _) => member.kill_rest_of_group(),
+            (Delivery::GroupByNursery | Delivery::MemberAndRestByNursery, Some(nursery)) => {
+                nursery.send(&Request::SignalGroup { pid, signal: signal.number() }, Vec::new());
+            }
+            _ => {}
+        }
+        // Ignore errors. ESRCH means that the process has exited. After any other error, for example because the worker
+        // is a set-uid program, the worker keeps running and is reported by its rank later.
+        let _ = match delivery {
+            Delivery::GroupByNursery => Ok(()),
+            Delivery::Group => pidfd::send_group_signal(&member.pidfd, signal.number()),
+            Delivery::Member | Delivery::MemberAndRest | Delivery::MemberAndRestByNursery => {
+                pidfd::send_signal(&member.pidfd, signal.number())
+            }
+        };
+    }
+}
+
+impl Member {
+    fn started(pid: i32, pidfd: OwnedFd) -> Self {
+        Self { pid, pidfd: Arc::new(pidfd), adopted: false, leads_a_group: true }
+    }
+
+    fn delivery(&self, to: StopScope, signal: Signal, has_group_signals: bool, has_nursery: bool) -> Delivery {
+        let by_nursery = has_nursery && !self.adopted;
+        if to == StopScope::Worker || !self.leads_a_group {
+            Delivery::Member
+        } else if signal == Signal::KILL {
+            match (self.adopted, by_nursery) {
+                (true, _) => Delivery::MemberAndRest,
+                (false, true) => Delivery::MemberAndRestByNursery,
+                (false, false) => Delivery::Member,
+            }
+        } else if has_group_signals {
+            Delivery::Group
+        } else if by_nursery {
+            Delivery::GroupByNursery
+        } else {
+            // Signal only the member, because the nursery does not know members that Python started. When the member
+            // exits, its parent, a keeper process, kills the processes that it leaves behind.
+            Delivery::Member
+        }
+    }
+
+    /// Kills the other processes in this member's process group, except those that clean up after the member. Does not
+    /// use the nursery, because Python started the member.
+    fn kill_rest_of_group(&self) {
+        let rest = cleaner::others_in_groups(self.pid, |group| group == self.pid);
+        // Do not signal the processes if the member has exited, because its pid may identify another process group by
+        // now.
+        if watch::ended(&[self.pidfd.as_fd()]) == [false] {
+            for target in rest {
+                target.signal(nix::sys::signal::Signal::SIGKILL);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn member(adopted: bool, leads_a_group: bool) -> Member {
+        let own = std::process::id().cast_signed();
+        Member { adopted, leads_a_group, ..Member::started(own, pidfd::open(own).expect("this process lives")) }
+    }
+
+    #[test]
+    fn a_signal_to_a_group_takes_the_way_that_reaches_all_of_it() {
+        use Delivery::*;
+        let (worker, adopted) = (member(false, true), member(true, true));
+        let cases = [
+            // The member, the signal, whether the kernel has signals to groups, and whether there is a nursery.
+            (&worker, Signal::TERM, true, true, Group),
+            (&worker, Signal::TERM, true, false, Group),
+            (&worker, Signal::TERM, false, true, GroupByNursery),
+            (&worker, Signal::TERM, false, false, Member),
+            (&worker, Signal::KILL, true, true, MemberAndRestByNursery),
+            (&worker, Signal::KILL, true, false, Member),
+            (&adopted, Signal::TERM, true, true, Group),
+            (&adopted, Signal::TERM, false, true, Member),
+            (&adopted, Signal::KILL, true, true, MemberAndRest),
+            (&adopted, Signal::KILL, false, false, MemberAndRest),
+        ];
+        for (member, signal, has_group_signals, has_nursery, expected) in cases {
+            let found = member.delivery(StopScope::Group, signal, has_group_signals, has_nursery);
+            assert_eq!(found, expected, "{signal:?} {has_group_signals} {has_nursery} {}", member.adopted);
+        }
+    }
+
+    #[test]
+    fn a_member_without_a_group_of_its_own_is_signalled_alone() {
+        for signal in [Signal::TERM, Signal::KILL] {
+            for adopted in [false, true] {
+                assert_eq!(member(adopted, true).delivery(StopScope::Worker, signal, true, true), Delivery::Member);
+                assert_eq!(member(adopted, false).delivery(StopScope::Group, signal, true, true), Delivery::Member);
+            }
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! A second warm nursery. It imports modules again while the first nursery and its workers continue.
+//!
+//! There are at most two warm nurseries at any time. The second one has no workers, so it does not get the agent's
+//! connections and the fence until it takes over.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use elasticrs_nursery::fence::Fence;
+use elasticrs_nursery::launch::Import as Terms;
+use elasticrs_nursery::protocol::{PROTOCOL, Reply};
+use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::priority;
+
+use super::images::Images;
+use super::imports::{import_rest, refuse};
+use super::retired::Retired;
+use crate::supervisor::deadlines::after;
+use crate::supervisor::event::{Event, NurseryExit};
+use crate::supervisor::nursery_io::{Nursery, NurseryEvent};
+use crate::supervisor::queue::Queue;
+
+/// The place for a second nursery.
+#[derive(Debug)]
+pub(super) struct SecondNursery {
+    running: Option<Second>,
+    queue: Arc<Queue>,
+}
+
+/// A running second nursery.
+#[derive(Debug)]
+struct Second {
+    nursery: Nursery,
+    /// Deadline for the imports.
+    until: Instant,
+    /// Nice value to restore when the nursery takes over. `None` if the nursery runs at normal priority.
+    nice: Option<i32>,
+}
+
+impl SecondNursery {
+    pub(super) fn new(queue: Arc<Queue>) -> Self {
+        Self { running: None, queue }
+    }
+
+    /// Returns the pids of the nursery and its sentinel.
+    pub(super) fn pids(&self) -> impl Iterator<Item = i32> {
+        let sentinel = |nursery: &Nursery| nursery.sentinel.as_ref().map(|guard| guard.sentinel.pid);
+        self.running.iter().flat_map(move |second| [second.nursery.pid].into_iter().chain(sentinel(&second.nursery)))
+    }
+
+    /// Returns the next event from the nursery. Kills the nursery if its imports exceed their deadline. Never returns
+    /// if there is no second nursery. Cancel-safe.
+    pub(super) async fn next(&mut self) -> NurseryEvent {
+        let Some(Second { nursery, until, .. }) = &mut self.running else { return std::future::pending().await };
+        let limited = nursery.import.is_some() && !nursery.hung;
+        tokio::select! {
+            biased;
+            event = nursery.next() => return event,
+            () = tokio::time::sleep_until((*until).into()), if limited => {}
+        }
+        nursery.kill_hung();
+        nursery.next().await
+    }
+
+    /// Starts a second nursery, whose imports may take until `limit` has passed. Stops an earlier one.
+    pub(super) fn launch(&mut self, limit: Duration, images: &mut Images, retired: &mut Retired) {
+        self.stop(retired);
+        if !images.can_be_warm() {
+            return;
+        }
+        let nice = priority::restorable();
+        match images.launch_again(&Terms { since: None, is_background: nice.is_some() }) {
+            Ok(nursery) if nursery.import.is_some() => {
+                let until = after(Instant::now(), limit);
+                self.running = Some(Second { nursery, until, nice });
+                return;
+            }
+            // The warm program could not be executed. The nursery that was launched instead is a cold one, which is not
+            // needed.
+            Ok(nursery) => retired.add_nursery(nursery),
+            Err(_) => {}
+        }
+        self.report_failure(NurseryExit { exit: WorkerExit::Unknown, hung: false }, images);
+    }
+
+    /// Stops the second nursery, if there is one.
+    pub(super) fn stop(&mut self, retired: &mut Retired) {
+        if let Some(second) = self.running.take() {
+            retired.add_nursery(second.nursery);
+        }
+    }
+
+    /// Removes and returns the second nursery, so that it takes over from the first. `None` if its imports are not
+    /// complete, or if it cannot take over.
+    pub(super) fn take_over(&mut self, fence: &Fence, retired: &mut Retired) -> Option<Nursery> {
+        let second = self.running.take_if(|second| second.nursery.import.is_none())?;
+        // If the nice value of this nursery cannot be restored, stop the nursery. Its workers would otherwise inherit
+        // the low priority.
+        if second.nice.is_some_and(|nice| priority::set_nice_of(second.nursery.pid, nice).is_err()) {
+            retired.add_nursery(second.nursery);
+            return None;
+        }
+        // From here on, only the second nursery enforces the fence deadline, although the first one may still run
+        // briefly.
+        if !fence.hand_over() {
+            self.running = Some(Second { nice: None, ..second });
+            return None;
+        }
+        Some(second.nursery)
+    }
+
+    /// Handles an event of the nursery.
+    pub(super) fn on_event(&mut self, event: &NurseryEvent, images: &mut Images, retired: &mut Retired) {
+        let Some(Second { nursery, .. }) = &mut self.running else { return };
+        match event {
+            NurseryEvent::Reply(Reply::Ready { protocol: PROTOCOL, .. }, _) => {
+                nursery.import = None;
+                self.queue.push(Event::Warmed { failure: None, is_beside: true });
+            }
+            NurseryEvent::Reply(Reply::Ready { .. }, _) => refuse(nursery),
+            // Ignore all other replies, because this nursery has no workers and holds no connections.
+            NurseryEvent::Reply(..) => {}
+            NurseryEvent::Died(exit) => self.on_lost(*exit, images, retired),
+            NurseryEvent::GivenUp => {
+                self.queue.degraded(nursery.left_behind());
+                self.on_lost(WorkerExit::Unknown, images, retired);
+            }
+        }
+    }
+
+    fn on_lost(&mut self, exit: WorkerExit, images: &mut Images, retired: &mut Retired) {
+        let Some(Second { nursery, until, nice }) = self.running.take() else { return };
+        let exit = NurseryExit { exit, hung: nursery.hung };
+        let Nursery { import, sentinel, .. } = nursery;
+        if let Some(import) = import {
+            if let Some(nursery) = import_rest(import, sentinel, exit, nice.is_some(), images, retired) {
+                self.running = Some(Second { nursery, until, nice });
+                return;
+            }
+        } else if let Some(guard) = sentinel {
+            retired.add_sentinel(*guard.sentinel);
+        }
+        self.report_failure(exit, images);
+    }
+
+    /// Reports the loss of the nursery. Every later nursery is cold.
+    fn report_failure(&self, exit: NurseryExit, images: &mut Images) {
+        images.forget_warm();
+        self.queue.push(Event::Warmed { failure: Some(exit), is_beside: true });
+    }
+}

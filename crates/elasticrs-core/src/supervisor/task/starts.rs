@@ -1,0 +1,305 @@
+//! Starts the workers of a group, and replacements for failed workers.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use elasticrs_nursery::fence::Look;
+use elasticrs_nursery::protocol::Request;
+use elasticrs_nursery::spec::ProcessSpec;
+use elasticrs_nursery::tree::Status;
+use elasticrs_sys::clock::{Stamp, boot_now};
+use elasticrs_sys::pidfd;
+use elasticrs_sys::signal::Signal;
+use elasticrs_sys::stage::Stage;
+
+use super::check::CHECK_INTERVAL;
+use super::current::Current;
+use super::running::Running;
+use super::{FENCE_SLACK, Task};
+use crate::spec::{GroupSpec, StopPolicy};
+use crate::supervisor::command::{Adopted, SupervisorError};
+use crate::supervisor::deadlines::{GIVE_UP_AFTER, Timer};
+use crate::supervisor::event::{Event, StartFailure};
+use crate::supervisor::start::{Starting, Terms};
+use crate::supervisor::state::Input;
+use crate::supervisor::watch;
+
+/// Time limit for a hanging start to fail after the starting process was sent SIGKILL.
+const KILL_LIMIT: Duration = Duration::from_secs(5);
+const FENCED: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
+
+impl Task {
+    // --- a group ----------------------------------------------------------------------------------------------
+
+    pub(super) fn begin_start(&mut self, mut spec: GroupSpec) -> Result<(), SupervisorError> {
+        if !self.current.is_idle() {
+            return Err(SupervisorError::Busy);
+        }
+        if !self.nursery.exists() {
+            let nursery = self.images.launch_for(&spec)?;
+            self.use_nursery(nursery);
+        }
+        self.heartbeats.give_pages(&mut spec).map_err(SupervisorError::Heartbeats)?;
+        let mut starting = Starting::new(&spec);
+        if self.nursery.is_warming() {
+            starting.wait_for_import(spec);
+            self.current = Current::Starting(starting);
+            self.deadlines.disarm(Timer::Warm);
+            self.nursery.arm_import(&mut self.deadlines);
+        } else {
+            self.current = Current::Starting(starting);
+            self.request_start(&spec).inspect_err(|_| self.current = Current::Idle)?;
+        }
+        Ok(())
+    }
+
+    fn request_start(&mut self, spec: &GroupSpec) -> io::Result<()> {
+        let terms = Terms::of(spec);
+        let requests = spec.processes.iter().map(|process| terms.spawn_request(process, &spec.descriptors));
+        let requests = requests.collect::<io::Result<Vec<_>>>()?;
+        self.check_sentinel();
+        let Some(nursery) = self.nursery.get() else { return Ok(()) };
+        // Discard the stages that were reported by earlier starts.
+        nursery.stage_reached();
+        for (request, fds) in requests {
+            nursery.send(&request, fds);
+        }
+        self.deadlines.arm(Timer::Start, spec.start_deadline, Instant::now());
+        self.deadlines.arm(Timer::Fence, FENCE_SLACK, Instant::now());
+        self.start_when_answered();
+        Ok(())
+    }
+
+    /// Starts the group that was waiting for the nursery's imports, if there is one.
+    pub(super) fn start_waiting(&mut self) {
+        let Some(spec) = self.current.starting_mut().and_then(Starting::take_waiting) else { return };
+        if let (Err(error), Current::Starting(starting)) = (self.request_start(&spec), &mut self.current) {
+            let errno = error.raw_os_error().unwrap_or(libc::EMFILE);
+            let (stage, subject) = (Stage::Receive, String::new());
+            for local_rank in (0..).take(spec.processes.len()) {
+                starting.failed(StartFailure::Worker { local_rank, stage, errno, subject: subject.clone() });
+            }
+            self.start_when_answered();
+        }
+    }
+
+    pub(super) fn on_spawned(&mut self, local_rank: u32, pid: i32, pidfd: Option<OwnedFd>) {
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => {
+                starting.spawned(local_rank, pid, pidfd);
+                self.start_when_answered();
+            }
+            Current::Running(_) => self.on_replaced(local_rank, pid, pidfd),
+        }
+    }
+
+    pub(super) fn on_spawn_failed(&mut self, failure: StartFailure) {
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => {
+                starting.failed(failure);
+                self.start_when_answered();
+            }
+            Current::Running(_) => self.replace_has_failed(failure),
+        }
+    }
+
+    fn start_when_answered(&mut self) {
+        let Current::Starting(starting) = &mut self.current else { return };
+        if !starting.all_answered() {
+            return;
+        }
+        self.deadlines.disarm(Timer::Start);
+        self.deadlines.disarm(Timer::Fence);
+        if starting.has_failed() {
+            // Kill the workers that were started, because a group starts completely or not at all (**SUP-1**).
+            return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
+        }
+        let Current::Starting(starting) = std::mem::replace(&mut self.current, Current::Idle) else { return };
+        let (group, workers, terms, early) = starting.into_group();
+        let pids = workers.iter().map(|(pid, _)| *pid).collect();
+        self.shared.queue.push(Event::GroupStarted { pids, started: Stamp::now() });
+        self.current = Current::Running(Running::new(group, workers, terms));
+        self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
+        self.watch_for_hangs();
+        for input in early {
+            self.input(input);
+        }
+    }
+
+    pub(super) fn start_has_failed(&mut self, failure: StartFailure) {
+        self.current = Current::Idle;
+        self.deadlines.clear();
+        self.shared.logs.finish_all();
+        self.shared.queue.push(Event::StartFailed(failure));
+    }
+
+    pub(super) fn on_hung_start(&mut self) {
+        let Current::Starting(starting) = &mut self.current else { return };
+        if let Some(nursery) = self.nursery.get() {
+            let stage = nursery.stage_reached();
+            let wait_channel = match stage {
+                Some(Stage::Fork | Stage::NextFork) => watch::wait_channel(nursery.pid),
+                _ => {
+                    watch::child_that_starts(nursery.pid, &starting.pids()).map(watch::wait_channel).unwrap_or_default()
+                }
+            };
+            starting.hung(stage, wait_channel);
+            // If the hanging child can be killed, it dies together with the nursery. `on_nursery_death` sweeps until
+            // the child is gone or the time limit has passed.
+            nursery.kill();
+        }
+    }
+
+    /// Kills the nursery, because a stop was requested during the start and the grace period is over. All workers die
+    /// with the nursery, including those that are still being started.
+    pub(super) fn kill_start(&mut self) {
+        if let (Current::Starting(starting), Some(nursery)) = (&self.current, self.nursery.get())
+            && !starting.has_failed()
+        {
+            nursery.kill();
+        }
+    }
+
+    // --- the fence --------------------------------------------------------------------------------------------
+
+    /// Checks the fence deadline on behalf of the nursery, which cannot check it while it is blocked in a start.
+    pub(super) fn fence_start(&mut self) {
+        if !self.current.starts_a_worker() {
+            return;
+        }
+        match self.shared.fence.look() {
+            Ok(Look::At(deadline)) => {
+                let left = Duration::from_nanos(deadline.saturating_sub(boot_now()));
+                self.deadlines.arm(Timer::Fence, left + FENCE_SLACK, Instant::now());
+            }
+            // Do nothing, because no deadline is set, or because the nursery or its sentinel has already noticed that
+            // it has passed.
+            Ok(Look::Passed { first: false } | Look::Unset | Look::HandedOver(_)) | Err(_) => {}
+            Ok(Look::Passed { first: true }) => {
+                self.on_fenced_start();
+                if self.current.is_starting() {
+                    return self.kill_start();
+                }
+                if let Some(nursery) = self.nursery.get() {
+                    nursery.kill();
+                }
+            }
+        }
+    }
+
+    /// Reports and handles a fence deadline that passed during a start, because the nursery does not report it then.
+    pub(super) fn on_fenced_start(&mut self) {
+        self.shared.queue.push(Event::Fenced { at: Stamp::now() });
+        match &mut self.current {
+            Current::Starting(starting) => starting.stop(FENCED),
+            Current::Idle | Current::Running(_) => self.input(Input::Fenced),
+        }
+    }
+
+    // --- members that join a running group --------------------------------------------------------------------
+
+    pub(super) fn adopt(&mut self, adopted: Adopted) -> Result<(), SupervisorError> {
+        let Adopted { local_rank, pid, pidfd, status, page } = adopted;
+        let Current::Running(running) = &mut self.current else { return Err(SupervisorError::Idle) };
+        let is_watched = page.is_some();
+        if let Some(page) = page {
+            self.heartbeats
+                .take_page(local_rank, page)
+                .map_err(|source| SupervisorError::Page { local_rank, source })?;
+        }
+        running.adopt(pid, pidfd, status);
+        self.raised.forget_strangers();
+        self.input(Input::Adopted { local_rank, pid });
+        if is_watched {
+            self.watch_for_hangs();
+        }
+        Ok(())
+    }
+
+    pub(super) fn replace(
+        &mut self,
+        mut process: ProcessSpec,
+        mut descriptors: Vec<OwnedFd>,
+    ) -> Result<(), SupervisorError> {
+        let local_rank = process.local_rank;
+        let Current::Running(running) = &self.current else { return Err(SupervisorError::Idle) };
+        if let Some(reason) = running.group.refusal(local_rank) {
+            return Err(SupervisorError::Replace { local_rank, reason });
+        }
+        self.heartbeats.give_page_again(&mut process, &mut descriptors).map_err(SupervisorError::Heartbeats)?;
+        let (request, fds) = running.terms.spawn_request(&process, &descriptors)?;
+        let Some(nursery) = self.nursery.get() else { return Err(SupervisorError::Idle) };
+        let now = Instant::now();
+        self.deadlines.arm(Timer::Replace(local_rank), running.terms.deadline, now);
+        self.deadlines.arm(Timer::Fence, FENCE_SLACK, now);
+        nursery.send(&request, fds);
+        self.input(Input::Replace { local_rank });
+        Ok(())
+    }
+
+    fn on_replaced(&mut self, local_rank: u32, pid: i32, pidfd: Option<OwnedFd>) {
+        let Current::Running(running) = &mut self.current else { return };
+        let Some(pidfd) = pidfd else {
+            self.nursery.send(&Request::SignalGroup { pid, signal: libc::SIGKILL }, Vec::new());
+            return self.replace_has_failed(StartFailure::Worker {
+                local_rank,
+                stage: Stage::Receive,
+                errno: libc::EMFILE,
+                subject: format!("/proc/{pid}"),
+            });
+        };
+        self.deadlines.disarm(Timer::Replace(local_rank));
+        running.replace(local_rank, pid, pidfd);
+        self.raised.forget_strangers();
+        self.input(Input::Replaced { local_rank, pid, started: Stamp::now() });
+    }
+
+    fn replace_has_failed(&mut self, failure: StartFailure) {
+        let (StartFailure::Worker { local_rank, .. } | StartFailure::Hung { local_rank, .. }) = &failure;
+        self.deadlines.disarm(Timer::Replace(*local_rank));
+        if let Some(running) = self.current.running_mut() {
+            running.hung = None;
+        }
+        self.input(Input::ReplaceFailed(failure));
+    }
+
+    /// Handles a replacement whose start has exceeded its deadline and blocks the nursery. Kills the hanging child
+    /// first. The start then fails, or, if the worker has started in the meantime, the worker fails. If that does not
+    /// help, kills the nursery, and all workers die with it.
+    pub(super) fn on_hung_replace(&mut self, local_rank: u32) {
+        let Current::Running(running) = &mut self.current else { return };
+        let Some(nursery) = self.nursery.get() else { return };
+        if let Some(failure) = running.hung.take() {
+            nursery.kill();
+            return self.replace_has_failed(failure);
+        }
+        let (stage, deadline) = (nursery.stage_reached(), running.terms.deadline);
+        let others: Vec<i32> = running.pids().collect();
+        let child = match stage {
+            Some(Stage::Fork | Stage::NextFork) => None,
+            _ => watch::child_that_starts(nursery.pid, &others),
+        };
+        let wait_channel = watch::wait_channel(child.unwrap_or(nursery.pid));
+        let failure = StartFailure::Hung { local_rank, stage, wait_channel, deadline };
+        if running.group.is_running() {
+            self.shared.queue.degraded(failure.to_string());
+        }
+        running.hung = Some(failure);
+        let now = Instant::now();
+        for later in running.group.starting() {
+            self.deadlines.arm(Timer::Replace(later), deadline.saturating_add(KILL_LIMIT), now);
+        }
+        let limit = if child.is_some_and(|child| kill_child(nursery.pid, child)) { KILL_LIMIT } else { Duration::ZERO };
+        self.deadlines.arm(Timer::Replace(local_rank), limit, now);
+    }
+}
+
+/// Kills a process if it is a child of `parent`. Returns true if SIGKILL was sent.
+fn kill_child(parent: i32, child: i32) -> bool {
+    let Ok(pidfd) = pidfd::open(child) else { return false };
+    // Check the parent after opening the pidfd, because the pid could be reused between a check and the opening.
+    Status::of(child).is_some_and(|status| status.parent == parent) && pidfd::send_signal(&pidfd, libc::SIGKILL).is_ok()
+}

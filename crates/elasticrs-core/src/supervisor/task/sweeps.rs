@@ -1,0 +1,187 @@
+//! Keeps track of the sweeps that clean up leftover processes: numbers the requests to the nursery, combines their
+//! results, and holds the sweep that this process performs itself after the loss of a nursery.
+
+use std::time::Duration;
+
+use elasticrs_nursery::protocol::Request;
+use tokio::task::JoinHandle;
+
+use super::or_panic;
+use crate::supervisor::event::SweepOutcome;
+use crate::supervisor::nursery_io::Nursery;
+use crate::supervisor::state::HOPELESS_SWEEP;
+
+/// State of the current sweeps.
+#[derive(Debug)]
+pub(super) struct Sweeps {
+    /// Number of the most recent request to the nursery.
+    newest: u32,
+    /// Combined outcome of earlier sweeps. It is reported with the result of the most recent one.
+    combined: SweepOutcome,
+    /// Number of the pending request to clean up after a failed worker, and the worker's local rank. `None` if there is
+    /// no such request.
+    worker: Option<(u32, u32)>,
+    own: Option<JoinHandle<SweepOutcome>>,
+    /// Maximum time limit for a sweep by this process.
+    own_limit: Duration,
+}
+
+/// A sweep that is complete.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Completed {
+    Group(SweepOutcome),
+    Worker(u32, SweepOutcome),
+}
+
+impl Default for Sweeps {
+    fn default() -> Self {
+        Self { newest: 0, combined: SweepOutcome::default(), worker: None, own: None, own_limit: Duration::MAX }
+    }
+}
+
+impl Sweeps {
+    /// Makes the nursery sweep the whole group. Earlier requests are complete only with this one.
+    pub(super) fn request(&mut self, nursery: &mut Nursery, linger: Duration, grace: Duration, give_up: Duration) {
+        let (linger_ms, grace_ms, give_up_ms) = (millis(linger), millis(grace), millis(give_up));
+        nursery.send(&Request::Sweep { number: self.number(), linger_ms, grace_ms, give_up_ms }, Vec::new());
+    }
+
+    /// Makes the nursery clean up after the failed worker with this local rank, whose pid was `worker`.
+    pub(super) fn request_for_worker(
+        &mut self,
+        nursery: &mut Nursery,
+        local_rank: u32,
+        worker: i32,
+        give_up: Duration,
+    ) {
+        let number = self.number_for_worker(local_rank);
+        nursery.send(&Request::SweepLeft { number, worker, give_up_ms: millis(give_up) }, Vec::new());
+    }
+
+    fn number(&mut self) -> u32 {
+        self.newest = self.newest.wrapping_add(1);
+        self.newest
+    }
+
+    fn number_for_worker(&mut self, local_rank: u32) -> u32 {
+        let number = self.number();
+        self.worker = Some((number, local_rank));
+        number
+    }
+
+    /// Handles the nursery's answer to the request with this number. Returns `None` if a later request is pending.
+    pub(super) fn answered(&mut self, number: u32, outcome: SweepOutcome) -> Option<Completed> {
+        if let Some((_, local_rank)) = self.worker.take_if(|(pending, _)| *pending == number) {
+            return Some(Completed::Worker(local_rank, outcome));
+        }
+        self.combined.follow_up(outcome);
+        (number == self.newest).then(|| Completed::Group(std::mem::take(&mut self.combined)))
+    }
+
+    /// Drops the pending clean-up after a failed worker.
+    pub(super) fn drop_worker(&mut self) {
+        self.worker = None;
+    }
+
+    /// Drops all pending requests, because the nursery was lost and answers none of them.
+    pub(super) fn nursery_lost(&mut self) {
+        self.combined = SweepOutcome::default();
+        self.worker = None;
+    }
+
+    /// Makes later sweeps by this process give up soon, because the lost nursery could not be killed, and its workers
+    /// cannot exit before it does.
+    pub(super) fn shorten_own(&mut self) {
+        self.own_limit = HOPELESS_SWEEP;
+    }
+
+    /// Restores the time limits of later sweeps by this process, because there is a new nursery.
+    pub(super) fn restore_own(&mut self) {
+        self.own_limit = Duration::MAX;
+    }
+
+    /// Runs `sweep` on another thread. Passes `give_up` to it, or the maximum time limit if that is shorter.
+    pub(super) fn start_own(
+        &mut self,
+        give_up: Duration,
+        sweep: impl FnOnce(Duration) -> SweepOutcome + Send + 'static,
+    ) {
+        let limit = give_up.min(self.own_limit);
+        self.own = Some(tokio::task::spawn_blocking(move || sweep(limit)));
+    }
+
+    /// Waits for the sweep by this process. Never returns if there is none. Cancel-safe.
+    pub(super) async fn own_completed(&mut self) -> SweepOutcome {
+        let Some(own) = &mut self.own else { return std::future::pending().await };
+        let outcome = own.await;
+        self.own = None;
+        or_panic(outcome)
+    }
+
+    /// Removes and returns the sweep by this process. `None` if there is none.
+    pub(super) fn take_own(&mut self) -> Option<JoinHandle<SweepOutcome>> {
+        self.own.take()
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use elasticrs_nursery::protocol::Descendant;
+
+    fn swept(pid: i32) -> SweepOutcome {
+        SweepOutcome { ended: vec![Descendant { pid, command: String::new() }], more: 1, ..SweepOutcome::default() }
+    }
+
+    #[test]
+    fn the_last_request_completes_all_of_them() {
+        let mut sweeps = Sweeps::default();
+        let (first, second) = (sweeps.number(), sweeps.number());
+        assert_eq!(sweeps.answered(first, swept(7)), None);
+        let Some(Completed::Group(outcome)) = sweeps.answered(second, swept(8)) else { panic!("it is complete") };
+        assert_eq!((outcome.ended.iter().map(|ended| ended.pid).collect::<Vec<_>>(), outcome.more), (vec![7, 8], 2));
+        let third = sweeps.number();
+        assert_eq!(sweeps.answered(third, swept(9)), Some(Completed::Group(swept(9))));
+    }
+
+    #[test]
+    fn the_sweep_of_a_worker_completes_on_its_own() {
+        let mut sweeps = Sweeps::default();
+        let worker = sweeps.number_for_worker(3);
+        let group = sweeps.number();
+        assert_eq!(sweeps.answered(worker, swept(7)), Some(Completed::Worker(3, swept(7))));
+        assert_eq!(sweeps.answered(group, swept(8)), Some(Completed::Group(swept(8))));
+    }
+
+    #[test]
+    fn a_lost_nursery_leaves_no_result() {
+        let mut sweeps = Sweeps::default();
+        let first = sweeps.number();
+        let _ = sweeps.number_for_worker(3);
+        assert_eq!(sweeps.answered(first, swept(7)), None);
+        sweeps.nursery_lost();
+        let next = sweeps.number();
+        assert_eq!(sweeps.answered(next, swept(8)), Some(Completed::Group(swept(8))));
+    }
+
+    #[tokio::test]
+    async fn a_sweep_after_a_hopeless_loss_gives_up_soon() {
+        let mut sweeps = Sweeps::default();
+        let limit_of = |limit: Duration| SweepOutcome { more: u32::try_from(limit.as_secs()).unwrap(), ..swept(7) };
+        let long = Duration::from_secs(30);
+        for (is_hopeless, limit) in [(false, long), (true, HOPELESS_SWEEP), (false, long)] {
+            if is_hopeless {
+                sweeps.shorten_own();
+            } else {
+                sweeps.restore_own();
+            }
+            sweeps.start_own(long, limit_of);
+            assert_eq!(u64::from(sweeps.own_completed().await.more), limit.as_secs());
+            assert!(sweeps.take_own().is_none());
+        }
+    }
+}
