@@ -69,6 +69,7 @@ def test_nothing_is_left_in_the_temporary_directory(launch, worker_script, tmp_p
     assert os.listdir(temporary) == []
 
 
+@pytest.mark.beyond_torchrun
 def test_a_killed_worker_is_restarted_with_a_fresh_port(launch, worker_script):
     script = worker_script("""
         import os, signal, sys
@@ -85,6 +86,7 @@ def test_a_killed_worker_is_restarted_with_a_fresh_port(launch, worker_script):
     assert len({match[0] for match in job.wait_for_lines(r"^PORT \d+$", 3)}) == 2
 
 
+@pytest.mark.beyond_torchrun
 def test_a_failed_job_reports_and_exits_1(launch, worker_script, tmp_path):
     script = worker_script("""
         import os, signal
@@ -98,6 +100,7 @@ def test_a_failed_job_reports_and_exits_1(launch, worker_script, tmp_path):
     assert "Stopped by elasticrs after the first failure: rank 0 (SIGTERM)" in job.stderr
 
 
+@pytest.mark.beyond_torchrun
 def test_the_root_cause_is_handed_to_the_launchers_own_error_file(launch, worker_script, tmp_path):
     mine = tmp_path / "mine.json"
     launch(
@@ -106,6 +109,7 @@ def test_the_root_cause_is_handed_to_the_launchers_own_error_file(launch, worker
     assert json.loads(mine.read_text())["message"]["message"] == "ValueError: it is broken"
 
 
+@pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_is_passed_on_and_the_exit_code_is_1(launch, worker_script, signum):
     job = launch("--nproc-per-node=2", worker_script(WAITS))
@@ -116,6 +120,7 @@ def test_a_signal_is_passed_on_and_the_exit_code_is_1(launch, worker_script, sig
     assert f"{signum.name} received" in job.stderr
 
 
+@pytest.mark.beyond_torchrun
 def test_the_second_signal_kills(launch, worker_script):
     job = launch("--nproc-per-node=2", worker_script(STUBBORN))
     workers = ready(job, 2)
@@ -127,6 +132,7 @@ def test_the_second_signal_kills(launch, worker_script):
     assert "second stop request: SIGKILL to all workers" in job.stderr
 
 
+@pytest.mark.beyond_torchrun
 def test_the_grace_ends_with_sigkill(launch, worker_script):
     job = launch("--shutdown-timeout=0.2", worker_script(STUBBORN))
     workers = ready(job, 1)
@@ -144,6 +150,7 @@ def test_further_signals_can_be_handled(launch, worker_script):
     assert_gone(workers)
 
 
+@pytest.mark.beyond_torchrun
 def test_an_ignored_hangup_stays_ignored(launch, worker_script):
     script = worker_script("""
         import os, signal
@@ -161,6 +168,7 @@ def test_an_ignored_hangup_stays_ignored(launch, worker_script):
     assert "SIGHUP" not in job.stderr
 
 
+@pytest.mark.beyond_torchrun
 def test_control_z_stops_the_workers_and_continuing_reverses_it(launch, worker_script):
     # A session leader cannot be stopped by the terminal's own signal, but our handler sends SIGSTOP.
     job = launch("--nproc-per-node=2", worker_script(STUBBORN))
@@ -191,6 +199,7 @@ def test_console_lines_have_their_prefix(launch, worker_script):
     assert job.stdout == "[r1]:hello 1\n"
 
 
+@pytest.mark.beyond_torchrun
 def test_the_death_of_the_nursery_costs_one_restart(launch, worker_script):
     job = launch("--nproc-per-node=2", "--max-restarts=1", worker_script(WAITS))
     first = ready(job, 2)
@@ -206,6 +215,7 @@ def test_the_death_of_the_nursery_costs_one_restart(launch, worker_script):
     assert re.search(r"restarting\D* 0 of 1\b", job.stderr)
 
 
+@pytest.mark.beyond_torchrun
 def test_a_console_that_nobody_reads_holds_up_no_restart(launch, worker_script, tmp_path):
     script = worker_script("""
         import os, signal, sys
@@ -243,6 +253,7 @@ def test_a_console_that_nobody_reads_at_the_end_costs_no_success(launch, worker_
     assert f"the console did not accept all output within 0.2 s; see {log}\n" in job.stderr
 
 
+@pytest.mark.beyond_torchrun
 def test_sigkill_of_the_launcher_leaves_nothing(launch, worker_script):
     script = worker_script("""
         import os, signal, subprocess
@@ -258,6 +269,7 @@ def test_sigkill_of_the_launcher_leaves_nothing(launch, worker_script):
     reap_adopted()
 
 
+@pytest.mark.beyond_torchrun
 def test_what_successful_workers_leave_is_ended_and_named(launch, worker_script):
     script = worker_script("""
         import os, subprocess
@@ -271,6 +283,7 @@ def test_what_successful_workers_leave_is_ended_and_named(launch, worker_script)
     assert f"ended processes that workers left behind: {left[0]} (sleep)" in job.stderr
 
 
+@pytest.mark.beyond_torchrun
 def test_a_port_that_was_taken_is_replaced_without_a_charge(launch, worker_script):
     script = worker_script("""
         import os, signal
@@ -291,6 +304,7 @@ def test_a_port_that_the_user_chose_is_not_replaced(launch, worker_script):
     assert "29517: address already in use" in job.stderr
 
 
+@pytest.mark.beyond_torchrun
 def test_captured_stderr_is_in_the_report(launch, worker_script, tmp_path):
     script = worker_script("""
         import os

@@ -167,6 +167,7 @@ def test_paths_may_be_any_bytes(launch, worker_script, tmp_path):
     assert log.read_text() == "said\n"
 
 
+@pytest.mark.beyond_torchrun
 def test_a_relative_folder_is_meant_where_the_launcher_began(launch, worker_script, tmp_path):
     script = worker_script("""
         import os

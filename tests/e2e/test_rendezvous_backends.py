@@ -227,6 +227,7 @@ def test_options_that_a_backend_does_not_know_are_named(backend, worker_script):
     ]
 
 
+@pytest.mark.beyond_torchrun
 def test_a_path_runs_there_as_well(backend, worker_script):
     launched = backend("--run-path", "--nproc-per-node=2", worker_script(SHOW)).exits(0)
     assert sorted(launched.stdout.splitlines())[:2] == ["0 2 0 0", "1 2 0 0"]

@@ -15,7 +15,7 @@ WORKER = Path(__file__).resolve().parent.parent / "workers" / "sharing.py"
 PAIR = ("--nproc-per-node=2", "--shutdown-timeout=0.2")
 METHODS = pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 
-pytestmark = [pytest.mark.privileged]
+pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun]
 
 
 class OwnShm:

@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+pytestmark = pytest.mark.beyond_torchrun
+
 SLEEPER = """
     import os, signal, sys
     os.write(1, "ATTEMPT {RANK} {TORCHELASTIC_RESTART_COUNT}\\n".format(**os.environ).encode())
