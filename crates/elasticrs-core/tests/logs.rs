@@ -219,6 +219,8 @@ fn without_a_free_descriptor_a_file_is_opened_once_the_finished_files_are_closed
     append(&fixture.path(0), &b"0123456789\n".repeat(LINES));
     fixture.logs.finish(&[id]);
     assert_eq!(fixture.drained(Instant::now()).len(), 1, "the console holds the file open");
+    // The thread of the logs runs, so it has the descriptors that it needs.
+    (&fixture.stdout).read_exact(&mut [0]).unwrap();
     let stdout = fixture.stdout.try_clone().unwrap();
     let free = File::open("/dev/null").unwrap().as_raw_fd().cast_unsigned();
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
