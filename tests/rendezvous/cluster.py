@@ -165,6 +165,20 @@ class Cluster:
         return None if entry is None else Head.decode(entry.value)
 
 
+def says(text, *tokens):
+    """Assert that these tokens stand in the text, in this order."""
+    rest = text
+    for token in tokens:
+        assert token in rest, f"no {token!r} where it is expected in {text!r}"
+        rest = rest.partition(token)[2]
+
+
+def ends(outcome, kind, *tokens):
+    """Assert that an agent has ended like this, with these tokens in its message."""
+    assert outcome.kind == kind, outcome
+    says(outcome.message, *tokens)
+
+
 def end_all(agents):
     """The workers that are still there end."""
     for agent in agents:

@@ -6,10 +6,10 @@ from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import step
 from elasticrs.store.coordination import Connected, ConnectionLost, Txn
 from rendezvous import agents
-from rendezvous.cluster import Cluster, end_all, running
+from rendezvous.cluster import Cluster, end_all, ends, running
 from rendezvous.rules_off import rule_off
 
-WHY = "the rendezvous store at head:29400 is not the one that this node has met"
+WHY = "head:29400: another store"
 
 
 def all_is_carried_out_twice(cluster):
@@ -108,11 +108,10 @@ def test_an_older_copy_of_the_state_is_another_store():
     cluster.store.revision = before
     a.refuses = None
     a.fire("reconnect")
-    why = "the rendezvous store head:29400: it goes on from an older copy of its state; start the job again"
-    assert a.outcome == m.Outcome("lost", why)
+    ends(a.outcome, "lost", "head:29400", "older copy")
 
 
-def test_another_store_refuses_whoever_has_not_joined():
+def test_another_store_refuses_a_node_that_has_not_joined():
     member = agents.member("01", "a")
     step(member, m.Begin())
     _, actions = step(member, ConnectionLost("other", WHY))
