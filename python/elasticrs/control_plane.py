@@ -80,7 +80,7 @@ def _start() -> Any:
         from torch._C._distributed_c10d import _WorkerServer
     except ImportError as error:
         raise ImportError(
-            f"{TORCH_WORKER_SERVER_SOCKET} is set, but the server is torch's: {error}"
+            f"{TORCH_WORKER_SERVER_SOCKET} is set, but its server needs torch: {error}"
         ) from error
     return _WorkerServer(path)
 

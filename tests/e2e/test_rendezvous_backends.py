@@ -264,7 +264,7 @@ def test_a_node_that_fails_for_good_ends_the_others(in_file, worker_script):
     assert [node.wait() for node in nodes] == [1, 1]
     reasons = [node.stderr for node in nodes if "the rendezvous failed" in node.stderr]
     assert len(reasons) == 1
-    assert reasons[0].endswith("has closed it, as rank 1 has failed with exit code 3\n")
+    assert reasons[0].endswith("because rank 1 has failed with exit code 3\n")
 
 
 @pytest.mark.beyond_torchrun  # a traceback, and 1

@@ -94,6 +94,12 @@ class Patient(Client):
 MAGIC = b"\x93ERS\r\n\x1a\n"
 READY, REFUSED, REPLY, ALIVE = 0x82, 0x83, 0x84, 0x86
 
+KINDS = (
+    *("refused", "unreachable", "timeout", "resolve", "version", "token", "not_ours", "run", "closed"),
+    *("silent", "slow", "protocol", "limit", "gone", "other", "tls", "denied"),
+)
+"""Reasons for the end of a connection, by their code in the protocol."""
+
 
 def text(value: str) -> bytes:
     return struct.pack("<H", len(value.encode())) + value.encode()
@@ -143,9 +149,14 @@ class RawClient:
                 return message[1:]
             assert message[0] != REFUSED, message
 
-    def refusal(self) -> str:
-        """Why the store ends the session; what comes before is dropped."""
-        return self.until(REFUSED)[3:].decode()
+    def refusal(self, kind: str) -> str:
+        """Return the message with which the store ends the session for a reason of this kind. Messages before
+        it are dropped.
+        """
+        body = self.until(REFUSED)
+        message = body[3:].decode()
+        assert KINDS[body[0]] == kind, f"{KINDS[body[0]]}: {message}"
+        return message
 
     def close(self) -> None:
         self.socket.close()

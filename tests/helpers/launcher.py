@@ -158,6 +158,16 @@ class Launched:
         assert ended == code, self._story(f"ended with {ended}, not {code}")
         return self
 
+    def feed(self, data: bytes) -> None:
+        """Write to its stdin, which has to be :data:`subprocess.PIPE`."""
+        assert self._process.stdin is not None
+        os.write(self._process.stdin.fileno(), data)
+
+    def end_stdin(self) -> None:
+        """Close its stdin, which has to be :data:`subprocess.PIPE`."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
     def signal(self, signum: int) -> None:
         """Signal the launcher alone."""
         signal.pidfd_send_signal(self.pidfd, signum)
@@ -183,7 +193,7 @@ class Launched:
         if not ended:
             self.signal(signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdout, self._process.stderr):
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
         os.close(self.pidfd)

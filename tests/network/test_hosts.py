@@ -1,4 +1,4 @@
-"""The hosts that the other tests here run on: they do what they say, and nothing of them stays."""
+"""The hosts on which the other tests run work as documented and leave nothing behind."""
 
 import os
 import select
@@ -115,7 +115,7 @@ def mounts_and_names():
     return Path("/proc/self/mounts").read_text(encoding="utf-8"), socket.gethostname()
 
 
-def test_nothing_stays(tmp_path):
+def test_a_network_leaves_nothing(tmp_path):
     before = snapshot(), links_of_the_machine(), mounts_and_names()
     network = Network(tmp_path, 3)
     network.hosts[0].link_down()
@@ -127,7 +127,7 @@ def test_nothing_stays(tmp_path):
     assert not namespaces & {network_of(each.pid) for each in procs.descendants(os.getpid())}
 
 
-def test_what_a_test_leaves_on_a_host_is_named_and_ended(tmp_path):
+def test_leftovers_of_a_test_on_a_host_are_named_and_killed(tmp_path):
     network = Network(tmp_path, 1)
     (host,) = network.hosts
     with subprocess.Popen([*host.prefix(), "sleep", "1000"]) as left:

@@ -1,4 +1,4 @@
-"""Agents that are told to end, and the loss of the host that everybody needs."""
+"""Agents that get a signal to exit, and the loss of the host of the store."""
 
 import signal
 
@@ -35,7 +35,7 @@ def test_or_the_whole_job_if_that_is_wanted(three):
     job.assert_empty()
 
 
-def test_the_host_of_the_store_takes_the_job_with_it_and_says_why(three):
+def test_the_host_of_the_store_ends_the_job_and_reports_the_cause(three):
     job, agents, workers = three()
     agents[0].signal(signal.SIGTERM)
     codes = job.ended()

@@ -1,4 +1,4 @@
-"""Workers fail, agents and hosts are lost, nodes come: the job goes on with the right ranks."""
+"""Workers fail, agents and hosts are lost, nodes join, and the job continues with the right ranks."""
 
 import signal
 
@@ -18,7 +18,7 @@ def test_a_killed_worker_restarts_all_nodes_together(formed):
     assert restarts(again) == {1}
     procs.assert_gone(pids(workers))
     for agent in agents:
-        job.line(agent, r"rank 3 \(pid \d+\) on node node2 died by SIGKILL: stopping the workers of round 1")
+        job.line(agent, r"rank 3 \(pid \d+\).* node2 .*SIGKILL.* round 1")
     job.finish(agents, again)
 
 
@@ -75,7 +75,7 @@ def test_a_spare_steps_in(hosts, multinode):
     agents = job.start(first, second)
     job.formed(*agents)
     (spare,) = job.start(third)
-    job.line(spare, "waiting as a spare")
+    job.line(spare, "spare")
     agents[1].signal(KILL)
     again = job.formed(agents[0], spare)
     assert restarts(again) == {0}

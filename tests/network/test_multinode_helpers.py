@@ -19,7 +19,7 @@ def launch(launch):
     return start
 
 
-def test_workers_tell_their_ranks_and_do_as_told(hosts, multinode):
+def test_workers_report_their_ranks_and_obey_signals(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2", nproc=2)
     agents = job.start(first, second)

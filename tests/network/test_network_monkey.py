@@ -1,4 +1,4 @@
-"""Whatever befalls a job on several hosts, in random order and at random moments: it recovers."""
+"""A job on several hosts recovers from random faults at random moments."""
 
 import random
 import signal

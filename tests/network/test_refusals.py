@@ -1,4 +1,4 @@
-"""Mistakes: one clear line each, in time, and nothing left."""
+"""Configuration errors end an agent in time with one clear line, and leave nothing behind."""
 
 import signal
 import sys
@@ -50,7 +50,7 @@ signal.pause()
 """
 
 
-def test_nobody_is_there(hosts, multinode):
+def test_a_store_that_does_not_run_is_named(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2", conf=SOON)
     says(job, *job.start(second), "10.77.0.1:29400", "refused", "--rdzv-endpoint")
@@ -65,7 +65,7 @@ def test_a_name_that_does_not_exist(hosts, multinode):
 def test_an_address_that_does_not_answer(hosts, multinode):
     (host,) = hosts(1)
     job = multinode(host, "2", conf=SOON)
-    says(job, *job.start(host, endpoint="10.77.0.99:29400"), "10.77.0.99:29400", "host down, or a firewall")
+    says(job, *job.start(host, endpoint="10.77.0.99:29400"), "10.77.0.99:29400", "firewall")
 
 
 def test_the_port_is_taken_on_the_host_of_the_store(hosts, multinode):
@@ -73,9 +73,7 @@ def test_the_port_is_taken_on_the_host_of_the_store(hosts, multinode):
     job = multinode(host, "2", conf=SOON)
     with serving(host, PORT):
         says(job, *job.start(host), "29400")
-        line = says(
-            job, *job.start(host, conf={"is_host": 1}), "cannot listen on all addresses, port 29400: Address"
-        )
+        line = says(job, *job.start(host, conf={"is_host": 1}), "all addresses", "29400: Address")
         assert line.count("29400") == 1, line
 
 
@@ -130,7 +128,7 @@ def test_agents_that_do_not_agree(hosts, multinode):
     job = multinode(first, "2", max_restarts=0, conf={"close_timeout": 1})
     (here,) = job.start(first)
     (there,) = job.start(second, options=("--max-restarts", "3"))
-    # Whoever came later is refused.
+    # The later agent is refused.
     job.until(lambda: here.launched.has_exited or there.launched.has_exited or None, "one is refused")
     refused, other = (here, there) if here.launched.has_exited else (there, here)
     shown = [f"node {agent.host.name} ({agent.host.address})" for agent in (refused, other)]

@@ -1,4 +1,4 @@
-"""The relays do to connections and packets what they say, and no more."""
+"""The relays change connections and packets exactly as documented."""
 
 import random
 import sys
@@ -96,7 +96,7 @@ def test_new_connections_are_refused_or_hang(relayed):
     assert "ConnectionRefusedError" in client_host.run(*python, check=False).stderr
     relay.set(new="hang")
     assert "TimeoutError" in client_host.run(*python, check=False).stderr
-    assert server.tell("send hello") == "SENT"  # the old one goes on
+    assert server.tell("send hello") == "SENT"  # the old connection continues
 
 
 # --- packets ---
@@ -113,7 +113,7 @@ def test_the_fate_of_packets_depends_on_the_seed_alone():
     assert fates("a", how) != fates("b", how)
 
 
-def test_the_shares_are_those_that_were_asked_for():
+def test_the_measured_shares_equal_the_settings():
     found = fates("a", Impairment(loss=0.05, duplicate=0.1, reorder=0.2, reorder_by=1.0, delay=0.5))
     assert len([each for each in found if not each]) == pytest.approx(1000, abs=200)
     arrived = [each for each in found if each]

@@ -1,4 +1,4 @@
-"""The store is a program of its own, on a host without workers: any agent may go, whoever leads."""
+"""The store is a separate program on a host without workers, so any agent may exit, the leader included."""
 
 import random
 import signal
@@ -79,7 +79,7 @@ def test_the_first_agent_is_killed_while_a_restart_is_under_way(apart, seed):
     job.finish(others, again)
 
 
-def test_every_agent_is_replaced_one_after_the_other(apart):
+def test_agents_are_replaced_one_at_a_time(apart):
     job, machines, _ = apart
     agents = job.start(*machines)
     job.formed(*agents)
@@ -111,7 +111,7 @@ def test_the_host_of_the_store_is_cut_off_for_a_while(apart):
     agents = job.start(*machines)
     workers = job.formed(*agents)
     store_host.link_down()
-    # All of them fence themselves: nobody can tell which of them the store still knows.
+    # All agents fence themselves, because they cannot know which of them the store still knows.
     procs.assert_gone(pids(workers))
     store_host.link_up()
     again = job.formed(*agents)
@@ -128,7 +128,7 @@ def test_all_agents_lose_each_other_but_not_the_store(apart):
 
 
 @pytest.mark.parametrize("befalls", ["program killed", "host dead"])
-def test_without_the_store_all_end_and_say_so(hosts, multinode, befalls):
+def test_all_agents_end_and_name_the_store_when_it_is_lost(hosts, multinode, befalls):
     *machines, store_host = hosts(4)
     with store_on(store_host) as store:
         job = multinode(store_host, "2:3", conf={**QUICK, "store_lost_timeout": 2})
@@ -182,7 +182,7 @@ def test_a_bad_network_between_the_nodes_and_the_store(hosts, multinode, impair)
         job.finish(agents, again, timeout=60)
 
 
-def test_a_store_that_was_started_anew_is_not_the_same(hosts, multinode):
+def test_agents_refuse_a_store_that_was_started_again_without_its_state(hosts, multinode):
     *machines, store_host = hosts(3)
     job = multinode(store_host, "2", conf=QUICK)
     with store_on(store_host) as store:
@@ -194,12 +194,12 @@ def test_a_store_that_was_started_anew_is_not_the_same(hosts, multinode):
         assert job.ended() == [1, 1]
     procs.assert_gone(pids(workers))
     for agent in agents:
-        assert "not the store that this node has met before" in agent.launched.stderr, job.story("no reason")
+        assert "not the store" in agent.launched.stderr, job.story("no reason")
     job.assert_empty(*machines)
 
 
 @pytest.mark.parametrize("how", [SUCCEED, FAIL], ids=["succeeded", "failed"])
-def test_who_comes_to_a_closed_job_is_told_how_it_ended(hosts, multinode, how):
+def test_a_node_that_joins_a_closed_job_learns_its_outcome(hosts, multinode, how):
     *machines, store_host = hosts(3)
     with store_on(store_host):
         job = multinode(store_host, "2", max_restarts=0)

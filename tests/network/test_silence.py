@@ -1,4 +1,4 @@
-"""Hosts that fall silent without closing a connection, and that come back.
+"""Hosts that become silent without closing a connection, and that come back.
 
 The limit is 2 s in all of these; how long it takes is a benchmark's business.
 """
@@ -37,7 +37,7 @@ def test_a_host_that_is_cut_off_is_given_up_fences_itself_and_comes_back(three):
     host = agents[2].host
     host.link_down()
     goes_on_with_two(job, agents)
-    # Nobody can tell it; it has to know by itself.
+    # No message reaches the host, so it has to find out by itself.
     procs.assert_gone(pids(workers, host))
     host.link_up()
     takes_it_in_again(job, agents)

@@ -1,4 +1,4 @@
-"""Real training with gloo over hosts, and what befalls them: no step is lost, and it ends well."""
+"""Real training with gloo over hosts that fail: no step is lost, and the training finishes."""
 
 import re
 import signal

@@ -45,7 +45,7 @@ def harm(cluster, chance, seconds, agents):
 
 
 @pytest.mark.torch
-def test_training_goes_on_while_members_of_etcd_die(job, etcd_cluster, tmp_path):
+def test_training_continues_while_members_of_etcd_die(job, etcd_cluster, tmp_path):
     server, steps = etcd_cluster.server, tmp_path / "steps"
     agents = job(STEPS, PATIENT, PACE="0.02")
     for agent in agents:
@@ -64,7 +64,7 @@ def test_training_goes_on_while_members_of_etcd_die(job, etcd_cluster, tmp_path)
         assert agent.stdout.count("TRAINING") == 1, "its worker has been restarted"
 
 
-def test_without_a_quorum_agents_end_their_workers_and_start_others_with_it(job, etcd_cluster, tmp_path):
+def test_agents_kill_their_workers_without_a_quorum_and_start_others_with_it(job, etcd_cluster, tmp_path):
     server, done = etcd_cluster.server, tmp_path / "done"
     agents = job(RANKS, QUICK, DONE=str(done))
     for agent in agents:
@@ -72,7 +72,7 @@ def test_without_a_quorum_agents_end_their_workers_and_start_others_with_it(job,
     for index in (0, 2):
         server.stop(index)
     for agent in agents:
-        agent.wait_for_line("did not answer keep-alives in time", "stderr")
+        agent.wait_for_line("keep-alives", "stderr")
     server.mend()
     for agent in agents:
         agent.wait_for_lines(READY.pattern, 2, "stdout")

@@ -11,7 +11,7 @@ ROUNDS = 30
 
 
 def history(client: EtcdClient, first: int, count: int) -> list[tuple[int, list[str]]]:
-    """The changes of so many revisions, by a watch that begins in the past."""
+    """Return the changes of ``count`` revisions, with a watch that starts in the past."""
     client.watch("n/", from_revision=first)
     return [read(client) for _ in range(count)]
 

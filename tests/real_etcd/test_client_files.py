@@ -82,7 +82,7 @@ def test_exits_stops_and_deadlines_are_served_while_a_certificate_cannot_be_read
     relay.reset()
     wait_until_it_hangs()
     lost = client.lost()
-    assert (lost.kind, "does not answer" in lost.message) == ("silent", True), lost
+    assert lost.kind == "silent", lost
     supervisor.fence_at(None)
     supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
     group.end()
@@ -91,7 +91,7 @@ def test_exits_stops_and_deadlines_are_served_while_a_certificate_cannot_be_read
     client.close()
 
 
-def test_the_session_goes_on_when_the_certificate_can_be_read_again(
+def test_the_session_continues_when_the_certificate_can_be_read_again(
     etcd_tls, relay, certificate, connect_etcd
 ):
     client = connect_etcd(
@@ -121,7 +121,7 @@ def test_close_returns_while_a_certificate_cannot_be_read(etcd_tls, relay, certi
     assert not closing.is_alive()
 
 
-def test_a_session_that_cannot_begin_names_the_file_that_hangs(etcd_tls, certificate, connect_etcd):
+def test_a_session_that_cannot_start_names_the_file_that_hangs(etcd_tls, certificate, connect_etcd):
     certificate.hang()
     client = connect_etcd(
         etcd_tls.server.endpoints, f"{etcd_tls.prefix}/", connect_timeout=0.5, **certificate.options

@@ -1,13 +1,11 @@
-"""The client of etcd v3 when servers, connections, permissions and files are not as they should be."""
+"""The client of etcd v3 with faulty servers, connections, permissions and files."""
 
 import datetime
 import shutil
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 import trustme
@@ -17,6 +15,7 @@ from helpers import ports
 from helpers.coordination import Client, serving
 from helpers.etcd_client import EtcdClient
 from helpers.etcd_fixtures import serving as serving_etcd
+from helpers.peers import answering, peer
 from helpers.procs import HANG, wait_until
 
 from elasticrs import _core
@@ -38,7 +37,7 @@ def lonely_etcd(tmp_path):
     yield from serving_etcd(tmp_path)
 
 
-def test_a_backup_that_was_restored_is_noticed_by_who_asks_for_nothing(lonely_etcd, tmp_path, connect_etcd):
+def test_a_restored_backup_ends_an_idle_session(lonely_etcd, tmp_path, connect_etcd):
     idle = connect_etcd(lonely_etcd.endpoints, "/r/", ttl=20.0, read_timeout=3.0).connected()
     idle.watch("key", exact=True)
     lonely_etcd.kill(0)
@@ -55,32 +54,10 @@ def test_a_backup_that_was_restored_is_noticed_by_who_asks_for_nothing(lonely_et
     lonely_etcd.mend()
     lost = idle.lost()
     # Either the time limit of the request ends the session, or the lease if no keep-alive was answered first.
-    assert (lost.kind in ("timeout", "silent"), "restored from a backup" in lost.message) == (True, True)
+    assert (lost.kind in ("timeout", "silent"), "backup" in lost.message) == (True, True)
 
 
-@contextmanager
-def answering(answer: bytes) -> Iterator[tuple[str, int]]:
-    """A server that answers the first bytes of a client so, and closes."""
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                connection.recv(4096)
-                connection.sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield listener.getsockname()
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join()
-
-
-def test_nobody_listens():
+def test_endpoints_without_a_server_are_refused():
     lost = refusal([("127.0.0.1", ports.free()), ("127.0.0.1", ports.free())])
     assert lost.kind == "refused"
     assert lost.message.count("connection refused") == 2
@@ -96,7 +73,7 @@ def test_a_dead_endpoint_is_passed_over(etcd, connect_etcd):
         connect_etcd(endpoints, f"{etcd.prefix}/").connected()
 
 
-def test_a_server_of_http():
+def test_an_http_server_is_not_etcd():
     with answering(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n") as endpoint:
         lost = refusal([endpoint])
     assert lost.kind == "not_ours"
@@ -117,11 +94,11 @@ def test_a_store_of_torch():
     assert lost.kind in ("not_ours", "closed")
 
 
-def test_somebody_who_keeps_silent():
+def test_a_server_that_never_answers_is_a_timeout():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         lost = refusal([listener.getsockname()], connect_timeout=0.3)
     assert lost.kind == "timeout"
-    assert "etcd did not answer within 0.3 s" in lost.message
+    assert "0.3 s" in lost.message
 
 
 def test_endpoints_of_two_clusters(etcd, small, connect_etcd):
@@ -152,24 +129,11 @@ def serving_tls(cert, key=None):
     context.load_cert_chain(cert, key)
     context.set_alpn_protocols(["h2"])
 
-    def serve():
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection, suppress(OSError):
-                context.wrap_socket(connection, server_side=True).close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield listener.getsockname()
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join()
+    with peer(lambda connection: context.wrap_socket(connection, server_side=True).close()) as address:
+        yield address
 
 
-def test_an_authoritys_certificate_as_that_of_the_server(tmp_path):
+def test_the_certificate_of_an_authority_is_refused_as_that_of_a_server(tmp_path):
     ca = trustme.CA()
     file, pem = tmp_path / "ca.pem", tmp_path / "both.pem"
     ca.cert_pem.write_to_path(str(file))
@@ -185,44 +149,45 @@ DAY = datetime.timedelta(days=1)
 
 @pytest.mark.parametrize(
     ("when", "says"),
-    [({"not_before": TODAY + DAY}, "not valid yet"), ({"not_after": TODAY - DAY}, "expired")],
-    ids=["not yet valid", "expired"],
+    [({"not_before": TODAY + DAY}, "yet"), ({"not_after": TODAY - DAY}, "expired")],
+    ids=["early", "expired"],
 )
-def test_a_certificate_at_the_wrong_time(etcd_tls, authority, when, says):
+def test_a_certificate_outside_of_its_time_is_refused_on_both_sides(etcd_tls, authority, when, says):
     # Or one of the clocks is wrong.
     files = authority.issue(f"wrong time {says}", **when)
     with serving_tls(files.cert, files.key) as endpoint:
         lost = refusal([endpoint], is_tls=True, ca_cert=str(files.ca))
     assert (lost.kind, says in lost.message) == ("tls", True), lost
     lost = refusal(etcd_tls.server.endpoints, **tls(files))
-    assert (lost.kind, "refused this client" in lost.message) == ("tls", True), lost
+    assert (lost.kind, "refused" in lost.message) == ("tls", True), lost
 
 
-def test_certificates_that_do_not_do(etcd_tls, authority, other_authority):
+def test_wrong_or_missing_certificates_are_refused(etcd_tls, authority, other_authority):
     files, endpoints = authority.issue("client"), etcd_tls.server.endpoints
-    lost = refusal(endpoints, **tls(files, ca_cert=str(other_authority.ca)))
-    assert (lost.kind, "not signed by an authority" in lost.message) == ("tls", True)
-    lost = refusal(endpoints, **tls(files, cert=None, key=None))
-    assert (lost.kind, "does it ask for a certificate" in lost.message) == ("tls", True)
-    lost = refusal(endpoints, **tls(other_authority.issue("stranger"), ca_cert=str(authority.ca)))
-    assert (lost.kind, "refused this client" in lost.message) == ("tls", True)
+    stranger = tls(other_authority.issue("stranger"), ca_cert=str(authority.ca))
+    for options, token in (
+        (tls(files, ca_cert=str(other_authority.ca)), "authority"),
+        (tls(files, cert=None, key=None), "ask"),
+        (stranger, "refused"),
+    ):
+        lost = refusal(endpoints, **options)
+        assert (lost.kind, token in lost.message) == ("tls", True), lost.message
 
 
-def test_files_that_do_not_do(tmp_path, authority):
+def test_files_without_certificates_are_named(tmp_path, authority):
     files = authority.issue("client")
     nothing = tmp_path / "nothing.pem"
-    assert "could not read" in refusal([("127.0.0.1", 1)], **tls(files, ca_cert=str(nothing))).message
+    assert str(nothing) in refusal([("127.0.0.1", 1)], **tls(files, ca_cert=str(nothing))).message
     nothing.write_text("nothing")
     for name in ("ca_cert", "cert", "key"):
         lost = refusal([("127.0.0.1", 1)], **tls(files, **{name: str(nothing)}))
         assert (lost.kind, "nothing.pem" in lost.message) == ("tls", True)
 
 
-def test_one_side_alone_speaks_tls(etcd, etcd_tls, authority):
-    lost = refusal(etcd.server.endpoints, **tls(authority.issue("client")))
-    assert (lost.kind, "does not speak TLS" in lost.message) == ("tls", True)
-    lost = refusal(etcd_tls.server.endpoints)
-    assert (lost.kind, "asks for TLS" in lost.message) == ("tls", True)
+def test_tls_on_one_side_only_is_named(etcd, etcd_tls, authority):
+    for server, options in ((etcd, tls(authority.issue("client"))), (etcd_tls, {})):
+        lost = refusal(server.server.endpoints, **options)
+        assert (lost.kind, "TLS" in lost.message) == ("tls", True), lost.message
 
 
 # --- authentication ---
@@ -241,7 +206,7 @@ def test_a_user_is_served_below_its_prefix(etcd_auth, connect_etcd):
     assert client.changes() == [("k", b"w")]
 
 
-def test_who_is_not_let_in(etcd_auth):
+def test_wrong_users_and_keys_are_denied(etcd_auth):
     user, endpoints = etcd_auth.server.user, etcd_auth.server.endpoints
     assert refusal(endpoints).kind == "denied"
     assert refusal(endpoints, user=user.name, password="wrong").kind == "denied"
@@ -250,7 +215,7 @@ def test_who_is_not_let_in(etcd_auth):
     client.close()
 
 
-def test_a_user_where_nobody_is_asked(etcd, connect_etcd):
+def test_a_user_is_accepted_by_an_etcd_without_authentication(etcd, connect_etcd):
     connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/", user="u", password="p").connected()
 
 
@@ -301,22 +266,22 @@ def small(tmp_path_factory):
     yield from serving_etcd(tmp_path_factory.mktemp("small"), 1, None, *limits)
 
 
-def test_a_request_beyond_the_servers_limit(small, connect_etcd):
+def test_a_request_beyond_the_limit_of_the_server_ends_the_session(small, connect_etcd):
     client = connect_etcd(small.endpoints, "large/").connected()
     send(client, ("put", "k", bytes(450_000), True))
     lost = client.lost()
-    assert (lost.kind, "request is too large" in lost.message) == ("limit", True)
+    assert (lost.kind, "too large" in lost.message) == ("limit", True)
 
 
-def test_no_space_is_left(small):
+def test_a_server_without_space_refuses_clients(small):
     def fill():
         for index in range(100):
             small.ask("kv/put", key=f"k{index}", value="v" * 300_000)
 
-    with pytest.raises(AssertionError, match="database space exceeded"):
+    with pytest.raises(AssertionError, match="space exceeded"):
         fill()
     lost = refusal(small.endpoints)
-    assert (lost.kind, "database space exceeded" in lost.message) == ("limit", True)
+    assert (lost.kind, "space exceeded" in lost.message) == ("limit", True)
 
 
 # --- connections break ---
@@ -366,7 +331,7 @@ def test_a_write_that_never_arrived_is_done_once(etcd, relay, client):
     assert etcd.keys()["/k"] == b"v"
 
 
-def test_a_watch_goes_on_without_gap_or_repeat(etcd, relay, client, connect_etcd):
+def test_a_watch_continues_without_gap_or_repeat(etcd, relay, client, connect_etcd):
     other = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/").connected()
     client.watch("w", snapshot=True)
     told = []
@@ -379,7 +344,7 @@ def test_a_watch_goes_on_without_gap_or_repeat(etcd, relay, client, connect_etcd
     assert told == [("w", b"%d" % index) for index in range(60)]
 
 
-def test_after_a_compaction_a_watch_is_told_what_differs(etcd, relay, client, connect_etcd):
+def test_a_watch_reports_the_differences_after_a_compaction(etcd, relay, client, connect_etcd):
     other = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/").connected()
     for key in ("stays", "changes", "goes", "comes again"):
         other.put(f"w/{key}")
@@ -412,7 +377,7 @@ def test_a_session_is_given_up_before_its_lease_ends(etcd, relay, connect_etcd):
     wait_until(lambda: not etcd.keys())
 
 
-def test_the_end_comes_soon_where_nobody_answers(etcd, relay, client):
+def test_a_close_ends_soon_without_an_answer(etcd, relay, client):
     relay.set(is_stalled_up=True)
     begun = time.monotonic()
     client.close()
@@ -431,15 +396,15 @@ def test_a_request_waits_for_an_etcd_that_is_away_as_long_as_the_lease_lasts(etc
     client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=0.5).connected()
     relay.set(is_stalled_up=True)
     relay.reset()
-    assert "does not answer" in Client.next(client, _core.StoreNotice).message
+    Client.next(client, _core.StoreNotice)
     send(client, ("get", "k"))
     relay.set(is_stalled_up=False)
-    assert "answers again" in Client.next(client, _core.StoreNotice).message
+    assert "again" in Client.next(client, _core.StoreNotice).message
     assert client.reply().ok
 
 
-def test_who_does_not_ask_for_events_is_no_member(etcd, connect_etcd):
+def test_a_client_whose_program_takes_no_events_loses_its_lease(etcd, connect_etcd):
     client = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/", ttl=2.0, stall_timeout=0.2).connected()
     client.put("mine", leased=True)
     wait_until(lambda: not etcd.keys())
-    assert "has not asked for events" in client.lost().message or client.events == []
+    assert client.lost().kind == "silent"

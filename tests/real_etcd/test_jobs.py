@@ -1,4 +1,4 @@
-"""Whole jobs whose nodes meet in etcd: agents on loopback, workers that tell who they are."""
+"""Whole jobs whose nodes meet in etcd: agents on loopback, workers that report their ranks."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ import pytest
 from helpers.etcd_fixtures import serving
 from helpers.nodes import FAIL, RANKS, READY, SUCCEED, Worker, finish
 from helpers.procs import assert_gone, reap_adopted, wait_until
+from helpers.said import says
 
 from elasticrs.store.session import Server
 from elasticrs.utils.distributed import get_socket_with_port
@@ -77,7 +78,7 @@ def test_agents_form_restart_together_and_leave_little(agent, etcd):
     assert left(etcd) == FOR_GOOD
 
 
-def test_a_job_fails_for_all_when_its_restarts_are_used_up(agent):
+def test_a_job_without_restarts_left_fails_on_all_nodes(agent):
     agents = [agent("--max-restarts=0"), agent("--max-restarts=0")]
     kill(formed(agents)[:1], FAIL)
     for each in agents:
@@ -121,7 +122,7 @@ def test_the_others_act_when_the_lease_of_a_killed_machine_ends(agent):
     finish(agents, both)
 
 
-def test_a_node_that_comes_is_taken_in(agent):
+def test_a_node_that_joins_is_included(agent):
     first = agent(nnodes="1:2", conf="lease_ttl=600,last_call_timeout=0,scale_up_delay=0")
     (alone,) = formed([first])
     second = agent(nnodes="1:2", conf="lease_ttl=600,last_call_timeout=0,scale_up_delay=0")
@@ -141,7 +142,7 @@ def test_other_settings_are_refused_while_the_job_lives(agent):
     finish(agents, workers)
 
 
-def test_an_id_is_taken_until_somebody_starts_anew(agent):
+def test_an_id_is_taken_until_a_node_starts_with_fresh(agent):
     (first,) = formed([one := agent(nnodes="1")])
     finish([one], [first])
     late = agent(nnodes="1").exits(1)
@@ -151,7 +152,7 @@ def test_an_id_is_taken_until_somebody_starts_anew(agent):
     finish([anew], formed([anew]))
 
 
-def test_jobs_of_other_prefixes_are_others(agent, etcd):
+def test_jobs_with_different_prefixes_are_separate(agent, etcd):
     (first,) = formed([one := agent(nnodes="1")])
     other = agent(nnodes="1", prefix=f"{etcd.prefix}2")
     (second,) = formed([other])
@@ -170,7 +171,7 @@ def test_a_dead_first_endpoint_is_passed_over(agent, etcd):
 
 @pytest.fixture
 def refused(launch, worker_script):
-    """An agent ends with one line that says this, within its time, and starts nothing."""
+    """An agent ends with one line that has these tokens, within its time, and starts nothing."""
 
     def refused(endpoint, *says, nnodes="1", **conf):
         pairs = ",".join(f"{name}={value}" for name, value in {"join_timeout": 20, **conf}.items())
@@ -187,22 +188,21 @@ def refused(launch, worker_script):
     return refused
 
 
-def test_nobody_listens(refused):
+def test_an_endpoint_where_no_etcd_runs_is_named(refused):
     with get_socket_with_port() as dead:
         endpoint = f"127.0.0.1:{dead.getsockname()[1]}"
-        line = f"could not join the rendezvous at {endpoint} within 5 s"
-        refused(endpoint, line, "refused", "does etcd run", join_timeout=5)
+        refused(endpoint, endpoint, "5 s", "refused", join_timeout=5)
 
 
-def test_a_name_that_nobody_knows(refused):
+def test_an_unknown_name_is_named(refused):
     endpoint = "etcd.invalid:2379"
-    refused(endpoint, f"could not join the rendezvous at {endpoint}", join_timeout=1)
+    refused(endpoint, endpoint, join_timeout=1)
 
 
-def test_what_is_not_etcd(refused, tmp_path):
+def test_a_store_of_elasticrs_is_not_etcd(refused, tmp_path):
     server = Server([("127.0.0.1", 0)], run_id="job")
     try:
-        refused(f"127.0.0.1:{server.port}", "store of elasticrs' own", "has to name members of an etcd")
+        refused(f"127.0.0.1:{server.port}", "elasticrs' own", "--rdzv-endpoint")
     finally:
         server.close()
 
@@ -212,17 +212,17 @@ def test_a_web_server_is_not_etcd(refused):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            refused(f"127.0.0.1:{server.server_port}", "has to name members of an etcd")
+            refused(f"127.0.0.1:{server.server_port}", "--rdzv-endpoint")
         finally:
             server.shutdown()
             thread.join()
 
 
-TLS = "protocol, ca_cert, ssl_cert and ssl_cert_key in --rdzv-conf have to fit etcd"
+TLS = "ssl_cert_key in --rdzv-conf"
 
 
-def test_the_wrong_scheme(refused, etcd, etcd_tls):
-    refused(f"https://{etcd.endpoint}", TLS, "does not speak TLS")
+def test_the_wrong_scheme_names_the_settings(refused, etcd, etcd_tls):
+    refused(f"https://{etcd.endpoint}", TLS, " TLS")
     refused(etcd_tls.endpoint, TLS)
 
 
@@ -253,9 +253,7 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
         (worker,) = formed([one])
         # etcd reads it anew for each connection.
         authority.issue("etcd", not_after=datetime.now() - timedelta(days=1))
-        refused(
-            endpoint, "its certificate has expired, or this host's clock is wrong", join_timeout=1, **conf
-        )
+        refused(endpoint, "expired", join_timeout=1, **conf)
         # By now the lease would have ended if the connection had.
         one.read_for(3)
         assert (one.has_exited, one.stderr) == (False, "")
@@ -264,11 +262,9 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
         one.exits(1)
         killed, ended, last = [line for line in one.stderr.splitlines() if "lost etcd at" in line]
         assert "failed after" in last
-        # Whoever is first to see that the lease is over, the client or its user.
-        assert "its host or the network may be down (" in killed
-        assert "the workers of round 1 are killed" in killed
-        assert "its certificate has expired" in ended
-        assert "could not reach it again within 3 s" in ended
+        # Either the client or its user notices first that the lease has ended.
+        says(killed, "network", "round 1")
+        says(ended, "3 s", "expired")
         assert len(one.stdout.splitlines()) == 1
     assert_gone([worker.pid])
 
@@ -283,10 +279,9 @@ def test_this_nodes_certificate_expires_under_a_job_and_is_renewed(agent, etcd_t
     workers = formed([one])
     authority.issue("node", not_after=datetime.now() - timedelta(days=1))
     relay.reset()
-    line = one.wait_for_line(r"does not answer .*; nothing is stopped for up to \d+", "stderr")
-    assert f"it refused this client, whose certificate {cert} has expired" in line.string
+    one.wait_for_line(rf"refused .*certificate {cert} .*expired", "stderr")
     authority.issue("node")
-    one.wait_for_line("answers again after .*; nothing was restarted", "stderr")
+    one.wait_for_line("again after .*", "stderr")
     finish([one], workers)
     assert len(one.stdout.splitlines()) == 1
 
@@ -304,23 +299,21 @@ def password(tmp_path):
     return password
 
 
-def test_a_user_may_touch_what_is_the_users(agent, refused, etcd_auth, password):
+def test_a_user_needs_a_password_and_may_use_the_keys_of_its_role(agent, refused, etcd_auth, password):
     user, endpoint = etcd_auth.server.user, etcd_auth.endpoint
     todo = "user and password_file in --rdzv-conf"
     refused(endpoint, todo, etcd_prefix=etcd_auth.prefix)
     wrong = {"user": user.name, "password_file": password("wrong")}
     refused(endpoint, todo, etcd_prefix=etcd_auth.prefix, **wrong)
     right = {"user": user.name, "password_file": password(user.password)}
-    refused(
-        endpoint, todo, "keys that begin with '/elsewhere' (etcd_prefix)", etcd_prefix="/elsewhere", **right
-    )
+    refused(endpoint, todo, "'/elsewhere' (etcd_prefix)", etcd_prefix="/elsewhere", **right)
     conf = ",".join(f"{name}={value}" for name, value in {"lease_ttl": 600, **right}.items())
     one = agent(nnodes="1", endpoint=endpoint, prefix=etcd_auth.prefix, conf=conf)
     finish([one], formed([one]))
     assert left(etcd_auth) == FOR_GOOD
 
 
-def test_a_user_who_may_no_longer_is_told_what_to_mend(agent, etcd_auth, password):
+def test_a_user_who_loses_a_permission_is_told_the_settings_to_change(agent, etcd_auth, password):
     server, user = etcd_auth.server, etcd_auth.server.user
     conf = f"lease_ttl=600,store_lost_timeout=1,user={user.name},password_file={password(user.password)}"
     one = agent(nnodes="1", endpoint=etcd_auth.endpoint, prefix=etcd_auth.prefix, conf=conf)
@@ -331,6 +324,6 @@ def test_a_user_who_may_no_longer_is_told_what_to_mend(agent, etcd_auth, passwor
         one.exits(1)
     finally:
         server.ask("auth/user/grant", user=user.name, role="trainer")
-    line, last = [line for line in one.stderr.splitlines() if "could not reach it again within 1 s" in line]
+    line, last = [line for line in one.stderr.splitlines() if "within 1 s" in line]
     assert "failed after" in last
-    assert "permission denied; user and password_file in --rdzv-conf have to be those of" in line
+    says(line, "permission denied", "user and password_file", "--rdzv-conf")

@@ -148,7 +148,7 @@ class World:
         return True
 
     def runs(self, count):
-        """So many agents run one round."""
+        """Return true if ``count`` agents run one round."""
         rounds = Counter(agent.round for agent in self.running)
         return rounds.most_common(1)[0][1] == count if rounds else False
 
@@ -234,7 +234,7 @@ def moments(chance, seconds):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_members_come_and_go_and_nobody_is_lost(etcd_cluster, world):
+def test_members_come_and_go_and_no_node_is_lost(etcd_cluster, world):
     server, chance = etcd_cluster.server, random.Random(2)
     job = world(etcd_cluster, 4)
     assert job.until(lambda: job.runs(4))
@@ -259,7 +259,7 @@ def test_members_come_and_go_and_nobody_is_lost(etcd_cluster, world):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_without_a_quorum_all_fence_themselves_and_come_back_with_it(etcd_cluster, world):
+def test_all_agents_fence_themselves_without_a_quorum_and_come_back_with_it(etcd_cluster, world):
     server = etcd_cluster.server
     job = world(etcd_cluster, 3, ttl=QUICK)
     assert job.until(lambda: job.runs(3))

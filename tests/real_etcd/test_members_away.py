@@ -1,4 +1,4 @@
-"""Jobs whose etcd loses members, one of three or most of them, for a while or for good, or has slow ones."""
+"""Jobs whose etcd loses one or most of its members, for a while or permanently, or has slow ones."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import signal
 import pytest
 from helpers.nodes import FAIL, RANKS, finish, round_of
 from helpers.procs import assert_gone
+from helpers.said import says
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
@@ -36,7 +37,7 @@ def workers(agents, number):
 
 
 def test_one_member_of_three_is_not_missed(agents, etcd_cluster):
-    # Long enough for an election on a loaded machine: nobody's lease may end.
+    # Long enough for an election on a loaded machine, because no lease may end.
     job = agents(lease_ttl=30)
     first = workers(job, 1)
     etcd_cluster.server.kill(etcd_cluster.server.leader())
@@ -46,7 +47,7 @@ def test_one_member_of_three_is_not_missed(agents, etcd_cluster):
     finish(job, second)
 
 
-def test_members_whose_disk_is_slow_stop_nobody(agents, etcd_cluster):
+def test_members_with_a_slow_disk_stop_no_worker(agents, etcd_cluster):
     job, server = agents(), etcd_cluster.server
     first = workers(job, 1)
     # Each as long as a sync may take on a busy disk: one member, then all, as on one disk.
@@ -70,7 +71,7 @@ def test_nodes_join_again_when_most_members_come_back(agents, etcd_cluster):
     for index in (0, 1):
         etcd_cluster.server.kill(index)
     for agent in job:
-        agent.wait_for_line(r"lost etcd at .*the workers of round 1 are killed", "stderr")
+        agent.wait_for_line(r"lost etcd .*round 1 ", "stderr")
     etcd_cluster.server.mend()
     second = workers(job, 2)
     assert {each.restart for each in second} == {0}
@@ -85,15 +86,12 @@ def test_a_job_ends_when_most_members_stay_away(agents, etcd_cluster):
         etcd_cluster.server.kill(index)
     for agent in job:
         agent.exits(1)
-        line, last = [
-            line for line in agent.stderr.splitlines() if "could not reach it again within 1 s" in line
-        ]
+        line, last = [line for line in agent.stderr.splitlines() if "within 1 s" in line]
         assert "failed after" in last
-        assert "lost etcd at " in line
-        assert "most of its members have to be up" in line
+        says(line, "lost etcd", "most of its members")
 
 
-def test_who_asks_twice_waits_for_no_answer(agents, etcd_cluster):
+def test_a_second_signal_waits_for_no_answer_of_etcd(agents, etcd_cluster):
     job = agents(lease_ttl=60, close_timeout=600)
     first = workers(job, 1)
     for index in (0, 1):

@@ -1,4 +1,4 @@
-"""The servers that the tests of etcd rest on do what their fixtures say."""
+"""The servers for the tests of etcd work as their fixtures document."""
 
 import base64
 import http.client
@@ -12,7 +12,7 @@ def put(server, key, value="", at=0, **more):
     return server.ask("kv/put", at=at, key=key, value=value, **more)
 
 
-def test_a_test_has_a_prefix_of_its_own(etcd):
+def test_each_test_has_its_own_prefix(etcd):
     put(etcd.server, f"{etcd.prefix}/k", "v")
     assert etcd.keys() == {"/k": b"v"}
     assert etcd.endpoint == f"127.0.0.1:{etcd.server.members[0].port}"

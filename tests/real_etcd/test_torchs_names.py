@@ -132,7 +132,7 @@ def test_the_state_and_its_token(backend, etcd):
     assert backend.name == "etcd-v2"
 
 
-def test_a_state_that_is_none_is_an_error(backend, client):
+def test_an_object_that_is_no_state_is_refused(backend, client):
     client.write("/state/job", "no base64")
     with pytest.raises(RendezvousStateError, match="corrupt"):
         backend.get_state()
@@ -171,15 +171,15 @@ def test_a_back_end_from_parameters(etcd):
     assert {"/torch/elastic/store/aw==", "/torch/elastic/rendezvous/run"} <= set(etcd.keys())
 
 
-def test_parameters_that_are_none():
+def test_invalid_parameters_are_refused():
     for config, line in (
-        ({"read_timeout": "0"}, "The read timeout must be a positive integer."),
-        ({"protocol": "ftp"}, "The protocol must be HTTP or HTTPS."),
-        ({"ssl_cert": "x"}, "rdzv_configs: ssl_cert: only with protocol=https"),
+        ({"read_timeout": "0"}, "read timeout"),
+        ({"protocol": "ftp"}, "protocol"),
+        ({"ssl_cert": "x"}, "ssl_cert"),
     ):
         with pytest.raises(ValueError, match=line):
             create_backend(params("etcd-v2", "a", **config))
-    with get_socket_with_port() as dead, pytest.raises(RendezvousConnectionError, match="connection to etcd"):
+    with get_socket_with_port() as dead, pytest.raises(RendezvousConnectionError, match="etcd"):
         create_backend(params("etcd-v2", f"127.0.0.1:{dead.getsockname()[1]}"))
 
 

@@ -1,4 +1,4 @@
-"""What has to hold in every schedule. The numbers are those of ``docs/design/rendezvous.md``."""
+"""Invariants of every schedule, with the numbers of ``docs/design/rendezvous.md``."""
 
 from elasticrs.rendezvous.elastic.keys import Keys, agent_of
 from elasticrs.rendezvous.elastic.machine import Phase
@@ -219,7 +219,7 @@ class Checks:
             require(proc.port not in proc.served, "I-9 a listener serves two rounds", proc.port)
 
     def told(self, proc):
-        """Whoever has heard of a later round, stops."""
+        """A node that knows of a later round stops."""
         head, group = proc.member.head, proc.group
         if head is not None and group is not None and not group.stopping:
             require(head.round <= group.round, "I-4 workers run on in a later round", proc.name, head)
@@ -228,7 +228,7 @@ class Checks:
         """Whether workers that start now will miss a peer."""
         for rank, member in enumerate(self.rounds[number]):
             has_finished = (number, rank) in self.finished_ranks
-            # Who could not start says so itself: what it does next takes nothing from the others.
+            # A node that could not start reports that itself, and takes nothing from the others afterwards.
             if (rank and has_finished) or (number, rank) in self.never_started:
                 continue
             for proc in self.world.procs:
@@ -327,7 +327,7 @@ class Checks:
         if len(fit) < world.config["min_nodes"] or self._first_was_other():
             return
         if world.kinds["static"] and len({proc.member.rendezvous.node_rank for proc in fit}) < len(fit):
-            # Somebody waits for the rank that another one has.
+            # A node waits for a rank that another node has.
             require(False, "I-12 two agents with one rank", self._shown(live))
         require(
             head is not None and head.state == "RUNNING", "I-10 no round with enough nodes", self._shown(live)

@@ -1,5 +1,7 @@
 """A few agents on the simulated store: everything is delivered at once, in order; the test is the clock."""
 
+from helpers.said import says
+
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.machine import step
@@ -163,14 +165,6 @@ class Cluster:
     def head(self):
         entry = self.store.get(self.keys.head)
         return None if entry is None else Head.decode(entry.value)
-
-
-def says(text, *tokens):
-    """Assert that these tokens stand in the text, in this order."""
-    rest = text
-    for token in tokens:
-        assert token in rest, f"no {token!r} where it is expected in {text!r}"
-        rest = rest.partition(token)[2]
 
 
 def ends(outcome, kind, *tokens):

@@ -1,4 +1,4 @@
-"""A store that is away: broken connections, lost ones, a store that dies and comes back with its state.
+"""Outages of a store: broken and lost connections, and a store that dies and comes back with its state.
 
 The lease of a session outlives its connection. The client takes the session up again, or gives it up before
 its lease can end, so that nothing of its workers is left by then.
@@ -69,7 +69,7 @@ class Outages:
         self.store.conns = [each for each in self.store.conns if not each.dead or each.requests or each.open]
 
     def has_dead_lease(self):
-        """Somebody whose lease will end is still there for the others."""
+        """A node whose lease will end is still visible to the others."""
         return any(
             not conn.open or conn.dead or (conn.is_stalled and conn.owner.paused)
             for conn in self.store.leases.values()

@@ -1,4 +1,4 @@
-"""The rules of the protocol, each switched off: what the checker has to see.
+"""The rules of the protocol, each switched off, so that the checker has to find the violation.
 
 An entry replaces one small function of the shipped code, wherever that is used.
 """

@@ -39,7 +39,7 @@ def choice(weights, number):
 def play_choices(numbers):
     """The schedule that a list of numbers stands for: each chooses the next thing that happens."""
     source = iter(numbers)
-    # What comes after the list has to be fair: always the same choice would starve somebody.
+    # What comes after the list has to be fair: always the same choice would starve a node.
     rest = random.Random(0)
 
     def number(limit):

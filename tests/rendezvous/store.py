@@ -79,11 +79,11 @@ class Conn:
         self.connection = 0
         """Its number."""
         self.forgotten = []
-        """Those before it whose end the store has not seen."""
+        """Earlier sessions whose end the store has not seen."""
         self.requests = []
         """On the way to the store."""
         self.sent = []
-        """Those whose answer the client does not have."""
+        """Requests whose answer the client does not have."""
         self.replies = []
         self.watches = {}
         """The changes that wait to be delivered, by prefix and whether that is a whole key."""
@@ -281,7 +281,7 @@ class Store:
             what(*of)
 
     def die(self):
-        """What is not on disk is lost."""
+        """Drop everything that is not on disk."""
         self.held = []
         self.revision, entries, leases = self.on_disk
         self.entries, self.leases = dict(entries), dict(leases)
@@ -372,7 +372,7 @@ class Store:
         for change in (change for told in queue for change in told.changes):
             first.setdefault(change.key, change)
             last[change.key] = change
-        # Of a key that came and went, nobody was told.
+        # No client was notified of a key that came and went.
         seen = [change for key, change in last.items() if change.value is not None or not is_new(first[key])]
         ended = [Entry(each.key, None, 0, self.revision) if each.value is None else each for each in seen]
         queue[:] = [Changes(self.revision, ended)] if ended else []

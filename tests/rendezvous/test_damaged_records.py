@@ -1,4 +1,4 @@
-"""Whatever another program writes over the keys of a job: no exception, no wrong rank, no false success."""
+"""Keys of a job that another program overwrites cause no exception, wrong rank or false success."""
 
 import json
 import math
@@ -99,7 +99,7 @@ def test_bytes_are_a_record_or_damage(kind_and_value):
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_what_is_written_is_read(kind):
+def test_a_valid_record_is_read(kind):
     READERS[kind](VALID[kind])
 
 
@@ -150,7 +150,7 @@ def test_a_damaged_slot_of_a_running_member_is_ignored():
 
 
 @pytest.mark.parametrize("slot", [b"\xff", b'[1,"FORM",5,5,0,2]', b'[1,"FORM",1,1,0,1e308]'])
-def test_a_slot_that_is_damaged_before_the_start_makes_the_node_come_again(slot):
+def test_a_node_whose_slot_is_damaged_before_the_start_joins_again(slot):
     cluster = Cluster(min_nodes=2, max_nodes=2)
     a = cluster.add("a")
     apply, forms = cluster.store.apply, []
@@ -197,7 +197,7 @@ def test_a_new_leader_waits_for_a_member_whose_registration_it_cannot_read():
     assert {start.ranks.first_rank for start in (b.starts[-1], c.starts[-1])} == {0, 1}
 
 
-def test_a_registration_that_somebody_writes_over_still_ends_with_its_node():
+def test_an_overwritten_registration_still_ends_with_its_node():
     cluster, (_, b) = running(2, max_restarts=1)
     write(cluster, b.key, b"\xff")
     b.kill()
@@ -206,7 +206,7 @@ def test_a_registration_that_somebody_writes_over_still_ends_with_its_node():
 
 @pytest.mark.parametrize("name", ["junk", "a/b", "a/", "x/-1", "x/\N{DEVANAGARI DIGIT ONE}", "x/1e3"])
 @pytest.mark.parametrize("kind", ["nodes", "slots", "dones", "tables", "farewells"])
-def test_names_that_are_none_are_ignored(kind, name):
+def test_invalid_names_are_ignored(kind, name):
     cluster = Cluster(min_nodes=2, max_nodes=2)
     cluster.store.apply([Put(getattr(cluster.keys, kind) + name, b"\xff", False)], None)
     a, b = cluster.add("a"), cluster.add("b")
@@ -217,7 +217,7 @@ def test_names_that_are_none_are_ignored(kind, name):
 
 
 @pytest.mark.parametrize("name", ["1/1", "1/7", "1/-1", "1/01", "x/y", "1"])
-def test_a_done_record_that_nobody_wrote_is_no_success(name):
+def test_an_invalid_done_record_is_no_success(name):
     cluster, (a, b) = running(2)
     value = b"\xff" if name == "1/1" else b"{}"
     write(cluster, cluster.keys.dones + name, value)
@@ -256,7 +256,7 @@ def test_a_leader_that_does_not_know_the_members_ends_the_job(value):
         assert cluster.keys.tables in agent.outcome.message
 
 
-def test_a_damaged_job_refuses_the_nodes_that_come():
+def test_a_damaged_job_record_refuses_nodes_that_join():
     cluster = Cluster(min_nodes=1, max_nodes=2)
     cluster.add("a")
     write(cluster, cluster.keys.job, b"[[1]]")

@@ -1,12 +1,13 @@
 """Joining, being refused, being fenced, leaving."""
 
 import pytest
+from helpers.said import says
 
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Phase, step
 from elasticrs.store.coordination import Connected, ConnectionLost, Delete, DeletePrefix, Put
 from rendezvous import agents
-from rendezvous.cluster import Cluster, end_all, ends, running, says
+from rendezvous.cluster import Cluster, end_all, ends, running
 
 NOT_OURS = "port 29400: another program"
 SIGNAL = "SIGTERM on node a"

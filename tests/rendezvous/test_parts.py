@@ -40,7 +40,7 @@ previous = st.lists(st.integers(0, 15).map(str), unique=True, max_size=10)
 
 
 @given(previous, offers(), st.integers(1, 12))
-def test_seats_go_to_those_who_are_offered_once_each(last, candidates, size):
+def test_each_offered_seat_is_taken_once(last, candidates, size):
     seats = seat(last, candidates, size)
     assert len(set(seats)) == len(seats) == min(size, len(candidates))
     assert set(seats) <= {each.agent for each in candidates}
@@ -183,7 +183,7 @@ def test_a_cut_text_fits(text, limit):
     assert len(encode(cut(text, limit))) <= limit + 4
 
 
-def test_records_come_back():
+def test_records_are_decoded_as_they_were_encoded():
     slot = Slot(3, "7.1", 2, 8, 4, 16)
     assert Slot.decode(slot.encode()) == slot
     full = node("10.0.0.1", fallback_addr="head", hint=0, cause={"time_ns": 1})

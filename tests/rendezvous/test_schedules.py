@@ -70,7 +70,7 @@ def test_no_rule_is_broken_where_workers_ask_for_rounds():
     assert totals["ENDED asked"] > PER_PART / 10
 
 
-def test_what_happens_does_not_depend_on_the_clocks():
+def test_the_outcome_does_not_depend_on_the_clocks():
     """But for which failure counts as the first one, and the times that are told."""
 
     def what_happened(world):

@@ -1,12 +1,13 @@
-"""A store that tells of each watch apart, as etcd does: what one tells may be ahead of another."""
+"""A store that reports each watch separately, as etcd does, so that one watch may be ahead of another."""
 
 import pytest
+from helpers.said import says
 
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import step
 from elasticrs.rendezvous.elastic.records import Head, Slot
 from elasticrs.store.coordination import Changes, Get, Put, Reply, Txn, Unwatch, Watch
-from rendezvous.cluster import Cluster, running, says
+from rendezvous.cluster import Cluster, running
 from rendezvous.store import Entry
 
 

@@ -1,4 +1,4 @@
-"""What a member makes of a store that was away: requests carried out twice, longer leases, another store."""
+"""A member whose store was away: requests carried out twice, longer leases, another store."""
 
 import pytest
 
@@ -58,14 +58,14 @@ def test_a_registration_carried_out_twice_is_that_of_the_first_time():
         assert not a_job()[1][0].starts
 
 
-def test_an_own_registration_refuses_nobody():
+def test_an_agent_is_not_refused_by_its_own_registration():
     with rule_off("refused_by_itself"):
         _, nodes = a_job(backend="static", port=29500)
         assert not any(each.starts for each in nodes)
 
 
 @pytest.mark.parametrize(("granted", "settle"), [(0.0, 45.0), (5.0, 45.0), (15.0, 65.0)])
-def test_what_waits_for_leases_waits_for_those_that_the_store_grants(granted, settle):
+def test_settle_covers_the_leases_that_the_store_grants(granted, settle):
     cluster, (a, b) = running(2)
     for each in (a, b):
         each.member.joining.ttl = granted
@@ -74,7 +74,7 @@ def test_what_waits_for_leases_waits_for_those_that_the_store_grants(granted, se
     assert cluster.head.state == "ENDED"
 
 
-def test_the_store_says_how_long_a_lease_is():
+def test_the_store_sets_the_length_of_a_lease():
     member = agents.member("01", "a")
     step(member, m.Begin())
     step(member, Connected(1, "10.0.0.1", 15.0))

@@ -1,4 +1,4 @@
-"""VIEW-2: what the leader keeps per change equals what follows from all keys at once."""
+"""VIEW-2: the view that the leader updates per change equals one computed from all keys."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +53,7 @@ tables = st.lists(st.lists(members, unique=True, min_size=1, max_size=3), min_si
 
 
 @given(tables, st.lists(batches, max_size=30))
-def test_the_view_equals_one_made_anew(orders, revisions):
+def test_the_view_equals_a_new_one(orders, revisions):
     store = {
         f"{KEYS.table(form)}0": Entry(f"{KEYS.table(form)}0", table(order), 1, 1)
         for form, order in zip("fg", orders, strict=True)

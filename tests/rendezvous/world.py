@@ -139,7 +139,7 @@ class World(Outages):
         is_host = self.kinds["embedded"] and self.spawned == 1
         by_hand = {}
         if self.kinds["static"]:
-            # Who comes late has the rank of another one: instead of it, or by mistake.
+            # A late node has the rank of another one, as its replacement or by mistake.
             node_rank = (self.spawned - 1) % self.config["max_nodes"]
             by_hand = {
                 "node_rank": node_rank,

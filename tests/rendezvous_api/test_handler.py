@@ -1,4 +1,4 @@
-"""The handler over a back end: what it gives to an agent, settings, a state that is not ours, names."""
+"""The handler over a back end: its results, settings, foreign states, names."""
 
 import subprocess
 import sys
@@ -60,9 +60,7 @@ def test_each_round_has_its_own_keys_and_a_fresh_store(make):
     assert (handler.num_nodes_waiting(), handler.is_closed(), handler.get_run_id()) == (0, False, "job")
     assert handler.shutdown()
     assert handler.is_closed()
-    with pytest.raises(
-        RendezvousClosedError, match=r"closed: node here_\d+_\d+ has closed it, as it has ended"
-    ):
+    with pytest.raises(RendezvousClosedError, match=r"closed: node here_\d+_\d+"):
         handler.next_rendezvous()
 
 
@@ -98,7 +96,7 @@ class MuteBackend(MemoryBackend):
         super().set_state(state, token)
 
 
-def test_a_back_end_that_answers_none_is_asked_what_is_there(make):
+def test_a_back_end_that_answers_none_is_read_again(make):
     backend = MuteBackend()
     handler = make(backend, last_call_timeout=0.1)
     assert handler.next_rendezvous().rank == 0
@@ -106,7 +104,7 @@ def test_a_back_end_that_answers_none_is_asked_what_is_there(make):
     assert handler.shutdown()
 
 
-def test_a_sign_of_life_without_an_answer_is_given_once(make):
+def test_a_keep_alive_without_an_answer_is_sent_once(make):
     backend = MuteBackend()
     handler = make(backend, last_call_timeout=0.1)
     handler.next_rendezvous()
@@ -126,7 +124,7 @@ class ForgetfulBackend(MuteBackend):
         self.writes += 1
 
 
-def test_a_back_end_that_keeps_nothing_is_not_asked_without_pause():
+def test_a_back_end_that_keeps_nothing_is_polled_with_pauses():
     backend = ForgetfulBackend()
     settings = RendezvousSettings("job", 1, 1, RendezvousTimeout(), timedelta(seconds=5), 3)
     shared = SharedState(backend, settings, Node("here", 1, 0))
@@ -154,10 +152,10 @@ def pair(make):
 
 def test_a_job_that_has_failed_elsewhere_is_over_here(pair):
     first, second = pair
-    first.set_failed("rank 0 has failed with exit code 3")
+    first.set_failed("rank 0: exit code 3")
     assert first.shutdown()
     assert (second.is_closed(), second.num_nodes_waiting()) == (True, 1)
-    with pytest.raises(RendezvousClosedError, match=r"has closed it, as rank 0 has failed with exit code 3$"):
+    with pytest.raises(RendezvousClosedError, match=r"rank 0: exit code 3$"):
         second.next_rendezvous()
     # It is in no round any more.
     assert second.num_nodes_waiting() == 0
@@ -172,7 +170,7 @@ def test_a_node_that_only_leaves_ends_nobodys_work(pair, has_succeeded):
     assert (second.is_closed(), second.num_nodes_waiting()) == (True, 0)
 
 
-def test_who_is_in_no_round_cannot_end_it_for_others(make):
+def test_a_node_outside_of_the_round_cannot_end_it(make):
     backend = MemoryBackend()
     inside, outside = make(backend), make(backend)
     inside.next_rendezvous()
@@ -185,13 +183,13 @@ def test_who_is_in_no_round_cannot_end_it_for_others(make):
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"\x80\x04K\x01.", "not written by elasticrs"),
-        (b"[]", "not written by elasticrs"),
-        (b"[" * 100_000, "not written by elasticrs"),
-        (encode(State()).replace(b'"version":1', b'"version":2'), "has version 2, here it is 1"),
-        (encode(State()).replace(b'"round":0', b'"round":-1'), "is damaged"),
-        (encode(State()).replace(b'"nodes":[]', b'"nodes":[["a",1]]'), "is damaged"),
-        (b" " * (MAX_BYTES + 1), "bytes, at most"),
+        (b"\x80\x04K\x01.", "not written"),
+        (b"[]", "not written"),
+        (b"[" * 100_000, "not written"),
+        (encode(State()).replace(b'"version":1', b'"version":2'), "version 2, .* 1"),
+        (encode(State()).replace(b'"round":0', b'"round":-1'), "damaged"),
+        (encode(State()).replace(b'"nodes":[]', b'"nodes":[["a",1]]'), "damaged"),
+        (b" " * (MAX_BYTES + 1), f"{MAX_BYTES + 1} bytes"),
     ],
 )
 def test_a_state_that_is_not_ours_is_refused(make, data, text):
@@ -210,18 +208,15 @@ def test_a_state_is_read_as_it_was_written():
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"join_timeout": "soon"}, "option 'join_timeout' does not represent a valid number of seconds"),
-        ({"join_timeout": "inf"}, "option 'join_timeout' does not represent a valid number of seconds"),
-        ({"close_timeout": -1}, "The close timeout .* must be positive"),
-        ({"keep_alive_interval": 0}, "keep_alive_interval .* must be positive"),
-        ({"keep_alive_max_attempt": 0}, "keep_alive_max_attempt .* must be greater than zero"),
-        (
-            {"keep_alive_max_attempt": "x"},
-            "option 'keep_alive_max_attempt' does not represent a valid integer",
-        ),
-        ({"cas_backoff_max_seconds": "x"}, "is not a valid float value"),
-        ({"cas_backoff_max_seconds": -1}, "must be finite and non-negative"),
-        ({"cas_backoff_max_seconds": "nan"}, "must be finite and non-negative"),
+        ({"join_timeout": "soon"}, "'join_timeout'.*'soon'"),
+        ({"join_timeout": "inf"}, "'join_timeout'.*'inf'"),
+        ({"close_timeout": -1}, "close timeout .*-1"),
+        ({"keep_alive_interval": 0}, "keep_alive_interval .*0"),
+        ({"keep_alive_max_attempt": 0}, "keep_alive_max_attempt .*0"),
+        ({"keep_alive_max_attempt": "x"}, "'keep_alive_max_attempt'"),
+        ({"cas_backoff_max_seconds": "x"}, "cas_backoff_max_seconds.*x"),
+        ({"cas_backoff_max_seconds": -1}, "cas_backoff_max_seconds.*-1"),
+        ({"cas_backoff_max_seconds": "nan"}, "cas_backoff_max_seconds.*nan"),
     ],
 )
 def test_bad_settings_are_refused(make, config, text):
@@ -236,7 +231,7 @@ def test_settings_may_be_parts_of_seconds(make):
     assert settings.timeout.join == timedelta(seconds=600)
 
 
-def test_who_waits_for_a_full_round_becomes_a_spare():
+def test_a_node_that_waits_for_a_full_round_becomes_a_spare():
     me, other = Node("me", 1, 0), Node("other", 1, 0)
     settings = RendezvousSettings("job", 1, 1, RendezvousTimeout(), timedelta(seconds=5), 3)
     nodes = {other: Standing(Place.PARTICIPANT, 1, 0), me: Standing(Place.WAITING, 1)}

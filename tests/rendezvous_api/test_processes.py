@@ -1,4 +1,4 @@
-"""Agents that poll, each a process, that meet by means of a back end of the user's own: a file."""
+"""Agents that poll, each in its own process, and meet through the user's own back end, a file."""
 
 import os
 import signal
@@ -85,13 +85,13 @@ def round_of(node):
 
 
 def round_with(node, size):
-    """The next round with so many nodes."""
+    """Return the next round with ``size`` nodes."""
     while not (told := round_of(node))[0].endswith(f"/{size}"):
         pass
     return told
 
 
-def test_a_killed_agent_is_noticed_and_the_others_go_on(node):
+def test_a_killed_agent_is_noticed_and_the_others_continue(node):
     names = ["node2", "node10", "node9"]
     nodes = [node(name, "2:3") for name in names]
     told = [round_with(each, 3) for each in nodes]
@@ -110,7 +110,7 @@ def test_a_killed_agent_is_noticed_and_the_others_go_on(node):
     assert [each.result() for each in others] == ["SUCCEEDED"] * 2
 
 
-def test_a_failed_worker_lets_all_run_again_also_who_has_finished(node):
+def test_a_failed_worker_restarts_all_agents_even_finished_ones(node):
     first, second = node("a", "2:2"), node("b", "2:2")
     before = round_of(first), round_of(second)
     first.workers_exit(0)

@@ -1,8 +1,9 @@
-"""Several nodes on one back end, their turns in any order: agreement, whatever is lost."""
+"""Several nodes on one back end agree in any order of turns, even if answers are lost."""
 
 from datetime import timedelta
 
 import pytest
+from helpers.said import says
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,7 +118,7 @@ STEPS = st.one_of(
 
 
 @given(st.integers(1, 3), st.integers(0, 2), st.lists(STEPS, max_size=60))
-def test_whatever_happens_the_living_end_up_in_one_round(low, more, steps):
+def test_all_live_nodes_end_up_in_one_round(low, more, steps):
     world = World(low, low + more)
     world.add()
     for what, which in steps:
@@ -146,7 +147,7 @@ def test_whatever_happens_the_living_end_up_in_one_round(low, more, steps):
     assert all(player.error is None for player in world.alive())
 
 
-def test_a_last_call_lasts_as_long_as_it_was_said():
+def test_a_last_call_lasts_as_long_as_its_setting():
     world = World(2, 3)
     for _ in range(2):
         world.add()
@@ -180,7 +181,7 @@ def test_a_dead_node_is_replaced_by_a_spare():
     assert world.settled() == sorted([inside[1].number, outside.number])
 
 
-def test_who_waits_for_a_round_that_fills_without_it_becomes_a_spare():
+def test_a_node_becomes_a_spare_when_the_round_fills_without_it():
     world = World(1, 2)
     first = world.add()
     world.run(LAST_CALL + 0.5)
@@ -199,7 +200,7 @@ def test_too_few_nodes_give_up_and_leave_nothing_behind():
     world = World(2, 2)
     world.add()
     world.run(JOIN + 1)
-    assert "not done within 100 s: 0 nodes are there (nobody), 2 are needed" in str(world.players[0].error)
+    says(str(world.players[0].error), "100 s", "0 nodes", "2 ")
     assert decode(world.backend.value).nodes == {}
 
 

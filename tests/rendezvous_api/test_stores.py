@@ -1,6 +1,7 @@
-"""Stores and back ends of ``c10d``, and what the registry makes of names."""
+"""Stores and back ends of ``c10d``, and the registry of back ends."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from importlib import metadata
 
 import pytest
 from helpers import ports, procs
+from helpers.said import says
 
 from elasticrs.rendezvous import (
     RendezvousConnectionError,
@@ -54,7 +56,7 @@ def test_a_file_holds_keys_and_values(store):
         store.wait(["x", "y"])
 
 
-def test_a_barrier_of_a_file_holds_until_all_have_come(store):
+def test_a_barrier_of_a_file_holds_until_all_have_arrived(store):
     other = FileStore(store.path)
     store.set_timeout(timedelta(seconds=procs.HANG))
     with ThreadPoolExecutor(1) as pool:
@@ -93,12 +95,12 @@ def test_nothing_is_lost_between_writers(store):
 def test_a_file_that_is_not_ours_is_left_alone(tmp_path, data):
     path = tmp_path / "file"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="was not written by this version of elasticrs"):
+    with pytest.raises(ValueError, match=re.escape(str(path))):
         FileStore(str(path))
     assert path.read_bytes() == data
 
 
-def test_a_back_end_replaces_only_what_its_token_stands_for(store):
+def test_a_back_end_replaces_only_the_state_of_its_token(store):
     backend = C10dRendezvousBackend(store, "job")
     assert backend.get_state() is None
     assert backend.set_state(b"one", token=7) is None
@@ -158,7 +160,7 @@ def test_the_stores_that_programs_make_are_torchs(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_that_nobody_has_named_goes_with_its_store(tmp_path, monkeypatch):
+def test_a_temporary_file_is_removed_with_its_store(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     backend, store = create_file_backend(params(endpoint="", store_type="file"))
     assert backend.set_state(b"x")[2]
@@ -176,8 +178,8 @@ def test_a_file_that_nobody_has_named_goes_with_its_store(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"store_type": "tape"}, "only supports file and tcp"),
-        ({"read_timeout": 0}, "must be a positive integer"),
+        ({"store_type": "tape"}, "store type"),
+        ({"read_timeout": 0}, "read timeout"),
     ],
 )
 def test_bad_settings_are_refused(config, text):
@@ -245,9 +247,8 @@ def test_all_packages_are_asked_at_once_as_in_torch(installed, caplog):
     registry._register_out_of_tree_handlers()
     assert rendezvous_handler_registry.is_registered("theirs")
     assert not rendezvous_handler_registry.is_registered("broken")
-    assert caplog.messages == [
-        "rdzv_backend: 'broken' cannot be loaded from package:name: ZeroDivisionError('division by zero')"
-    ]
+    (line,) = caplog.messages
+    says(line, "'broken'", "package:name: ZeroDivisionError")
     installed.clear()
     assert get_rendezvous_handler(params("theirs")) is made
 
@@ -270,7 +271,7 @@ def test_classes_of_stores_are_replaced_where_torch_has_them(tmp_path, monkeypat
 
 def test_a_package_that_is_broken_is_named(installed):
     installed["torchrun.handlers", "broken"] = lambda: 1 / 0
-    with pytest.raises(ValueError, match=r"'broken' cannot be loaded from package:name: ZeroDivisionError"):
+    with pytest.raises(ValueError, match=r"'broken' .*package:name: ZeroDivisionError"):
         get_rendezvous_handler(params("broken"))
 
 
@@ -280,11 +281,11 @@ def test_the_registry_knows_ours_without_more_imports():
 
 
 def test_static_needs_a_rank_and_a_port():
-    with pytest.raises(ValueError, match="rank is absent"):
+    with pytest.raises(ValueError, match="--node-rank"):
         create_rdzv_handler(params("static", "host:1"))
-    with pytest.raises(ValueError, match="endpoint is absent"):
+    with pytest.raises(ValueError, match="--master-addr"):
         create_rdzv_handler(params("static", rank=0))
-    with pytest.raises(ValueError, match="Port is absent in endpoint: host"):
+    with pytest.raises(ValueError, match=r"endpoint: host\..* --master-port"):
         create_rdzv_handler(params("static", "host", rank=0))
     handler = create_rdzv_handler(params("static", "[::1]:1234", rank=0))
     found = handler.next_rendezvous().bootstrap_store_info

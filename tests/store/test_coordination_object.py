@@ -1,6 +1,7 @@
-"""The store object: torch's names and meanings, several threads, and a server of its own."""
+"""The store object: torch's names and meanings, several threads, and the program that serves a store."""
 
 import datetime
+import errno
 import os
 import resource
 import signal
@@ -148,7 +149,7 @@ def test_a_queue_gives_each_value_to_one_and_its_errors_are_torchs(pair):
             one.queue_len("word")
 
 
-def test_a_barrier_holds_until_all_have_come_and_may_be_used_again(pair):
+def test_a_barrier_holds_until_all_have_arrived_and_can_be_reused(pair):
     one, other = pair.stores
     with ThreadPoolExecutor(1) as pool:
         for _ in range(2):
@@ -160,7 +161,7 @@ def test_a_barrier_holds_until_all_have_come_and_may_be_used_again(pair):
         one.barrier("c", 2, SOON)
 
 
-def test_who_waits_is_woken_by_the_last_key(pair):
+def test_a_waiter_is_woken_by_the_last_key(pair):
     one, other = pair.stores
     with ThreadPoolExecutor(3) as pool:
         waits = [
@@ -207,22 +208,21 @@ def test_a_lost_store_wakes_everybody():
         store = connect("127.0.0.1", server.port, RUN)
         with ThreadPoolExecutor(4) as pool:
             waits = [pool.submit(store.get, f"k{number}") for number in range(4)]
-            store.set("sent", "all waits were begun before or are refused after")
+            store.set("sent", "started or refused")
             server.inner.close()
             for wait in waits:
-                # Without its word or reset, when requests were on their way that the store has not read.
-                end = r"the store was closed|closed the connection|connection reset"
-                with pytest.raises(DistNetworkError, match=end):
+                # A reset, if requests were on their way that the store has not read.
+                with pytest.raises(DistNetworkError, match=r"closed|reset"):
                     wait.result(procs.HANG)
         with pytest.raises(DistNetworkError):
             store.set("k", "v")
         store.close()
 
 
-def test_a_closed_store_says_so(pair):
+def test_a_closed_store_refuses_requests(pair):
     store: Store = pair.stores[0]
     store.close()
-    with pytest.raises(DistNetworkError, match="the store object is closed"):
+    with pytest.raises(DistNetworkError, match="closed"):
         store.get("k")
 
 
@@ -234,7 +234,7 @@ def test_a_store_that_is_not_there_is_an_error():
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_server_of_its_own(tmp_path, signum):
+def test_a_store_program_requires_its_token_and_ends_on_a_signal(tmp_path, signum):
     # Editors end a file with a newline; all else belongs to the token, as it does for agents.
     (tmp_path / "token").write_bytes(b"secret \n")
     command = [sys.executable, "-m", "elasticrs.store", "--port", "0", "--run-id", RUN]
@@ -244,10 +244,9 @@ def test_a_server_of_its_own(tmp_path, signum):
         line = process.stdout.readline()
         port = int(line.rpartition(":")[2])
         assert line == f"elasticrs store: serving at *:{port}\n"
-        with pytest.raises(DistNetworkError, match="requires a token"):
-            connect("127.0.0.1", port, RUN)
-        with pytest.raises(DistNetworkError, match="token differs"):
-            connect("localhost", port, RUN, token=b"other")
+        for how in ({}, {"token": b"other"}):
+            with pytest.raises(DistNetworkError, match="token"):
+                connect("localhost", port, RUN, **how)
         store = connect("127.0.0.1", port, RUN, token=b"secret ")
         store.set("k", "v")
         process.send_signal(signum)
@@ -255,11 +254,11 @@ def test_a_server_of_its_own(tmp_path, signum):
         store.close()
     assert (process.returncode, out) == (0, "")
     refused, closing = err.splitlines()
-    assert refused.endswith("the client's token differs from the store's")
+    assert "token" in refused
     assert closing == f"elasticrs store: {signum.name}: closing (sessions: 1)"
 
 
-def test_a_server_of_its_own_survives_nohup_and_a_lost_terminal():
+def test_a_store_program_survives_nohup_and_a_lost_terminal():
     serve = [sys.executable, "-m", "elasticrs.store", "--port", "0"]
     with subprocess.Popen(
         ["nohup", *serve], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -285,7 +284,7 @@ def test_a_server_of_its_own_survives_nohup_and_a_lost_terminal():
         assert process.wait(procs.HANG) == 0
 
 
-def test_a_server_of_its_own_takes_all_descriptors_it_may_have():
+def test_a_store_program_raises_its_limit_of_descriptors():
     command = ["prlimit", "--nofile=100:300", sys.executable, "-m", "elasticrs.store", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
@@ -297,19 +296,23 @@ def test_a_server_of_its_own_takes_all_descriptors_it_may_have():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--port", "x"], "argument --port: invalid int value: 'x'"),
-        (["--port", "70000"], "--port must be between 0 and 65535, got 70000"),
-        (["--max-mib", "0"], "--max-mib and --max-connections must be positive"),
-        (["--max-mib", "99999999999999"], "--max-mib and --max-connections are too large"),
-        (["--max-connections", str(1 << 64)], "--max-mib and --max-connections are too large"),
-        (["--token-file", "/no/such"], "cannot read the token: No such file or directory: /no/such"),
-        (["--token-file", os.devnull], f"the token file is empty: {os.devnull}"),
-        (["--host", "no-such-host.invalid"], "listen on no-such-host.invalid:29400"),
-        (["--host", "192.0.2.1"], "listen on 192.0.2.1:29400: Cannot assign requested address"),
-        (["--run-id", "x" * 513], "a run id has at most 512 bytes, this one has 513"),
+        (["--port", "x"], "--port"),
+        (["--port", "70000"], "70000"),
+        (["--max-mib", "0"], "--max-mib"),
+        (["--max-mib", "99999999999999"], "--max-mib"),
+        (["--max-connections", str(1 << 64)], "--max-connections"),
+        (["--token-file", "/no/such"], "/no/such"),
+        (["--token-file", os.devnull], os.devnull),
+        (["--host", "no-such-host.invalid"], "no-such-host.invalid:29400"),
+        (["--host", "192.0.2.1"], f"192.0.2.1:29400: {os.strerror(errno.EADDRNOTAVAIL)}"),
+        (["--run-id", "x" * 513], "513"),
+        (["--state", ""], "--state"),
+        (["--grace", "5"], "--state"),
+        (["--state", "x", "--grace", "0"], "--grace"),
+        (["--state", "x", "--grace", "nan"], "--grace"),
     ],
 )
-def test_bad_input_is_one_line(arguments, says):
+def test_a_bad_argument_is_named_in_one_line(arguments, says):
     command = [sys.executable, "-m", "elasticrs.store", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")

@@ -70,7 +70,7 @@ def test_a_killed_process_is_gone_at_once(member):
         assert watcher.changes() == [("member", None)]
 
 
-def test_a_stopped_process_is_gone_after_its_time_to_live_and_knows_it_first(member):
+def test_a_stopped_process_loses_its_lease_and_detects_it_first(member):
     with serving() as store:
         watcher = store.client()
         process = member(store.port)
@@ -98,7 +98,7 @@ def server_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
         assert process.wait(procs.HANG) == 0
 
 
-def test_a_store_that_was_stopped_ends_nobody_too_early(server_process):
+def test_a_store_that_was_stopped_ends_no_lease_too_early(server_process):
     process, port = server_process
     with contextlib.ExitStack() as clients:
 
@@ -129,11 +129,11 @@ def test_a_store_that_was_stopped_ends_nobody_too_early(server_process):
         assert patient.changes() == [("fenced", None)]
         # Its time goes on where it stood when the store was stopped; the store knows how long that was
         # to within the shortest interval.
-        assert "did not hear from this client in time" in silent.refusal()
+        silent.refusal("silent")
         assert time.monotonic() - continued > 2.0 - used - 0.1
 
 
-def test_a_slow_watcher_is_dropped_and_the_others_hear_everything():
+def test_a_slow_watcher_is_dropped_and_the_others_get_all_changes():
     with serving() as store:
         writer = store.client()
         watcher = store.client()
@@ -148,22 +148,19 @@ def test_a_slow_watcher_is_dropped_and_the_others_hear_everything():
             written += 1
         assert written > 16, "8 MiB and one message may wait"
         assert [watcher.changes() for _ in range(written)] == [[(f"k/{n}", value)] for n in range(written)]
-        assert slow.refusal().endswith("more than 8 MiB were waiting for it")
+        assert "8 MiB" in slow.refusal("slow")
 
 
-def test_who_asks_for_no_events_for_too_long_is_given_up():
+def test_a_client_whose_program_takes_no_events_loses_its_lease():
     with serving() as store:
         stalled = store.client(interval=0.1, attempts=15, stall_timeout=0.2)
         assert procs.wait_readable(stalled.inner.fd)
         found = stalled.lost()
-        assert (found.kind, found.message) == (
-            "silent",
-            "this program has not asked for events for 0.2 s, so its keep-alives were stopped",
-        )
+        assert (found.kind, "0.2 s" in found.message) == ("silent", True), found.message
         stalled.close()
 
 
-def test_who_waits_is_not_stalled():
+def test_a_waiting_client_is_not_stalled():
     with serving() as store:
         waiting = store.client(interval=0.1, attempts=10, stall_timeout=0.2)
         assert not waiting.inner.wait(1.5)
@@ -179,7 +176,7 @@ def test_a_store_that_closes_is_a_closed_connection():
     client.close()
 
 
-def test_who_closes_hears_nothing_more():
+def test_a_closed_session_reports_nothing_more():
     with serving() as store:
         client = store.client()
         client.inner.close()
@@ -188,7 +185,7 @@ def test_who_closes_hears_nothing_more():
         client.inner.txn(1, [], [])
 
 
-def test_connections_go_on_while_nobody_listens():
+def test_connections_are_retried_while_no_store_listens():
     with serving() as store:
         client = store.client()
         store.inner.stop_listening()
@@ -307,7 +304,7 @@ def test_a_supervisor_runs_both_sides():
             client.close()
             client = store.client(supervisor=supervisor)
             supervisor.close()
-            assert client.lost().message == "the runtime of this client has ended"
+            assert "runtime" in client.lost().message
     finally:
         supervisor.close()
         del supervisor

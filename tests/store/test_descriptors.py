@@ -1,4 +1,4 @@
-"""A store leaves its process some descriptors, however many come."""
+"""A store leaves its process some descriptors, however many clients connect."""
 
 import os
 import re
@@ -78,7 +78,7 @@ def test_a_full_store_leaves_the_health_check_its_descriptors():
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
         crowd = [socket.create_connection(("127.0.0.1", store)) for _ in range(2 * LIMIT)]
         for each in crowd:
-            # Who says nothing is put out after a while.
+            # A silent client is disconnected after a while.
             each.sendall(GREETING)
         descriptors(process, lambda count: count > LIMIT - KEPT)
         assert get(health, "/")[0] == 200

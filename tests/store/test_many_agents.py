@@ -1,4 +1,4 @@
-"""Many agents with real connections: what one of them costs does not depend on how many there are."""
+"""Many agents with real connections: the cost of an agent does not depend on their number."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The threads of stores and health checks: signals, SIGPIPE, and who waits for whom."""
+"""The threads of stores and health checks: signals, SIGPIPE, and waiting for each other."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def get_of_nothing() -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-def test_a_client_that_leaves_without_its_answers_ends_nobody():
+def test_a_client_that_leaves_without_its_answers_ends_no_other_session():
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         port = int(program.stdout.readline())
@@ -120,7 +120,7 @@ def ask(port: int) -> None:
         assert client.recv(4) == PING[1:]
 
 
-def test_the_thread_of_an_agents_stores_begins_with_the_first_client_and_stays():
+def test_the_thread_of_an_agents_stores_starts_with_the_first_client_and_stays():
     own = os.getpid()
     supervisor = _core.Supervisor()
     try:

@@ -1,4 +1,4 @@
-"""Connections that behave badly are closed with one line each; a real client goes on meanwhile."""
+"""Connections that behave badly are closed with one line each, while a real client works."""
 
 import random
 import socket
@@ -38,12 +38,12 @@ def test_garbage_beside_a_real_client(connect, store):
     client = connect()
     client.call("set", "key", "value")
     cases = [
-        (b"\x16\x03\x01\x02\x00\x01\x00", "not a client of a TCPStore"),
-        (GREETING + b"\x63", "unknown operation 99"),
-        (GREETING + b"\x03" + struct.pack("<Q", 1 << 62), "a key of"),
-        (GREETING + b"\x01" + text(b"k") + struct.pack("<Q", 1 << 40), "a value of"),
-        (GREETING + b"\x06" + struct.pack("<Q", 1 << 30), "keys in one request"),
-        (GREETING + b"\x01" + text(b"word", b"abc") + b"\x04" + text(b"word") + bytes(8), "is not a number"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", "TCPStore"),
+        (GREETING + b"\x63", "operation 99"),
+        (GREETING + b"\x03" + struct.pack("<Q", 1 << 62), f"key of {1 << 62}"),
+        (GREETING + b"\x01" + text(b"k") + struct.pack("<Q", 1 << 40), f"value of {1 << 40}"),
+        (GREETING + b"\x06" + struct.pack("<Q", 1 << 30), f"{1 << 30} keys"),
+        (GREETING + b"\x01" + text(b"word", b"abc") + b"\x04" + text(b"word") + bytes(8), "number"),
     ]
     for bad, expected in cases:
         with raw(store) as connection:
@@ -55,7 +55,7 @@ def test_garbage_beside_a_real_client(connect, store):
 
 
 @pytest.mark.torch
-def test_a_reader_that_stops_delays_nobody(connect, store):
+def test_a_stopped_reader_delays_no_writer(connect, store):
     client = connect()
     client.call("set", "large", bytes(1 << 20))
     with raw(store) as stopped:
@@ -73,7 +73,7 @@ def test_a_greeting_in_two_segments_is_a_greeting(store):
         assert connection.recv(4, socket.MSG_WAITALL) == b"\x01\x02\x03\x04"
 
 
-def test_what_a_supervisor_serves_it_tells_through_the_supervisor():
+def test_a_store_that_a_supervisor_serves_reports_through_it():
     supervisor = _core.Supervisor()
     store = _core.WorkerStore()
     store.serve(supervisor)
@@ -82,7 +82,7 @@ def test_what_a_supervisor_serves_it_tells_through_the_supervisor():
         assert is_closed_by_the_other_side(connection)
     event = supervisor.next_event(20.0)
     assert isinstance(event, _core.Degraded)
-    assert "not a client of a TCPStore" in event.message
+    assert "TCPStore" in event.message
     supervisor.close()
     store.close()
     with pytest.raises(_core.SupervisorError, match="is closed"):
@@ -123,16 +123,16 @@ store.close()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=20)
 
 
-def test_ports_are_had_or_named():
+def test_a_port_that_cannot_be_bound_is_named():
     first = _core.WorkerStore()
-    with pytest.raises(OSError, match=rf"listen on all addresses, port {first.port}"):
+    with pytest.raises(OSError, match=rf"all addresses, port {first.port}"):
         _core.WorkerStore(port=first.port)
     last = min(first.port + 50, 65535)
     second = _core.WorkerStore("localhost", (first.port, last))
     assert first.port <= second.port <= last
     for store in (first, second):
         store.close()
-    with pytest.raises(OSError, match=r"192\.0\.2\.1, any free port"):
+    with pytest.raises(OSError, match=r"192\.0\.2\.1"):
         _core.WorkerStore("192.0.2.1")
 
 

@@ -1,4 +1,4 @@
-"""Every operation of torch's own client on the workers' store, and their edges."""
+"""Every operation of torch's own client on the workers' store, with its edge cases."""
 
 import pytest
 from helpers.torch_clients import ClientError
@@ -11,7 +11,7 @@ def client(connect):
     return connect()
 
 
-def test_what_is_set_is_got(client):
+def test_a_set_value_is_returned(client):
     client.call("set", "key", "first")
     client.call("set", "key", b"\0\xff")
     assert client.call("get", "key") == b"\0\xff"
@@ -19,7 +19,7 @@ def test_what_is_set_is_got(client):
     assert client.call("get", "") == b""
 
 
-def test_others_see_it(client, connect):
+def test_other_clients_see_a_set_value(client, connect):
     other = connect()
     client.call("set", "key", "value")
     assert other.call("get", "key") == b"value"
@@ -123,7 +123,7 @@ def test_a_wait_is_over_when_the_last_key_is_there(client, connect, store, wait_
         ("queue_push", ("k", "v")),
     ],
 )
-def test_whatever_writes_a_key_wakes_all_who_wait_for_it(client, connect, wait_for_waiters, method, args):
+def test_every_kind_of_write_wakes_all_waiters_of_a_key(client, connect, wait_for_waiters, method, args):
     # One push is for one consumer.
     waiters = [connect() for _ in range(1 if method == "queue_push" else 3)]
     for waiter in waiters:
@@ -147,7 +147,7 @@ def test_a_wait_that_times_out_leaves_a_usable_client(client, connect, store):
         connect(timeout=0.05).call("get", "none")
 
 
-def test_who_waits_for_what_is_told(client, wait_for_waiters):
+def test_waiting_clients_and_their_keys_are_listed(client, wait_for_waiters):
     client.begin_call("wait", ["/deep/key", "other"], timeout=20.0)
     ((who, keys),) = wait_for_waiters(1).items()
     assert who.endswith(f"(pid {client.pid})")
@@ -180,7 +180,7 @@ def test_a_barrier_opens_for_all_at_once(connect, wait_for_waiters, prefixes):
         client.result()
 
 
-def test_every_worker_is_counted_in_init_and_nobody_waits(connect):
+def test_every_worker_is_counted_in_init_and_does_not_wait(connect):
     clients = [connect(world_size=3, wait_for_workers=True) for _ in range(3)]
     assert clients[0].call("num_keys") == 1
     # The key has no slash in front, so that a client cannot name it.

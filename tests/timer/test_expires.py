@@ -1,4 +1,4 @@
-"""``expires``: what a client is told, and when."""
+"""``expires``: the calls that a client gets, and their times."""
 
 import os
 import threading
@@ -32,7 +32,7 @@ def client(monkeypatch):
     return recorder
 
 
-def test_without_a_client_it_says_so(monkeypatch):
+def test_without_a_client_the_error_names_configure(monkeypatch):
     monkeypatch.setattr(api, "_timer_client", None)
     with pytest.raises(RuntimeError, match="configure"), timer.expires(after=1):
         pass
@@ -60,7 +60,7 @@ def test_the_same_scope_again_keeps_the_earliest_deadline(client):
     assert client.calls[3:] == [("a", None)]
 
 
-def test_a_subclass_of_the_file_client_is_asked(monkeypatch):
+def test_methods_of_a_subclass_of_the_file_client_are_called(monkeypatch):
     class Guarded(timer.FileTimerClient):
         def acquire(self, scope_id, expiration_time):
             told.append(scope_id)
@@ -131,7 +131,7 @@ def test_threads_in_the_same_block_release_it_once(client):
     assert client.calls[-1] == ("shared", None)
 
 
-def test_one_block_in_several_threads_keeps_the_deadline_of_who_is_still_inside(client):
+def test_one_block_in_several_threads_keeps_the_deadline_of_the_remaining_thread(client):
     block = timer.expires(after=30, scope="shared")
     with block:
         entered, leave = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""A monkey that makes workers hang: in any way, several at once, while the launcher is signalled.
+"""A monkey that makes workers hang in any way, several at once, while the launcher gets signals.
 
 Each game is a job of a few ranks and attempts. In an attempt some ranks hang and the others wait for them,
 go on by themselves, or are in a section without a limit. Every game has to end with the code that follows
@@ -68,7 +68,7 @@ class Game:
         return {"step": 0, "hung": [], "ranks": dict.fromkeys(range(self.n), "done")}
 
     def play(self):
-        """Signals at random moments: none of them may change who is named."""
+        """Send signals at random moments, none of which may change the named rank."""
         launched, rng = self.launched, self.rng
         launched.read_for(rng.uniform(0.2, 1.4))
         for _ in range(rng.randint(1, 3) if self.is_disturbed else 0):
@@ -148,11 +148,11 @@ def play(launch, tmp_path, count):
         assert not procs.adopted(), [game.story for game in games]
 
 
-def test_whoever_hangs_is_named_and_nobody_is_left(launch, tmp_path):
+def test_the_hung_rank_is_named_and_no_process_is_left(launch, tmp_path):
     play(launch, tmp_path, AT_ONCE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_whoever_hangs_is_named_and_nobody_is_left_in_many_games(launch, tmp_path):
+def test_the_hung_rank_is_named_and_no_process_is_left_in_many_games(launch, tmp_path):
     play(launch, tmp_path, 6 * AT_ONCE)

@@ -1,4 +1,4 @@
-"""Ranks that hang in a job of several nodes: who is named, on every node, and what it costs.
+"""Ranks that hang in a job of several nodes: the named rank on every node, and the charge.
 
 A rank gives its first heartbeat only when the one that is to hang has given its last: before that nobody is
 watched, however slow the machine is, and afterwards nobody goes on.
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import ports
 from helpers.http_client import get, get_json, port_of
+from helpers.said import line_with, says
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,7 @@ class Job:
         return codes
 
     def evidence(self, rank):
-        """What is kept of a rank of the first attempt."""
+        """Read the evidence of a rank of the first attempt."""
         node, local_rank = divmod(rank, self.nproc)
         (path,) = Path(self.folder / f"logs{node}").glob(f"*/attempt_0/{local_rank}/hang.txt")
         return path.read_text()
@@ -88,9 +89,7 @@ def has_restarted_once(job, named, budget):
     """Both nodes name this rank, and one restart was charged."""
     assert job.ended() == [0] * len(job.nodes), job.story
     for node in job.nodes:
-        assert re.search(rf"rank {named} \(pid \d+\) on node \S+: hung: no heartbeat for ", node.stderr), (
-            job.story
-        )
+        assert re.search(rf"rank {named} \(pid \d+\) on node \S+: hung: ", node.stderr), job.story
         assert re.findall(r"round (\d+) starts with (\d+) nodes? \((.*)\)", node.stderr) == [
             ("2", str(len(job.nodes)), f"restart 1 of {budget}")
         ], job.story
@@ -107,15 +106,14 @@ def test_the_rank_behind_is_named_on_both_nodes(launch, worker_script, tmp_path,
         job.start(script)
     has_restarted_once(job, 3, 2)
     for node in job.nodes:
-        assert re.search(r"rank 3 .*stopped at step 1,204\b.*it is in \w+ \(worker.py", node.stderr), (
-            job.story
-        )
+        assert re.search(r"rank 3 .*step 1,204\b.* in \w+ \(worker.py", node.stderr), job.story
+    # Each node keeps the stacks of its own ranks.
     for rank in range(4):
-        assert "Current thread" in job.evidence(rank), "each node keeps where its own ranks stood"
+        assert "Current thread" in job.evidence(rank)
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_node_that_would_not_have_looked_yet_names_the_rank_that_the_other_waits_for(
+def test_a_node_with_a_long_limit_names_the_rank_that_the_other_node_waits_for(
     launch, worker_script, tmp_path, host
 ):
     job = Job(launch, tmp_path, 2, 2, "--max-restarts=0", host=host)
@@ -124,29 +122,30 @@ def test_a_node_that_would_not_have_looked_yet_names_the_rank_that_the_other_wai
     job.start(script, "--hang-timeout=600")
     assert job.ended() == [1, 1], job.story
     for node in job.nodes:
-        assert "no restart is left (max_restarts=0, 0 used)" in node.stderr, job.story
+        assert "max_restarts=0" in node.stderr, job.story
         root = node.stderr[node.stderr.index("Root Cause") :]
         assert "  rank      : 3 (local_rank: 1)" in root, job.story
-        assert "stopped at step 1,204" in root, job.story
-        assert "last heartbeat of rank 3: in step 1,204" in root or node is job.nodes[0], job.story
-    # It has found one of its own first, and says what became of that.
-    assert "it may have waited for rank 3, which hung first" in job.nodes[0].stderr
-    assert "limit 600 s, but a rank on another node is waiting" in job.nodes[1].stderr
+        assert "step 1,204" in root, job.story
+        if node is job.nodes[1]:
+            line_with(root, "last heartbeat ", "rank 3", "step 1,204")
+    # The first node has found a rank of its own first, and names the rank for which that one waited.
+    says(job.nodes[0].stderr, "waited for rank 3")
+    says(job.nodes[1].stderr, "limit 600 s", "another node")
 
 
-def test_in_one_step_the_rank_that_stands_elsewhere_is_named(launch, worker_script, tmp_path):
+def test_the_rank_that_stands_elsewhere_in_the_same_step_is_named(launch, worker_script, tmp_path):
     job = Job(launch, tmp_path, 2, 2, "--max-restarts=1", hung=2, step=1204, BY_NODE="1")
     script = worker_script(TRAINING)
     job.start(script, "--hang-timeout=2")
     job.start(script, "--hang-timeout=600")
     has_restarted_once(job, 2, 1)
-    # Nobody on the first node is behind, or stands elsewhere: it had to name one of those that wait.
+    # No rank of the first node is behind or stands elsewhere, so the node had to name a waiting one.
     waits = r"rank [01] .* in wait_for_peers \(worker.py:\d+\), rank [01] in wait_for_peers .*: stopping"
     assert re.search(waits, job.nodes[0].stderr), job.story
     assert re.search(r"rank 2 .* in read_batch \(worker.py:\d+\), rank 3 in wait_for_peers", job.story)
 
 
-def test_three_nodes_and_what_their_metrics_say(launch, worker_script, tmp_path):
+def test_metrics_of_three_nodes_name_the_hung_rank(launch, worker_script, tmp_path):
     job = Job(launch, tmp_path, 3, 2, "--max-restarts=1", "--health-check-port=0", host=1, STAY="1")
     script = worker_script(TRAINING)
     # The last one does not watch at all, and is the one whose rank hangs.
@@ -209,11 +208,11 @@ def test_learned_limits_find_a_hang_and_restart_both_nodes(launch, worker_script
         job.start(worker_script(LEARNS))
     has_restarted_once(job, 1, 1)
     for node in job.nodes:
-        assert re.search(r"rank 1 .*stopped at step 16\b", node.stderr), job.story
+        assert re.search(r"rank 1 .* step 16\b", node.stderr), job.story
 
 
 @pytest.mark.parametrize("hung", [0, 1])
-def test_ranks_without_heartbeats_are_named_by_nobody(launch, worker_script, tmp_path, hung):
+def test_ranks_without_heartbeats_are_not_named(launch, worker_script, tmp_path, hung):
     """Whichever of the two keeps the other waiting: only the one that gives heartbeats can be found."""
     job = Job(launch, tmp_path, 2, 1, "--hang-timeout=1", "--max-restarts=1", hung=hung)
     silent = TRAINING.replace("from elasticrs.timer import heartbeat", "heartbeat = id")
@@ -249,20 +248,20 @@ def test_a_crash_and_a_hang_at_once_are_one_failure(launch, worker_script, tmp_p
         job.start(worker_script(CRASHES))
     assert job.ended() == [1 - budget] * 2, job.story
     crash, hang = (
-        r"rank 0 \(pid \d+\) on node \S+ exited with code 3",
+        r"rank 0 \(pid \d+\) on node \S+ .*code 3",
         r"rank 1 \(pid \d+\) on node \S+: hung:",
     )
     if budget:
-        starts = [re.findall(r"round 2 starts with 2 nodes \((.*)\)", node.stderr) for node in job.nodes]
-        assert starts == [["restart 1 of 1"]] * 2, job.story
-        # Either came first. What a node has told of its own is made good by what all of them agree upon.
+        for node in job.nodes:
+            line_with(node.stderr, "round 2 starts", "2 nodes", "restart 1 of 1")
+        # Either came first. The cause that a node reported for its own is replaced by the agreed one.
         told = [re.findall(f"{crash}|{hang}", node.stderr)[-1] for node in job.nodes]
         assert len(set(told)) == 1, job.story
         return
     roots = [node.stderr[node.stderr.index("Root Cause") :] for node in job.nodes]
     (first,) = {re.search(r"rank      : (\d)", root)[1] for root in roots}
-    # What was found on a node is told there in any case.
+    # A node reports its own finding in any case.
     assert "exitcode  : 3" in job.nodes[0].stderr or first == "1", job.story
-    assert "hung: no heartbeat for" in job.nodes[1].stderr, job.story
+    assert "hung: " in job.nodes[1].stderr, job.story
     for node in job.nodes:
-        assert "no restart is left (max_restarts=0, 0 used)" in node.stderr, job.story
+        assert "max_restarts=0" in node.stderr, job.story

@@ -1,4 +1,4 @@
-"""The worker's side of heartbeats: what is in the page, and whose signs of life count."""
+"""The worker's side of heartbeats: the content of the page, and the processes whose heartbeats count."""
 
 import mmap
 import os
@@ -61,7 +61,7 @@ def test_a_heartbeat_leaves_its_time_and_step(page):
     assert all(each & 1 for each in times)
 
 
-def test_a_section_is_marked_and_the_one_around_it_comes_back(page):
+def test_a_section_is_marked_and_its_outer_section_afterwards(page):
     heartbeat = heartbeats.heartbeat
     with heartbeat.section("epoch", limit=60):
         with heartbeat.section("ckpt" * 30, limit=None):
@@ -80,13 +80,13 @@ def test_a_section_is_marked_and_the_one_around_it_comes_back(page):
 @pytest.mark.parametrize(
     ("step", "error"), [(-2, ValueError), (2**64, ValueError), ("7", TypeError), (0.5, TypeError)]
 )
-def test_a_step_that_is_none_is_refused(page, step, error):
+def test_an_object_that_is_no_step_is_refused(page, step, error):
     with pytest.raises(error):
         heartbeats.heartbeat(step)
 
 
 @pytest.mark.parametrize("limit", [0, -1, float("nan")])
-def test_a_limit_that_is_none_is_refused(limit):
+def test_an_invalid_limit_is_refused(limit):
     with pytest.raises(ValueError, match="more than 0 seconds"):
         heartbeats.heartbeat.section("x", limit=limit)
 
@@ -112,7 +112,7 @@ def test_another_process_takes_no_page_that_has_an_owner(page):
     assert (page.word(PID), page.word(STEP)) == (os.getpid(), 2)
 
 
-def test_the_page_of_a_process_that_ended_can_be_had(page):
+def test_the_page_of_an_exited_process_can_be_taken(page):
     for _ in range(2):
         subprocess.run([sys.executable, "-c", PROGRAM], pass_fds=[page.fd], check=True, timeout=30)
     # Two heartbeats were counted: one in the program, and one when the program returned.
@@ -138,7 +138,7 @@ def test_the_return_of_the_program_is_marked_unless_a_heartbeat_follows(page, ho
 
 
 @pytest.mark.parametrize("variable", ["", "x", "3", "1:2:3", "999999:1:1", "-1:0:0"])
-def test_without_a_page_heartbeats_go_nowhere(page, monkeypatch, variable):
+def test_heartbeats_without_a_page_are_ignored(page, monkeypatch, variable):
     monkeypatch.setenv("ELASTICRS_HEARTBEAT", variable)
     heartbeats.heartbeat(1)
     with heartbeats.heartbeat.section("x", limit=1):

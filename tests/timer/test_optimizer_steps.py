@@ -1,12 +1,11 @@
-"""Heartbeats without a line in the script: each step of a torch optimizer is one."""
+"""Each step of a torch optimizer is a heartbeat, without a line in the script."""
 
-import os
-import re
 import subprocess
 import sys
 
 import pytest
 from helpers.procs import wait_readable
+from helpers.said import says
 
 TRAINING = """
     import os, select
@@ -35,11 +34,10 @@ def job(launch, worker_script):
     return start
 
 
-def test_a_script_that_says_nothing_is_found_with_its_step(job):
+def test_a_hung_script_without_heartbeat_calls_is_reported_with_its_step(job):
     launched = job(["train(25)", STUCK], "--hang-timeout=2").exits(1, timeout=120)
     # Of two optimizers the steps of the first are counted, from 0.
-    line = r"hung: no heartbeat for [\d.]+ s \(limit 2 s\); stopped at step 24; it is in <module> \("
-    assert re.search(line, launched.stderr), launched.stderr
+    says(launched.stderr, "hung", "limit 2 s", "step 24;", "in <module> (")
 
 
 def test_a_slow_exit_after_the_last_step_is_no_hang(job):
@@ -49,16 +47,16 @@ def test_a_slow_exit_after_the_last_step_is_no_hang(job):
         "train(25)",
     ]
     launched = job(source, "--hang-timeout=3").exits(0, timeout=120)
-    assert "still exiting 3 s after the program returned" in launched.stderr
+    says(launched.stderr, "still exiting", "3 s")
 
 
 def test_steps_are_silent_from_the_first_heartbeat_of_the_program_on(job):
     source = ["train(5)", "from elasticrs.timer import heartbeat", "heartbeat(700)", "train(5)", STUCK]
     launched = job(source, "--hang-timeout=2").exits(1, timeout=120)
-    assert re.search(r"hung: no heartbeat .*stopped at step 700;", launched.stderr), launched.stderr
+    says(launched.stderr, "hung", "step 700;")
 
 
-def test_a_forked_child_gives_no_sign_of_life(job):
+def test_steps_of_a_forked_child_are_no_heartbeats(job):
     source = [
         "train(5)",
         "if os.fork() == 0:",
@@ -70,7 +68,7 @@ def test_a_forked_child_gives_no_sign_of_life(job):
     ]
     launched = job(source, "--hang-timeout=2").exits(1, timeout=120)
     assert launched.stdout.count("CHILD\n") > 1
-    assert "stopped at step 4;" in launched.stderr, launched.stderr
+    says(launched.stderr, "hung", "step 4;")
 
 
 UNWATCHED = {
@@ -80,15 +78,13 @@ UNWATCHED = {
 
 
 @pytest.mark.parametrize("why", UNWATCHED)
-def test_a_rank_that_is_not_watched_is_told_once(job, why):
+def test_a_rank_that_is_not_watched_is_reported_once(job, why):
     source, env = UNWATCHED[why]
-    reader, writer = os.pipe()
-    launched = job([source, "os.read(0, 1)"], "--hang-timeout=0.5", env=env, stdin=reader)
-    os.close(reader)
-    launched.wait_for_line("local rank 0 is not watched for hangs", stream="stderr")
+    launched = job([source, "os.read(0, 1)"], "--hang-timeout=0.5", env=env, stdin=subprocess.PIPE)
+    launched.wait_for_line("local rank 0 .*not watched", stream="stderr")
     # Several limits long.
     assert not wait_readable(launched.pidfd, 2)
-    os.close(writer)
+    launched.end_stdin()
     launched.exits(0, timeout=120)
     assert launched.stderr.count("not watched") == 1
     assert "hung" not in launched.stderr

@@ -1,5 +1,6 @@
-"""Workers with timers under the command line: torch's own client, and records written by hand."""
+"""Workers with timers under the command line, with torch's own client and with handwritten records."""
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.procs import wait_readable
+from helpers.said import says
 
 import elasticrs
 
@@ -37,17 +39,26 @@ BY_HAND = """
 """
 
 
-def test_a_hung_rank_of_torchs_client_is_restarted_and_the_agent_lives(launch, worker_script):
-    launched = launch(
-        "--nproc-per-node", "2", "--max-restarts", "1", worker_script(TORCH_CLIENT), env=ENABLED
-    ).exits(0)
+@pytest.fixture
+def run(launch, worker_script):
+    """Launch workers of this source with timers."""
+
+    def run(source, *options, nproc=1, env=None, **how):
+        env = {**ENABLED, **(env or {})}
+        return launch(f"--nproc-per-node={nproc}", *options, worker_script(source), env=env, **how)
+
+    return run
+
+
+def test_a_hung_rank_of_torchs_client_is_restarted_and_the_agent_lives(run):
+    launched = run(TORCH_CLIENT, "--max-restarts=1", nproc=2).exits(0)
     assert launched.stdout.count("DONE\n") >= 2
     line = r"rank 1 \(pid \d+\): timer expired: scope 'epoch', deadline [\d:]{8}\.\d{3}, 1 other timer live"
     assert re.search(line + r"(; 1 other stopped)?; restarting\D* 0 of 1\b", launched.stderr)
 
 
-def test_our_client_says_where_it_was(launch, worker_script):
-    script = worker_script("""
+def test_our_client_reports_the_place_of_the_timer(run):
+    source = """
         import os, signal
         from elasticrs import timer
         client = timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"])
@@ -55,26 +66,26 @@ def test_our_client_says_where_it_was(launch, worker_script):
         with timer.expires(after=60):
             with timer.expires(after=0.05, scope="epoch"):
                 signal.pause()
-    """)
-    launched = launch("--nproc-per-node", "1", script, env=ENABLED).exits(1)
+    """
+    launched = run(source).exits(1)
     where = r"scope 'epoch' at worker\.py#7, deadline [\d:]{8}\.\d{3}, 1 other timer live"
     assert re.search(f"timer expired: {where}", launched.stderr), launched.stderr
 
 
-def test_the_report_names_the_timer_whatever_the_worker_exits_with(launch, worker_script):
-    script = worker_script(BY_HAND + """
+def test_the_report_names_the_timer_whatever_the_worker_exits_with(run):
+    source = BY_HAND + """
     if os.environ["RANK"] == "1":
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
         acquire(os.getpid(), "step 7", 0, signal.SIGUSR1)
     while True:
         signal.sigtimedwait([], 0.05)
-""")  # fmt: skip
-    launched = launch("--nproc-per-node", "2", script, env=ENABLED).exits(1)
+"""  # fmt: skip
+    launched = run(source, nproc=2).exits(1)
     assert re.search(r"timer expired: scope 'step 7', deadline \d\d:\d\d:\d\d\.\d{3}$", launched.stderr, re.M)
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
 
 
-def test_a_sibling_that_the_question_lets_go_on_leaves_the_time_for_evidence(launch, worker_script, tmp_path):
+def test_evidence_is_collected_although_the_request_lets_a_sibling_exit(launch, worker_script, tmp_path):
     python = tmp_path / "python"
     python.symlink_to(os.path.realpath(sys.executable))
     spy = tmp_path / "py-spy"
@@ -101,33 +112,28 @@ def test_a_sibling_that_the_question_lets_go_on_leaves_the_time_for_evidence(lau
     assert "seen in state S" in kept.read_text()
 
 
-def test_a_record_in_the_name_of_somebody_else_is_refused_and_told(launch, worker_script):
+def test_a_record_for_another_process_is_refused_and_reported(run):
     other = subprocess.Popen(["sleep", "1000"])
-    script = worker_script(BY_HAND + f"""
+    source = BY_HAND + f"""
     acquire({other.pid}, "not mine", -1)
     acquire(os.getppid(), "the nursery", -1)
     acquire(os.getpid(), "mine", -1, 0)
     os.read(0, 1)
-""")  # fmt: skip
-    reader, writer = os.pipe()
+"""  # fmt: skip
     try:
-        launched = launch("--nproc-per-node", "1", script, env=ENABLED, stdin=reader)
+        launched = run(source, stdin=subprocess.PIPE)
         launched.wait_for_line(r"rank 0 \(pid \d+\): timer expired: scope 'mine'")
-        os.close(writer)
+        launched.end_stdin()
         launched.exits(0)
-        assert (
-            "a timer record was refused, because its pid is neither a worker of this job" in launched.stderr
-        )
-        assert '"scope_id": "not mine"' in launched.stderr
+        says(launched.stderr, "refused", '"scope_id": "not mine"')
         assert other.poll() is None
     finally:
-        os.close(reader)
         other.kill()
         other.wait()
 
 
-def test_what_was_released_while_the_agent_was_stopped_does_not_expire(launch, worker_script):
-    script = worker_script(BY_HAND + """
+def test_a_timer_that_was_released_while_the_agent_was_stopped_does_not_expire(run):
+    source = BY_HAND + """
     acquire(os.getpid(), "step", 0.2)
     os.write(1, b"ACQUIRED\\n")
     os.read(0, 1)
@@ -136,20 +142,17 @@ def test_what_was_released_while_the_agent_was_stopped_does_not_expire(launch, w
         fifo.write(json.dumps(fields) + "\\n")
     os.write(1, b"RELEASED\\n")
     os.read(0, 1)
-""")  # fmt: skip
-    reader, writer = os.pipe()
-    launched = launch("--nproc-per-node", "1", script, env=ENABLED, stdin=reader)
-    os.close(reader)
+"""  # fmt: skip
+    launched = run(source, stdin=subprocess.PIPE)
     launched.wait_for_line("ACQUIRED")
     launched.signal(signal.SIGSTOP)
-    os.write(writer, b"x")
+    launched.feed(b"x")
     launched.wait_for_line("RELEASED")
-    # Until the deadline has passed; nothing tells that.
+    # Wait until the deadline has passed, which nothing reports.
     assert not wait_readable(launched.pidfd, 0.4)
     launched.signal(signal.SIGCONT)
-    os.write(writer, b"x")
+    launched.feed(b"x")
     launched.exits(0)
-    os.close(writer)
     assert "timer expired" not in launched.stderr
 
 
@@ -160,37 +163,35 @@ def refusal_of(launch, worker_script, path):
     return line
 
 
-def test_a_file_that_is_there_already_stays(launch, worker_script, tmp_path):
+def test_an_existing_file_is_kept_and_refused(launch, worker_script, tmp_path):
     path = tmp_path / "timers"
     path.write_text("precious")
-    line = refusal_of(launch, worker_script, path)
-    said = "the path already exists; choose a path that does not exist yet, or unset it"
-    assert line == f"elasticrs: TORCHELASTIC_TIMER_FILE='{path}': {said}"
+    says(refusal_of(launch, worker_script, path), f"elasticrs: TORCHELASTIC_TIMER_FILE='{path}'", "exists")
     assert path.read_text() == "precious"
 
 
-def test_a_fifo_of_a_dead_server_is_taken_over_and_no_other(launch, worker_script, tmp_path):
+def test_only_a_private_fifo_without_a_reader_is_taken_over(launch, worker_script, tmp_path):
     path = tmp_path / "timers"
     os.mkfifo(path)
     os.chmod(path, 0o666)
-    assert "the path already exists" in refusal_of(launch, worker_script, path)
+    assert "exists" in refusal_of(launch, worker_script, path)
     assert path.exists()
     os.chmod(path, 0o600)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    assert "another agent or timer server reads that FIFO" in refusal_of(launch, worker_script, path)
+    assert "another agent" in refusal_of(launch, worker_script, path)
     os.close(reader)
     launch(worker_script(""), env={**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)}).exits(0)
     assert not path.exists()
 
 
-def test_a_path_where_no_fifo_can_be_is_a_mistake(launch, worker_script, tmp_path):
+def test_a_path_without_its_directory_is_refused(launch, worker_script, tmp_path):
     line = refusal_of(launch, worker_script, tmp_path / "missing" / "timers")
-    assert "No such file or directory; choose a path where this user can create a FIFO, or unset it" in line
+    assert os.strerror(errno.ENOENT) in line
 
 
 @pytest.mark.parametrize("module", ["debug_info_logging", "file_based_local_timer"])
 @pytest.mark.parametrize("body", ["said.append((run_id, timers))", "raise ValueError('no')"])
-def test_what_expired_is_told_to_the_function_that_programs_replace(tmp_path, worker_script, body, module):
+def test_expired_timers_are_passed_to_a_replaced_log_function(tmp_path, worker_script, body, module):
     script = worker_script(BY_HAND + """
     acquire(os.getpid(), "step 7", -1)
     signal.pause()
@@ -233,7 +234,7 @@ except ChildFailedError as error:
     assert ("log_debug_info_for_expired_timers failed" in ran.stderr) == ("raise" in body)
 
 
-def test_nothing_is_left_of_a_fifo_that_the_user_named(launch, worker_script, tmp_path):
+def test_the_fifo_of_the_user_is_removed_at_the_end(launch, worker_script, tmp_path):
     path = tmp_path / "timers"
     script = worker_script("""
         import os, stat
@@ -250,7 +251,7 @@ def test_nothing_is_left_of_a_fifo_that_the_user_named(launch, worker_script, tm
 
 
 @pytest.mark.slow
-def test_of_64_workers_those_that_are_stopped_are_told_and_nobody_else(launch, worker_script):
+def test_only_the_stopped_ones_of_64_workers_are_reported(launch, worker_script):
     script = worker_script("""
         import os, signal
         from elasticrs import timer
@@ -309,13 +310,13 @@ def test_a_record_of_an_earlier_agents_worker_with_the_same_pid_is_refused(launc
     launched.exits(1)
     assert f"timer expired: scope 'of {ups[1][2]}'" in launched.stderr
     assert f"scope 'of {ups[0][2]}'" not in launched.stderr
-    assert "because its pid belongs to another process now" in launched.stderr
+    says(launched.stderr, "refused", "another process")
     os.close(reader)
     os.close(writer)
 
 
-def test_the_report_has_the_stack_of_a_worker_whose_timer_expired(launch, worker_script):
-    script = worker_script("""
+def test_the_report_has_the_stack_of_a_worker_whose_timer_expired(run):
+    source = """
         import os
         from elasticrs import timer
         timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
@@ -324,22 +325,23 @@ def test_the_report_has_the_stack_of_a_worker_whose_timer_expired(launch, worker
             with timer.expires(after=0.2, scope="evaluation"):
                 os.read(pipe[0], 1)
         evaluate() if os.environ["RANK"] == "1" else os.read(pipe[0], 1)
-    """)
-    launched = launch("--nproc-per-node", "2", script, env=ENABLED).exits(1)
+    """
+    launched = run(source, nproc=2).exits(1)
     assert "timer expired: scope 'evaluation'" in launched.stderr
     assert re.search(r'    File ".*worker.py", line 8 in evaluate$', launched.stderr, re.M), launched.stderr
     kept = re.search(r"  hang      : (.*/attempt_0/1/hang.txt)$", launched.stderr, re.M)
     assert kept
     with open(kept[1], encoding="utf-8") as file:
         text = file.read()
-    assert text.startswith("a timer of local rank 1 expired: scope 'evaluation'\n")
+    says(text.partition("\n")[0], "local rank 1", "'evaluation'")
+    # The other ranks are asked as well.
     with open(kept[1].replace("/1/hang", "/0/hang"), encoding="utf-8") as file:
-        assert "in <module>" in file.read(), "the others are asked as well"
+        assert "in <module>" in file.read()
 
 
-def test_a_step_of_the_clock_neither_expires_nor_delays_a_timer(launch, worker_script):
+def test_a_step_of_the_clock_neither_expires_nor_delays_a_timer(run):
     # As if the clock had been set, by an hour, between the moment of writing and that of reading.
-    script = worker_script(BY_HAND + """
+    source = BY_HAND + """
     def acquire_at(scope, wall, after_ns):
         fields = {"version": 1, "pid": os.getpid(), "scope_id": scope, "signal": 0}
         fields |= {"expiration_time": time.time() + wall, "deadline_ns": time.monotonic_ns() + after_ns}
@@ -348,11 +350,9 @@ def test_a_step_of_the_clock_neither_expires_nor_delays_a_timer(launch, worker_s
     acquire_at("forward", -3600, 3600 * 10**9)
     acquire_at("back", 3600, 0)
     os.read(0, 1)
-""")  # fmt: skip
-    reader, writer = os.pipe()
-    launched = launch("--nproc-per-node", "1", script, env=ENABLED, stdin=reader)
-    os.close(reader)
+"""  # fmt: skip
+    launched = run(source, stdin=subprocess.PIPE)
     launched.wait_for_line(r"timer expired: scope 'back'")
-    os.close(writer)
+    launched.end_stdin()
     launched.exits(0)
     assert "'forward'" not in launched.stderr

@@ -1,4 +1,4 @@
-"""Servers without an agent: over a ``multiprocessing`` queue, over a FIFO, and a user's own."""
+"""Servers without an agent: over a ``multiprocessing`` queue, over a FIFO, and of the user."""
 
 import itertools
 import json
@@ -15,6 +15,7 @@ import time
 import pytest
 from helpers import procs
 from helpers.procs import HANG
+from helpers.said import says
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def test_a_hung_process_of_multiprocessing_is_killed(tmp_path, method):
     assert done.stdout == "-9 True True\n[]\n", done.stderr
 
 
-def test_nobody_but_descendants_is_killed_by_a_local_server():
+def test_a_local_server_kills_only_descendants():
     server = timer.LocalTimerServer(queue.Queue())
     for pid in (os.getpid(), os.getppid(), 1, -1, 0, 2**40):
         assert server._reap_worker(pid), "done: there is nobody to kill"
@@ -230,7 +231,7 @@ def test_torchs_client_is_served_and_this_process_lives(server, path, events):
     assert (request.worker_pid, request.scope_id, request.signal) == (child.pid, "inner", 15)
 
 
-def test_strangers_junk_and_ended_processes(server, path, events, caplog):
+def test_records_of_other_processes_and_junk_are_refused(server, path, events, caplog):
     victim = subprocess.Popen(["sleep", "1000"])
     record = timer.FileTimerRequest
     with open(path, "w") as fifo, caplog.at_level(logging.WARNING):
@@ -239,10 +240,11 @@ def test_strangers_junk_and_ended_processes(server, path, events, caplog):
         strangers = (os.getpid(), os.getppid(), -victim.pid)
         fifo.writelines(record(pid, "a", 1.0, signal.SIGCONT).to_json() + "\n" for pid in strangers)
         fifo.write('{"version": 1, "pid"' + record(victim.pid, "told", 1.0, 0).to_json() + "\n")
-    assert next_of(events, "timer expired").scope_id == "told", "the first one that is taken"
-    assert victim.poll() is None, "a timer without a signal"
-    assert "it is not a timer record" in caplog.text
-    assert "is not a descendant" in caplog.text
+    # The first record that is accepted is a timer without a signal.
+    assert next_of(events, "timer expired").scope_id == "told"
+    assert victim.poll() is None
+    says(caplog.text, "refused", "not a timer")
+    says(caplog.text, "refused", "descendant")
     assert len(caplog.records) <= 4
     with open(path, "w") as fifo:
         fifo.write(record(victim.pid, "kill", 1.0, 9).to_json() + "\n")
@@ -266,7 +268,7 @@ JUNK = st.one_of(
 @given(junk=st.lists(JUNK, min_size=1, max_size=8), together=st.booleans())
 @example(junk=[RECORD.replace("5.0", "1" + 400 * "0").encode()], together=True)
 @example(junk=[RECORD.replace("4", str(2**31)).encode()], together=True)
-def test_no_junk_takes_a_record_with_it(path_factory, junk, together):
+def test_junk_destroys_no_record(path_factory, junk, together):
     server = timer.FileTimerServer(path_factory(), "run")
     good = [timer.FileTimerRequest(4, f"good {number}", -1.0, 0) for number in range(len(junk))]
     lines = [
@@ -284,7 +286,7 @@ def test_no_junk_takes_a_record_with_it(path_factory, junk, together):
     server.run_once()
 
 
-def test_what_is_there_already_is_an_error_and_stays(path):
+def test_an_existing_file_is_an_error_and_is_kept(path):
     with open(path, "w") as file:
         file.write("precious")
     with pytest.raises(FileExistsError):
@@ -293,7 +295,7 @@ def test_what_is_there_already_is_an_error_and_stays(path):
         assert file.read() == "precious"
 
 
-def test_a_fifo_that_is_none_of_ours_is_an_error_and_stays(path):
+def test_a_foreign_fifo_is_an_error_and_is_kept(path):
     os.mkfifo(path)
     os.chmod(path, 0o640)
     with pytest.raises(FileExistsError):
@@ -311,12 +313,12 @@ def test_a_server_that_is_never_used_ends_at_once(path, events):
     server.stop()
     assert not os.path.lexists(path)
     other = timer.FileTimerServer(path, "run")
-    with pytest.raises(OSError, match="another timer server"):
+    with pytest.raises(OSError, match="another timer"):
         timer.FileTimerServer(path, "run")
     other.stop()
 
 
-def test_what_is_written_before_run_once_counts(path):
+def test_run_once_handles_all_waiting_records(path):
     server = timer.FileTimerServer(path, "run")
     server.start()
     client = timer.FileTimerClient(path)

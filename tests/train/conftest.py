@@ -55,7 +55,7 @@ def how(request: pytest.FixtureRequest) -> str:
 def job_of(
     how: str, trainers: Callable[[str], ByHand], under_agents: Callable[..., UnderAgents]
 ) -> Callable[..., ByHand | UnderAgents]:
-    """Makes a job of so many workers, at least and at most, with settings of the rendezvous."""
+    """Make a job with a minimum and a maximum of workers, and settings of the rendezvous."""
 
     def make(least: int, most: int, **conf: object) -> ByHand | UnderAgents:
         if how == BY_HAND:

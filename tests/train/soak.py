@@ -40,7 +40,7 @@ def soak(
     for number in range(kills):
         # In a step, or anywhere in the recovery from the last one.
         job.take_for(chance.uniform(0.0, longest_pause))
-        # Somebody has to keep the state, and who has not told of itself has no pid yet.
+        # One worker has to keep the state, and a worker that has not reported itself has no pid yet.
         job.wait_until(lambda: len(holders(job, live)) > 1 and all(name in job.pids for name in live), LIMIT)
         victim = chance.choice(
             live if len(holders(job, live)) > 2 else sorted(set(live) - holders(job, live)) or live

@@ -1,4 +1,4 @@
-"""The scenarios of the first torchelastic on real processes: whatever happens, the sum comes out equal.
+"""The scenarios of the first torchelastic on real processes: the sum is equal after every fault.
 
 Each is played with workers that are started by hand, by one agent, and each by an agent of its own. What
 differs under agents: a worker that fails is replaced, so that four finish where by hand two do; what is lost
@@ -55,7 +55,7 @@ def test_1_a_normal_run(job_of):
     assert len(job.of("met")) == 8
 
 
-def test_2_a_worker_that_does_not_come(job_of, how):
+def test_2_a_missing_worker_fails_the_others_at_the_join_timeout(job_of, how):
     # Under agents it is there, but never comes so far as to meet the others.
     job = job_of(*FIXED, join_timeout=1)
     start(job, restarts=0, abc={}, **({"d": fails("hold", 0, **{"in": "begin"})} if how != BY_HAND else {}))
@@ -88,7 +88,7 @@ def test_5_a_meeting_after_every_step(job_of):
     assert len(job.of("met", "a")) >= 6
 
 
-def test_6_uneven_data_then_one_that_comes_late(job_of, how):
+def test_6_uneven_data_end_the_job_and_a_late_worker_gets_no_state(job_of, how):
     job = job_of(*FIXED)
     start(job, meets=True, abc={}, d={"own_end": 3})
     job.wait_until(lambda: len(job.of("finished")) == 4)
@@ -100,7 +100,7 @@ def test_6_uneven_data_then_one_that_comes_late(job_of, how):
         # The new worker fails, because no living worker has the final state.
         start(job, e={})
         told = job.wait("stuck", name="e")[0]
-        assert "the training had ended before this worker joined" in told["error"]
+        assert "had ended" in told["error"]
         job.fails("e")
     else:
         # The late agent does not start its workers.
@@ -117,7 +117,7 @@ def test_7_two_fail_once_and_one_step_is_repeated(job_of):
     assert len(job.of("met")) in {12, 16}
 
 
-def test_8_an_error_that_is_fatal_for_two_is_not_for_the_others(job_of, how):
+def test_8_an_error_that_is_fatal_for_two_workers_is_not_for_the_others(job_of, how):
     job = job_of(*with_replacements(how), **AT_ONCE)
     start(job, ab={}, cd=fails("fatal"))
     ends(job, *"ab", *job.after(*"cd"))
@@ -127,11 +127,11 @@ def test_8_an_error_that_is_fatal_for_two_is_not_for_the_others(job_of, how):
     assert job.stderr_text().count("NameError: on purpose") >= 2
 
 
-def test_9_two_that_always_fail_give_up_and_the_others_finish(job_of, how):
+def test_9_two_workers_that_always_fail_give_up_and_the_others_finish(job_of, how):
     job = job_of(*with_replacements(how), **AT_ONCE)
     start(job, ab={"max_failures": 5}, cd={"max_failures": 5, **fails("retryable", times=100)})
     told = job.wait("gave up", 2)
-    assert all("max number of recoverable failures: 5 of this worker" in each["error"] for each in told)
+    assert all("failures: 5 of" in each["error"] for each in told)
     assert {each["name"] for each in told} == {"c", "d"}
     ends(job, *"ab", *job.after(*"cd"))
 
@@ -143,7 +143,7 @@ def test_10_a_sync_that_fails(job_of):
     assert len(job.of("does", "d")) == 2
 
 
-def test_11_all_are_killed_and_a_new_run_goes_on_from_the_checkpoint(job_of, how, tmp_path):
+def test_11_a_new_run_continues_from_the_checkpoint_of_a_killed_one(job_of, how, tmp_path):
     # With agents, the new run consists of the workers that the agents start.
     with_checkpoints = {"checkpoints": str(tmp_path / "checkpoints")}
     job = job_of(*FIXED)
@@ -193,7 +193,7 @@ def test_14_without_snapshots(job_of):
         assert told["done"] == [1, 2, 3, 4, 5]
 
 
-def test_15_two_come_in_the_middle(job_of, tmp_path):
+def test_15_two_workers_join_in_the_middle(job_of, tmp_path):
     # Under agents a node of two, or two nodes.
     job = job_of(*FLEXIBLE, **AT_ONCE)
     all_are_here = tmp_path / "all are here"
@@ -204,6 +204,6 @@ def test_15_two_come_in_the_middle(job_of, tmp_path):
     start(job, cd=order)
     job.wait("met", 4, world=4)
     all_are_here.touch()
-    # Nobody was broken off: no step is done twice, and none is lost.
+    # No worker was interrupted: no step is done twice, and none is lost.
     for told in ends(job, *"abcd", size=4000):
         assert len(told["done"]) == len(set(told["done"]))

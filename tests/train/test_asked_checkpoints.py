@@ -1,9 +1,10 @@
-"""Checkpoints that somebody asks one worker for, and workers that are asked to leave."""
+"""Checkpoints that are requested from one worker, and workers that are asked to leave."""
 
 import signal
 
 import pytest
 import torch
+from helpers.said import line_with
 
 from elasticrs.train.checkpoint import FileSystemCheckpointManager
 
@@ -44,7 +45,7 @@ class Job:
         return self.trainers.of("met", name)[-1]["rank"]
 
     def ends(self, *names):
-        """Let them finish: every sample was taken once, and nobody has done a step twice."""
+        """Let them finish. Check that each sample was taken once, and that no step was done twice."""
         self.may_end.touch()
         job = self.trainers
         job.wait_until(lambda: {told["name"] for told in job.of("finished")} >= set(names))
@@ -82,23 +83,22 @@ def test_requests_that_come_together_share_a_checkpoint(trainers, tmp_path):
     )
 
 
-def test_without_a_manager_a_line_says_so_and_nothing_else_happens(trainers, tmp_path):
+def test_a_request_without_a_manager_is_reported_and_has_no_other_effect(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path, checkpoints=None)
     job.run(*NAMES)
     job.trainers.kill("c", signal.SIGUSR1)
     job.ends(*NAMES)
     assert len(job.trainers.of("met")) == 8, "at the start and at the end"
-    text = job.trainers.stderr.read_text()
-    assert text.count("a checkpoint is asked for, but set_checkpoint_manager was not called") == 1
+    line_with(job.trainers.stderr.read_text(), "checkpoint", "set_checkpoint_manager")
 
 
-def test_a_worker_that_leaves_without_a_manager_says_so_once(trainers, tmp_path):
+def test_a_worker_that_leaves_without_a_manager_reports_that_once(trainers, tmp_path):
     job = Job(trainers(FLEXIBLE + "&keep_alive_interval=5"), tmp_path, checkpoints=None)
     job.run(*NAMES)
     job.trainers.kill("c", signal.SIGTERM)
     assert job.trainers.code("c") == -signal.SIGTERM
     job.ends("a", "b", "d")
-    assert job.trainers.stderr.read_text().count("a checkpoint is asked for") == 1
+    line_with(job.trainers.stderr.read_text(), "checkpoint", "set_checkpoint_manager")
 
 
 def test_a_request_is_not_lost_with_the_worker_that_dies_in_the_save(trainers, tmp_path):
@@ -128,10 +128,10 @@ def test_a_worker_that_gets_sigterm_saves_with_the_others_and_leaves_in_order(tr
     ((step, _, _),) = job.saved()
     assert {each["step"] for each in met} == {step}
     job.ends(*left)
-    assert "broken off" not in job.trainers.stderr.read_text()
+    assert "interrupted by" not in job.trainers.stderr.read_text()
 
 
-def test_all_are_asked_to_leave_and_the_next_run_goes_on_at_that_step(trainers, tmp_path):
+def test_all_workers_leave_on_request_and_the_next_run_continues_at_that_step(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path)
     job.run(*NAMES)
     for name in NAMES:
@@ -145,7 +145,7 @@ def test_all_are_asked_to_leave_and_the_next_run_goes_on_at_that_step(trainers, 
         assert told["done"] == list(range(step + 1, SIZE // 20 + 1))
 
 
-def test_without_a_manager_a_worker_leaves_in_order_all_the_same(trainers, tmp_path):
+def test_a_worker_without_a_manager_leaves_in_order(trainers, tmp_path):
     job = Job(trainers(FLEXIBLE), tmp_path, checkpoints=None)
     job.run(*NAMES)
     job.trainers.kill("d", signal.SIGTERM)
@@ -153,12 +153,12 @@ def test_without_a_manager_a_worker_leaves_in_order_all_the_same(trainers, tmp_p
     job.ends("a", "b", "c")
 
 
-def test_who_shall_leave_does_not_wait_long_for_a_round(trainers, tmp_path):
+def test_a_leaving_worker_does_not_wait_long_for_a_round(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path, meeting_limit=0.5)
     job.run(*NAMES)
     job.trainers.kill("d")
     assert job.trainers.code("d") == -signal.SIGKILL
-    # The other three wait for a fourth, who never comes.
+    # The other three wait for a fourth worker, which never comes.
     job.trainers.kill("a", signal.SIGTERM)
     assert job.trainers.code("a") == -signal.SIGTERM
     assert job.saved() == []

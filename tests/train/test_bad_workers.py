@@ -1,4 +1,4 @@
-"""Workers that do what they must not, on real processes: one clear error, and nobody waits for ever."""
+"""Workers that break the rules, on real processes: one clear error, and no other worker waits forever."""
 
 import signal
 
@@ -36,7 +36,7 @@ def test_a_save_may_take_any_time_though_another_worker_dies(trainers, tmp_path)
 
 
 @pytest.mark.parametrize("savers", [[0], [1, 2]])
-def test_answers_about_checkpoints_that_differ_end_all(trainers, tmp_path, savers):
+def test_different_answers_about_checkpoints_end_all_workers(trainers, tmp_path, savers):
     job = trainers("min_workers=3&max_workers=3")
     start(job, abc={"timeout": 1000, "checkpoints": str(tmp_path / "checkpoints"), "savers": savers})
     for told in job.wait("stuck", 3):
@@ -51,15 +51,15 @@ def test_a_child_that_a_step_forks_is_no_worker(trainers):
     for told in ends(job, *"abcd"):
         assert told["done"] == [1, 2, 3, 4, 5]
     (told,) = job.of("stuck", "d forked")
-    assert "was forked from worker" in told["error"]
+    assert "forked" in told["error"]
 
 
-def test_an_error_is_a_workers_own_whatever_its_words(trainers):
+def test_an_error_of_a_worker_counts_against_it_even_if_it_quotes_gloo(trainers):
     job = trainers("min_workers=1&max_workers=2&last_call_timeout=1&scale_up_delay=0")
     start(job, a={}, b={"max_failures": 3, **fails("words_of_gloo", times=1000)})
     (told,) = job.wait("gave up")
     assert told["name"] == "b"
-    assert "3 of this worker" in told["error"]
+    assert "failures: 3 of" in told["error"]
     ends(job, "a")
     assert "in words_of_gloo" in job.stderr_text(), "the first error is shown with its traceback"
 
@@ -69,5 +69,5 @@ def test_a_meeting_that_cannot_succeed_is_not_blamed_on_others(trainers):
     # Creating a group fails, because PyTorch's packages are built without MPI.
     start(job, ab={"backend": "mpi", "max_failures": 3})
     for told in job.wait("gave up", 2):
-        assert "3 of this worker" in told["error"]
+        assert "failures: 3 of" in told["error"]
     assert "Traceback" in job.stderr_text()

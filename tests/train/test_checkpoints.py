@@ -1,5 +1,6 @@
-"""Checkpoints: what is there after a writer died, what a damaged one costs, who loads and when."""
+"""Checkpoints after the death of a writer, damaged checkpoints, and the workers that load them."""
 
+import errno
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.said import says
 
 from elasticrs.train import NonRetryableException
 from elasticrs.train.checkpoint import (
@@ -55,11 +57,11 @@ def test_the_newest_is_the_one_that_was_committed_last(manager):
     assert [read(each) for each in manager.list_checkpoints()] == [b"2", b"1", b"0"]
     assert read(manager.get_latest_checkpoint()) == b"2"
     assert read(manager.get_checkpoint(1)) == b"1"
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*/9"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*/9"):
         manager.get_checkpoint(9)
 
 
-def test_what_is_not_committed_is_not_there(manager):
+def test_an_uncommitted_checkpoint_is_not_listed(manager):
     write(manager, b"old")
     made = manager.create_checkpoint()
     with made.open_output_stream("default") as stream:
@@ -91,7 +93,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_dead_writer_leaves_is_removed_by_the_next(manager):
+def test_leftovers_of_a_dead_writer_are_removed_by_the_next_one(manager):
     alive = manager.create_checkpoint()
     subprocess.run([sys.executable, "-c", DIES, manager.directory], check=False)
     assert len(os.listdir(manager.directory)) == 2
@@ -102,7 +104,7 @@ def test_what_a_dead_writer_leaves_is_removed_by_the_next(manager):
     alive.discard()
 
 
-def test_so_many_are_kept(tmp_path):
+def test_the_configured_number_of_checkpoints_is_kept(tmp_path):
     manager = FileSystemCheckpointManager(tmp_path, keep=2)
     for number in range(5):
         write(manager, b"%d" % number)
@@ -157,19 +159,19 @@ def test_a_damaged_one_is_named_and_passed_over(manager, caplog, damage):
         manager.get_latest_checkpoint()
 
 
-def test_that_of_another_job_is_refused(tmp_path):
+def test_a_checkpoint_of_another_job_is_refused(tmp_path):
     write(FileSystemCheckpointManager(tmp_path, job="cats"), b"x")
     with pytest.raises(CheckpointError, match="/0 is of job 'cats', this is 'dogs'"):
         FileSystemCheckpointManager(tmp_path, job="dogs").get_latest_checkpoint()
-    # Who has no name asks for none.
+    # A manager without a job name accepts any name.
     assert read(FileSystemCheckpointManager(tmp_path).get_latest_checkpoint()) == b"x"
 
 
-def test_that_of_a_newer_version_is_refused(manager):
+def test_a_checkpoint_of_a_newer_version_is_refused(manager):
     write(manager, b"x")
     path = folder(manager) / "0" / "checkpoint.json"
     path.write_text(json.dumps({"format": 2, "chunks": []}))
-    with pytest.raises(CheckpointError, match="/0 has format 2, this version of elasticrs reads up to 1"):
+    with pytest.raises(CheckpointError, match=r"/0 .*format 2,.* 1"):
         manager.get_latest_checkpoint()
 
 
@@ -201,7 +203,7 @@ def saving(manager):
     set_checkpoint_manager(None)
 
 
-def test_without_a_manager_nobody_is_asked():
+def test_no_worker_is_asked_without_a_manager():
     assert get_checkpoint_manager() is None
     states = []
 
@@ -237,7 +239,7 @@ def test_checkpoints_in_a_loop_without_train(saving):
     assert [json.loads(read(each)) for each in saving.list_checkpoints()] == [[8, 210], [6, 210]]
 
 
-def test_a_new_run_goes_on_from_the_newest_and_loads_it_once(saving):
+def test_a_new_run_continues_from_the_newest_checkpoint_and_loads_it_once(saving):
     write(saving, json.dumps([6, 210]).encode())
     loads = []
 
@@ -312,9 +314,8 @@ def test_a_full_disk_costs_the_checkpoint_only(saving, monkeypatch, caplog, save
     with caplog.at_level(logging.WARNING):
         assert Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 2
     # Two periodic checkpoints and the one of the final state have failed.
-    assert [record.getMessage() for record in caplog.records] == [
-        "no checkpoint was written: [Errno 28] No space left on device"
-    ] * 3
+    assert len(caplog.records) == 3
+    assert all(os.strerror(errno.ENOSPC) in record.getMessage() for record in caplog.records)
     assert os.listdir(saving.directory) == []
 
 
@@ -345,7 +346,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_void_the_new_one(tmp_
     made = write(manager, b"new")
     assert read(made) == b"new"
     (record,) = caplog.records
-    assert "1 was written, but 0 cannot be removed" in record.getMessage()
+    says(record.getMessage(), f"{tmp_path}/1", f"{tmp_path}/0")
 
 
 def test_a_state_that_cannot_be_saved_is_refused_with_a_manager(saving):
@@ -361,29 +362,25 @@ def test_a_finished_job_that_runs_again_writes_no_further_checkpoint(saving):
 
 
 @pytest.mark.parametrize("yes", [{0}, {1, 2}])
-def test_answers_that_differ_are_named(saving, yes, caplog):
+def test_workers_whose_answers_differ_are_named(saving, yes, caplog):
     class Odd(Saved):
         def should_save_checkpoint(self, rank):
             return rank in yes and self.steps == 4
 
     def work(name, coordinator):
-        # Those who want none wait in the next step, those who want one before it.
+        # Workers that want no checkpoint wait in the next step, the others before it.
         coordinator.patience = 0.2
         return train_sum(coordinator, state=Odd)
 
     found = Job(3).run(work)
     assert {type(error) for error in found} == {NonRetryableException}
     (told,) = {str(error) for error in found}
-    assert told == (
-        f"should_save_checkpoint differs: False on {3 - len(yes)} of 3 workers, True on others, "
-        "after step 4 of the last round"
-    )
+    says(told, "should_save_checkpoint", f"False on {3 - len(yes)} of 3", "step 4")
 
 
 def test_a_manager_on_some_workers_only_is_named(manager, monkeypatch):
     votes = [Vote(True, False, False, 1), Vote(False, False, False, 2), Vote(False, False, False, 3)]
-    told = "set_checkpoint_manager was called on rank 0, but not on ranks 1, 2"
-    assert disagreement(votes) == told
+    says(disagreement(votes), "set_checkpoint_manager", "rank 0", "ranks 1, 2")
     assert disagreement(votes[:1]) is disagreement(votes[1:]) is None
 
 
@@ -391,7 +388,7 @@ def vote(**fields):
     return Vote(True, True, False, 5, **fields)
 
 
-def test_who_was_in_the_same_save_did_not_differ():
+def test_workers_in_the_same_save_did_not_differ():
     saving = vote(last_round=7, asked=4, said_yes=4, is_saving=True)
     for other in (
         # One has come out of the save already, and went on; even into the next one.

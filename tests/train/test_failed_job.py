@@ -1,7 +1,9 @@
-"""Who comes when a job has failed does not return as if the training were done."""
+"""A worker that joins a failed job does not return as if the training were done."""
 
 import subprocess
 import sys
+
+from helpers.said import says
 
 PROGRAM = """
 from elasticrs.store.session import Server
@@ -27,5 +29,5 @@ def test_too_few_came():
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
     )
     first, late = done.stdout.splitlines()
-    assert first.startswith("False permanently stuck: only 1 of at least 2")
-    assert late.startswith("False the training has failed: job job is closed: timeout")
+    says(first, "False", "1", "2", "join_timeout")
+    says(late, "False", "job job", "closed", "timeout")

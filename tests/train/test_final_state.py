@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
+from helpers import peers
 from helpers.procs import HANG
 
 from elasticrs.train import final_state
@@ -32,27 +33,8 @@ def server():
 def peer(serve):
     """Run a peer that answers each connection by a function; yield its URL."""
 
-    def run():
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                try:
-                    serve(connection)
-                except OSError:
-                    continue
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/x"
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(HANG)
+    with peers.peer(serve) as (host, port):
+        yield f"http://{host}:{port}/x"
 
 
 def send_slowly(connection):
@@ -64,7 +46,7 @@ def send_slowly(connection):
         select.select([connection], [], [], 0.1)
 
 
-def test_a_peer_that_sends_a_byte_now_and_then_holds_up_nobody(monkeypatch, server):
+def test_a_slow_peer_does_not_delay_the_others(monkeypatch, server):
     monkeypatch.setattr(final_state, "TRANSFER_TIMEOUT", 1.0)
     monkeypatch.setattr(final_state.random, "shuffle", lambda _: None)
     with peer(send_slowly) as slow:

@@ -105,7 +105,7 @@ def test_other_connections_are_intact_when_the_group_is():
     assert not connections.are_intact()
 
 
-def test_the_listener_goes_on():
+def test_a_listener_stays_open():
     connections = Connections()
     with connections.recorded():
         listener, one, other = pair()
@@ -145,7 +145,7 @@ def test_a_thread_that_reads_is_woken():
     close(listener, one, other)
 
 
-def test_who_waits_for_peers_is_visited_once_in_their_place():
+def test_a_worker_that_waits_for_peers_is_visited_once_in_their_place():
     connections = Connections()
     before = socket.create_server(("127.0.0.1", 0))
     with connections.recorded():
@@ -168,7 +168,7 @@ def test_who_waits_for_peers_is_visited_once_in_their_place():
     close(before, listener, after)
 
 
-def test_nobody_is_visited_where_descriptors_are_few_or_the_transport_is_another_one(monkeypatch):
+def test_no_peer_is_visited_with_few_descriptors_or_another_transport(monkeypatch):
     connections = Connections()
     with connections.recorded(), gloo_listener():
         assert connections.knock(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) == 0
@@ -225,7 +225,7 @@ os._exit(0)
 
 
 @pytest.mark.torch
-def test_a_group_is_not_waited_for_whose_peer_has_died_before_it_connected():
+def test_creating_a_group_stops_when_a_peer_died_before_it_connected():
     # Gloo waits five times the time-out for that.
     made = subprocess.run(
         [sys.executable, "-c", MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE],
@@ -279,7 +279,7 @@ def test_a_forked_child_gives_up_its_copies():
     close(listener, other, *unrelated, by_port[0], by_port[2])
 
 
-def test_a_store_that_is_gone_is_not_waited_for_when_the_round_is_over():
+def test_a_lost_store_is_not_waited_for_when_the_round_is_over():
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()

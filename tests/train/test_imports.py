@@ -1,4 +1,4 @@
-"""What importing the package costs."""
+"""The modules that importing the package loads."""
 
 import subprocess
 import sys

@@ -121,7 +121,7 @@ class World:
         while active := [worker for worker in self.workers if worker.doing is not Action.RETURN]:
             assert {worker.doing for worker in active} == {Action.MEET}
             if len(active) < len(self.workers):
-                # Who has returned has closed the job.
+                # A worker that has returned has closed the job.
                 for worker in active:
                     worker.tell(Event.ENDED)
                 return
@@ -151,14 +151,14 @@ class World:
                 worker.tell(Event.FAILED)
             else:
                 worker.state = worker.snapshot = best
-        # The barrier: nobody passes it without all, but its end may not reach all.
+        # No worker passes the barrier without all others, but its end may not reach all.
         for worker in self.workers:
             if worker.doing is Action.SYNC:
                 worker.tell(Event.SYNCED if is_whole and not self.fault(5) else Event.FAILED)
 
     def step(self):
         self.steps += 1
-        # Who fails, or has no data, before the collective: nobody gets out of it with a result.
+        # If a worker fails or has no data before the collective, no worker gets a result of it.
         missing = [self.before(worker) for worker in self.workers]
         for worker, event in zip(self.workers, missing, strict=True):
             if event is Event.OUT_OF_DATA:

@@ -1,4 +1,4 @@
-"""A process that is known to be in the place of another one does not wait for the end of that one's lease."""
+"""A replacement process does not wait for the end of its predecessor's lease."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def handler():
     server.close()
 
 
-def test_it_takes_the_place_at_once(handler):
+def test_a_replacement_takes_the_place_of_its_predecessor_at_once(handler):
     before, after = handler(member="a"), handler(member="b", replaces="a")
     first, second = before.next_rendezvous(), after.next_rendezvous()
     assert (first.rank, second.rank, second.world_size) == (0, 0, 1)

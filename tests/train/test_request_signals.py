@@ -1,4 +1,4 @@
-"""Who handles the signals that ask a worker for a checkpoint."""
+"""Handlers of the signals that request a checkpoint from a worker."""
 
 import faulthandler
 import os

@@ -1,4 +1,4 @@
-"""Workers die, hang, come and go; the others keep their processes and go on from the most advanced state."""
+"""Workers die, hang, come and go; the others keep their processes and continue from the latest state."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import socket
 
 import pytest
 from helpers.procs import HANG
+from helpers.said import line_with
 from helpers.trainers import ByHand, Told
 
 from train.soak import soak
@@ -66,7 +67,7 @@ def test_an_undisturbed_job_has_no_error_in_the_end(trainers):
     assert job.stderr.read_text() == ""
 
 
-def test_all_of_them_come_to_the_same_end(trainers):
+def test_a_new_worker_ends_at_the_same_step_as_the_others(trainers):
     job = trainers(FIXED)
     job.start(*NAMES, steps=40, pause=0.01)
     job.wait("stepped", 4)
@@ -101,13 +102,13 @@ def test_newcomers_are_let_in_at_a_step_boundary(trainers):
     job.wait("stepped", 2)
     job.start("c", "d", pause=0.005)
     job.wait("met", 4, world=4)
-    # Nobody was broken off, and both left at one step.
+    # No worker was interrupted, and both left at one step.
     assert not job.of("raised")
     left = job.of("left", "a", "b")
     assert len({each["step"] for each in left[-2:]}) == 1
 
 
-def test_a_worker_that_is_stopped_is_gone_with_its_lease(trainers):
+def test_a_stopped_worker_is_removed_when_its_lease_ends(trainers):
     job = trainers(FIXED + SHORT_LEASE)
     job.start(*NAMES, timeout=60000)
     job.wait("stepped", 4)
@@ -153,7 +154,7 @@ def test_a_connection_that_another_thread_opens_while_a_group_is_created_stays_o
             assert connection.recv(1) == b"x"
 
 
-def test_one_that_spins_ends_itself_when_the_others_have_gone_on(trainers):
+def test_a_worker_that_spins_ends_itself_after_the_others_went_on(trainers):
     job = trainers(FLEXIBLE + "&stuck_timeout=3")
     job.start("a", "b", "c", steps=30, timeout=1000)
     job.start("d", steps=30, timeout=1000, do="spin", at=5)
@@ -161,18 +162,19 @@ def test_one_that_spins_ends_itself_when_the_others_have_gone_on(trainers):
     sums_are_right(job)
     assert job.code("d") == 1
     text = job.stderr.read_text()
-    assert "did not leave round" in text
-    assert "in misbehave" in text, "it says where it was"
+    line_with(text, "rank ", "round ", "ends itself")
+    # Its stacks are there.
+    assert "in misbehave" in text
 
 
-def test_too_few_is_an_end_for_all(trainers):
+def test_too_few_workers_end_the_job_for_all(trainers):
     job = trainers("min_workers=3&max_workers=4&timeout=3")
     job.start("a", "b")
     told = job.wait("stuck", 2)
     assert all("permanently stuck" in each["error"] for each in told)
 
 
-def test_who_comes_after_the_end_returns_at_once(trainers):
+def test_a_worker_that_comes_after_the_end_returns_at_once(trainers):
     job = trainers("min_workers=2&max_workers=2")
     job.start("a", "b", steps=5)
     job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 2)
@@ -197,7 +199,7 @@ def test_an_error_that_is_fatal_for_two_is_not_for_the_others(trainers):
     assert job.code("c") == job.code("d") == 1
 
 
-def test_a_loop_of_ones_own_takes_part_by_hand(trainers):
+def test_a_custom_loop_takes_part_by_its_own_calls(trainers):
     job = trainers(FIXED)
     job.start(*NAMES, loop="by_hand", steps=30, pause=0.01)
     job.wait("stepped", 4)

@@ -118,7 +118,7 @@ def test_lines_about_what_has_no_effect():
     assert notices == [
         "rdzv_configs: is_host, keep_alive_interval, keep_alive_max_attempt: no effect with etcd, which has "
         "lease_ttl",
-        "the token has no effect: etcd's own users and permissions say who may take part",
+        "the token has no effect, because etcd's permissions decide which nodes may join",
     ]
     assert described(environ={"ELASTICRS_TOKEN": "t"})[1] == notices[1:]
 
@@ -188,7 +188,7 @@ def test_several_nodes_need_an_endpoint():
             "ca_cert: '/no/ca' cannot be read: No such file or directory",
         ),
         ({"cacert": "x", "ca_cert": "y"}, "ca_cert and cacert are the same: leave one out"),
-        ({"store_type": "file"}, "store_type: got 'file', expected tcp: only with"),
+        ({"store_type": "file"}, "store_type: got 'file', expected tcp: "),
         ({"ssl_crt": "x"}, "unknown key ssl_crt (did you mean ssl_cert?); known: join_timeout, "),
     ],
 )

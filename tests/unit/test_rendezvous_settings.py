@@ -210,10 +210,7 @@ def test_bad_values(name, text, expected):
 
 
 def test_a_shared_file_is_no_store():
-    assert mistake(store_type="File") == (
-        "--rdzv-conf: store_type: got 'File', expected tcp: only with the backend c10d do nodes "
-        "meet in a file"
-    )
+    assert mistake(store_type="File").startswith("--rdzv-conf: store_type: got 'File', expected tcp: ")
 
 
 def test_an_unknown_key_is_a_mistake():

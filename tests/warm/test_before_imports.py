@@ -4,6 +4,7 @@ import importlib.util
 import re
 
 import pytest
+from helpers.said import has
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -80,7 +81,7 @@ KNOWN = {
         'try:\n    import no_such_module\nexcept ImportError:\n    logger.debug("none")\n'
         'os.environ["LIBRARY_MODE"] = "fast"\n'
     ),
-    "in the main program": 'import os\nif __name__ == "__main__":\n    os.environ["LIBRARY_MODE"] = "fast"\n',
+    "main program": 'import os\nif __name__ == "__main__":\n    os.environ["LIBRARY_MODE"] = "fast"\n',
     "beside": "import mine\n",
     "threads": 'import os\nos.environ["OPENBLAS_NUM_THREADS"] = "7"\n',
     "a port": 'import os\nos.environ["MASTER_PORT"] = "12345"\nimport port_library\n',
@@ -127,12 +128,12 @@ UNKNOWN = {
         '    os.environ["LIBRARY_MODE"] = "fast"\n    yield\nwith f():\n    pass'
     ),
     "beside": "import mine",
-    "beside, in a function": "import harmless\nharmless.f()",
+    "beside in function": "import harmless\nharmless.f()",
 }
 
 
 @pytest.mark.parametrize("how", UNKNOWN)
-def test_after_what_is_not_known_nothing_is_preloaded_and_a_line_says_so(compare, how):
+def test_nothing_is_preloaded_after_an_unknown_statement(compare, how):
     _, preloaded, remarks = compare(
         f"import os, sys\n{UNKNOWN[how]}\n{IMPORTS}",
         env={"LIBRARY_MODE": "from outside"},
@@ -141,11 +142,10 @@ def test_after_what_is_not_known_nothing_is_preloaded_and_a_line_says_so(compare
     )
     assert preloaded == {"False"}
     (remark,) = remarks
-    assert re.search(r"\.py, line \d+ \(.+\) may change what later imports do", remark)
-    assert "a_library" in remark
+    assert re.search(r"\.py, line \d+ \(.+\) .*a_library", remark)
 
 
-def test_what_comes_before_an_unknown_statement_is_preloaded(compare):
+def test_imports_before_an_unknown_statement_are_preloaded(compare):
     text = (
         "import a_library, os\nos.environ.setdefault('LIBRARY_MODE', 'fast')\nimport b_library\n"
         "seen = a_library.MODE, b_library.MODE\n"
@@ -164,7 +164,7 @@ def test_a_variable_that_an_import_changes_again_leaves_that_module_out(compare)
     library = "import os\nbefore = os.environ['LIBRARY_MODE']\nos.environ['LIBRARY_MODE'] = 'changed'\n"
     shown, _, remarks = compare(text, **{"lib/changes": library})
     assert "('changed', 'fast') changed" in shown[0]
-    assert any("changes was left out: it changes LIBRARY_MODE at import" in remark for remark in remarks)
+    assert any(has(remark, "changes ", "LIBRARY_MODE") for remark in remarks)
 
 
 def test_modules_that_are_named_see_the_variables_of_the_script(compare):

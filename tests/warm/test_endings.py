@@ -1,4 +1,4 @@
-"""Every way to end: exit codes, what is printed, and what the failure report is told, warm as cold."""
+"""Exit codes, output and failure reports of every kind of exit are equal for warm and cold workers."""
 
 import pytest
 from helpers.fidelity import ENDINGS, Job

@@ -44,7 +44,7 @@ def test_all_facts(launch, tmp_path, modules):
     assert_is_warm(job.compare("--nproc-per-node=2", *facts(modules=modules)))
 
 
-def test_what_the_script_imports_is_found(launch, tmp_path, worker_script):
+def test_imports_of_the_script_are_found(launch, tmp_path, worker_script):
     script = worker_script(f"""
         import sys
         IS_WARM = "{MARK}" in sys.modules

@@ -52,17 +52,14 @@ ALIKE = {"seeded", "back", "seeded by much", "legacy seeded", "legacy seeded lat
 
 
 @pytest.fixture
-def draw(launch, tmp_path, worker_script):
+def draw(launch, library, worker_script):
     """Return a function that returns the random numbers of two workers, started cold and started warm."""
 
     def run(libraries):
-        folder = tmp_path / "library"
-        folder.mkdir()
-        for name, text in libraries.items():
-            (folder / f"{name}.py").write_text(text)
+        env = library(**libraries)
         script = worker_script(DRAWS.replace("NUMPY", str("numpy_library" in libraries)))
         for mode in ("off", ",".join(libraries)):
-            job = launch("--nproc-per-node=2", f"--warm={mode}", script, env={"PYTHONPATH": str(folder)})
+            job = launch("--nproc-per-node=2", f"--warm={mode}", script, env=env)
             lines = [json.loads(line) for line in job.exits(0).stdout.splitlines()]
             assert {is_warm for is_warm, _ in lines} == {mode != "off"}, job.stderr
             first, second = (drawn for _, drawn in lines)

@@ -1,4 +1,4 @@
-"""What torch imports at a script's first step is preloaded, and nothing that the script would not import."""
+"""Modules that torch imports at a script's first step are preloaded, and no others."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_words_of_a_source(source, names):
     assert lazily_imported(source) == names
 
 
-def test_what_uses_no_torch_gets_none_of_it(tmp_path):
+def test_a_script_without_torch_preloads_nothing_of_it(tmp_path):
     from elasticrs.workers import warm
 
     script = tmp_path / "train.py"
@@ -42,7 +42,7 @@ def test_what_uses_no_torch_gets_none_of_it(tmp_path):
         ("def f(): dotenv.load_dotenv()", "load_dotenv"),
     ],
 )
-def test_what_a_function_may_set_before_torch_reads_it_is_not_preloaded(tmp_path, lines, why):
+def test_dynamo_is_not_preloaded_if_a_function_may_configure_it(tmp_path, lines, why):
     from elasticrs.workers import warm
 
     script = tmp_path / "train.py"

@@ -1,6 +1,7 @@
-"""``--warm``: what it accepts, and what is refused before anything starts."""
+"""``--warm``: valid values, and values that are refused before anything starts."""
 
 import pytest
+from helpers.said import line_with, says
 
 from elasticrs.job.config import UsageError
 from elasticrs.launcher import LaunchConfig, elastic_launch
@@ -29,51 +30,42 @@ def test_off_is_the_default(script):
 @pytest.mark.parametrize(
     "text", ["", ",", "a b", "json,", "json.", ".json", "a-b", "off,json", "json,auto", "1"]
 )
-def test_a_text_that_cannot_be_meant_is_refused(script, text):
-    expected = "expected off, auto, or names of modules separated by commas, such as torch,numpy"
-    with pytest.raises(UsageError, match=expected):
+def test_an_invalid_value_is_refused_with_its_source(script, text):
+    with pytest.raises(UsageError, match="--warm"):
         preload(f"--warm={text}", script)
-    with pytest.raises(UsageError, match=f"^PET_WARM: got '{text}', {expected}"):
+    with pytest.raises(UsageError, match=f"^PET_WARM: got '{text}'"):
         preload(script, PET_WARM=text)
-    with pytest.raises(
-        ValueError, match="warm must be 'off', 'auto' or names of modules separated by commas"
-    ):
+    with pytest.raises(ValueError, match=r"^warm "):
         LaunchConfig(1, 1, 1, warm=text)
 
 
 def test_a_module_that_does_not_exist_is_refused(script, launch):
     refused = launch("--warm", "json,nosuchmodule", script)
     assert refused.wait() == 2
-    expected = "elasticrs: --warm: got 'json,nosuchmodule', but there is no module 'nosuchmodule'"
-    assert refused.stderr.splitlines() == [expected]
+    (line,) = refused.stderr.splitlines()
+    says(line, "elasticrs: --warm: got 'json,nosuchmodule'", "'nosuchmodule'")
     config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", rdzv_endpoint="localhost:0", warm="nosuchmodule")
-    with pytest.raises(ValueError, match="warm: got 'nosuchmodule', but there is no module 'nosuchmodule'"):
+    with pytest.raises(ValueError, match="warm: got 'nosuchmodule'"):
         elastic_launch(config, print)()
 
 
 @pytest.mark.parametrize(
-    ("options", "program", "line"),
+    ("options", "program", "token"),
     [
-        (
-            ["--warm=json", "--no-python"],
-            "true",
-            "no effect: with --no-python the workers are no Python programs",
-        ),
-        (
-            ["--warm=json", "--run-path", "--start-method=fork"],
-            None,
-            "no effect: functions that are started by fork or forkserver have what their program imported",
-        ),
+        (["--warm=json", "--no-python"], "true", "--no-python"),
+        (["--warm=json", "--run-path", "--start-method=fork"], None, "forkserver"),
         (["--warm=auto", "--run-path"], None, None),
     ],
 )
-def test_what_has_no_effect_is_said_once(launch, script, options, program, line):
-    started = launch(*options, program or script)
-    assert started.wait() == 0, started.stderr
-    assert started.stderr.count("warm: ") == started.stderr.count(f"elasticrs: warm: {line}\n") == bool(line)
+def test_a_warm_start_without_effect_is_reported_once(launch, script, options, program, token):
+    started = launch(*options, program or script).exits(0)
+    if token is None:
+        assert "warm: " not in started.stderr
+    else:
+        says(line_with(started.stderr, "warm: "), "no effect", token)
 
 
-def test_a_program_is_told_too(tmp_path, capfd):
+def test_a_python_program_is_told_about_a_warm_start_without_effect(tmp_path, capfd):
     from elasticrs.multiprocessing import DefaultLogsSpecs
 
     config = LaunchConfig(
@@ -86,15 +78,15 @@ def test_a_program_is_told_too(tmp_path, capfd):
         warm="json",
     )
     elastic_launch(config, "true")()
-    assert "elasticrs: warm: no effect: true is not a Python interpreter\n" in capfd.readouterr().err
+    line_with(capfd.readouterr().err, "elasticrs: warm: no effect", "true ")
 
 
-def test_how_long_the_imports_may_take(script):
+def test_the_time_limit_of_imports_is_an_option(script):
     job = resolve(parse(["--warm=json", script], {}), {"PATH": "/usr/bin:/bin"}).job
     assert job.warm_timeout == 120.0
     job = resolve(parse([script], {"PET_WARM_TIMEOUT": "2.5"}), {"PATH": "/usr/bin:/bin"}).job
     assert job.warm_timeout == 2.5
-    with pytest.raises(UsageError, match="--warm-timeout: got '0', expected seconds, more than 0"):
+    with pytest.raises(UsageError, match="--warm-timeout: got '0'"):
         parse(["--warm-timeout=0", script], {})
-    with pytest.raises(ValueError, match="warm_timeout must be seconds above 0"):
+    with pytest.raises(ValueError, match="warm_timeout"):
         LaunchConfig(1, 1, 1, warm_timeout=0)

@@ -1,4 +1,4 @@
-"""What the importing process has told is read to the last whole line, and put into words."""
+"""The report of the importing process is read to its last whole line, and printed as messages."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TOLD = [
     {"importing": "json"},
     {"imported": "json", "seconds": 0.02},
     {"importing": "deep_speedup"},
-    {"left_out": "deep_speedup", "why": "it starts a thread at import", "traceback": None},
+    {"left_out": "deep_speedup", "why": "a thread", "traceback": None},
     {"importing": "broken"},
     {
         "left_out": "broken",
@@ -44,18 +44,20 @@ def lines(records):
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
-def test_all_that_was_told():
-    left_out = (
-        LeftOut("deep_speedup", "it starts a thread at import", []),
+def test_a_report_is_read_from_its_records():
+    found = import_report.read(lines(TOLD))
+    assert [each.name for each in found.left_out] == ["deep_speedup", "broken", "ends"]
+    assert found.left_out[:2] == (
+        LeftOut("deep_speedup", "a thread", []),
         LeftOut("broken", "it raises KeyError at import", ["Trace:", "  File", "KeyError: 'X'"]),
-        LeftOut("ends", "it ends the process at import (exit code 3)"),
     )
+    assert "exit code 3" in found.left_out[2].why
     ready = Ready(4.25, ("/lib",), 1, {"/a.py": (7, 8), "/b.py": None})
-    assert import_report.read(lines(TOLD)) == Report({"json": 1.0, "torch.nn": 3.21}, left_out, None, ready)
+    assert found == Report({"json": 1.0, "torch.nn": 3.21}, found.left_out, None, ready)
 
 
 @given(st.integers(0, len(lines(TOLD))))
-def test_a_torn_line_says_nothing(size):
+def test_a_torn_line_is_ignored(size):
     data = lines(TOLD)
     whole = data[:size].count(b"\n")
     assert import_report.read(data[:size]) == import_report.read(lines(TOLD[:whole]))
@@ -90,7 +92,7 @@ def warming():
     made.close()
 
 
-def test_what_a_worker_edits_before_the_agent_looks_is_noticed(warming, tmp_path):
+def test_an_edit_by_a_worker_before_the_first_check_is_noticed(warming, tmp_path):
     reader, _ = warming
     own = tmp_path / "own.py"
     own.write_text("VALUE = 1")
@@ -101,7 +103,7 @@ def test_what_a_worker_edits_before_the_agent_looks_is_noticed(warming, tmp_path
     assert not reader.may_fork(NOTHING_BESIDE)
 
 
-def test_what_the_user_is_told(warming):
+def test_the_lines_about_warm_starts(warming):
     reader, said = warming
 
     def told(records, **event):
@@ -112,7 +114,7 @@ def test_what_the_user_is_told(warming):
         return said
 
     assert told(TOLD, is_ready=True) == [
-        "warm: deep_speedup was left out: it starts a thread at import",
+        "warm: deep_speedup was left out: a thread",
         "warm: broken was left out: it raises KeyError at import",
         *("  Trace:", "    File", "  KeyError: 'X'"),
         "warm: ends was left out: it ends the process at import (exit code 3)",

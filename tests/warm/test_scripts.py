@@ -1,4 +1,4 @@
-"""What a script may be: its name, its kind, its text, what lies beside it, and what it gets on its way."""
+"""Scripts of every kind, name, text, directory and command line run warm as they do cold."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ import zipfile
 
 import pytest
 from helpers.fidelity import Job
+from helpers.said import line_with
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -114,7 +115,7 @@ def test_modules(same, tmp_path):
     ],
     ids=" ".join,
 )
-def test_what_cannot_be_run(same, tmp_path, command):
+def test_a_script_that_cannot_run_fails_as_in_python(same, tmp_path, command):
     write(tmp_path, "broken.py", "x = 1\ndef broken(:\n")
     write(tmp_path, "nul.py", "x = '\0'\n")
     (tmp_path / "empty").mkdir()
@@ -142,12 +143,12 @@ MODULE = [sys.executable, "-m", "elasticrs.launch"]
         ("sysconfig", MODULE),
     ],
 )
-def test_what_the_nursery_needs_hides_no_module_of_the_users(launch, tmp_path, name, launcher):
+def test_modules_of_the_nursery_hide_no_module_of_the_user(launch, tmp_path, name, launcher):
     write(tmp_path, f"{name}.py", "mine = 'of the user'\n")
     script = write(tmp_path, "plain.py", f"import {name}, os\nos.write(1, {name}.mine.encode())\n")
     launched = launch("--warm", "colorsys", script, argv=launcher).exits(0)
     assert launched.stdout == "of the user"
-    assert f"warm: workers start cold: {name} lies beside the script" in launched.stderr
+    line_with(launched.stderr, "warm: ", "cold", f": {name} ")
 
 
 def test_a_script_named_as_a_module(same, tmp_path):

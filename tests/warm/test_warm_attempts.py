@@ -1,8 +1,10 @@
-"""Attempts whose workers are forks of a nursery that has imported."""
+"""Attempts whose workers are forks of a nursery that has imported modules."""
 
 import ast
 import sys
 from pathlib import Path
+
+from helpers.said import line_with
 
 from elasticrs import _worker
 
@@ -28,7 +30,7 @@ def test_an_edited_module_is_imported_again_before_the_next_attempt(launch, work
     assert "own_library.py has changed" in launched.stderr
 
 
-def test_workers_have_what_was_imported_and_nothing_that_is_missing_keeps_them(launch, worker_script):
+def test_workers_have_the_imported_modules_and_start_without_missing_ones(launch, worker_script):
     script = worker_script("import os, sys\nos.write(1, b'%d\\n' % ('colorsys' in sys.modules))")
     launched = launch("--standalone", "--nproc-per-node=2", "--warm=colorsys", script).exits(0)
     assert launched.stdout.splitlines() == ["1", "1"]
@@ -43,16 +45,16 @@ def test_an_interpreter_that_is_a_script_gets_no_nursery(launch, worker_script, 
     env = {"PYTHON_EXEC": str(wrapper)}
     launched = launch("--standalone", "--nproc-per-node=2", "--warm=json", script, env=env).exits(0)
     assert sorted(launched.stdout.splitlines()) == ["rank 0", "rank 1"]
-    assert "wrapper is a script" in launched.stderr
+    line_with(launched.stderr, "no effect", "wrapper ")
 
 
-def test_an_old_python_can_read_our_part_which_then_says_that_it_is_old():
+def test_sitecustomize_of_the_nursery_parses_with_old_pythons():
     """With a syntax error there, Python would go on to the user's script."""
     source = Path(_worker.__file__).parent / "nursery/sitecustomize.py"
     assert ast.parse(source.read_text(), feature_version=(3, 4))
 
 
-def test_an_empty_pythonpath_is_none(launch, worker_script):
+def test_an_empty_pythonpath_is_ignored(launch, worker_script):
     script = worker_script("import os, sys\nos.write(1, f'{sys.path[1:]}\\n'.encode())")
     env = {"PYTHONPATH": "", "ELASTICRS_TRACEBACKS": "0"}
     cold, warm = (launch("--standalone", f"--warm={it}", script, env=env).exits(0) for it in ("off", "json"))

@@ -321,8 +321,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
             self._close()
 
     def _close(self) -> None:
-        reason = self._failure or ("its work is done" if self._has_succeeded else "it has ended")
-        reason = f"node {self._this_node} has closed it, as {reason}"
+        reason = self._failure or ("its work is done" if self._has_succeeded else "it has stopped")
+        reason = f"node {self._this_node} has closed it, because {reason}"
         seconds = self._settings.timeout.close.total_seconds()
         self._run(actions.close, seconds, reason, self._failure is not None)
         text = f"node {self._this_node} has closed the rendezvous"
@@ -367,8 +367,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
                     return None
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
-                    f"the rendezvous of job {self.get_run_id()}: {_rank_0(state.nodes)} is there, but has "
-                    "not said where the workers' store is"
+                    f"the rendezvous of job {self.get_run_id()}: {_rank_0(state.nodes)} has joined, but has "
+                    "not published the address of the workers' store"
                 )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)

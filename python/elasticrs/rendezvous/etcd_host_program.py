@@ -180,7 +180,7 @@ class Member:
 
     def _left_of(self, left: int) -> str:
         seats, most = len(self._seats), membership.majority(self._seats)
-        return f"{left} of {seats} members are left, and {most} of them have to be up"
+        return f"{left} of {seats} members are left, and {most} of them must be up"
 
     def _refuse(self, why: str) -> NoReturn:
         tell("refused", why)
@@ -302,7 +302,7 @@ class Member:
             elif isinstance(step, membership.Lost):
                 tell(
                     "say",
-                    "this node's member of etcd does not come back, because its data are gone: "
+                    "this node's member of etcd cannot rejoin, because its data are gone: "
                     f"{self._left_of(step.left)}",
                 )
                 self._stay()
@@ -329,7 +329,7 @@ class Member:
             tell(
                 "say",
                 f"discarded this node's data of an earlier etcd in {self._folder.path}, because the nodes of "
-                "most endpoints do not have theirs any more",
+                "most endpoints no longer have theirs",
             )
         self._folder.discard(view.held)
 
@@ -393,9 +393,10 @@ class Member:
                 seat = self._seats[index]
                 tell(
                     "say",
-                    f"no connection with the member of etcd at {shown_endpoint(seat.host, seat.peer_port)}: "
-                    f"{unfit[index]}; on all nodes ca_cert and ssl_cert in --rdzv-conf have to be of one "
-                    "authority, and each certificate for the host in --rdzv-endpoint",
+                    "cannot connect to the member of etcd at "
+                    f"{shown_endpoint(seat.host, seat.peer_port)}: {unfit[index]}; on all nodes, ca_cert and "
+                    "ssl_cert in --rdzv-conf must come from one authority, and each certificate must be "
+                    "valid for its host in --rdzv-endpoint",
                 )
 
     def _protect(self) -> None:

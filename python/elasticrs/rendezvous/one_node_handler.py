@@ -41,7 +41,7 @@ class OneNodeRendezvous(RendezvousHandler):
 
     def __init__(self, params: RendezvousParameters) -> None:
         if params.max_nodes != 1:
-            raise ValueError(f"{params.min_nodes}:{params.max_nodes} nodes, expected one, which meets nobody")
+            raise ValueError(f"{params.min_nodes}:{params.max_nodes} nodes, expected one node")
         self._backend = params.backend
         self._run_id = params.run_id
         self._address = params.local_addr or "localhost"

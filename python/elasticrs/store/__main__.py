@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m elasticrs.store", description="Serve a coordination store.")
     parser.add_argument("--host", default="", help="address to listen on (default: all, IPv4 and IPv6)")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0: any free one (default: 29400)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0: any free port (default: 29400)")
     parser.add_argument("--run-id", help="serve only this run (default: any)")
     parser.add_argument("--token-file", help="token that clients must present (default: $ELASTICRS_TOKEN)")
     parser.add_argument("--max-connections", type=int, help="limit of connections (default: 16384)")
@@ -40,9 +40,9 @@ def _parser() -> argparse.ArgumentParser:
         "--max-mib",
         type=int,
         default=256,
-        help="memory for all that clients make it hold, in MiB (default: 256)",
+        help="memory limit for the data of all clients, in MiB (default: 256)",
     )
-    parser.add_argument("--state", metavar="FILE", help="keep everything in this file, and go on from it")
+    parser.add_argument("--state", metavar="FILE", help="save the state in this file, and continue from it")
     parser.add_argument(
         "--grace",
         type=float,
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         host = f"[{args.host}]" if ":" in args.host else args.host or "*"
         print(f"elasticrs store: serving at {host}:{server.port}", flush=True)
         if args.state:
-            _say(f"{'goes on from' if has_state else 'begins with an empty state in'} {args.state}")
+            _say(f"{'continuing from' if has_state else 'starting with an empty state in'} {args.state}")
         try:
             ended_by = _serve(server, stop)
             if ended_by is None:

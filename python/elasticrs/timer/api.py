@@ -167,7 +167,7 @@ class TimerServer(ABC):
             try:
                 self._run_watchdog()
             except Exception:  # noqa: PERF203 -- the loop must continue
-                _logger().exception("a turn of the timer server failed")
+                _logger().exception("the timer server could not handle its requests; retrying")
                 # Limit the rate of retries, because a permanent error would otherwise keep a core busy.
                 time.sleep(min(self._max_interval, 0.1))
 
@@ -187,7 +187,7 @@ class TimerServer(ABC):
         try:
             return self._reap_worker(worker_id)
         except Exception:
-            _logger().exception("worker %s counts as ended, though ending it failed", worker_id)
+            _logger().exception("worker %s could not be stopped and is considered dead", worker_id)
             return True
 
 

@@ -57,7 +57,7 @@ class Descendants:
         try:
             signal.pidfd_send_signal(self._pidfds[pid], signum)
         except ProcessLookupError:
-            _logger().info("pid %s has ended meanwhile", pid)
+            _logger().info("pid %s has already exited", pid)
         except OSError:
             _logger().exception("pid %s could not be signalled", pid)
             return False

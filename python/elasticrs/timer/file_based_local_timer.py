@@ -215,7 +215,7 @@ class FileTimerClient(TimerClient):
         except BlockingIOError:
             return False
         except OSError as error:
-            self._drop(f"the server has gone: {error.strerror}")
+            self._drop(f"the timer server is gone: {error.strerror}")
             self.close()
         finally:
             if not self._keeps_open:
@@ -239,7 +239,7 @@ class FileTimerClient(TimerClient):
                 if attempt < attempts:
                     time.sleep(_PAUSE)
                 elif self._met_server:
-                    self._drop(f"nobody reads {self._file_path}: {error.strerror}")
+                    self._drop(f"no timer server reads {self._file_path}: {error.strerror}")
                 else:
                     raise BrokenPipeError(
                         error.errno, f"no timer server reads {self._file_path}: {error.strerror}"

@@ -124,7 +124,7 @@ class FileTimerServer(DescendantTimers):
                 self._wait(0.0 if run_once else min(self._max_interval, self._seconds_until_due()))
                 self._run_watchdog()
             except Exception:
-                _logger().exception("a turn of the timer server failed")
+                _logger().exception("the timer server could not handle its requests; retrying")
                 # Limit the rate of retries, because a permanent error would otherwise keep a core busy.
                 time.sleep(min(self._max_interval, 0.1))
             self._last_progress_time = int(time.time())

@@ -120,7 +120,7 @@ class LocalTimerServer(DescendantTimers, TimerServer):
     def _reap_worker(self, worker_id: int) -> bool:
         if not self._descendants.holds(worker_id):
             _logger().info(
-                "pid %s has ended, or is not a descendant of this process; it is left alone", worker_id
+                "pid %s is not killed, because it has exited or is no descendant of this process", worker_id
             )
             return True
         return self._descendants.send(worker_id, _SIGKILL)

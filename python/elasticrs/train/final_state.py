@@ -141,7 +141,7 @@ def join_late(store: Store, place: str | None) -> Late | None:
     content, near = _fetch(list(seats.values()))
     _take_seat(store, place, rank, None if content is None else memoryview(content), near)
     trouble = (
-        "no worker that has it is alive, and there is no final checkpoint; with set_checkpoint_manager the"
+        "no live worker has it, and there is no final checkpoint; call set_checkpoint_manager so that the"
         " final state is saved"
     )
     return Late(rank, world_size, FinalState(content, end["in_checkpoint"], trouble))

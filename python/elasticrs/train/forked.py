@@ -48,7 +48,7 @@ def count() -> int:
 def message() -> str:
     """Return the error message for a forked child that acts as a worker."""
     return (
-        f"this process was forked from worker {_state['parent']} while it trained: it is no worker of the job"
+        f"this process was forked from worker {_state['parent']} during the training, so it is not a worker"
     )
 
 

@@ -164,7 +164,7 @@ class Membership:
             RuntimeError: this process was forked from a worker.
         """
         if self._pid != os.getpid():
-            raise RuntimeError("a process that a worker has forked cannot take its place among the workers")
+            raise RuntimeError("this process was forked from a worker, so it cannot join the training")
         with self._changed:
             # The worker is now out of the round, so the watching thread stops acting on it.
             self._round = None
@@ -531,7 +531,7 @@ class Membership:
             except Exception:
                 # The error may be temporary, such as a lack of file descriptors, so retry until the deadline.
                 if not is_told:
-                    _log.exception("round %s: a collective could not be broken off yet", current.number)
+                    _log.exception("round %s: a collective could not be interrupted yet", current.number)
                 is_told = True
             if self._is_alone:
                 began = time.monotonic()

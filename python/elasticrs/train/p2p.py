@@ -279,7 +279,9 @@ class CoordinatorP2P(Coordinator):
         if not has_manager:
             if not self._was_told:
                 _log.warning(
-                    "rank %d: a checkpoint is asked for, but set_checkpoint_manager was not called", self.rank
+                    "rank %d: the requested checkpoint is not saved, because set_checkpoint_manager was not "
+                    "called",
+                    self.rank,
                 )
             # Nothing can be saved, so clear the request, unless this worker is leaving. In that case, keep
             # the request so that this method is called after each step until the worker has left, and do not
@@ -294,7 +296,7 @@ class CoordinatorP2P(Coordinator):
         # Send the request again after a while, because the request is lost if the store cannot be reached
         # now.
         self._ask_again_at = now + ASK_AGAIN
-        reason = "rank {} leaves" if self._leaves else "rank {} was asked for a checkpoint"
+        reason = "rank {} leaves" if self._leaves else "a checkpoint was requested from rank {}"
         self._member.ask_for_round(reason.format(self.rank), saves=has_manager)
 
     def should_save_before_meeting(self) -> bool:

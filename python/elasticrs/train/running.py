@@ -404,8 +404,8 @@ class _Run:
         if final is None:
             if not (self._is_final or self._is_loaded):
                 raise NonRetryableException(
-                    "the training had ended before this worker took part in it, and its coordinator cannot "
-                    "get the final state"
+                    "the training had ended before this worker joined, and its coordinator cannot get the "
+                    "final state"
                 )
             return Event.ENDED
         ended = "the training had ended before this worker joined"
@@ -422,7 +422,7 @@ class _Run:
             ) from error
         if not self._is_final:
             raise NonRetryableException(
-                f"{ended}, and its final state cannot be had: {reason or final.trouble}"
+                f"{ended}, and its final state is not available: {reason or final.trouble}"
             )
         _log.warning("%s: the final state was loaded", ended)
         return Event.ENDED
@@ -517,7 +517,7 @@ class _Run:
         _log.warning(
             "rank %d: %s%s: %s; regrouping; resuming from the last completed step",
             self._rank,
-            "broken off by others: " if is_broken_off else "",
+            "interrupted by other workers: " if is_broken_off else "",
             type(error).__name__,
             textwrap.shorten(str(error), _SHOWN) if is_broken_off else error,
             # Print the traceback only for the first failure, because a retried step may fail many times.

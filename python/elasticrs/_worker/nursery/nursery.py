@@ -304,7 +304,7 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
         if kept is not None:
             return f"it keeps {kept} open at import"
     if _temporary_folders():
-        return "it makes a temporary folder at import"
+        return "it creates a temporary directory at import"
     if surroundings.variables.asked:
         return f"it reads {surroundings.variables.asked[0]} at import"
     variable = surroundings.variables.changed()
@@ -314,7 +314,7 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
     if changed:
         return f"it changes {changed} at import"
     hidden = surroundings.hidden()
-    return hidden and f"it imports {hidden}, which also lies beside the script"
+    return hidden and f"it imports {hidden}, which is also next to the script"
 
 
 # --- the nursery ---
@@ -469,7 +469,7 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
 
     hidden = surroundings.hidden_by_us()
     if hidden:
-        _report(failed=f"{hidden} lies beside the script and has the name of a module that --warm needs")
+        _report(failed=f"{hidden} is next to the script and has the name of a module that --warm needs")
         _exit(1)
     paths = sysconfig.get_paths()
     # Leave out sysconfig's path `data`. It may be `/usr`, and a subfolder such as `/usr/src` may contain the

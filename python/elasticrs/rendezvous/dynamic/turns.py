@@ -226,18 +226,18 @@ class Operation:
             raise RendezvousClosedError(f"the rendezvous of job {name} is closed: {state.closed}")
         if action is Action.ERROR_SPARE:
             raise RendezvousGracefulExitError(
-                f"the rendezvous of job {name} is closed, and did not need this node: {state.closed}"
+                f"the rendezvous of job {name} was closed without this node: {state.closed}"
             )
         if action is Action.ERROR_TIMEOUT:
             raise RendezvousTimeoutError(
-                f"the rendezvous of job {name}: not done within {self._seconds:g} s: {_who(state)}, "
+                f"the rendezvous of job {name} was not complete within {self._seconds:g} s: {_who(state)}, "
                 f"{self._shared.settings.min_nodes} are needed"
             )
 
 
 def _who(state: State) -> str:
-    shown = ", ".join(str(node) for node in list(state.nodes)[:8]) or "nobody"
-    return f"{len(state.nodes)} nodes are there ({shown})"
+    shown = ", ".join(str(node) for node in list(state.nodes)[:8]) or "none"
+    return f"{len(state.nodes)} nodes have joined ({shown})"
 
 
 def _pair(found: Any) -> tuple[bytes, Any]:

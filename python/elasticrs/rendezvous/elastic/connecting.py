@@ -157,9 +157,9 @@ def store_lost(member: Member) -> None:
     etcd = member.rendezvous.etcd
     if etcd is not None and etcd.seats:
         seats = len(etcd.seats)
-        todo = f"start the job again: {seats // 2 + 1} of its {seats} members have to be up"
+        todo = f"start the job again; {seats // 2 + 1} of its {seats} members must be up"
     elif etcd is not None:
-        todo = "start the job again when etcd answers: most of its members have to be up"
+        todo = "start the job again when etcd answers; most of its members must be up"
     text = f"{where} and could not reach it again within {seconds:g} s ({why}); {todo}"
     _give_up(member, Outcome("lost", text))
 

@@ -144,7 +144,7 @@ def describe(
     else:
         host, given_port = own.etcd.endpoints[0]
         if settings.token is not None and not own.etcd.seats:
-            notices.append("the token has no effect: etcd's own users and permissions say who may take part")
+            notices.append("the token has no effect, because etcd's permissions decide which nodes may join")
     port = DEFAULT_PORT if given_port is None else given_port
     if high == 1 and port == 0 and is_loopback_name(host):
         return None, notices
@@ -254,6 +254,6 @@ def _check_static(words: Words, endpoint: str, host: str, port: int | None) -> l
     if not is_loopback_name(host):
         return []
     return [
-        f"the static rendezvous is at {host}: only agents on this machine can join; "
-        "for other machines, give an address of this one"
+        f"the static rendezvous is at {host}, so only agents on this machine can join; "
+        f"for agents on other machines, set {words.endpoint} to an address of this machine"
     ]

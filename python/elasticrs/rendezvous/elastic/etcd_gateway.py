@@ -221,10 +221,10 @@ class Gateway:
         import ssl
 
         if isinstance(error, ssl.SSLCertVerificationError):
-            return f"its certificate does not fit: {error.verify_message}"
+            return f"its certificate was rejected: {error.verify_message}"
         if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
             why = error.reason.rpartition("ALERT_")[2].replace("_", " ").lower()
-            return f"it refuses this node's certificate: {why}"
+            return f"it rejected this node's certificate: {why}"
         return None
 
     def _log_in(self, seat: Seat, seconds: float, address: str | None) -> bool:

@@ -143,10 +143,10 @@ class EtcdHost:
         if not self._has_failed or self._is_leaving:
             return []
         self._shorts = self._shorts + 1 if time.monotonic() - self._begun < _SHORT else 1
-        why = self._reason or f"the program of this node's member of etcd ended with exit code {code}"
+        why = self._reason or f"the program that runs this node's member of etcd exited with exit code {code}"
         if self._shorts < _MOST_SHORT:
             return [("say", f"{why}; it is started again")]
-        return [("refused", f"{why}; this node has no member any more")]
+        return [("refused", f"{why}; this node no longer has a member")]
 
     def leave(self, outcome: str) -> None:
         """Notify the program that this agent is about to exit with this outcome. The agent may exit once

@@ -108,7 +108,7 @@ def _connected(member: Member, event: Connected) -> None:
     member.joining.address, member.joining.ttl = event.local_address, event.ttl
     link = member.link = Link()
     if member.joining.has_seen_round and event.revision < member.joining.revision:
-        text = "it goes on from an older copy of its state; start the job again"
+        text = "it continues from an older copy of its state; start the job again"
         member.exit(Outcome("lost", f"{member.rendezvous.store}: {text}"))
     elif member.leaving is not None and member.leaving.closing is not None:
         leaving.abort(member, link)

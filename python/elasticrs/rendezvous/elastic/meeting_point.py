@@ -48,16 +48,16 @@ _REMEDIES = {
 _REMEDIES_OF_ETCD = {
     "refused": "nothing is listening there (yet): does etcd run, and is --rdzv-endpoint right?",
     "unreachable": "is the address right, and is there a route to it?",
-    "closed": "is that etcd's port for clients, and are protocol and ssl_cert in --rdzv-conf what it wants?",
-    "not_ours": "--rdzv-endpoint has to name members of an etcd of version 3.4 or later (port 2379)",
-    "tls": "protocol, ca_cert, ssl_cert and ssl_cert_key in --rdzv-conf have to fit etcd",
-    "denied": "user and password_file in --rdzv-conf have to be those of a user who may read and write all "
-    "keys that begin with {prefix!r} (etcd_prefix)",
-    "limit": "etcd has to have space (alarm NOSPACE: compact, defragment, disarm)",
+    "closed": "is that etcd's port for clients, and do protocol and ssl_cert in --rdzv-conf match etcd?",
+    "not_ours": "--rdzv-endpoint must name members of an etcd of version 3.4 or later (port 2379)",
+    "tls": "protocol, ca_cert, ssl_cert and ssl_cert_key in --rdzv-conf must match etcd",
+    "denied": "user and password_file in --rdzv-conf must be those of a user who may read and write all "
+    "keys that start with {prefix!r} (etcd_prefix)",
+    "limit": "free space in etcd (alarm NOSPACE: compact, defragment, disarm)",
 }
 """Advice to the user if the store is etcd, by the kind of connection loss."""
 _REMEDIES_OF_HOSTED = {
-    "refused": "the agents of most endpoints have to be up: {most} of {seats}",
+    "refused": "the agents of most endpoints must be up: {most} of {seats}",
     "denied": _REMEDIES["token"],
 }
 """Advice to the user that replaces the advice about etcd if the agents host etcd."""
@@ -333,7 +333,7 @@ class MeetingPoint:
 
         label = label_of(self._rendezvous.run_id, etcd.prefix, self._rendezvous.settings.token)
         store, seconds = self._rendezvous.store, _PATIENCE / len(etcd.seats)
-        away = ConnectionLost("refused", f"{store} is not there yet; {self._hint('refused')}")
+        away = ConnectionLost("refused", f"{store} is not running yet; {self._hint('refused')}")
 
         def ask() -> ConnectionLost | bool:
             try:
@@ -351,7 +351,7 @@ class MeetingPoint:
             self._foreign_since = None
             is_protected = etcd.password is None or gateway.is_protected(etcd.seats, seconds)
             if is_protected is False:
-                text = f"{store} serves those without a token (yet); {_REMEDIES['token']}"
+                text = f"{store} accepts clients without a token (yet); {_REMEDIES['token']}"
                 return ConnectionLost("refused", text)
             return is_protected or away
 
@@ -425,7 +425,7 @@ class MeetingPoint:
                 # The shared store could not be opened before, but the port is available now. Start over,
                 # because both connections are needed.
                 self.disconnect()
-                return [ConnectionLost("unreachable", f"no second connection to {self._rendezvous.endpoint}")]
+                return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:
                 self._has_met = True
                 events.append(event)

@@ -173,7 +173,7 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
         look(member)
     if head is not None and is_slot_known(link, registration) and _is_spare(member, head):
         if head.round == member.started_round:
-            text = f"waiting for the end of round {head.round}, of which this node was before it was lost"
+            text = f"waiting for the end of round {head.round}, where this node was a member before its loss"
         else:
             text = f"waiting as a spare: round {head.round} already runs with all of its {head.size} nodes"
         member.do(Announce(text))

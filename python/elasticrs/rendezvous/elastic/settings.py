@@ -132,7 +132,7 @@ def truth(value: object) -> bool:
 def _store_type(value: object) -> str:
     kind = str(value).lower()
     if kind == "file":
-        raise ValueError("tcp: only with the backend c10d do nodes meet in a file")
+        raise ValueError("tcp: only the backend c10d supports a rendezvous in a file")
     if kind != "tcp":
         raise ValueError("tcp")
     return kind
@@ -189,17 +189,17 @@ KEYS: tuple[Key, ...] = (
     Key("last_call_timeout", 30.0, seconds(0),
         "seconds to wait for more nodes after MIN have joined, at the first start"),
     Key("restart_call_timeout", 0.0, seconds(0),
-        "seconds to wait for a replacement before going on with fewer nodes"),
+        "seconds to wait for a replacement before continuing with fewer nodes"),
     Key("scale_up_delay", 1.0, seconds(0),
         "seconds between the arrival of a new node and the restart that includes it"),
     Key("settle", None, seconds(0, above=True),
         "seconds to wait for nodes of a lost round to stop; default: grace + 2 leases + 5"),
     Key("close_timeout", 30.0, seconds(0),
-        "seconds that the host of the store waits for the others at the end"),
+        "seconds that the host of the store waits for the other nodes when the job ends"),
     Key("exit_barrier_timeout", DEFAULT_EXIT_BARRIER_TIMEOUT, seconds(0),
-        "seconds that a node which has finished waits for the others"),
+        "seconds that a finished node waits for the other nodes"),
     Key("store_lost_timeout", 10.0, seconds(0),
-        "seconds to reach a lost store again before this node gives up"),
+        "seconds to reconnect to a lost store before this node gives up"),
     Key("connect_timeout", 5.0, seconds(0, above=True), "seconds for one attempt to connect"),
     Key("keep_alive_interval", 1.0, seconds(0.05, 3600), "seconds between two keep-alive messages"),
     Key("keep_alive_max_attempt", 5, whole(3), "missed keep-alive messages after which a node is lost"),
@@ -211,7 +211,7 @@ KEYS: tuple[Key, ...] = (
     # --- restarts and losses ---
     Key("scale_up", True, truth, "1: restart a running job to include new nodes; 0: they wait as spares"),
     Key("max_node_losses", None, _or_off(whole(0)),
-        "how many lost nodes the job survives; default: any number"),
+        "number of lost nodes that the job survives; default: any number"),
     Key("max_short_losses", 10, whole(1),
         "the job fails after this many short rounds in a row that lost a node"),
     Key("short_round", 60.0, seconds(0), "seconds; a round that loses a node sooner is a short one"),
@@ -225,7 +225,7 @@ KEYS: tuple[Key, ...] = (
     Key("rank", None, whole(0), "rank of this node with static; on the command line use --node-rank"),
     Key("homogeneous", False, truth, "1: refuse a node with another number of workers or another role"),
     Key("fresh", False, truth, "1: start over if all agents of an earlier job with this id have died"),
-    Key("drain", "node", _drain, "what a signal to one agent ends: its node, or the whole job"),
+    Key("drain", "node", _drain, "node or job: a signal to one agent stops its node, or the whole job"),
     Key("token", None, _token,
         "shared secret of all agents; visible to all users of the machine, so prefer token_file"),
     Key("token_file", None, path, "file that contains the token"),

@@ -144,10 +144,10 @@ def row(record: Any, checks: Sequence[Check]) -> list[Any]:
     """Check a list that must contain one value for each check, and return it.
 
     Raises:
-        DamagedError: the value is not such a list.
+        DamagedError: the value is not a list of that kind.
     """
     if not row_of(*checks)(record):
-        raise DamagedError(f"{_shown(record)} is not such a list")
+        raise DamagedError(f"{_shown(record)} is not a list of the expected values")
     found: list[Any] = record
     return found
 

@@ -100,7 +100,7 @@ class FileSystemCheckpointManager(CheckpointManager):
             checkpoint = _Committed(self._path(number), self._job)
             checkpoint.verify()
         except _TornError as error:
-            _log.warning("%s; it is passed over", error)
+            _log.warning("%s; trying an older checkpoint", error)
             return None
         return checkpoint
 
@@ -223,7 +223,7 @@ class _Committed(Checkpoint):
             )
         self._streams: Any = manifest.get("streams")
         if version != FORMAT or not isinstance(self._streams, dict):
-            raise _TornError(f"checkpoint {path} is damaged: {_MANIFEST} makes no sense")
+            raise _TornError(f"checkpoint {path} is damaged: {_MANIFEST} is invalid")
         if job is not None and manifest.get("job") != job:
             raise CheckpointError(f"checkpoint {path} is of job {manifest.get('job')!r}, this is {job!r}")
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
-_KEPT = "functions that are started by fork or forkserver have what their program imported"
+_KEPT = "functions that are started by fork or forkserver already have the modules of their program"
 _ISOLATED = "IES"
 """Options with which a Python interpreter ignores ``PYTHONPATH`` or does not import ``site``."""
 

@@ -117,7 +117,7 @@ def _why_ended(how: object) -> str:
     if how == "executes":
         return "it executes another program at import"
     if how == "closes":
-        return "it closes descriptors of others at import"
+        return "it closes file descriptors of other code at import"
     return f"it ends the process at import ({describe_exit(how if isinstance(how, int) else None)})"
 
 

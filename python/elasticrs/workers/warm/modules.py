@@ -91,7 +91,7 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
     for name in dict.fromkeys(names):
         top = name.partition(".")[0]
         if is_beside(top, entry.folders):
-            remarks.append(f"{name} was left out: it lies beside {entry.name}, and is always read anew")
+            remarks.append(f"{name} was left out: it is next to {entry.name}, so each worker imports it")
         elif entry.interpreter is None and found_spec(top) is None:
             raise UsageError(f"there is no module {top!r}")
         else:
