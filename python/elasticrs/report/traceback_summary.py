@@ -6,7 +6,7 @@ import os
 
 from elasticrs.report.phrases import printable
 
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
+LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 """Parts of paths that show that a file does not contain the user's own code."""
 
 _LIMIT = 300
@@ -34,7 +34,7 @@ def headline(text: str) -> str | None:
     said = printable((said or lines[-1]).strip(), _LIMIT)
     if not frames:
         return said
-    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)]
+    own = [frame for frame in frames if not any(part in frame[0] for part in LIBRARIES)]
     path, number = (own or frames)[-1]
     return f"{said} ({printable(os.path.basename(path), _LIMIT)}:{number})"
 

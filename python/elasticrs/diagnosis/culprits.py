@@ -1,0 +1,292 @@
+"""Names the ranks that the others are waiting for, from matched flight records and stacks.
+
+Most ranks of a hung job only wait. A rank that waits in a collective waits for the ranks that have not called
+it. Each of those either waits in another collective, or is a *root*, for which others wait although it waits
+for no rank. Only roots, and ranks whose calls do not match those of a majority, are blamed.
+
+- **CUL-1** No rank is blamed if two sides are equally large, or if the blamed side is the larger one.
+- **CUL-2** A rank whose stack shows that it waits for other ranks is blamed only if there is no better
+  explanation, because gloo does not record point-to-point operations.
+- **CUL-3** The result does not depend on the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from elasticrs.diagnosis.stacks import is_library, waits_for_ranks
+from elasticrs.diagnosis.values import Confidence, Culprit, NoRecord, Reason
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from elasticrs.diagnosis.collectives import Matched
+    from elasticrs.diagnosis.values import Call, Frame, StuckCollective
+
+_CONFIDENCES = list(Confidence)
+
+
+def blame(
+    matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]
+) -> tuple[Culprit, ...]:
+    """Return the culprits, the most certain ones first. Each rank is named at most once.
+
+    Args:
+        matched: result of matching the flight records.
+        stacks: frames of the main threads by rank, the innermost ones first. May lack ranks.
+        ranks: all ranks of the job.
+    """
+    return _Search(matched, stacks, ranks).culprits()
+
+
+def shows_waiting(frames: Sequence[Frame] | None) -> bool | None:
+    """Return true if the stack shows that the rank waits for other ranks, and false if it shows that it does
+    not. ``None`` if the stack is unknown or may be that of a rank in ``Work.wait``.
+    """
+    if not frames:
+        return None
+    if waits_for_ranks(frames):
+        return True
+    return False if is_library(frames[0]) else None
+
+
+class _Ends(NamedTuple):
+    has_root: bool
+    has_unknown: bool
+    """True if a rank without a record, or an unknown member of a group, may be the root."""
+
+
+class _Search:
+    def __init__(self, matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]) -> None:
+        self._matched, self._stacks, self._ranks = matched, stacks, sorted(ranks)
+        self._waits: dict[int, list[int]] = {}
+        """Indexes of the collectives in which a rank waits."""
+        for index, stuck in enumerate(matched.stuck):
+            for rank in stuck.waiting:
+                self._waits.setdefault(rank, []).append(index)
+
+    def culprits(self) -> tuple[Culprit, ...]:
+        found: list[Culprit] = []
+        named: set[int] = set()
+
+        def add(culprits: Iterable[Culprit]) -> None:
+            for culprit in culprits:
+                ranks = tuple(rank for rank in culprit.ranks if rank not in named)
+                if ranks:
+                    found.append(culprit._replace(ranks=ranks))
+                    named.update(ranks)
+
+        add(self._with_other_calls())
+        add(self._roots())
+        add(self._peers())
+        add(self._not_started())
+        ends = [(stuck, self._ends_of(index)) for index, stuck in enumerate(self._matched.stuck)]
+        unexplained = [stuck for stuck, end in ends if stuck.waiting and not end.has_root]
+        add(self._in_other_order([index for index, (_, end) in enumerate(ends) if not any(end)]))
+        add(self._without_record(unexplained))
+        add(self._outside(unexplained))
+        found.sort(key=lambda culprit: (_CONFIDENCES.index(culprit.confidence), -_weight(culprit)))
+        return tuple(found)
+
+    # --- calls that do not match ---
+
+    def _with_other_calls(self) -> Iterator[Culprit]:
+        for stuck in self._matched.stuck:
+            if not stuck.sides:
+                continue
+            majority, *others = stuck.sides
+            compared = sum(len(side.ranks) for side in stuck.sides)
+            if 2 * len(majority.ranks) <= compared:
+                continue  # CUL-1
+            is_certain = stuck.are_members_known and 2 * len(majority.ranks) > len(stuck.members)
+            confidence = Confidence.CERTAIN if is_certain else Confidence.LIKELY
+            for side in others:
+                reason = _difference(majority.call, side.call)
+                yield Culprit(side.ranks, reason, confidence, stuck, side.call, majority.call)
+
+    # --- roots ---
+
+    def _is_free(self, rank: int) -> bool:
+        return rank not in self._waits and rank not in self._matched.receiving
+
+    def _free_absent(self, stuck: StuckCollective) -> list[int]:
+        """Return the absent ranks that wait for no rank. Leave out those whose stacks show that they wait, if
+        others remain (**CUL-2**).
+        """
+        free = [rank for rank in stuck.absent if self._is_free(rank)]
+        others = [rank for rank in free if shows_waiting(self._stacks.get(rank)) is not True]
+        return others or free
+
+    def _roots(self) -> Iterator[Culprit]:
+        for stuck in sorted(self._matched.stuck, key=lambda stuck: -len(stuck.waiting)):
+            free = self._free_absent(stuck) if stuck.waiting and not stuck.sides else []
+            if not free or 2 * len(free) > len(stuck.members):
+                continue  # CUL-1
+            by_confidence: dict[Confidence, list[int]] = {}
+            for rank in free:
+                by_confidence.setdefault(self._confidence(rank, stuck), []).append(rank)
+            for confidence, ranks in by_confidence.items():
+                yield Culprit(tuple(ranks), Reason.DID_NOT_ENTER, confidence, stuck)
+
+    def _confidence(self, rank: int, stuck: StuckCollective) -> Confidence:
+        waits = shows_waiting(self._stacks.get(rank))
+        if waits:
+            return Confidence.POSSIBLE
+        hides_waiting = stuck.backend == "gloo" and waits is None
+        is_complete = stuck.are_members_known and not stuck.unknown
+        return Confidence.CERTAIN if is_complete and not hides_waiting else Confidence.LIKELY
+
+    def _peers(self) -> Iterator[Culprit]:
+        """Yield the ranks for which others wait in point-to-point operations only."""
+        peers = {peer for found in self._matched.receiving.values() for peer in found}
+        free = [
+            peer
+            for peer in sorted(peers)
+            if self._is_free(peer) and peer not in self._matched.no_record
+            if shows_waiting(self._stacks.get(peer)) is not True
+        ]
+        if free and 2 * len(free) <= len(self._ranks):
+            yield Culprit(tuple(free), Reason.NO_PEER, Confidence.LIKELY, None)
+
+    def _not_started(self) -> Iterator[Culprit]:
+        for stuck, ranks in self._matched.not_started.items():
+            yield Culprit(ranks, Reason.NOT_STARTED, Confidence.LIKELY, stuck)
+
+    # --- what a collective waits for in the end ---
+
+    def _ends_of(self, start: int) -> _Ends:
+        """Return what the ranks of a collective wait for, directly or through ranks that wait elsewhere.
+
+        Args:
+            start: index of the collective.
+        """
+        reached, pending = {start}, [start]
+        has_root = has_unknown = False
+        while pending and not has_root:
+            stuck = self._matched.stuck[pending.pop()]
+            absent = stuck.absent
+            # If all ranks have called it, none of them is to blame.
+            is_full = not absent and not stuck.unknown and stuck.are_members_known
+            has_root = (
+                is_full
+                or bool(stuck.sides)
+                or any(self._is_free(rank) or rank in self._matched.receiving for rank in absent)
+            )
+            has_unknown = has_unknown or bool(stuck.unknown) or not stuck.are_members_known
+            ahead = {index for rank in absent for index in self._waits.get(rank, ())} - reached
+            reached |= ahead
+            pending += ahead
+        return _Ends(has_root, has_unknown)
+
+    def _in_other_order(self, circles: Sequence[int]) -> Iterator[Culprit]:
+        """Yield the rank that is part of every circle, if there is only one such rank.
+
+        Ranks that call the groups in the same order cannot wait for each other in a circle. So if a single
+        rank has done something else, every circle contains it.
+
+        Args:
+            circles: indexes of the collectives whose ranks wait for each other in several groups.
+        """
+        ahead: dict[int, dict[int, set[int]]] = {index: {} for index in circles}
+        for index in circles:
+            for rank in self._matched.stuck[index].absent:
+                for further in self._waits.get(rank, ()):
+                    ahead[index].setdefault(further, set()).add(rank)
+        circle = _circle(ahead)
+        on_circle = [ahead[index][further] for index, further in itertools.pairwise([*circle, *circle[:1]])]
+        candidates = {rank for ranks in on_circle if len(ranks) == 1 for rank in ranks}
+        breaking = [rank for rank in candidates if not _circle(ahead, without=rank)]
+        if len(breaking) == 1:
+            stuck = [self._matched.stuck[index] for index in circles]
+            missed = max(
+                (collective for collective in stuck if breaking[0] in collective.absent),
+                key=lambda collective: len(collective.waiting),
+            )
+            yield Culprit(tuple(breaking), Reason.OTHER_ORDER, Confidence.LIKELY, missed)
+
+    # --- missing evidence ---
+
+    def _without_record(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
+        for stuck in unexplained:
+            missing = stuck.unknown
+            if not stuck.are_members_known:
+                missing = tuple(self._matched.no_record)
+            waiting = {rank for rank in missing if shows_waiting(self._stacks.get(rank))}
+            suspects = tuple(rank for rank in missing if rank not in waiting)
+            if not suspects or stuck.absent or 2 * len(suspects) > len(self._ranks):
+                continue
+            yield Culprit(suspects, Reason.NO_RECORD, self._confidence_without(suspects), stuck)
+
+    def _confidence_without(self, suspects: Sequence[int]) -> Confidence:
+        reasons = {self._matched.no_record.get(rank) for rank in suspects}
+        if reasons == {NoRecord.EXITED}:
+            return Confidence.CERTAIN
+        is_weak = not reasons.isdisjoint((NoRecord.OUTDATED, NoRecord.OFF, NoRecord.NO_TORCH, None))
+        is_outside = all(shows_waiting(self._stacks.get(rank)) is False for rank in suspects)
+        return (
+            Confidence.LIKELY if is_outside or (len(suspects) == 1 and not is_weak) else Confidence.POSSIBLE
+        )
+
+    def _outside(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
+        """Yield the ranks that are in no collective, if it is unknown for which ranks the others wait."""
+        if not self._matched.stuck:
+            yield from self._outside_by_stacks()
+        for stuck in unexplained:
+            if stuck.are_members_known or stuck.absent:
+                continue
+            free = [
+                rank for rank in self._ranks if self._is_free(rank) and rank not in self._matched.no_record
+            ]
+            free = [rank for rank in free if shows_waiting(self._stacks.get(rank)) is not True]
+            if free and 2 * len(free) <= len(self._ranks):
+                is_shown = all(shows_waiting(self._stacks.get(rank)) is False for rank in free)
+                confidence = Confidence.LIKELY if is_shown else Confidence.POSSIBLE
+                yield Culprit(tuple(free), Reason.OUTSIDE, confidence, stuck)
+
+    def _outside_by_stacks(self) -> Iterator[Culprit]:
+        shown = {rank: shows_waiting(self._stacks.get(rank)) for rank in self._ranks}
+        waiting = [rank for rank, waits in shown.items() if waits]
+        outside = tuple(rank for rank, waits in shown.items() if not waits and self._stacks.get(rank))
+        if outside and 2 * len(waiting) > len(self._ranks):
+            is_shown = len(waiting) + len(outside) == len(self._ranks)
+            confidence = Confidence.LIKELY if is_shown else Confidence.POSSIBLE
+            yield Culprit(outside, Reason.OUTSIDE, confidence, None)
+
+
+def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = None) -> list[int]:
+    """Return collectives of which each waits for the next one, and the last for the first one. Empty if there
+    is no such circle.
+
+    Args:
+        ahead: ranks that are absent from one collective and wait in another, by the indexes of both.
+        without: rank whose waiting is ignored. ``None`` to ignore no rank.
+    """
+    done: set[int] = set()
+    for start in ahead:
+        path: list[int] = []
+        pending = [(start, False)]
+        while pending:
+            index, is_finished = pending.pop()
+            if is_finished:
+                done.add(path.pop())
+            elif index in path:
+                return path[path.index(index) :]
+            elif index not in done:
+                path.append(index)
+                pending.append((index, True))
+                pending += [
+                    (further, False) for further, ranks in ahead.get(index, {}).items() if ranks != {without}
+                ]
+    return []
+
+
+def _difference(expected: Call, called: Call) -> Reason:
+    if called.operation != expected.operation:
+        return Reason.OTHER_OPERATION
+    return Reason.OTHER_SIZE if called.elements != expected.elements else Reason.OTHER_TYPE
+
+
+def _weight(culprit: Culprit) -> int:
+    return len(culprit.collective.waiting) if culprit.collective else 0

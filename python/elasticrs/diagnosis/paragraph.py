@@ -1,0 +1,250 @@
+"""Writes a diagnosis as one paragraph for people, and the facts behind it as lines."""
+
+from __future__ import annotations
+
+from elasticrs.diagnosis.collectives import DEFAULT_GROUP
+from elasticrs.diagnosis.stacks import line, place, program_frame, short
+from elasticrs.diagnosis.values import Confidence, NoRecord, Reason, spans
+from elasticrs.report.phrases import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from elasticrs.diagnosis.values import Culprit, Frame, MergedStack, StuckCollective
+
+MAX_SPANS = 6
+"""Maximum number of rank ranges in one list."""
+
+MAX_PLACES = 2
+MAX_CULPRITS = 3
+"""Maximum number of culprits and of undecided collectives that get a clause of their own."""
+
+MAX_LINES = 20
+"""Maximum number of lines of evidence."""
+
+MAX_FRAMES = 4
+_MAX_NODES = 3
+
+_WHY_NO_RECORD = {
+    NoRecord.NO_TORCH: "torch is not imported",
+    NoRecord.OFF: "the recorder is off",
+    NoRecord.LATE: "no answer in time",
+    NoRecord.EXITED: "exited",
+    NoRecord.LOST: "the node did not answer",
+    NoRecord.DAMAGED: "the record is damaged",
+    NoRecord.OUTDATED: "the record is older than the others",
+}
+_DOUBT = {Confidence.CERTAIN: "", Confidence.LIKELY: "probably ", Confidence.POSSIBLE: "possibly "}
+
+
+_UNDECIDED = "the records do not show which is wrong"
+
+
+class Writer:
+    """Formats the parts of one diagnosis.
+
+    Args:
+        nodes: name of the node by rank.
+        stacks: frames of the main threads by rank, the innermost ones first. May lack ranks.
+        no_record: ranks without a usable record.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[int, str],
+        stacks: Mapping[int, Sequence[Frame]],
+        no_record: Mapping[int, NoRecord],
+    ) -> None:
+        self._nodes, self._stacks, self._no_record = nodes, stacks, no_record
+
+    # --- the paragraph ---
+
+    def summary(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> str:
+        """Return the paragraph: who waits where, who is to blame, and which ranks have no record."""
+        clauses = [self._clause(culprit, stuck) for culprit in culprits[:MAX_CULPRITS]]
+        if len(culprits) > MAX_CULPRITS:
+            more = sum(len(culprit.ranks) for culprit in culprits[MAX_CULPRITS:])
+            clauses.append(f"{more} more rank{'s are' if more > 1 else ' is'} suspect")
+        clauses += self._undecided(culprits, stuck)
+        if not clauses:
+            clauses.append(self._nothing(stuck))
+        clauses += self._others(culprits, stuck)
+        clauses += self._missing(culprits)
+        return "; ".join(clauses)
+
+    def _clause(self, culprit: Culprit, stuck: Sequence[StuckCollective]) -> str:
+        ranks, doubt = self.ranks(culprit.ranks), _DOUBT[culprit.confidence]
+        they, them, are = ("they", "them", "are") if len(culprit.ranks) > 1 else ("it", "it", "is")
+        places = self._places(culprit.ranks)
+        where = f": {they} {are} {places}" if places else ""
+        collective = culprit.collective
+        if collective is None:
+            what = "for a send or receive of" if culprit.reason is Reason.NO_PEER else "for"
+            return f"other ranks {doubt}wait {what} {ranks}{where}"
+        if culprit.called is not None and culprit.expected is not None:
+            others = sum(len(side.ranks) for side in collective.sides if side.call == culprit.expected)
+            return (
+                f"{ranks} {are} {doubt}out of step at {self._name(collective, stuck)}: "
+                f"called {printable(str(culprit.called))}{self._at(culprit.ranks)} where {others:,} "
+                f"rank{'s' if others > 1 else ''} called {printable(str(culprit.expected))}"
+            )
+        why = f"of which there is no record ({self._why(culprit.ranks)})"
+        blame = {
+            Reason.NO_RECORD: f"they {doubt}wait for {ranks}, {why}",
+            Reason.NOT_STARTED: f"the devices of {ranks} have not started it",
+            Reason.OUTSIDE: f"{ranks} {are} in no collective, so the others {doubt}wait for {them}",
+            Reason.OTHER_ORDER: f"{ranks} did not enter it and {doubt}skipped or reordered a collective",
+        }
+        not_entered = f"{ranks} did not enter it"
+        if doubt:
+            not_entered += f", and the others {doubt}wait for {them}"
+        return f"{self._waits(collective, stuck)}; {blame.get(culprit.reason, not_entered)}{where}"
+
+    def _undecided(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
+        """Describe collectives whose sides are equally plausible."""
+        named = {rank for culprit in culprits for rank in culprit.ranks}
+        clauses = []
+        for collective in stuck:
+            sides = [set(side.ranks) for side in collective.sides]
+            free = [rank for rank in collective.absent if self._is_idle(rank, stuck)]
+            if sides and not any(named.intersection(side) for side in sides):
+                calls = [
+                    f"{self.ranks(side.ranks)} called {printable(str(side.call))}"
+                    for side in collective.sides
+                ]
+                shown = " and ".join(calls[:MAX_CULPRITS])
+                more = " and others differ" if len(calls) > MAX_CULPRITS else ""
+                clauses.append(f"{shown}{more} as {self._name(collective, stuck)}: {_UNDECIDED}")
+            elif collective.waiting and not sides and free and not named.intersection(collective.absent):
+                where = self._places(free)
+                clauses.append(
+                    f"{self._waits(collective, stuck)}; {self.ranks(free)} did not enter it"
+                    f"{f' ({where})' if where else ''}: {_UNDECIDED}"
+                )
+        return clauses[:MAX_CULPRITS]
+
+    def _is_idle(self, rank: int, stuck: Sequence[StuckCollective]) -> bool:
+        return not any(rank in collective.waiting for collective in stuck)
+
+    def _nothing(self, stuck: Sequence[StuckCollective]) -> str:
+        waiting = [collective for collective in stuck if collective.waiting]
+        if not waiting:
+            return "no rank waits in a collective that was recorded"
+        first = max(waiting, key=lambda collective: len(collective.waiting))
+        if not first.absent and not first.unknown and first.are_members_known:
+            return f"{self._waits(first, stuck)}; all ranks of the group entered it, so no rank is to blame"
+        if first.absent:
+            waits = f"{self._waits(first, stuck)}; {self.ranks(first.absent)} did not enter it"
+            return f"{waits} and in turn wait for others: {_UNDECIDED}"
+        return f"{self._waits(first, stuck)}; the evidence does not show which rank is missing"
+
+    def _others(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
+        """Count the waiting ranks that no clause about a culprit mentions."""
+        told = {rank for culprit in culprits for rank in culprit.ranks}
+        told |= {rank for culprit in culprits if culprit.collective for rank in culprit.collective.waiting}
+        others = {rank for collective in stuck for rank in collective.waiting} - told
+        if not told or not others:
+            return []
+        return [f"{len(others):,} more rank{'s wait' if len(others) > 1 else ' waits'} in other collectives"]
+
+    def _missing(self, culprits: Sequence[Culprit]) -> list[str]:
+        named = {rank for culprit in culprits for rank in culprit.ranks if culprit.reason is Reason.NO_RECORD}
+        missing = [rank for rank in self._no_record if rank not in named]
+        return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
+
+    def _why(self, ranks: Iterable[int]) -> str:
+        reasons = [self._no_record[rank] for rank in ranks if rank in self._no_record]
+        return ", ".join(_WHY_NO_RECORD[reason] for reason in dict.fromkeys(reasons))
+
+    # --- parts ---
+
+    def _waits(self, collective: StuckCollective, stuck: Sequence[StuckCollective]) -> str:
+        waiting, members = collective.waiting, len(collective.members)
+        of = f" of {members:,}" if collective.are_members_known else ""
+        who = f"{len(waiting):,}{of} ranks wait" if len(waiting) > 1 else f"{self.ranks(waiting)} waits"
+        operation = printable(collective.operation)
+        return f"{who} in {operation} {self._name(collective, stuck)}{self._at(waiting)}"
+
+    def _name(self, collective: StuckCollective, stuck: Sequence[StuckCollective]) -> str:
+        return f"#{collective.seq:,} of {self._group(collective, stuck)}"
+
+    def _group(self, collective: StuckCollective, stuck: Sequence[StuckCollective]) -> str:
+        if collective.description == DEFAULT_GROUP:
+            return "the default group"
+        name = collective.description
+        if name in ("", "undefined"):
+            name = collective.group
+        twins = {other.members for other in stuck if other.description == collective.description}
+        which = f" ({ranks_text(collective.members)})" if len(twins) > 1 else ""
+        return f'group "{printable(name)}"{which}'
+
+    def _at(self, ranks: Sequence[int]) -> str:
+        """Return the line of the program at which most of these ranks are: `` (train.py:88)``."""
+        lines: dict[str, int] = {}
+        for rank in ranks:
+            frame = program_frame(self._stacks.get(rank, ()))
+            if frame is not None:
+                lines[line(frame)] = lines.get(line(frame), 0) + 1
+        if not lines:
+            return ""
+        best = min(lines, key=lambda text: (-lines[text], text))
+        return f" ({best})" if 2 * lines[best] > len(ranks) else ""
+
+    def _places(self, ranks: Sequence[int]) -> str:
+        """Return where the ranks are. Empty if no stack is known."""
+        by_place: dict[str, list[int]] = {}
+        for rank in ranks:
+            if self._stacks.get(rank):
+                by_place.setdefault(f"in {place(self._stacks[rank])}", []).append(rank)
+        order = sorted(by_place, key=lambda text: (-len(by_place[text]), by_place[text]))
+        if len(order) == 1:
+            return order[0]
+        shown = [f"{text} ({ranks_text(by_place[text])})" for text in order[:MAX_PLACES]]
+        if len(order) > MAX_PLACES:
+            more = len(order) - MAX_PLACES
+            shown.append(f"in {more:,} other place{'s' if more > 1 else ''}")
+        return ", ".join(shown)
+
+    def ranks(self, ranks: Sequence[int]) -> str:
+        """Name ranks with their nodes: ``ranks 4-7 (node2)``."""
+        nodes = list(dict.fromkeys(self._nodes[rank] for rank in ranks if rank in self._nodes))
+        if len(set(self._nodes.values())) == 1:
+            return ranks_text(ranks)
+        shown = ", ".join(map(printable, nodes)) if len(nodes) <= _MAX_NODES else f"{len(nodes)} nodes"
+        return f"{ranks_text(ranks)} ({shown})" if nodes else ranks_text(ranks)
+
+    # --- the facts ---
+
+    def evidence(self, stuck: Sequence[StuckCollective], stacks: Sequence[MergedStack]) -> tuple[str, ...]:
+        """Return one line for each collective that has not completed, and one for each different stack."""
+        lines = []
+        for collective in stuck:
+            operation = printable(collective.operation)
+            parts = [f"{collective.backend} {operation} {self._name(collective, stuck)}"]
+            for ranks, what in (
+                (collective.waiting, "waiting"),
+                (collective.absent, "not entered"),
+                (collective.unknown, "unknown"),
+            ):
+                if ranks:
+                    parts.append(f"; {what}: {ranks_text(ranks)}")
+            parts += [f"; {ranks_text(side.ranks)}: {printable(str(side.call))}" for side in collective.sides]
+            lines.append("".join(parts))
+        for merged in stacks:
+            frames = " < ".join(map(short, merged.frames[:MAX_FRAMES]))
+            more = f" < {len(merged.frames) - MAX_FRAMES} more" if len(merged.frames) > MAX_FRAMES else ""
+            lines.append(f"{ranks_text(merged.ranks)}: {frames}{more}")
+        if len(lines) > MAX_LINES:
+            lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more"]
+        return tuple(lines)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Format ascending ranks with at most :data:`MAX_SPANS` ranges: ``ranks 0-6, 8 and 12 more``."""
+    texts: list[str] = []
+    for first, last in spans(ranks)[:MAX_SPANS]:
+        texts += [f"{first}-{last}"] if last > first + 1 else map(str, range(first, last + 1))
+    more = sum(last - first + 1 for first, last in spans(ranks)[MAX_SPANS:])
+    rest = f" and {more:,} more" if more else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}{rest}"

@@ -1,0 +1,131 @@
+"""Parses and merges the stacks of ranks.
+
+The input is text as ``faulthandler`` or ``py-spy dump`` prints it, alone or in a hang file of the agent. Only
+the main thread counts, because the background threads of ranks differ without a reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from elasticrs.diagnosis.values import Frame, MergedStack
+from elasticrs.report.phrases import printable
+from elasticrs.report.traceback_summary import LIBRARIES
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MAX_TEXT = 1 << 20
+"""Number of characters that are read. The agent keeps at most 256 KiB of stacks for each rank."""
+
+MAX_FRAMES = 200
+_MAX_NUMBER = 10
+"""Maximum number of digits of a line number."""
+
+_FRAME = re.compile(rf'  File "(.*)", line (\d{{1,{_MAX_NUMBER}}}) in (.+)')
+_SPIED = re.compile(rf"    (\S.*?) \((.*):(\d{{1,{_MAX_NUMBER}}})\)")
+_HEADER = re.compile(r"(Current thread|Thread) 0x.*\(most recent call first\):")
+_WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
+"""Ends of the paths of files whose functions wait for other ranks."""
+
+
+def main_thread(text: str) -> tuple[Frame, ...]:
+    """Return the frames of the main thread, the innermost one first. Empty if the text has no stack.
+
+    In the output of ``faulthandler``, that is the thread that handled the signal, or the last one. In the
+    output of ``py-spy``, it is the thread of that name, or the first one.
+    """
+    lines = text[:MAX_TEXT].splitlines()
+    headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
+    if headers:
+        current = [number for number in headers if lines[number].startswith("Current")]
+        return _frames(lines, (current or headers[-1:])[0], is_spied=False)
+    headers = [number for number, line in enumerate(lines) if line.startswith("Thread ")]
+    main = [number for number in headers if lines[number].endswith('"MainThread"')]
+    return _frames(lines, (main or headers)[0], is_spied=True) if headers else ()
+
+
+def _frames(lines: Sequence[str], header: int, *, is_spied: bool) -> tuple[Frame, ...]:
+    frames = []
+    for line in lines[header + 1 :][:MAX_FRAMES]:
+        if not line.startswith("  "):
+            break
+        if is_spied:
+            spied = _SPIED.fullmatch(line)
+            if spied is not None:
+                # Drop the name of the class, because `faulthandler` writes only the name of the function.
+                frames.append(Frame(spied[2], int(spied[3]), spied[1].rpartition(".")[2]))
+        else:
+            written = _FRAME.fullmatch(line)
+            if written is not None:
+                frames.append(Frame(written[1], int(written[2]), written[3]))
+    return tuple(frames)
+
+
+def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
+    """Return each different stack once, with its ranks. The most frequent one comes first; of equally
+    frequent ones, the one with the lowest rank.
+
+    Args:
+        stacks: frames by rank. Empty stacks are left out.
+    """
+    by_frames: dict[tuple[Frame, ...], list[int]] = {}
+    for rank in sorted(stacks):
+        if stacks[rank]:
+            by_frames.setdefault(stacks[rank], []).append(rank)
+    merged = [MergedStack(tuple(ranks), frames) for frames, ranks in by_frames.items()]
+    return tuple(sorted(merged, key=lambda stack: (-len(stack.ranks), stack.ranks)))
+
+
+def waits_for_ranks(frames: Sequence[Frame]) -> bool:
+    """Return true if the stack shows that the thread waits for other ranks: in a collective or another
+    exchange of ``torch.distributed``, or in a backward pass.
+
+    Only the library frames inside the innermost function of the program count. The launcher of a program and
+    the wrapper of a model are frames of ``torch.distributed`` too, but further out. A thread that waits in
+    ``Work.wait`` has no frame in torch, so false means that the stack does not show it.
+    """
+    for number, frame in enumerate(frames):
+        if not is_library(frame):
+            return False
+        if frame.file.endswith(_WAITING) or frame.function == "_engine_run_backward":
+            return True
+        is_inner = number == 0 and "/torch/distributed/" in frame.file
+        if is_inner and "/torch/distributed/checkpoint/" not in frame.file:
+            return True
+    return False
+
+
+def program_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame outside of installed packages and the standard library. ``None`` if there is
+    no such frame.
+    """
+    return next((frame for frame in frames if not is_library(frame)), None)
+
+
+def place(frames: Sequence[Frame]) -> str:
+    """Describe where a thread is: ``load (train.py:71)`` in a function of the program, ``__next__
+    (dataloader.py:741), called at train.py:71`` in a function of a library.
+    """
+    own = program_frame(frames)
+    if own is None or own == frames[0]:
+        return short(frames[0])
+    called = frames[list(frames).index(own) - 1]
+    return f"{short(called)}, called at {line(own)}"
+
+
+def is_library(frame: Frame) -> bool:
+    """Return true if the file of a frame belongs to an installed package or to the standard library."""
+    return any(part in frame.file for part in LIBRARIES)
+
+
+def short(frame: Frame) -> str:
+    """Return a short form of a frame: ``step (train.py:88)``."""
+    return printable(f"{frame.function} ({os.path.basename(frame.file)}:{frame.line})")
+
+
+def line(frame: Frame) -> str:
+    """Return the file and line of a frame: ``train.py:71``."""
+    return printable(f"{os.path.basename(frame.file)}:{frame.line}")

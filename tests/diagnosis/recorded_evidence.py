@@ -1,0 +1,28 @@
+"""Evidence that real gloo groups have given; see ``recording.py``."""
+
+import json
+from pathlib import Path
+
+from elasticrs.diagnosis.values import NoRecord, RankEvidence
+
+RECORDED = Path(__file__).resolve().parent / "recorded"
+
+
+def evidence_from(ranks, *, knows_groups=True, has_stacks=True):
+    """Evidence from what the ranks of a recorded group gave. Two ranks are on each node."""
+    return [
+        RankEvidence(
+            rank["rank"],
+            f"node{rank['rank'] // 2}",
+            (rank["record"].encode(),) if "record" in rank else NoRecord.EXITED,
+            rank.get("stacks") if has_stacks else None,
+            rank.get("groups", {}) if knows_groups else {},
+            rank.get("raised", False),
+        )
+        for rank in ranks
+    ]
+
+
+def recorded(name, **options):
+    """Evidence of one scenario."""
+    return evidence_from(json.loads((RECORDED / f"{name}.json").read_text())["ranks"], **options)

@@ -1,0 +1,313 @@
+"""Who is blamed, from values: NCCL, missing evidence, and what is not evidence."""
+
+import json
+
+import pytest
+from helpers.schema import schemas
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diagnosis.model import dump, entry
+from diagnosis.test_stacks import LOADER, REDUCE, STEP, written
+from elasticrs.diagnosis.diagnose import diagnose
+from elasticrs.diagnosis.stacks import Frame
+from elasticrs.diagnosis.values import Confidence, NoRecord, RankEvidence, Reason
+
+(SCHEMA,) = schemas("design/diagnosis.md")
+
+CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
+
+WAITING, OUTSIDE = written((*REDUCE, *STEP)), written((LOADER, *STEP))
+RECEIVING = written((REDUCE[0]._replace(function="recv"), *STEP))
+
+
+def calls(*names, backend="gloo", waits=True, group=("0", "default_pg"), **others):
+    """Entries of these operations. The last one has not completed if ``waits``."""
+    done = {"retired": True, "state": "scheduled" if backend == "gloo" else "completed"}
+    last = len(names) - 1 if waits else len(names)
+    return [
+        entry(
+            record_id=index,
+            number=index + 1,
+            name=f"{backend}:{name}",
+            group=group,
+            **{**(done if index < last else {}), **others},
+        )
+        for index, name in enumerate(names)
+    ]
+
+
+def rank(number, records, stacks=None, groups=None, node=None, has_raised=False):
+    if not isinstance(records, NoRecord):
+        records = (records if isinstance(records, bytes) else dump(records),)
+    return RankEvidence(number, node or "node0", records, stacks, groups or {}, has_raised)
+
+
+def blamed(evidence):
+    return [(culprit.ranks, culprit.reason, culprit.confidence) for culprit in diagnose(evidence).culprits]
+
+
+WAITS, DONE = calls("all_reduce", "all_reduce"), calls("all_reduce", waits=False)
+
+
+def test_a_rank_without_a_record_is_suspect_if_all_others_wait():
+    others = [rank(number, WAITS) for number in range(3)]
+    assert blamed([*others, rank(3, NoRecord.LATE)]) == [((3,), Reason.NO_RECORD, LIKELY)]
+    assert blamed([*others, rank(3, NoRecord.EXITED)]) == [((3,), Reason.NO_RECORD, CERTAIN)]
+    assert blamed([*others, rank(3, NoRecord.OFF)]) == [((3,), Reason.NO_RECORD, POSSIBLE)]
+    assert blamed([*others, rank(3, NoRecord.OFF, OUTSIDE)]) == [((3,), Reason.NO_RECORD, LIKELY)]
+    assert blamed([*others, rank(3, NoRecord.LATE, WAITING)]) == []
+    assert blamed([*others, rank(3, b"{")]) == [((3,), Reason.NO_RECORD, LIKELY)]
+
+
+def test_a_rank_with_a_record_comes_before_one_without():
+    evidence = [rank(0, WAITS), rank(1, WAITS), rank(2, DONE, OUTSIDE), rank(3, NoRecord.LOST)]
+    assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, LIKELY)]
+    assert diagnose(evidence).summary.endswith("; no record of rank 3 (the node did not answer)")
+
+
+def test_most_records_missing_is_thin_evidence():
+    evidence = [rank(0, WAITS), *(rank(number, NoRecord.LATE) for number in range(1, 4))]
+    assert blamed(evidence) == []
+    assert diagnose(evidence).summary == (
+        "rank 0 waits in all_reduce #2 of the default group; the evidence does not show which rank is"
+        " missing; no record of ranks 1-3 (no answer in time)"
+    )
+
+
+def test_a_rank_that_waits_for_others_is_blamed_only_without_a_better_explanation():
+    waiting = [rank(number, WAITS) for number in range(4)]
+    both = [*waiting, rank(4, DONE, RECEIVING), rank(5, DONE, OUTSIDE)]
+    assert blamed(both) == [((5,), Reason.DID_NOT_ENTER, CERTAIN)]
+    assert blamed([*waiting, rank(4, DONE, RECEIVING)]) == [((4,), Reason.DID_NOT_ENTER, POSSIBLE)]
+
+
+def test_the_larger_side_is_not_blamed_for_being_absent():
+    evidence = [rank(0, WAITS), *(rank(number, DONE, OUTSIDE) for number in range(1, 4))]
+    assert blamed(evidence) == []
+    assert diagnose(evidence).summary == (
+        "rank 0 waits in all_reduce #2 of the default group; ranks 1-3 did not enter it"
+        " (in __next__ (dataloader.py:741), called at train.py:88): the records do not show which is wrong"
+    )
+
+
+def test_one_of_two_ranks_is_blamed_for_being_absent():
+    assert blamed([rank(0, WAITS), rank(1, DONE, OUTSIDE)]) == [((1,), Reason.DID_NOT_ENTER, CERTAIN)]
+
+
+def test_a_collective_that_all_have_entered_blames_no_rank():
+    evidence = [rank(number, calls("all_reduce", backend="nccl", state="started")) for number in range(4)]
+    assert blamed(evidence) == []
+    assert diagnose(evidence).summary == (
+        "4 of 4 ranks wait in all_reduce #1 of the default group; all ranks of the group entered it, so no"
+        " rank is to blame"
+    )
+
+
+def test_a_device_that_has_not_started_is_named():
+    started = calls("all_reduce", backend="nccl", state="started")
+    evidence = [*(rank(number, started) for number in range(3)), rank(3, calls("all_reduce", backend="nccl"))]
+    assert blamed(evidence) == [((3,), Reason.NOT_STARTED, LIKELY)]
+
+
+def test_members_come_from_the_record_of_nccl():
+    config = {"7": {"name": "7", "desc": "dp", "ranks": "[0, 2, 3]"}}
+    waits = dump(calls("all_reduce", backend="nccl", group=("7", "dp")), pg_config=config)
+    other = dump([])
+    evidence = [rank(0, waits), rank(1, other), rank(2, waits), rank(3, other, OUTSIDE)]
+    assert blamed(evidence) == [((3,), Reason.DID_NOT_ENTER, CERTAIN)]
+
+
+def test_a_group_with_unknown_members_accuses_the_rank_outside():
+    waits = calls("all_reduce", group=("7", "dp"))
+    others = [rank(number, waits, WAITING) for number in range(3)]
+    assert blamed([*others, rank(3, [], OUTSIDE)]) == [((3,), Reason.OUTSIDE, LIKELY)]
+    assert blamed([*others, rank(3, [])]) == [((3,), Reason.OUTSIDE, POSSIBLE)]
+    assert blamed([*others, rank(3, [], RECEIVING)]) == []
+
+
+def test_groups_of_one_name_are_told_apart_by_their_members():
+    waits = calls("all_reduce", group=("7", "tp"))
+    evidence = [
+        rank(0, calls("barrier", group=("7", "tp")), groups={"7": [0, 1]}),
+        rank(1, calls("barrier", group=("7", "tp")), groups={"7": [0, 1]}),
+        rank(2, waits, groups={"7": [2, 3]}),
+        rank(3, [], OUTSIDE, groups={"7": [2, 3]}),
+    ]
+    assert blamed(evidence) == [((3,), Reason.DID_NOT_ENTER, CERTAIN)]
+
+
+def test_a_group_that_was_created_again_starts_anew():
+    """A training that goes on in a smaller group uses its name again."""
+    earlier = [{**raw, "pg_id": 0} for raw in calls("broadcast", *["all_reduce"] * 8, waits=False)]
+    later = [{**raw, "pg_id": 5, "record_id": 9 + raw["record_id"]} for raw in WAITS]
+    evidence = [rank(0, earlier + later), rank(1, WAITS), rank(2, earlier + later[:1], OUTSIDE)]
+    assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
+
+
+def test_overwritten_entries_are_no_evidence_of_absence():
+    truncated = [{**raw, "record_id": 5000} for raw in calls("all_reduce", group=("3", "tp"), waits=False)]
+    evidence = [rank(0, WAITS), rank(1, WAITS), rank(2, truncated)]
+    (culprit,) = diagnose(evidence).culprits
+    assert (culprit.ranks, culprit.confidence) == ((2,), POSSIBLE)
+    assert blamed([*evidence[:2], rank(2, truncated, WAITING)]) == []
+
+
+def test_an_older_record_is_not_used():
+    """It lacks a collective that needs its rank and has completed on the others."""
+    later = calls("all_reduce", "all_reduce", "all_reduce")
+    evidence = [rank(0, later), rank(1, later), rank(2, calls("all_reduce"))]
+    assert blamed(evidence) == [((2,), Reason.NO_RECORD, POSSIBLE)]
+    assert diagnose(evidence).no_record == {NoRecord.OUTDATED: (2,)}
+
+
+def test_a_broadcast_may_complete_before_all_have_entered_it():
+    root = calls("all_reduce", "broadcast", "all_reduce")
+    evidence = [rank(0, root), rank(1, root), rank(2, DONE, OUTSIDE)]
+    assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
+
+
+def test_a_failed_collective_does_not_count_as_completed():
+    """gloo marks it as retired, so the record of the absent rank would seem to be older."""
+    failed = calls("all_reduce", "all_reduce", waits=False)
+    evidence = [rank(0, failed, has_raised=True), rank(1, WAITS), rank(2, DONE, OUTSIDE)]
+    assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
+
+
+def test_variants_of_an_operation_match():
+    base = calls("_all_gather_base", "all_reduce", backend="nccl")
+    listed = calls("all_gather", waits=False, backend="nccl")
+    evidence = [rank(0, base), rank(1, base), rank(2, listed, OUTSIDE)]
+    assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
+
+
+def test_a_single_mismatch_that_has_completed_is_no_evidence():
+    """The ranks may have used variants of an operation that are not known here."""
+    usual, other = calls("all_reduce", "barrier"), calls("new_all_reduce", "barrier")
+    evidence = [*(rank(number, usual) for number in range(3)), rank(3, other)]
+    assert blamed(evidence) == []
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter", "all_to_all"])
+def test_sizes_may_differ_where_ranks_have_different_parts(name):
+    evidence = [
+        rank(number, calls(name, input_sizes=[[number]], input_dtypes=["Float"])) for number in range(3)
+    ]
+    assert blamed(evidence) == []
+
+
+def test_shapes_with_the_same_number_of_elements_match():
+    shapes = ([4], [2, 2], [1, 4])
+    evidence = [rank(number, calls("all_reduce", input_sizes=[shapes[number]])) for number in range(3)]
+    assert blamed(evidence) == []
+
+
+def test_another_type_is_named():
+    evidence = [rank(number, WAITS) for number in range(3)]
+    evidence.append(rank(3, calls("all_reduce", "all_reduce", input_dtypes=["Double"])))
+    assert blamed(evidence) == [((3,), Reason.OTHER_TYPE, CERTAIN)]
+    assert (
+        "called all_reduce of 4 Double where 3 ranks called all_reduce of 4 Float"
+        in diagnose(evidence).summary
+    )
+
+
+def test_a_majority_among_few_records_is_less_certain():
+    evidence = [rank(number, WAITS) for number in range(2)] + [rank(2, calls("all_reduce", "barrier"))]
+    evidence += [rank(number, NoRecord.LATE) for number in range(3, 6)]
+    assert blamed(evidence) == [((2,), Reason.OTHER_OPERATION, LIKELY)]
+
+
+def test_coalesced_collectives_are_one():
+    """NCCL records each part, and a last entry that shows whether all of them have completed."""
+    parts = calls("all_reduce", "all_reduce", "coalesced", backend="nccl")
+    parts = [{**raw, "collective_seq_id": 1} for raw in parts]
+    parts[:2] = [{**raw, "state": "scheduled", "retired": False} for raw in parts[:2]]
+    done = [*parts[:2], {**parts[2], "state": "completed", "retired": True}]
+    assert blamed([rank(0, done), rank(1, done)]) == []
+    assert diagnose([rank(0, parts), rank(1, parts)]).collectives[0].operation == "coalesced"
+
+
+def point_to_point(*names, done=False):
+    state = "completed" if done else "scheduled"
+    return calls(*names, backend="nccl", is_p2p=True, state=state, retired=done)
+
+
+def test_a_peer_of_a_receive_is_named():
+    evidence = [
+        rank(0, point_to_point("recv 0<-1")),
+        rank(1, point_to_point("recv 1<-2")),
+        rank(2, [], OUTSIDE),
+        rank(3, []),
+    ]
+    assert blamed(evidence) == [((2,), Reason.NO_PEER, LIKELY)]
+
+
+def test_a_chain_of_receives_leads_from_a_collective_to_the_culprit():
+    evidence = [
+        rank(0, calls("barrier", backend="nccl")),
+        rank(1, point_to_point("recv 1<-2")),
+        rank(2, point_to_point("send 2->1", done=True), OUTSIDE),
+        rank(3, calls("barrier", backend="nccl")),
+        rank(4, calls("barrier", backend="nccl")),
+    ]
+    assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
+
+
+def test_stacks_alone_name_the_rank_that_is_elsewhere():
+    off = [rank(number, NoRecord.OFF, WAITING) for number in range(3)]
+    assert blamed([*off, rank(3, NoRecord.OFF, OUTSIDE)]) == [((3,), Reason.OUTSIDE, LIKELY)]
+    assert blamed([*off, rank(3, NoRecord.OFF)]) == []
+    assert blamed([rank(0, NoRecord.OFF, WAITING), rank(1, NoRecord.OFF, OUTSIDE)]) == []
+    summary = diagnose([*off, rank(3, NoRecord.OFF, OUTSIDE)]).summary
+    assert summary.startswith("other ranks probably wait for rank 3: it is in __next__ (dataloader.py:741)")
+
+
+def test_no_evidence_at_all_is_no_error():
+    assert diagnose([]).culprits == ()
+    assert diagnose([rank(0, NoRecord.NO_TORCH)]).summary == (
+        "no rank waits in a collective that was recorded; no record of rank 0 (torch is not imported)"
+    )
+
+
+def test_a_frame_of_the_program_alone_may_be_a_wait():
+    """``Work.wait`` has no Python frame."""
+    evidence = [rank(0, WAITS), rank(1, DONE, written([Frame("/job/train.py", 5, "step")]))]
+    assert blamed(evidence) == [((1,), Reason.DID_NOT_ENTER, LIKELY)]
+
+
+SIZES = st.lists(st.lists(st.integers(0, 2**63 - 1), max_size=64), max_size=2)
+ENTRIES = st.builds(
+    entry,
+    record_id=st.integers(0, 3),
+    group=st.tuples(st.sampled_from(["0", "1", "\ud800"]), st.sampled_from(["default_pg", "tp", ""])),
+    number=st.integers(0, 3) | st.just(2**62),
+    name=st.sampled_from(["gloo:all_reduce", "nccl:barrier", "nccl:recv 0<-1", "send 0->9", ":", "new"]),
+    sizes=SIZES,
+    pg_id=st.integers(0, 2),
+    state=st.sampled_from(["scheduled", "started", "completed"]),
+    retired=st.booleans(),
+    is_p2p=st.booleans(),
+)
+CONFIG = st.dictionaries(st.sampled_from("01"), st.lists(st.integers(0, 9), max_size=4), max_size=2)
+GROUPS = st.dictionaries(st.sampled_from("01"), st.lists(st.integers(0, 9), max_size=4))
+STACKS = st.none() | st.sampled_from([WAITING, OUTSIDE, RECEIVING, "", "nonsense"])
+
+
+@st.composite
+def arbitrary_evidence(draw):
+    number = draw(st.integers(0, 7))
+    config = {name: {"name": name, "desc": "", "ranks": str(ranks)} for name, ranks in draw(CONFIG).items()}
+    record = dump(draw(st.lists(ENTRIES, max_size=5)), pg_config=config)
+    records = draw(st.sampled_from([*NoRecord, b"{}", record, record, record]))
+    return rank(number, records, draw(STACKS), draw(GROUPS), draw(st.sampled_from("ab")), draw(st.booleans()))
+
+
+@given(st.lists(arbitrary_evidence(), max_size=6, unique_by=lambda found: found.rank))
+def test_any_evidence_gives_a_diagnosis_that_is_consistent(evidence):
+    found = diagnose(evidence)
+    SCHEMA.validate(json.loads(json.dumps(found.as_json())))
+    named = [rank for culprit in found.culprits for rank in culprit.ranks]
+    assert len(named) == len(set(named))
+    assert all(len(culprit.ranks) > 0 for culprit in found.culprits)
+    assert found.summary.isprintable()

@@ -1,0 +1,179 @@
+"""Parsing of flight records: real ones, and everything else."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diagnosis.model import dump, entry
+from diagnosis.recorded_evidence import recorded
+from elasticrs.diagnosis import flight_record
+from elasticrs.diagnosis.flight_record import Damage, Entry, FlightRecord, FlightRecordError, State, parse
+
+REAL = recorded("skipped")[0].records[0]
+
+
+def damage(data):
+    with pytest.raises(FlightRecordError) as caught:
+        parse(data)
+    return caught.value.damage, caught.value.where
+
+
+def test_a_real_record_is_read():
+    first, second, third = parse(REAL).entries
+    assert first._replace(time_created_ns=0) == Entry(
+        backend="gloo",
+        operation="all_reduce",
+        group_id=0,
+        group_name="0",
+        group_description="default_pg",
+        collective_seq_id=1,
+        p2p_seq_id=0,
+        is_p2p=False,
+        input_sizes=((4,),),
+        output_sizes=((4,),),
+        input_dtypes=("Float",),
+        output_dtypes=("Float",),
+        state=State.SCHEDULED,
+        retired=True,
+        time_created_ns=0,
+    )
+    assert 1_600_000_000 * 10**9 < first.time_created_ns <= second.time_created_ns
+    assert (second.operation, second.input_sizes, second.is_complete) == ("barrier", (), True)
+    assert (third.collective_seq_id, third.is_complete) == (3, False)
+
+
+def test_a_record_without_entries_is_empty():
+    assert parse(dump([])) == FlightRecord((), False, {})
+
+
+def test_overwritten_entries_are_noticed():
+    assert parse(dump([entry(record_id=7)])).is_truncated
+    assert not parse(dump([entry(record_id=0), entry(record_id=1)])).is_truncated
+
+
+def test_only_groups_with_a_name_have_members():
+    config = {
+        "": {"name": "", "desc": "", "ranks": "[0, 1]"},
+        "5": {"name": "5", "desc": "tp", "ranks": "[4, 5, 6]"},
+        "9": {"name": "9", "desc": "solo", "ranks": "[]"},
+    }
+    assert parse(dump([], pg_config=config)).members == {"5": (4, 5, 6), "9": ()}
+
+
+@pytest.mark.parametrize(
+    ("backend", "state", "retired", "is_complete"),
+    [
+        ("gloo", "scheduled", False, False),
+        ("gloo", "scheduled", True, True),
+        ("nccl", "scheduled", False, False),
+        ("nccl", "started", False, False),
+        ("nccl", "completed", False, True),
+        ("nccl", "completed", True, True),
+        ("nccl", "started", True, False),  # It has timed out.
+    ],
+)
+def test_each_backend_shows_completion_in_its_own_way(backend, state, retired, is_complete):
+    (found,) = parse(dump([entry(name=f"{backend}:all_reduce", state=state, retired=retired)])).entries
+    assert found.is_complete is is_complete
+
+
+def test_a_torn_record_is_refused_wherever_it_ends():
+    for end in range(0, len(REAL), 7):
+        assert damage(REAL[:end])[0] is Damage.NOT_JSON
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"", Damage.NOT_JSON),
+        (b"\x80\x02}q\x00.", Damage.NOT_JSON),  # A pickle.
+        (b'{"version": "2.10", "entries": NaN}', Damage.NOT_JSON),
+        (b'{"version": "2.10", "entries": ' + b"9" * 5000 + b"}", Damage.NOT_JSON),
+        (b"[" * 100_000, Damage.TOO_DEEP),
+        (b'{"version":"2.1","pg_config":' + b'{"a":' * 50_000, Damage.TOO_DEEP),
+        (b" " * (flight_record.MAX_BYTES + 1), Damage.TOO_LARGE),
+        (b"[" + b"{}," * flight_record.MAX_CONTAINERS + b"{}]", Damage.TOO_LARGE),
+        (b"[]", Damage.INVALID),
+        (b"{}", Damage.INVALID),
+        (b'{"version": "3.0"}', Damage.UNSUPPORTED),
+        (b'{"version": "2.1", "entries": {}}', Damage.INVALID),
+        (b'{"version": "2.1", "pg_config": []}', Damage.INVALID),
+    ],
+)
+def test_what_is_no_record_is_refused(data, kind):
+    assert damage(data)[0] is kind
+
+
+def test_too_many_entries_are_refused():
+    data = dump([0] * (flight_record.MAX_ENTRIES + 1))
+    assert damage(data) == (Damage.TOO_LARGE, f"{flight_record.MAX_ENTRIES + 1} entries")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("collective_seq_id", "1"),
+        ("collective_seq_id", -1),
+        ("collective_seq_id", True),
+        ("collective_seq_id", 1 << 63),
+        ("p2p_seq_id", 1.5),
+        ("pg_id", None),
+        ("process_group", ["0"]),
+        ("process_group", ["0", 1]),
+        ("process_group", ["0", "x" * 2000]),
+        ("profiling_name", None),
+        ("profiling_name", "x" * 2000),
+        ("input_sizes", [4]),
+        ("input_sizes", [["4"]]),
+        ("input_sizes", [[2] * 65]),
+        ("input_sizes", [[True]]),
+        ("output_sizes", None),
+        ("input_dtypes", [1]),
+        ("state", "done"),
+        ("retired", 0),
+        ("is_p2p", "no"),
+        ("time_created_ns", []),
+    ],
+)
+def test_a_wrong_field_is_named(field, value):
+    assert damage(dump([entry(), {**entry(), field: value}])) == (Damage.INVALID, f"entries[1].{field}")
+
+
+@pytest.mark.parametrize("ranks", ["0, 1", "[0, -1]", "[0x1]", "[" + "9" * 20 + "]", 7, "[\u0661]"])
+def test_wrong_members_are_refused(ranks):
+    config = {"5": {"name": "5", "desc": "", "ranks": ranks}}
+    assert damage(dump([], pg_config=config)) == (Damage.INVALID, "pg_config.5.ranks")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(sorted(entry()))
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_give_a_record_or_the_error(data):
+    try:
+        found = parse(data)
+    except FlightRecordError:
+        return
+    assert isinstance(found, FlightRecord)
+
+
+@given(st.dictionaries(FIELDS, VALUES, max_size=3), st.sets(FIELDS, max_size=2))
+def test_any_entry_gives_the_declared_types_or_the_error(changed, missing):
+    raw = {field: value for field, value in {**entry(), **changed}.items() if field not in missing}
+    try:
+        (found,) = parse(json.dumps({"version": "2.10", "entries": [raw]}).encode()).entries
+    except FlightRecordError:
+        return
+    assert isinstance(found.state, State)
+    numbers = (found.group_id, found.collective_seq_id, found.p2p_seq_id, found.time_created_ns)
+    assert {type(number) for number in numbers} == {int}
+    assert {type(found.retired), type(found.is_p2p)} == {bool}
+    assert all(type(size) is int for sizes in (*found.input_sizes, *found.output_sizes) for size in sizes)
+    assert all(type(name) is str for name in (found.operation, found.group_name, *found.input_dtypes))

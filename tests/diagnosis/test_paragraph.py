@@ -1,0 +1,135 @@
+"""The paragraph, the lines of evidence and the JSON form of large and unusual jobs."""
+
+import json
+
+import pytest
+from helpers.schema import schemas
+
+from diagnosis.recorded_evidence import recorded
+from diagnosis.test_culprits import DONE, OUTSIDE, WAITING, WAITS, calls, rank
+from diagnosis.test_recorded import EXPECTED
+from elasticrs.diagnosis.diagnose import diagnose
+from elasticrs.diagnosis.paragraph import MAX_LINES, ranks_text
+from elasticrs.diagnosis.values import NoRecord, spans
+
+(SCHEMA,) = schemas("design/diagnosis.md")
+
+
+def large(size, absent, *, ranks_per_node=8, record=DONE, stacks=OUTSIDE):
+    return [
+        rank(
+            number,
+            record if number in absent else WAITS,
+            stacks if number in absent else WAITING,
+            node=f"node{number // ranks_per_node}",
+        )
+        for number in range(size)
+    ]
+
+
+def test_ranks_of_one_node_did_not_enter():
+    assert diagnose(large(32, range(4, 8))).summary == (
+        "28 of 32 ranks wait in all_reduce #2 of the default group (train.py:88); ranks 4-7 (node0) did not"
+        " enter it: they are in __next__ (dataloader.py:741), called at train.py:88"
+    )
+
+
+def test_one_rank_per_node():
+    assert diagnose(large(4, [2], ranks_per_node=1)).summary == (
+        "3 of 4 ranks wait in all_reduce #2 of the default group (train.py:88); rank 2 (node2) did not enter"
+        " it: it is in __next__ (dataloader.py:741), called at train.py:88"
+    )
+
+
+def test_nodes_are_not_named_if_there_is_only_one():
+    assert "; rank 2 did not enter it: it is in" in diagnose(large(4, [2])).summary
+
+
+def test_a_thousand_ranks_give_a_short_paragraph():
+    summary = diagnose(large(1000, range(0, 1000, 3))).summary
+    assert summary.startswith("666 of 1,000 ranks wait in all_reduce #2")
+    assert "ranks 0, 3, 6, 9, 12, 15 and 328 more (125 nodes) did not enter it" in summary
+    assert len(summary) < 300
+
+
+def test_several_culprits_have_a_clause_each():
+    groups = {str(number): [2 * number, 2 * number + 1] for number in range(4)}
+    evidence = []
+    for number in range(8):
+        name = str(number // 2)
+        entries = calls("all_reduce", group=(name, "tp")) if number % 2 == 0 else []
+        evidence.append(
+            rank(number, entries, OUTSIDE if number % 2 else WAITING, {name: groups[name]}, f"node{number}")
+        )
+    summary = diagnose(evidence).summary
+    clauses = summary.split("; ")
+    assert clauses[:2] == [
+        'rank 0 (node0) waits in all_reduce #1 of group "tp" (ranks 0, 1) (train.py:88)',
+        "rank 1 (node1) did not enter it: it is in __next__ (dataloader.py:741), called at train.py:88",
+    ]
+    assert clauses[6] == "1 more rank is suspect"
+
+
+def test_places_are_counted_if_they_differ():
+    evidence = large(8, [1, 2, 3])
+    for number in (2, 3):
+        stacks = OUTSIDE.replace("dataloader", f"loader{number}")
+        evidence[number] = evidence[number]._replace(stacks=stacks)
+    assert diagnose(evidence).summary.endswith(
+        "ranks 1-3 did not enter it: they are in __next__ (dataloader.py:741), called at train.py:88 (rank 1)"
+        ", in __next__ (loader2.py:741), called at train.py:88 (rank 2), in 1 other place"
+    )
+
+
+def test_names_from_workers_are_escaped():
+    evidence = [
+        rank(0, calls("all_reduce", group=("0", "\x1b[2J")), node="node\n1"),
+        rank(1, [], node="b"),
+        rank(2, calls("barrier", group=("0", "\x1b[2J")), node="c\x07"),
+    ]
+    found = diagnose(evidence)
+    assert all(text.isprintable() for text in (found.summary, *found.evidence))
+
+
+def test_the_lines_of_evidence_are_limited():
+    evidence = [
+        rank(number, calls("all_reduce", group=(str(number), "solo")), WAITING.replace("88", f"1{number}"))
+        for number in range(40)
+    ]
+    lines = diagnose(evidence).evidence
+    assert (len(lines), lines[-1]) == (MAX_LINES, f"and {80 - MAX_LINES + 1} more")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0, 1"),
+        ([0, 1, 2, 8], "ranks 0-2, 8"),
+        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10 and 14 more"),
+    ],
+)
+def test_ranks_are_written_as_ranges(ranks, text):
+    assert ranks_text(ranks) == text
+
+
+def test_spans():
+    assert spans([]) == []
+    assert spans([0, 1, 2, 5, 7, 8]) == [[0, 2], [5, 5], [7, 8]]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_json_form_matches_its_schema(name):
+    value = json.loads(json.dumps(diagnose(recorded(name)).as_json()))
+    SCHEMA.validate(value)
+    assert value["ranks"] == len(recorded(name))
+    assert [culprit["ranks"] for culprit in value["culprits"]] == [
+        spans(ranks) for ranks, *_ in EXPECTED[name]
+    ]
+
+
+def test_the_json_form_of_missing_records_matches_the_schema():
+    evidence = [rank(number, reason) for number, reason in enumerate(NoRecord)]
+    value = diagnose([*evidence, rank(99, WAITS)]).as_json()
+    SCHEMA.validate(value)
+    assert value["no_record"]["late"] == [[2, 2]]

@@ -1,0 +1,87 @@
+"""Culprits in a model of desynchronised ranks."""
+
+import random
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from diagnosis.model import FAULTS, Run, job, mesh, program, with_fault
+from elasticrs.diagnosis.diagnose import diagnose
+from elasticrs.diagnosis.values import Confidence, NoRecord
+
+SHAPES = [(3, 3), (3, 4), (4, 4), (5, 3), (1, 5), (1, 8), (2, 2), (2, 3), (1, 2)]
+
+
+def simulated(seed, shapes):
+    """A job with one faulty rank, and that rank. ``None`` if the fault does not stop the job."""
+    source = random.Random(seed)
+    groups = [group for group in mesh(*source.choice(shapes)) if len(group[1]) > 1]
+    kinds = {kind for kind, _ in groups}
+    steps = [step for step in program(source, source.randrange(5, 30)) if step[0] in kinds]
+    if not steps:
+        return None
+    healthy = job(groups, steps)
+    rank = source.randrange(len(healthy.programs))
+    run = Run(with_fault(healthy, rank, source.randrange(len(steps)), source.choice(FAULTS)))
+    return (run, rank) if run.is_stuck() else None
+
+
+def named(diagnosis):
+    return {rank for culprit in diagnosis.culprits for rank in culprit.ranks}
+
+
+def test_the_faulty_rank_is_named_in_groups_of_three_or_more():
+    found = [simulated(seed, SHAPES[:6]) for seed in range(400)]
+    results = [(named(diagnose(run.evidence())), rank) for run, rank in filter(None, found)]
+    assert len(results) > 300
+    right = sum(ranks == {rank} for ranks, rank in results)
+    assert right >= 0.98 * len(results), (right, len(results))
+
+
+@given(st.integers(0, 10**9), st.booleans())
+def test_ranks_that_do_as_all_others_are_never_blamed(seed, knows_groups):
+    found = simulated(seed, SHAPES)
+    assume(found is not None)
+    run, rank = found
+    assert named(diagnose(run.evidence(knows_groups=knows_groups))) <= {rank}
+
+
+@given(st.integers(0, 10**9), st.data())
+def test_no_healthy_rank_is_blamed_if_records_are_missing(seed, data):
+    """Except as a possible culprit because its record is missing."""
+    found = simulated(seed, SHAPES)
+    assume(found is not None)
+    run, rank = found
+    evidence = run.evidence()
+    missing = data.draw(st.sets(st.sampled_from(range(len(evidence))), max_size=3))
+    reasons = [data.draw(st.sampled_from(list(NoRecord))) for _ in missing]
+    for absent, reason in zip(missing, reasons, strict=True):
+        evidence[absent] = evidence[absent]._replace(records=reason)
+    diagnosis = diagnose(evidence)
+    sure = {
+        other
+        for culprit in diagnosis.culprits
+        if culprit.confidence is not Confidence.POSSIBLE
+        for other in culprit.ranks
+    }
+    assert sure <= {rank} | missing
+
+
+@given(st.integers(0, 10**9), st.randoms(use_true_random=False))
+def test_the_order_of_the_ranks_does_not_matter(seed, source):
+    found = simulated(seed, SHAPES)
+    assume(found is not None)
+    evidence = found[0].evidence()
+    expected = diagnose(evidence)
+    source.shuffle(evidence)
+    assert diagnose(evidence) == expected
+
+
+def test_a_healthy_job_has_no_culprit():
+    source = random.Random(0)
+    for shape in SHAPES:
+        groups = mesh(*shape)
+        run = Run(job(groups, program(source, 20)))
+        diagnosis = diagnose(run.evidence())
+        assert (diagnosis.culprits, diagnosis.collectives) == ((), ())
+        assert diagnosis.summary == "no rank waits in a collective that was recorded"
