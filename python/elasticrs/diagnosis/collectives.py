@@ -217,7 +217,7 @@ def _members_known_to(record: RankRecord, name: str) -> tuple[int, ...]:
     for flight_record in record.records:
         if name in flight_record.members:
             return flight_record.members[name]
-    return tuple(sorted(record.groups.get(name, ())))
+    return tuple(sorted(set(record.groups.get(name, ()))))
 
 
 def _track(steps: Mapping[int, Step]) -> Track:

@@ -136,7 +136,8 @@ class Writer:
             return f"{self._waits(first, stuck)}; all ranks of the group entered it, so no rank is to blame"
         if first.absent:
             waits = f"{self._waits(first, stuck)}; {self.ranks(first.absent)} did not enter it"
-            return f"{waits} and in turn wait for others: {_UNDECIDED}"
+            also = "wait" if len(first.absent) > 1 else "waits"
+            return f"{waits} and in turn {also} for others: {_UNDECIDED}"
         return f"{self._waits(first, stuck)}; the evidence does not show which rank is missing"
 
     def _others(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
@@ -154,8 +155,11 @@ class Writer:
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
     def _why(self, ranks: Iterable[int]) -> str:
-        reasons = [self._no_record[rank] for rank in ranks if rank in self._no_record]
-        return ", ".join(_WHY_NO_RECORD[reason] for reason in dict.fromkeys(reasons))
+        """Return the reasons why there is no record of the ranks. A rank without a reason has a record in
+        which later calls have overwritten those of the group.
+        """
+        reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
+        return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)
 
     # --- parts ---
 
