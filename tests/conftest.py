@@ -16,11 +16,12 @@ from typing import Any, Protocol
 
 import hypothesis
 import pytest
+from helpers.golden import golden
 from helpers.launcher import LAUNCHERS, NO_TIME, Launched, clean_environment
 from helpers.leaks import no_leaks
 from helpers.network_fixtures import formed, hosts, impair, multinode, network
 
-__all__ = ["formed", "hosts", "impair", "multinode", "network", "no_leaks"]
+__all__ = ["formed", "golden", "hosts", "impair", "multinode", "network", "no_leaks"]
 
 pytest_plugins = ["pytester", "helpers.etcd_fixtures"]
 
@@ -49,6 +50,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--launcher", choices=LAUNCHERS, default="elasticrs", help="what `launch` starts")
+    parser.addoption("--update-golden", action="store_true", help="rewrite the files in tests/golden")
 
 
 def pytest_configure() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import signal
 import time
 from pathlib import Path
@@ -91,18 +92,20 @@ def test_a_malformed_file_is_reported_not_raised(tmp_path: Path, content: object
     path = write(tmp_path, content)
     failure = ProcessFailure(0, 5, exitcode, path)
     assert failure.error_file == path
-    assert "its error file cannot be read (" in str(failure.message)
-    how = "exit code 1; " if exitcode > 0 else "Signal 9 (SIGKILL) received by PID 5; "
-    assert str(failure.message).startswith(how)
+    how = "exit code 1; " if exitcode > 0 else r"Signal 9 \(SIGKILL\).*; "
+    assert re.match(how + r".*error file.* \(", str(failure.message))
 
 
 @pytest.mark.parametrize(
     ("exitcode", "how"),
-    [(1, "exit code 1"), (-9, "Signal 9 (SIGKILL) received by PID 5"), (None, "unknown exit status")],
+    [(1, "exit code 1"), (-9, "Signal 9 (SIGKILL)"), (None, "unknown")],
 )
 def test_an_empty_file_could_not_be_written(tmp_path: Path, exitcode: int | None, how: str) -> None:
     failure = ProcessFailure(0, 5, exitcode, write(tmp_path, ""))
-    assert failure.message == (f"{how}; its error file could not be written (it is empty, as on a full disk)")
+    before, _, after = failure.message.partition("; ")
+    assert before.startswith(how)
+    assert "error file" in after
+    assert "empty" in after
 
 
 def test_a_huge_file_does_not_take_the_agents_memory(tmp_path: Path) -> None:
@@ -110,20 +113,20 @@ def test_a_huge_file_does_not_take_the_agents_memory(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)
     failure = ProcessFailure(0, 5, 1, str(path))
-    assert failure.message == "exit code 1; its error file cannot be read (more than 64 MiB)"
+    assert "(more than 64 MiB)" in str(failure.message)
 
 
 def test_an_end_that_nobody_saw_has_no_code() -> None:
-    failure = ProcessFailure(0, 5, None, "", seen_ns=1, cause="its exit status is unknown")
+    failure = ProcessFailure(0, 5, None, "", seen_ns=1, cause="unknown")
     assert failure.exitcode is None
     assert (failure.signal_number(), failure.signal_name()) == (0, "<N/A>")
-    assert failure.message == "its exit status is unknown"
+    assert failure.message == "unknown"
 
 
 def test_a_file_of_other_bytes_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_bytes(b"\xff\xfe{")
-    assert "cannot be read" in str(ProcessFailure(0, 5, 1, str(path)).message)
+    assert "error file" in str(ProcessFailure(0, 5, 1, str(path)).message)
 
 
 json_values = st.recursive(

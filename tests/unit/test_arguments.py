@@ -1,4 +1,4 @@
-"""The command line: grammar, defaults from the environment, and one clear line for every mistake."""
+"""The command line: grammar, and defaults from the environment. For mistakes see test_usage_errors.py."""
 
 import argparse
 import os
@@ -133,11 +133,6 @@ def test_which_signals_are_passed_on(options, signals, script):
     assert list(launch(*options, script).job.forwarded) == signals
 
 
-def test_no_signal_stops_the_job_and_lets_it_go_on(script):
-    with pytest.raises(UsageError, match=r"--signals-to-forward: got 'SIGUSR1,SIGTERM'.*not SIGTERM"):
-        launch("--signals-to-forward", "USR1,TERM", script)
-
-
 @pytest.mark.parametrize("name", ["LOGS_SPECS", "NUMA_BINDING", "PRINT_COMPLETION"])
 def test_some_have_none_as_in_torch(name):
     assert parse(["x"], {f"PET_{name}": "node"}) == parse(["x"], {})
@@ -170,111 +165,26 @@ def test_a_path_is_run_whatever_else_is_asked_for(script):
     assert made.command == [script, "a"]
     assert made.notices == []
     assert launch("--run-path", "--start-method=fork", script).start_method == "fork"
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, match=r"/no/script\.py"):
         launch("--run-path", "/no/script.py")
 
 
 def test_too_few_devices_for_virtual_local_ranks(script):
     argv = ("--virtual-local-rank", "--nproc-per-node=3", script)
     assert launch(*argv, CUDA_VISIBLE_DEVICES="0,1,2").job.virtual_local_rank
-    line = "--virtual-local-rank: local_rank 2 exceeds available GPUs in HIP_VISIBLE_DEVICES=4,5"
-    with pytest.raises(UsageError, match=line):
+    with pytest.raises(UsageError, match=r"--virtual-local-rank.*HIP_VISIBLE_DEVICES=4,5"):
         launch(*argv, CUDA_VISIBLE_DEVICES="0,1,2", HIP_VISIBLE_DEVICES="4,5")
-
-
-def test_binding_without_gpus_is_a_mistake(script):
-    line = "--numa-binding: got 'node', but 1 workers need one GPU each, and this machine has 0"
-    with pytest.raises(UsageError, match=line):
-        launch("--numa-binding=node", script, CUDA_VISIBLE_DEVICES="")
 
 
 def test_ranks_of_two_digits_can_be_named():
     assert parse(["-t", "0:1,12:3", "x.py"], {}).tee == {0: 1, 12: 3}
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "line"),
-    [
-        (["--nproc-per-node=0", "x"], {}, "--nproc-per-node: got '0', expected a whole number from 1, cpu, gpu, xpu or auto"),  # noqa: E501
-        (["--max-restarts=-1", "x"], {}, f"--max-restarts: got '-1', expected {RESTARTS}"),
-        (["--max-restarts", "-1", "x"], {}, f"--max-restarts: got '-1', expected {RESTARTS}"),
-        (["x"], {"PET_MAX_RESTARTS": "many"}, f"PET_MAX_RESTARTS: got 'many', expected {RESTARTS}"),
-        (["x"], {"PET_STANDALONE": "yes"}, "PET_STANDALONE: got 'yes', expected 0 or 1"),
-        (["--nproc-per-nod3=1", "x"], {}, "unknown option --nproc-per-nod3 (did you mean --nproc-per-node?)"),
-        (["--zzz", "x"], {}, "unknown option --zzz; --help all lists the options"),
-        (["-x", "x"], {}, "unknown option -x; --help all lists the options"),
-        (["-nproc-per-node", "2"], {}, "unknown option -nproc-per-node (did you mean --nproc-per-node?)"),
-        (["--NNODES=1", "x"], {}, "unknown option --NNODES (did you mean --nnodes?)"),
-        (["--rdzv_endpont=1", "x"], {}, "unknown option --rdzv_endpont (did you mean --rdzv-endpoint?)"),
-        (["--ma", "x"], {}, "--ma could be --max-restarts or --master-addr or --master-port"),
-        (["--role"], {}, "--role: a value is missing, as in --role NAME"),
-        (["--role", "--standalone", "x"], {}, "--role: a value is missing, as in --role NAME"),
-        (["--standalone=1", "x"], {}, "--standalone: got '1', expected no value"),
-        ([], {}, "no script given: elasticrun [options] script [arguments of the script]"),
-        (["-t", "4", "x"], {}, "-t: got '4', expected 0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:N,LOCAL_RANK:N"),  # noqa: E501
-        (["--local-ranks-filter=a", "x"], {}, "--local-ranks-filter: got 'a', expected local ranks separated by commas, such as 0,3"),  # noqa: E501
-        (["--shutdown-timeout=-1", "x"], {}, "--shutdown-timeout: got '-1', expected seconds, 0 or more"),
-        (["--signals-to-forward=USR3", "x"], {}, "--signals-to-forward: got 'USR3', expected names of signals that can be passed on, such as USR1,USR2 (not SIGUSR3)"),  # noqa: E501
-        (["--signals-to-forward=USR1,CHLD", "x"], {}, "--signals-to-forward: got 'USR1,CHLD', expected names of signals that can be passed on, such as USR1,USR2 (not SIGCHLD)"),  # noqa: E501
-        (["x"], {"PET_SIGNALS_TO_FORWARD": "SIGKILL"}, "PET_SIGNALS_TO_FORWARD: got 'SIGKILL', expected names of signals that can be passed on, such as USR1,USR2 (not SIGKILL)"),  # noqa: E501
-        (["--stop-scope=all", "x"], {}, "--stop-scope: got 'all', expected worker or group"),
-        (["--hang-timeout=0", "x"], {}, "--hang-timeout: got '0', expected seconds, more than 0, auto or auto:SECONDS"),  # noqa: E501
-        (["--hang-timeout=soon", "x"], {}, "--hang-timeout: got 'soon', expected seconds, more than 0, auto or auto:SECONDS"),  # noqa: E501
-        (["--hang-startup-timeout=0", "x"], {}, "--hang-startup-timeout: got '0', expected seconds, more than 0"),  # noqa: E501
-        (["--monitor-interval=0", "x"], {}, "--monitor-interval: got '0', expected seconds, more than 0"),
-        (["--monitor-interval=nan", "x"], {}, "--monitor-interval: got 'nan', expected seconds, 0 or more"),
-        (["--master-port=70000", "x"], {}, "--master-port: got '70000', expected a port, 0 to 65535"),
-        (["--nnodes=2:1", "x"], {}, "--nnodes: got '2:1', expected N or MIN:MAX with 1 <= MIN <= MAX"),
-        (["--nnodes=1:1:1", "x"], {}, "--nnodes: got '1:1:1', expected N or MIN:MAX with 1 <= MIN <= MAX"),
-        (["--rdzv-conf=a", "x"], {}, "--rdzv-conf: got 'a', expected KEY=VALUE,KEY=VALUE"),
-        (["--start-method=thread", "x"], {}, "--start-method: got 'thread', expected spawn, fork or forkserver"),  # noqa: E501
-        (
-            ["--signals-to-handle=SIGTERM,SIGKILL", "x"],
-            {},
-            "--signals-to-handle: got 'SIGTERM,SIGKILL', expected names of signals that can be caught (not SIGKILL)",  # noqa: E501
-        ),
-        (["--numa-binding=core", "x"], {}, "--numa-binding: got 'core', expected node, socket, exclusive or core-complex"),  # noqa: E501
-        (["--print-completion=fish"], {}, "--print-completion: got 'fish', expected bash, zsh or tcsh"),
-        (["x"], {"PET_STANDALONE": "0.5"}, "PET_STANDALONE: got '0.5', expected 0 or 1"),
-        (["x"], {"PET_STANDALONE": ""}, "PET_STANDALONE: got '', expected 0 or 1"),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_one_clear_line(argv, environ, line):
-    with pytest.raises(UsageError) as raised:
-        parse(argv, environ)
-    assert str(raised.value) == line
-
-
-def test_what_is_wrong_with_the_script_is_said(tmp_path, script):
-    missing = str(tmp_path / "no.py")
-    with pytest.raises(UsageError, match=r"script '.*no.py' does not exist"):
-        launch(missing)
-    with pytest.raises(UsageError, match=r"script '.*' is a folder without a __main__.py"):
+def test_a_folder_runs_if_it_has_a_main_file(tmp_path):
+    with pytest.raises(UsageError, match=r"__main__\.py"):
         launch(str(tmp_path))
     (tmp_path / "__main__.py").touch()
-    launch(str(tmp_path))
-    with pytest.raises(UsageError, match=r"script '.*train.py' is not executable"):
-        launch("--no-python", script)
-    with pytest.raises(UsageError, match=r"script 'no-such-program' was not found in PATH"):
-        launch("--no-python", "no-such-program")
-    with pytest.raises(UsageError, match=r"PYTHON_EXEC '/no/python' does not exist"):
-        launch(script, PYTHON_EXEC="/no/python")
-    with pytest.raises(UsageError, match=r"--no-python.*--module"):
-        launch("--no-python", "-m", "x")
-
-
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (["--node-rank=1"], "--node-rank: got 1, expected 0 with one node"),
-        (["--rdzv-endpoint=host"], "expected HOST:PORT with the static rendezvous"),
-        (["--rdzv-backend=c10d", "--rdzv-endpoint=a b:1"], "--rdzv-endpoint: got 'a b:1', expected HOST"),
-    ],
-)
-def test_what_one_node_cannot_do_is_said(argv, text, script):
-    with pytest.raises(UsageError) as raised:
-        launch(*argv, script)
-    assert text in str(raised.value)
+    assert launch(str(tmp_path)).command[-1] == str(tmp_path)
 
 
 def test_the_command_is_an_unbuffered_python(script):
@@ -323,8 +233,6 @@ def test_the_time_to_stop_comes_from_the_option_then_the_variable_then_the_defau
     assert (
         launch("--shutdown-timeout=2", script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").job.shutdown_timeout == 2
     )
-    with pytest.raises(UsageError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT: got 'x', expected seconds"):
-        launch(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="x")
 
 
 def test_signals_are_numbers_and_workers_hear_their_names(script):
@@ -340,7 +248,7 @@ def test_descendants_may_linger_or_stay(script):
     assert launch("--keep-descendants", script).job.linger is None
 
 
-@pytest.mark.parametrize("argv", [["-h"], ["--help"], ["--he"], ["--role", "x", "-h"], ["-mh"]])
+@pytest.mark.parametrize("argv", [["-h"], ["--help"], ["--he"], ["--h"], ["--role", "x", "-h"], ["-mh"]])
 def test_help_is_asked_for(argv):
     with pytest.raises(HelpRequested):
         parse(argv, {})
@@ -360,11 +268,6 @@ def test_help_may_have_a_topic(argv, topic):
     with pytest.raises(HelpRequested) as request:
         parse(argv, {})
     assert (request.value.what, request.value.topic) == ("help", topic)
-
-
-def test_a_topic_that_does_not_exist_is_refused():
-    with pytest.raises(UsageError, match="expected all or rdzv"):
-        parse(["--help=rendezvous"], {})
 
 
 def heads_in(text):
@@ -399,7 +302,6 @@ def test_help_has_the_whole_texts():
     flat = " ".join((help_text("elasticrun", "all") + help_text("elasticrun", "rdzv")).split())
     for entry in (*OPTIONS, *(key for key in KEYS if key.is_stored)):
         assert entry.help in flat, entry.name
-    assert "join_timeout seconds to wait until MIN nodes have joined (default 600)" in flat
 
 
 def test_help_marks_what_torchrun_does_not_have():
@@ -417,7 +319,7 @@ def test_the_examples_of_help_are_commands(script):
 
 def test_help_says_what_torchs_settings_do():
     flat = " ".join(help_text("x", "rdzv").split())
-    idle = flat.split("Torch's timeout is the join_timeout of static")[1]
+    idle = flat.split("Torch's timeout is")[1]
     assert all(key.name in flat for key in KEYS)
     without_effect = idle.split("Torch's ")[1].split(" are accepted")[0]
     assert "store_type" not in without_effect
@@ -465,14 +367,3 @@ def test_a_rank_may_hang_for_a_fixed_or_a_learned_time(script):
     assert (job.hang_timeout, job.hang_startup_timeout, job.hang_exit_timeout) == ("auto", 600.0, 1800.0)
     assert launch("--hang-timeout", "9", "--hang-exit-timeout", "0", script).job.hang_exit_timeout == 0
     assert launch("--hang-timeout", "auto:20", script).job.hang_timeout == "auto:20"
-    with pytest.raises(UsageError, match="got 'auto:', expected seconds, more than 0, auto or auto:SECONDS"):
-        launch("--hang-timeout", "auto:", script)
-    with pytest.raises(UsageError, match="--hang-startup-timeout needs --hang-timeout"):
-        launch("--hang-startup-timeout", "600", script)
-    with pytest.raises(UsageError, match="--hang-exit-timeout needs --hang-timeout"):
-        launch("--hang-exit-timeout", "600", script)
-
-
-def test_help_may_still_be_shortened_to_its_first_letter():
-    with pytest.raises(HelpRequested):
-        parse(["--h"], {})

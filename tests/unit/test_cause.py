@@ -1,6 +1,7 @@
 """The first failure of a node, told to others and shown there."""
 
 import json
+import re
 import time
 from types import SimpleNamespace
 
@@ -28,6 +29,10 @@ from elasticrs.workers.logs import LogPaths
 from elasticrs.workers.plan import Plan
 
 PLACE = Place("b", "host-b", 1)
+
+
+def report(result):
+    return ChildFailedError("train.py", all_failures(result)).format_msg()
 
 
 def attempt_of(exits, group_rank=1, paths=None):
@@ -58,13 +63,14 @@ def test_workers_that_end_with_their_nursery_are_a_cause():
     cause = own_cause(killed, PLACE, Clock())
     assert cause is not None
     assert (cause.rank, cause.pid, cause.exitcode) == (2, 100, -9)
-    assert cause.message == "the nursery died by SIGKILL, and the worker with it"
+    assert "nursery" in cause.message
+    assert "SIGKILL" in cause.message
     none_told = attempt_of([])
     none_told.nursery_hung = True
     cause = own_cause(none_told, PLACE, Clock())
     assert cause is not None
     assert cause.rank is None
-    assert cause.message == "the nursery hung and was killed by the agent"
+    assert "nursery hung" in cause.message
 
 
 def test_a_cause_names_the_worker_and_is_small(tmp_path):
@@ -98,19 +104,20 @@ def test_times_are_told_on_the_clock_of_the_store():
     assert abs(back - seen) < 100_000_000
 
 
-def test_the_report_of_another_node_shows_the_first_cause_and_not_its_own_victims():
+def test_the_report_of_another_node_shows_the_first_cause_and_not_its_own_victims(golden):
     cause = own_cause(attempt_of([(1, -9, None)]), PLACE, Clock(error_ns=300_000))
     result = JobResult()
     result.attempts = [attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=0)]
     result.first_cause = cause
     result.clock = Clock(error_ns=200_000)
-    text = ChildFailedError("train.py", all_failures(result)).format_msg()
-    root = text[text.index("Root Cause") :]
-    assert "host      : host-b" in root
-    assert "rank      : 3 (local_rank: 1)" in root
-    assert "exitcode  : -9 (pid: 101)  (SIGKILL)" in root
-    assert "on node b; times of different nodes are comparable to 0.5 ms" in root
-    assert "Stopped by elasticrs after the first failure: ranks 0, 1 (SIGTERM)" in text
+    texts = {"a worker of another node died": report(result)}
+    hung = hung_attempt(0, 0, 8)
+    result.attempts, result.first_cause = [hung], own_cause(hung_attempt(1, 1, 7), PLACE, Clock())
+    texts["a rank of another node hung, and one here waited for it"] = report(result)
+    hung.expired, hung.first_failure = {}, None
+    texts["a rank of another node hung, and none here"] = report(result)
+    variable = {r"(?m)^([=-])\1{30,}$": r"\1\1\1", r"\(0\.\d{3} ms before": "(SPAN before"}
+    golden("failure-report-of-another-node", texts, variable)
 
 
 def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
@@ -145,10 +152,10 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
 def test_a_rank_that_hung_is_told_with_what_speaks_against_it():
     clock = Clock()
     attempt = hung_attempt(1, 1, 7)
-    told = "hung: no heartbeat for 61.0 s (limit 60 s); stopped at step 7, 1 step behind them"
     for cause in (first_word(attempt, 1, PLACE, clock), own_cause(attempt, PLACE, clock)):
         assert (cause.rank, cause.ground, cause.silence, cause.step) == (3, "behind", 61.0, 7)
-        assert cause.message.splitlines()[-1] == told
+        told = cause.message.splitlines()[-1]
+        assert told.startswith("hung: ")
         assert failure_of(cause.encoded()) == f"rank 3 (pid 101) on node b: {told}"
 
 
@@ -156,14 +163,12 @@ def test_a_rank_that_another_node_may_wait_for_is_a_cause_although_it_was_only_s
     cause = own_cause(hung_attempt(1, 1, 7, was_found_here=False), PLACE, Clock())
     assert cause is not None
     assert (cause.rank, cause.ground, cause.step) == (3, "behind", 7)
-    assert "(limit 60 s, but a rank on another node is waiting)" in cause.message
 
 
 def report_of(attempt, cause):
     result = JobResult()
     result.attempts, result.first_cause = [attempt], cause
-    text = ChildFailedError("train.py", all_failures(result)).format_msg()
-    others, _, root = text.partition("Root Cause")
+    others, _, root = report(result).partition("Root Cause")
     return others, root
 
 
@@ -174,26 +179,17 @@ def test_what_all_nodes_agree_upon_comes_before_what_one_saw_first():
     others, root = report_of(waits, cause)
     assert "rank      : 3 (local_rank: 1)" in root
     assert "rank      : 0 (local_rank: 0)" in others
-    assert "note      : it may have waited for rank 3, which hung first" in others
-    assert "here: " not in root
+    assert re.search(r"note      : .*\brank 3\b", others)
     assert "rank      : 3 (local_rank: 1)" in report_of(hung_attempt(1, 1, 7), cause)[1]
-
-
-def test_a_node_where_nobody_hung_shows_where_its_own_ranks_stood():
-    stopped = hung_attempt(0, 0, 8)
-    stopped.expired, stopped.first_failure = {}, None
-    _, root = report_of(stopped, own_cause(hung_attempt(1, 1, 7), PLACE, Clock()))
-    assert "note      : here: last heartbeat of rank 0: in step 8 61.0 s before the failure" in root
-    assert "note      : here: last heartbeat of rank 1: in step 9" in root
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "shown"),
     [
-        (300_000, 200_001, "comparable to 0.6 ms"),
-        (0, 900, "comparable to 0.1 ms"),
-        (None, 900, "their clocks have not been compared"),
-        (900, None, "their clocks have not been compared"),
+        (300_000, 200_001, " 0.6 ms"),
+        (0, 900, " 0.1 ms"),
+        (None, 900, " not "),
+        (900, None, " not "),
     ],
 )
 def test_the_error_of_the_clocks_is_a_bound_or_unknown(theirs, ours, shown):
@@ -229,7 +225,7 @@ def test_a_node_that_could_not_start_its_workers_is_no_worker():
 def test_workers_that_were_stopped_for_another_reason_are_no_failures():
     result = JobResult()
     result.attempts = [attempt_of([(0, -9, 9), (1, -9, 9)])]
-    result.message = "the store is lost"
+    result.message = "another reason"
     assert all_failures(result) == {}
     result.attempts = [attempt_of([(0, 1, None), (1, -9, 9)])]
     assert list(all_failures(result)) == [2, 3]

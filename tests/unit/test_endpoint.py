@@ -37,11 +37,8 @@ def test_malformed_endpoints_are_refused(endpoint):
 
 
 def test_an_ipv6_address_without_brackets_is_told_about_them():
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError, match=r"^endpoint: got 'fd00::1'.* \[fd00::1\]$"):
         parse_endpoint("endpoint", "fd00::1")
-    assert str(raised.value) == (
-        "endpoint: got 'fd00::1', expected HOST[:PORT], an IPv6 address in brackets: [fd00::1]"
-    )
 
 
 names = st.from_regex(r"[A-Za-z0-9_.-]{1,40}", fullmatch=True)

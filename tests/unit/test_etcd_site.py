@@ -1,6 +1,7 @@
-"""What the command line and the Python API say about etcd, and the line for every mistake."""
+"""What the command line and the Python API say about etcd. For mistakes see test_usage_errors.py."""
 
 import os
+import re
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_every_back_end_of_etcd_is_the_same_one_and_v2_says_so():
     assert described(backend="etcd-v3") == described()
     met, (notice,) = described(backend="etcd-v2")
     assert met == described()[0]
-    assert notice == "rdzv_backend etcd-v2: elasticrs speaks etcd's v3 interface"
+    assert notice.startswith("rdzv_backend etcd-v2: ")
 
 
 def test_who_is_lost_when():
@@ -92,11 +93,6 @@ def test_who_is_lost_when():
     assert (met.settings.ttl, met.etcd.ttl) == (8, 8)
     assert met.settings.settle == 30 + 2 * 8 + 5
     assert described(store_grace="8")[0].replaced(config=met.config) == met
-    assert (
-        mistake(store_grace=8, lease_ttl=9)
-        == "rdzv_configs: lease_ttl and store_grace are the same: leave one out"
-    )
-    assert mistake(settle=4) == ("rdzv_configs: settle: got 4, expected seconds, more than lease_ttl (5)")
 
 
 def test_a_user_and_the_password(file):
@@ -106,20 +102,18 @@ def test_a_user_and_the_password(file):
     assert "päss" not in repr(met)
     assert "user='u', password=<secret>" in repr(met.etcd)
     (clear,) = described("localhost,a", user="u", password_file=path)[1]
-    assert clear == "rdzv_configs: user: the password goes to etcd unencrypted: use https"
+    assert clear.endswith("https")
     assert described("localhost,127.0.0.1", user="u", password_file=path)[1] == []
     os.chmod(path, 0o644)
     (shared,) = described("https://a", user="u", password_file=path)[1]
-    assert shared == f"the password in {path} can be read by every user of this machine: chmod o-rwx {path}"
+    assert shared.endswith(f"chmod o-rwx {path}")
 
 
 def test_lines_about_what_has_no_effect():
     _, notices = described(is_host=1, keep_alive_interval=5, keep_alive_max_attempt=3, token="t")
-    assert notices == [
-        "rdzv_configs: is_host, keep_alive_interval, keep_alive_max_attempt: no effect with etcd, which has "
-        "lease_ttl",
-        "the token has no effect, because etcd's permissions decide which nodes may join",
-    ]
+    settings, token = notices
+    assert re.search("is_host, keep_alive_interval, keep_alive_max_attempt: .*lease_ttl", settings)
+    assert "token" in token
     assert described(environ={"ELASTICRS_TOKEN": "t"})[1] == notices[1:]
 
 
@@ -159,64 +153,14 @@ def test_endpoints_of_which_one_is_none(endpoint):
     assert mistake(endpoint).endswith(", expected HOST[:PORT]")
 
 
-def test_several_nodes_need_an_endpoint():
-    assert mistake("") == (f"rdzv_endpoint is needed for several nodes: {EXPECTED}, the same on all nodes")
-
-
-@pytest.mark.parametrize(
-    ("config", "line"),
-    [
-        ({"protocol": "ftp"}, "protocol: got 'ftp', expected http or https"),
-        ({"lease_ttl": "1"}, "lease_ttl: got '1', expected a whole number from 2"),
-        ({"lease_ttl": 2.5}, "lease_ttl: got 2.5, expected a whole number from 2"),
-        ({"lease_ttl": 3601}, "lease_ttl: got 3601, expected a whole number of seconds, 3600 at most"),
-        ({"read_timeout": 0}, "read_timeout: got 0, expected seconds, more than 0"),
-        ({"etcd_prefix": "a\tb"}, "etcd_prefix: got 'a\\tb', expected how the names of keys begin"),
-        ({"user": ""}, "user: got '', expected the name of a user of etcd"),
-        ({"user": "u"}, "user and password_file need each other"),
-        ({"user": "u", "password": "p"}, "password: every user of the machine can read a command line"),
-        ({"password_file": "/dev/null"}, "user and password_file need each other"),
-        ({"user": "u", "password_file": "/dev/null"}, "password_file: '/dev/null' holds 0 bytes, expected 1"),
-        ({"ca_cert": "/dev/null"}, "ca_cert: only with protocol=https"),
-        ({"cert": "/dev/null"}, "ssl_cert: only with protocol=https"),
-        (
-            {"protocol": "https", "key": "k"},
-            "ssl_cert_key needs ssl_cert, the certificate that it belongs to",
-        ),
-        (
-            {"protocol": "https", "cacert": "/no/ca"},
-            "ca_cert: '/no/ca' cannot be read: No such file or directory",
-        ),
-        ({"cacert": "x", "ca_cert": "y"}, "ca_cert and cacert are the same: leave one out"),
-        ({"store_type": "file"}, "store_type: got 'file', expected tcp: "),
-        ({"ssl_crt": "x"}, "unknown key ssl_crt (did you mean ssl_cert?); known: join_timeout, "),
-    ],
-)
-def test_settings_that_are_none(config, line):
-    assert mistake(**config).startswith(f"rdzv_configs: {line}")
-
-
 def test_the_keys_that_there_are_are_named_once_each():
     named = mistake(zzz="x").partition("known: ")[2].split(", ")
     assert len(named) == len(set(named))
 
 
-def test_two_schemes_are_one_too_many():
-    assert mistake("http://a", protocol="https") == (
-        "rdzv_configs: protocol: got 'https', but rdzv_endpoint has http://: leave one out"
-    )
-
-
 def test_the_user_reads_of_all_keys():
     line = mistake(zzz=1)
     assert all(name in line for name in (*NAMES, *(key.name for key in KEYS)))
-
-
-def test_a_password_is_text(file):
-    path = file("password", b"\xff")
-    assert mistake(user="u", password_file=path) == (
-        f"rdzv_configs: password_file: {path!r} does not hold text in UTF-8"
-    )
 
 
 # --- the same through all doors ---
@@ -230,7 +174,8 @@ def test_the_command_line(tmp_path):
     met = launched.rendezvous
     assert (met.backend, met.endpoint, met.etcd.ttl, met.run_id) == ("etcd", "a:2379,b:2379", 9, "j")
     assert (launched.handler, launched.observe.rdzv_backend) == (None, "etcd")
-    assert launched.notices == ["--rdzv-backend etcd-v2: elasticrs speaks etcd's v3 interface"]
+    (notice,) = launched.notices
+    assert notice.startswith("--rdzv-backend etcd-v2: ")
 
 
 @pytest.mark.parametrize("name", ["etcd", "etcd-v2", "etcd-v3"])
@@ -238,13 +183,13 @@ def test_handlers(name):
     assert rendezvous_handler_registry.is_registered(name)
     parameters = RendezvousParameters(name, "a", "j", 1, 1, read_timeout=3)
     if name == "etcd-v2":
-        with pytest.warns(RuntimeWarning, match="speaks etcd's v3 interface"):
+        with pytest.warns(RuntimeWarning, match="etcd-v2"):
             handler = get_rendezvous_handler(parameters)
     else:
         handler = get_rendezvous_handler(parameters)
     assert (handler.get_backend(), handler.rendezvous.etcd.read_timeout) == (name, 3)
     assert get_rendezvous_handler(RendezvousParameters("etcd", "", "j", 1, 1)).get_backend() == "etcd"
-    with pytest.raises(ValueError, match="rdzv_endpoint is needed"):
+    with pytest.raises(ValueError, match="rdzv_endpoint"):
         get_rendezvous_handler(RendezvousParameters("etcd", "", "j", 1, 2))
 
 
@@ -267,7 +212,8 @@ def test_seats_have_two_ports():
 def test_where_hosted_members_listen_may_be_said():
     met, notices = described("a", host=1, bind_addr="10.0.0.1", is_host=1)
     assert met.settings.bind_addr == "10.0.0.1"
-    assert notices == ["rdzv_configs: is_host: no effect with etcd, which has lease_ttl"]
+    (notice,) = notices
+    assert notice.startswith("rdzv_configs: is_host: ")
 
 
 def test_a_token_is_for_hosted_members():
@@ -275,21 +221,3 @@ def test_a_token_is_for_hosted_members():
     assert (notices, met.etcd.user) == ([], "root")
     assert met.etcd.password != described("a", host=1, token="other")[0].etcd.password
     assert met.etcd.password not in repr(met.etcd)
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "config", "line"),
-    [
-        ("a,b", {}, "rdzv_endpoint: got 2 endpoints, expected 1, 3 or 5 with host=1"),
-        ("a,b,c,d,e,f,g", {}, "got 7 endpoints"),
-        ("https://a", {}, "host=1 with https needs ca_cert and ssl_cert, which"),
-        ("a", {"user": "u", "password_file": "/proc/version"}, "host=1 and user cannot be combined"),
-        ("a:1,a:2,a:4", {}, "got the same one twice"),
-        ("a:1,a:3,a:5", {"peer_port": 9}, "got the same one twice"),
-        ("a:65535", {}, "or one that is too high"),
-        ("a", {"host": "maybe"}, "rdzv_configs: host: got 'maybe', expected 1 or 0"),
-        ("a", {"host": 0, "peer_port": 9}, "peer_port is for members that the agents host: add host=1"),
-    ],
-)
-def test_mistakes_about_hosted_members(endpoint, config, line):
-    assert line in mistake(endpoint, **{"host": 1, **config})

@@ -1,7 +1,10 @@
-"""The settings of the elastic rendezvous: each key, each bad value, and what belongs together."""
+"""The settings of the elastic rendezvous: each key, its bad values, and what belongs together. The texts of
+the mistakes are in test_usage_errors.py.
+"""
 
 import math
 import os
+import re
 
 import pytest
 from hypothesis import example, given
@@ -46,9 +49,8 @@ def test_defaults():
 def test_how_long_the_store_may_be_away_is_the_lease(given, attempts):
     assert settings(store_grace=given) == settings(keep_alive_max_attempt=attempts)
     assert settings(store_grace=given, keep_alive_interval="2").ttl == 2 * max(3, (attempts + 1) // 2)
-    assert mistake(store_grace="0.5") == "--rdzv-conf: store_grace: got '0.5', expected seconds, 1 to 86400"
-    both = mistake(store_grace=given, keep_alive_max_attempt=5)
-    assert both == "--rdzv-conf: store_grace and keep_alive_max_attempt cannot be combined"
+    assert "store_grace: got '0.5'" in mistake(store_grace="0.5")
+    assert "keep_alive_max_attempt" in mistake(store_grace=given, keep_alive_max_attempt=5)
 
 
 def test_settle_is_the_longest_stop_two_leases_and_a_margin():
@@ -77,14 +79,10 @@ NO_EFFECT = {
 def test_spans_have_fractions_and_limits(name):
     assert getattr(settings(**{name: "0.25"}), name) == 0.25
     assert getattr(settings(**{name: 3}), name) == 3.0
-    expected = "seconds, 0 or more" if name in ANY_SECONDS else "seconds, more than 0"
-    for bad in ("-1", "nan", "x", "", "1s", True, [1], None):
-        assert mistake(**{name: bad}) == f"--rdzv-conf: {name}: got {bad!r}, expected {expected}"
-    for bad in ("inf", "1e10", 2e9):
-        assert mistake(**{name: bad}).endswith("expected seconds, 1000000000 at most")
-    if name in SOME_SECONDS:
-        assert mistake(**{name: "0"}) == f"--rdzv-conf: {name}: got '0', expected {expected}"
-    else:
+    bad = ["-1", "nan", "x", "", "1s", True, [1], None, "inf", "1e10", 2e9]
+    for value in [*bad, "0"] if name in SOME_SECONDS else bad:
+        assert mistake(**{name: value}).startswith(f"--rdzv-conf: {name}: got {value!r}, ")
+    if name in ANY_SECONDS:
         assert getattr(settings(**{name: 0}), name) == 0
 
 
@@ -112,7 +110,7 @@ def test_every_key_of_torchs_static_and_c10d_is_known():
 
 @pytest.mark.parametrize("name", ETCDS)
 def test_keys_of_etcd_are_refused(name):
-    assert mistake(**{name: "x"}).startswith(f"--rdzv-conf: unknown key {name}")
+    assert re.match(rf"--rdzv-conf: .*\b{name}\b", mistake(**{name: "x"}))
 
 
 def test_the_exit_barrier_has_four_sources():
@@ -174,57 +172,46 @@ def test_values(name, text, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "expected"),
+    ("name", "text"),
     [
-        ("scale_up", "off", "1 or 0 (or true, false, yes, no)"),
-        ("stall_timeout", "0.5", "seconds, 1 or more, or off"),
-        ("settle", "0", "seconds, more than 0"),
-        ("settle", "5", "seconds, more than keep_alive_interval x keep_alive_max_attempt (5)"),
-        ("keep_alive_interval", "0.01", "seconds, 0.05 to 3600"),
-        ("keep_alive_interval", "3601", "seconds, 0.05 to 3600"),
-        ("keep_alive_max_attempt", "2", "a whole number from 3"),
-        ("keep_alive_max_attempt", "2.5", "a whole number from 3"),
-        ("max_node_losses", "-1", "a whole number from 0, or off"),
-        ("max_short_losses", "0", "a whole number from 1"),
-        ("max_short_losses", 1.5, "a whole number from 1"),
-        ("is_host", "maybe", "1 or 0 (or true, false, yes, no)"),
-        ("is_host", 2, "1 or 0 (or true, false, yes, no)"),
-        ("homogeneous", "", "1 or 0 (or true, false, yes, no)"),
-        ("fresh", 0.0, "1 or 0 (or true, false, yes, no)"),
-        ("drain", "all", "node or job"),
-        ("bind_addr", "eth0", "the numeric address of an interface of this node"),
-        ("bind_addr", "", "the numeric address of an interface of this node"),
-        ("bind_addr", "10.0.0.\0", "the numeric address of an interface of this node"),
-        ("worker_port_range", "2-1", "LOW-HIGH with 1 <= LOW <= HIGH <= 65535"),
-        ("worker_port_range", "0-5", "LOW-HIGH with 1 <= LOW <= HIGH <= 65535"),
-        ("worker_port_range", "1-65536", "LOW-HIGH with 1 <= LOW <= HIGH <= 65535"),
-        ("worker_port_range", "a-b", "LOW-HIGH with 1 <= LOW <= HIGH <= 65535"),
-        ("order_hint", "-1", "a whole number from 0"),
-        ("rank", True, "a whole number from 0"),
-        ("token_file", "", "the path of a file"),
-        ("store_type", "etcd", "tcp"),
+        ("scale_up", "off"),
+        ("stall_timeout", "0.5"),
+        ("settle", "0"),
+        ("settle", "5"),
+        ("keep_alive_interval", "0.01"),
+        ("keep_alive_interval", "3601"),
+        ("keep_alive_max_attempt", "2"),
+        ("keep_alive_max_attempt", "2.5"),
+        ("max_node_losses", "-1"),
+        ("max_short_losses", "0"),
+        ("max_short_losses", 1.5),
+        ("is_host", "maybe"),
+        ("is_host", 2),
+        ("homogeneous", ""),
+        ("fresh", 0.0),
+        ("drain", "all"),
+        ("bind_addr", "eth0"),
+        ("bind_addr", ""),
+        ("bind_addr", "10.0.0.\0"),
+        ("worker_port_range", "2-1"),
+        ("worker_port_range", "0-5"),
+        ("worker_port_range", "1-65536"),
+        ("worker_port_range", "a-b"),
+        ("order_hint", "-1"),
+        ("rank", True),
+        ("token_file", ""),
+        ("store_type", "etcd"),
     ],
 )
-def test_bad_values(name, text, expected):
-    assert mistake(**{name: text}) == f"--rdzv-conf: {name}: got {text!r}, expected {expected}"
-
-
-def test_a_shared_file_is_no_store():
-    assert mistake(store_type="File").startswith("--rdzv-conf: store_type: got 'File', expected tcp: ")
+def test_bad_values(name, text):
+    assert mistake(**{name: text}).startswith(f"--rdzv-conf: {name}: got {text!r}, ")
 
 
 def test_an_unknown_key_is_a_mistake():
-    line = mistake(jion_timeout="5")
-    assert line.startswith(
-        "--rdzv-conf: unknown key jion_timeout (did you mean join_timeout?); known: join_timeout, "
-    )
-    assert all(name in line for name in NAMES)
-    assert mistake(zzz="5").startswith("--rdzv-conf: unknown key zzz; known: ")
-
-
-def test_the_source_is_named():
-    with pytest.raises(UsageError, match=r"^rdzv_configs: drain: got 'x', expected node or job$"):
-        read_settings({"drain": "x"}, {}, source="rdzv_configs")
+    before, _, known = mistake(jion_timeout="5").partition("known: ")
+    assert re.search(r"jion_timeout \(.*\bjoin_timeout\b", before)
+    assert set(known.split(", ")) == set(NAMES)
+    assert "(" not in mistake(zzz="5")
 
 
 def test_no_key_is_untested_here():
@@ -252,30 +239,17 @@ def test_the_token_comes_from_the_setting_the_file_or_the_environment(tmp_path):
     assert settings(token_file=token_file(tmp_path, b"\x00\xff\r\n")).token == b"\x00\xff"
 
 
-def test_two_tokens_are_one_too_many(tmp_path):
-    line = mistake(token="mine", token_file=token_file(tmp_path))
-    assert line == "--rdzv-conf: token and token_file cannot be combined"
-
-
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o604, 0o606, 0o602])
 def test_who_may_read_the_file_is_looked_at(tmp_path, mode):
     path = token_file(tmp_path, mode=mode)
     _, notices = read_settings({"token_file": path}, {})
-    warning = f"the token in {path} can be read by every user of this machine: chmod o-rwx {path}"
-    assert notices == ([warning] if mode & 0o007 else [])
+    assert [notice.endswith(f"chmod o-rwx {path}") for notice in notices] == [True] * bool(mode & 0o007)
 
 
 def test_files_that_hold_no_token(tmp_path):
     missing = str(tmp_path / "none")
-    assert mistake(token_file=missing) == (
-        f"--rdzv-conf: token_file: {missing!r} cannot be read: No such file or directory"
-    )
-    assert mistake(token_file=str(tmp_path)).endswith("cannot be read: Is a directory")
-    empty = token_file(tmp_path, b"\n")
-    assert mistake(token_file=empty) == (
-        f"--rdzv-conf: token_file: {empty!r} holds 0 bytes, expected 1 to 4096 bytes"
-    )
-    assert mistake(token_file=token_file(tmp_path, b"x" * 5000)).endswith("expected 1 to 4096 bytes")
+    for path in (missing, str(tmp_path), token_file(tmp_path, b"\n"), token_file(tmp_path, b"x" * 5000)):
+        assert mistake(token_file=path).startswith(f"--rdzv-conf: token_file: {path!r}")
     assert settings(token_file=token_file(tmp_path, b"x" * 4096 + b"\n")).token == b"x" * 4096
 
 
@@ -284,8 +258,8 @@ def test_the_token_is_in_no_text():
     assert "<secret>" in repr(settings(token="s3cret"))
     assert "token=None" in repr(settings())
     long = "s3cret" * 1000
-    assert mistake(token=long) == "--rdzv-conf: token: got a secret, expected 1 to 4096 bytes"
-    assert mistake({"ELASTICRS_TOKEN": ""}) == ("ELASTICRS_TOKEN: got 0 characters, expected 1 to 4096 bytes")
+    assert "s3cret" not in mistake(token=long)
+    assert mistake({"ELASTICRS_TOKEN": ""}).startswith("ELASTICRS_TOKEN: got 0 ")
     assert "s3cret" not in mistake({"ELASTICRS_TOKEN": long})
 
 

@@ -1,4 +1,4 @@
-"""What the command line and the Python API say about several nodes, and the line for every mistake."""
+"""What the command line and the Python API say about several nodes. For mistakes see test_usage_errors.py."""
 
 import pytest
 
@@ -135,72 +135,6 @@ def test_lines_that_are_no_mistakes(launch):
     assert "--master-port" in no_effect
 
 
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (
-            ["--nnodes=2", "--rdzv-backend=c10d"],
-            "--rdzv-endpoint is needed for several nodes: HOST[:PORT] of the node that hosts the rendezvous, "
-            "the same on all nodes",
-        ),
-        (
-            ["--nnodes=1:2"],
-            "--nnodes: got 1:2, expected one number with the static rendezvous, whose ranks are given by "
-            "hand; --rdzv-backend c10d or etcd takes a range",
-        ),
-        (["--node-rank=1"], "--node-rank: got 1, expected 0 with one node"),
-        (["--nnodes=2", "--node-rank=2"], "--node-rank: got 2, expected 0 to 1 with 2 nodes"),
-        (
-            ["--nnodes=2", "--node-rank=1", "--rdzv-conf=rank=0"],
-            "--rdzv-conf: rank: got '0', but --node-rank is 1: leave it out",
-        ),
-        (
-            ["--nnodes=2", "--node-rank=1", "--master-addr=node1", "--rdzv-conf=is_host=1"],
-            "--rdzv-conf: is_host: got 1 for node rank 1, but node rank 0 hosts the static rendezvous: "
-            "leave it out",
-        ),
-        (["--nnodes=2", "--standalone"], "--standalone is for one node, but --nnodes is 2"),
-        (["--nnodes=2:3", "--standalone"], "--standalone is for one node, but --nnodes is 2:3"),
-        (["--rdzv-backend=zeus"], f"--rdzv-backend: got 'zeus', expected {BACKENDS}"),
-        (
-            ["--rdzv-endpoint=node1"],
-            "--rdzv-endpoint: got 'node1', expected HOST:PORT with the static rendezvous, "
-            "the same on all nodes",
-        ),
-        (
-            ["--nnodes=2", "--rdzv-endpoint=node1"],
-            "--rdzv-endpoint: got 'node1', expected HOST:PORT with the static rendezvous, "
-            "the same on all nodes",
-        ),
-        (
-            ["--nnodes=2", "--rdzv-endpoint=node1:0"],
-            "--rdzv-endpoint: got 'node1:0', expected HOST:PORT with the static rendezvous, "
-            "the same on all nodes",
-        ),
-        (
-            ["--rdzv-backend=c10d", "--rdzv-endpoint=a b:1"],
-            "--rdzv-endpoint: got 'a b:1', expected HOST[:PORT]",
-        ),
-        ([*C10D, "--rdzv-id="], "--rdzv-id: got '', expected 1 to 256 bytes"),
-        (
-            [*C10D, "--rdzv-conf=close_timeout=x"],
-            "--rdzv-conf: close_timeout: got 'x', expected seconds, 0 or more",
-        ),
-        (["--rdzv-conf=drain=x"], "--rdzv-conf: drain: got 'x', expected node or job"),
-        (["--standalone", "--rdzv-conf=drain=x"], "--rdzv-conf: drain: got 'x', expected node or job"),
-    ],
-)
-def test_a_mistake_is_one_clear_line(launch, argv, line):
-    with pytest.raises(UsageError) as raised:
-        launch(*argv)
-    assert str(raised.value) == line
-
-
-def test_drain_is_node_or_job():
-    with pytest.raises(UsageError, match=r"^--drain: got 'all', expected node or job$"):
-        parse(["--drain=all", "x.py"], {})
-
-
 # --- the Python API ---
 
 
@@ -213,19 +147,15 @@ def test_the_python_api_says_the_same_with_its_own_words():
     assert api().settings.order_hint is None
     static = api("static", "node1:7", (2, 2), rank=1)
     assert (static.node_rank, static.settings.order_hint) == (1, 1)
-    for how, line in (
-        ({"endpoint": ""}, "rdzv_endpoint is needed for several nodes"),
-        ({"backend": "static"}, "min_nodes:max_nodes: got 1:2, expected one number"),
-        ({"backend": "static", "nodes": (2, 2), "rank": 2}, "rdzv_configs['rank']: got 2, expected 0 to 1"),
-        (
-            {"backend": "static", "nodes": (2, 2), "rank": "x"},
-            "rdzv_configs: rank: got 'x', expected a whole",
-        ),
-        ({"zzz": 1}, "rdzv_configs: unknown key zzz"),
+    for how, named in (
+        ({"endpoint": ""}, "rdzv_endpoint"),
+        ({"backend": "static"}, "min_nodes:max_nodes: got 1:2"),
+        ({"backend": "static", "nodes": (2, 2), "rank": 2}, r"rdzv_configs\['rank'\]: got 2"),
+        ({"backend": "static", "nodes": (2, 2), "rank": "x"}, "rdzv_configs: rank: got 'x'"),
+        ({"zzz": 1}, "rdzv_configs: .*zzz"),
     ):
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError, match=f"^{named}"):
             api(**how)
-        assert str(raised.value).startswith(line)
 
 
 def test_handlers_check_their_settings():
@@ -233,9 +163,9 @@ def test_handlers_check_their_settings():
         return get_rendezvous_handler(RendezvousParameters(backend, "", "j", 1, 1, **config))
 
     assert handler("elasticrs", timeout=900).get_backend() == "elasticrs"
-    with pytest.raises(ValueError, match="rdzv_configs: unknown key zzz"):
+    with pytest.raises(ValueError, match=r"rdzv_configs: .*zzz"):
         handler(zzz=1)
-    with pytest.raises(ValueError, match=f"rdzv_backend: got 'mine', expected {BACKENDS}"):
+    with pytest.raises(ValueError, match=f"rdzv_backend: got 'mine'.* {BACKENDS}"):
         handler("mine")
 
 
@@ -244,7 +174,7 @@ def test_a_token_that_everybody_can_read_is_a_warning(tmp_path):
     path.write_text("secret")
     path.chmod(0o644)
     parameters = RendezvousParameters("c10d", "", "j", 1, 1, token_file=str(path))
-    with pytest.warns(RuntimeWarning, match="can be read by every user of this machine"):
+    with pytest.warns(RuntimeWarning, match=str(path)):
         get_rendezvous_handler(parameters)
 
 
@@ -276,7 +206,7 @@ def test_a_file_and_a_registered_backend_have_a_handler_of_their_own(launch):
             handler = launched.handler
             assert launched.rendezvous is None
             assert (handler.endpoint, handler.nodes, handler.exit_barrier_timeout) == ("there", (1, 3), 5)
-        with pytest.raises(UsageError, match=f"expected {BACKENDS}, of_a_program"):
+        with pytest.raises(UsageError, match=f"{BACKENDS}, of_a_program"):
             launch("--rdzv-backend=of_nobody")
     finally:
         del rendezvous_handler_registry._registry["of_a_program"]
@@ -289,9 +219,8 @@ def test_a_file_and_a_registered_backend_have_a_handler_of_their_own(launch):
 def test_a_file_changes_nothing_where_nobody_would_look_into_it(launch, argv):
     launched = launch(*argv, "--rdzv-conf=store_type=file")
     assert launched.handler is None
-    line = "--rdzv-conf: store_type=file has no effect here: it is for --rdzv-backend c10d"
-    assert line in launched.notices
-    with pytest.raises(UsageError, match="got 'tape', expected tcp"):
+    assert any("store_type=file" in notice for notice in launched.notices)
+    with pytest.raises(UsageError, match="store_type: got 'tape'"):
         launch(*argv, "--rdzv-conf=store_type=tape")
 
 
