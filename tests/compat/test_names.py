@@ -119,11 +119,7 @@ def test_a_table_that_holds_has_no_problem_and_each_that_does_not_has_one():
     found = {(place, "same"): "same", (place, "also"): "same", (place, "gone"): "missing"}
     rows = table.read(TABLE)
     assert list(table.problems(found, rows)) == []
-    for change in (
-        {(place, "also"): "default"},
-        {(place, "gone"): "same"},
-        {(place, "new"): "same"},
-    ):
+    for change in ({(place, "also"): "default"}, {(place, "gone"): "same"}, {(place, "new"): "same"}):
         (problem,) = table.problems({**found, **change}, rows)
         assert next(iter(change))[1] in problem
     (problem,) = table.problems({key: found[key] for key in list(found)[:2]}, rows)

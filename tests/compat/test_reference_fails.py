@@ -1,4 +1,4 @@
-"""What is broken in torchrun and works here: each case is seen to fail there, and to pass here.
+"""Cases that fail with torchrun and pass here; each case runs with both.
 
 So that a case is known to be one. When a later torch mends it, the test says so.
 """
@@ -160,7 +160,7 @@ def target_of(link):
         return None
 
 
-def test_what_a_crashed_worker_leaves_is_ended(start, worker_script):
+def test_leftover_processes_of_a_crashed_worker_are_killed(start, worker_script):
     script = worker_script("""
         import os, subprocess
         left = subprocess.Popen(["sleep", "1000"])
@@ -191,7 +191,7 @@ def test_workers_do_not_outlive_an_agent_that_is_killed_and_has_loaded_no_torch(
 
 def test_a_signal_while_waiting_for_a_node_is_handled(agent):
     first = agent("elasticrs", "127.0.0.1", nodes="2")
-    first.wait_for_line("waiting for nodes: 1 of at least 2", "stderr")
+    first.wait_for_line("1 of at least 2", "stderr")
     first.signal(signal.SIGTERM)
     assert first.wait() == 1
 
@@ -229,7 +229,7 @@ def test_a_timer_that_expires_costs_a_restart_and_not_the_agent(start, worker_sc
     assert codes == {"elasticrs": 0, "torchrun": -signal.SIGKILL}
 
 
-def test_a_record_about_somebody_else_is_refused(start, worker_script):
+def test_a_record_about_another_process_is_refused(start, worker_script):
     script = worker_script(TIMER)
     for launcher in BOTH:
         with subprocess.Popen(["sleep", "1000"]) as other:

@@ -214,7 +214,7 @@ def test_an_agent_that_raises_is_recorded_by_the_launcher(tmp_path):
     assert "KeyError: 'mine'" in error
 
 
-def test_the_end_is_told_once_where_events_go_somewhere(tmp_path, monkeypatch):
+def test_the_end_is_recorded_once(tmp_path, monkeypatch):
     destination = f"file:{tmp_path}/events"
     monkeypatch.setattr(handlers, "_log_handlers", dict(handlers._log_handlers))
     monkeypatch.setattr(events, "_events_loggers", {})

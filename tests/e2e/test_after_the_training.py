@@ -129,7 +129,7 @@ def test_the_final_checkpoint_is_used_when_all_other_workers_have_exited(job, tm
 @pytest.mark.parametrize(
     ("order", "reason"),
     [
-        ({"everybody_exits": "yes"}, "there is no final checkpoint"),
+        ({"everybody_exits": "yes"}, "final checkpoint"),
         ({"kind": "plain"}, "Plain has neither state_dict nor save"),
     ],
 )
@@ -138,7 +138,7 @@ def test_without_the_final_state_the_job_fails(job, order, reason):
     running = start(**order)
     others_exit(running) if "everybody_exits" in order else returned(running, 3)
     open_gate("ALL_HAVE_RETURNED")
-    running.wait_for_line("the training had ended before this worker joined", "stderr")
+    running.wait_for_line("training had ended", "stderr")
     running.exits(1)
     assert reason in running.stderr
     assert len(re.findall(RETURNED, running.stdout)) == 3, "nobody returned an untrained state"
@@ -163,4 +163,4 @@ def test_the_job_fails_if_the_node_of_rank_0_is_lost_while_it_saves(launch, work
         assert saving.wait() == -signal.SIGKILL
         procs.reap_adopted(keep=children)
         other.exits(1)
-        assert "was lost after the training had ended" in other.stderr
+        assert re.search(r"\blost\b.*training had ended", other.stderr)

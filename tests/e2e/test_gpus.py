@@ -1,12 +1,12 @@
-"""What needs a CUDA device: the count of devices, a worker for each of them, CPUs near them."""
+"""With a CUDA device: the count of devices, a worker for each of them, CPUs near them."""
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.procs import run_program
 
 from elasticrs.host.devices import CountError, has_slices, visible_gpus, worker_count
 
@@ -17,7 +17,7 @@ COUNT = "import torch; print(torch.cuda.device_count())"
 
 def counted_by_torch(environ):
     command = [sys.executable, "-c", COUNT]
-    return int(subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout)
+    return int(run_program(command, check=True, env=environ).stdout)
 
 
 def counted_here(environ):
@@ -45,9 +45,7 @@ def test_devices_are_counted_as_torch_counts_them(environ, count):
         chosen = {**environ, "CUDA_VISIBLE_DEVICES": choice}
         assert counted_here(chosen) == counted_by_torch(chosen), choice
     assert counted_here(environ) == count
-    source = (
-        "the rule that CUDA shows a process one MIG slice" if has_slices(environ) else "the driver's files"
-    )
+    source = "MIG slice" if has_slices(environ) else "driver"
     assert worker_count("auto", environ).source == source
 
 

@@ -1,4 +1,4 @@
-"""Whoever dies, and whenever: the launcher says so, and no process, zombie, descriptor or log line is lost.
+"""Kill each process at each moment: the launcher reports it, and nothing leaks and no log line is lost.
 
 Processes and descriptors are seen to by the guard around every test.
 """
@@ -89,7 +89,7 @@ def test_the_agent_meets_its_fate(phase, event):
     phase.job.check_logs(is_console_complete=not was_killed)
 
 
-def test_a_nursery_that_somebody_stopped_goes_on_and_loses_no_exit_code(launch, tmp_path):
+def test_a_stopped_and_continued_nursery_loses_no_exit_code(launch, tmp_path):
     job = SteadyJob(launch, tmp_path, N)
     pids = job.ready().values()
     send(job.nursery(), signal.SIGSTOP)

@@ -1,7 +1,8 @@
-"""The import budget: what a launch loads beyond a bare interpreter is a list, and the list is short."""
+"""The import budget: a short list of the modules that a launch loads beyond a bare interpreter."""
 
-import subprocess
 import sys
+
+from helpers.procs import run_program
 
 PROGRAM = """
 import os, sys  # what every interpreter has loaded, through site
@@ -23,11 +24,8 @@ STANDARD = {
 
 
 def loaded(*argv):
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-S", "-c", PROGRAM.format(argv=list(argv))],
-        capture_output=True,
-        text=True,
-        timeout=30,
         check=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))},
     )
@@ -52,7 +50,7 @@ def test_nothing_of_etcd_is_loaded_for_others():
         assert not {name for name in modules if "etcd" in name}
 
 
-def test_nobody_is_loaded_who_is_told_nothing():
+def test_an_unused_observer_is_not_loaded():
     watchers = (
         "elasticrs.events",
         "elasticrs.metrics",

@@ -169,7 +169,7 @@ def test_a_program_chooses_the_prefix(environment, worker_script, tmp_path, log_
 def test_a_program_gets_an_error_for_a_wrong_prefix():
     from elasticrs.launcher import LaunchConfig
 
-    with pytest.raises(ValueError, match="log_prefix must be 'auto', 'time' or 'none', got 'always'"):
+    with pytest.raises(ValueError, match=r"log_prefix .*got 'always'"):
         LaunchConfig(1, 1, 1, log_prefix="always")
 
 

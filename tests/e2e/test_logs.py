@@ -1,4 +1,4 @@
-"""Log files and the console: where things are, whole lines, every byte."""
+"""Log files and the console: paths, whole lines, every byte."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_lines_of_several_writers_stay_whole(launch, worker_script, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["os._exit(0)", "os._exit(3)", "os.kill(os.getpid(), 9)"])
-def test_what_was_written_just_before_the_end_is_not_lost(launch, worker_script, tmp_path, how):
+def test_output_just_before_an_exit_is_not_lost(launch, worker_script, tmp_path, how):
     script = worker_script(f"""
         import os
         os.write(1, b"x" * 1_000_000 + b"\\nhalf a line")

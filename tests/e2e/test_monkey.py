@@ -1,4 +1,4 @@
-"""A monkey at the controls: everything that can be signalled is, in any order; the account must be right.
+"""Random signals to every process of a job, in any order: the report is right.
 
 The soak test kills one thing at a time and waits for what follows; here launcher, nursery and workers are hit
 in short rows, without regard to what they are doing. A failure shows the seed; ``MONKEY_SEED`` repeats it.
@@ -119,7 +119,7 @@ def rng():
     return random.Random(seed)
 
 
-def test_whatever_is_signalled_the_account_is_right(launch, tmp_path, rng):
+def test_the_report_is_right_for_random_signals(launch, tmp_path, rng):
     for number in range(GAMES):
         folder = tmp_path / str(number)
         folder.mkdir()

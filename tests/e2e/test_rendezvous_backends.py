@@ -1,5 +1,6 @@
 """Rendezvous backends of packages, and files, from the command line."""
 
+import errno
 import os
 import re
 import signal
@@ -122,7 +123,7 @@ def test_a_backend_of_a_package_brings_nodes_together(backend, worker_script, ki
 
 
 @pytest.mark.beyond_torchrun  # another report
-def test_a_failure_is_told_after_the_restarts(backend, worker_script, tmp_path):
+def test_a_failure_is_reported_after_the_restarts(backend, worker_script, tmp_path):
     script = worker_script(SHOW + "    raise SystemExit(int(os.environ['RANK']) * 3)")
     launched = backend(
         "--nproc-per-node=2", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}", "--tee=3", script
@@ -182,35 +183,26 @@ def test_control_z_stops_the_workers_too(backend, worker_script):
 @pytest.mark.parametrize(
     ("how", "code", "line"),
     [
-        ({"conf": "trouble=settings"}, 2, "elasticrs: --rdzv-backend mine: trouble is no setting"),
-        ({"conf": "trouble=creator"}, 2, "elasticrs: --rdzv-backend: 'mine' failed: OSError('no room')"),
-        (
-            {"name": "broken"},
-            2,
-            "elasticrs: --rdzv-backend: 'broken' cannot be loaded from my_rdzv:broken: OSError('no luck')",
-        ),
-        (
-            {"name": "nothing"},
-            2,
-            "elasticrs: --rdzv-backend: got 'nothing', expected c10d, elasticrs, static, etcd, etcd-v3, "
-            "etcd-v2, broken, mine",
-        ),
-        ({"conf": "trouble=connection"}, 1, "the rendezvous failed: nobody is there"),
+        ({"conf": "trouble=settings"}, 2, "--rdzv-backend mine: trouble is no setting"),
+        ({"conf": "trouble=creator"}, 2, "--rdzv-backend: 'mine' .*OSError.*no room"),
+        ({"name": "broken"}, 2, "--rdzv-backend: 'broken' .*my_rdzv:broken: OSError.*no luck"),
+        ({"name": "nothing"}, 2, "--rdzv-backend: got 'nothing'.*, broken, mine$"),
+        ({"conf": "trouble=connection"}, 1, "rendezvous failed: nobody is there"),
     ],
 )
-def test_what_goes_wrong_is_one_line(backend, worker_script, how, code, line):
+def test_a_backend_that_fails_is_one_line(backend, worker_script, how, code, line):
     launched = backend(worker_script(SHOW), **how).exits(code)
     (told,) = launched.stderr.splitlines()
-    assert told.endswith(line)
+    assert re.match(rf"elasticrs\S*: .*{line}", told)
 
 
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.beyond_torchrun  # its launcher ends with an error of its own
 @pytest.mark.parametrize(("trouble", "code"), [("spare", 0), ("connection", 1)])
-def test_errors_of_torch_are_heard(backend, worker_script, trouble, code):
+def test_errors_of_torch_are_caught(backend, worker_script, trouble, code):
     launched = backend(worker_script(SHOW), kind=TORCHS, conf=f"trouble={trouble}").exits(code)
-    failed = "the rendezvous failed: nobody is there"
+    failed = "rendezvous failed: nobody is there"
     lines = launched.stderr.splitlines()
     assert any(line.endswith(failed) for line in lines) == bool(code)
     # Torch itself logs one, of a package that imports it.
@@ -262,22 +254,21 @@ def test_a_node_that_fails_for_good_ends_the_others(in_file, worker_script):
     """)
     nodes = in_file(script)
     assert [node.wait() for node in nodes] == [1, 1]
-    reasons = [node.stderr for node in nodes if "the rendezvous failed" in node.stderr]
-    assert len(reasons) == 1
-    assert reasons[0].endswith("because rank 1 has failed with exit code 3\n")
+    (reason,) = [node.stderr for node in nodes if "rendezvous failed" in node.stderr]
+    assert re.search(r"\brank 1\b.* 3\n\Z", reason)
 
 
 @pytest.mark.beyond_torchrun  # a traceback, and 1
 @pytest.mark.parametrize(
-    ("path", "why"), [("", "Is a directory"), ("none/file", "No such file or directory")]
+    ("path", "why"), [("", os.strerror(errno.EISDIR)), ("none/file", os.strerror(errno.ENOENT))]
 )
 def test_a_path_that_can_be_no_file_is_one_line(launch, worker_script, tmp_path, path, why):
     endpoint = f"--rdzv-endpoint={tmp_path / path}"
     launched = launch(
         "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", endpoint, worker_script(SHOW)
     ).exits(2)
-    expected = f"got {str(tmp_path / path)!r}, expected a file in which nodes can meet: {why}"
-    assert launched.stderr == f"elasticrs: --rdzv-endpoint: {expected}\n"
+    got = f"elasticrs: --rdzv-endpoint: got {str(tmp_path / path)!r}"
+    assert re.fullmatch(rf"{re.escape(got)}, .*: {why}\n", launched.stderr)
 
 
 def test_one_node_needs_no_file_to_meet_in(launch, worker_script):
@@ -289,7 +280,4 @@ def test_one_node_needs_no_file_to_meet_in(launch, worker_script):
 def test_bad_settings_of_a_file_are_one_line(launch, worker_script):
     conf = "--rdzv-conf=store_type=file,join_timeout=soon"
     launched = launch("--rdzv-backend=c10d", conf, worker_script(SHOW)).exits(2)
-    assert launched.stderr == (
-        "elasticrs: --rdzv-backend c10d: The rendezvous configuration option 'join_timeout' does not "
-        "represent a valid number of seconds: 'soon'.\n"
-    )
+    assert re.fullmatch(r"elasticrs: --rdzv-backend c10d: .*'join_timeout'.*'soon'.*\n", launched.stderr)

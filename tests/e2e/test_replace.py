@@ -1,4 +1,4 @@
-"""``--on-failure replace``: a worker that fails is replaced, and the others are left alone."""
+"""``--on-failure replace``: a failed worker is replaced, and the others keep running."""
 
 import os
 import re
@@ -116,10 +116,9 @@ def test_workers_that_fail_before_all_have_met_again_cost_one(launch, worker_scr
     assert len(re.findall("replaced by .* 0 of 1 left", job.stderr)) == 2
 
 
-def test_what_the_dead_worker_had_started_is_ended_and_nothing_else(launch, worker_script):
+def test_only_the_descendants_of_the_dead_worker_are_killed(launch, worker_script):
     job = launch(
-        *("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace"),
-        worker_script(DAEMON + WAITS),
+        *("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace"), worker_script(DAEMON + WAITS)
     )
     pids = dict(started(job, 2))
     found = job.wait_for_lines(r"DAEMON rank=(\d) pid=(\d+)", 2)
@@ -148,7 +147,7 @@ def test_without_a_restart_left_the_job_fails_with_the_last_failure(launch, work
     assert "ValueError: life 2" in report
 
 
-def test_each_life_of_a_worker_goes_on_in_the_same_files(launch, worker_script, tmp_path):
+def test_a_replacement_appends_to_the_same_log_files(launch, worker_script, tmp_path):
     job = launch(
         *("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace", "--tee=3"),
         *("--log-dir", tmp_path, worker_script(WAITS)),
@@ -175,11 +174,11 @@ def test_a_signal_stops_all_though_one_was_replaced(launch, worker_script):
     [
         (("--no-python",), "--no-python"),
         (("--run-path", "--start-method=fork"), "use spawn"),
-        (("--nnodes=2", "--rdzv-endpoint=localhost:1", "--rdzv-backend=static"), "c10d or etcd"),
-        (("--rdzv-backend=c10d", "--rdzv-conf=store_type=file"), "c10d in a file"),
+        (("--nnodes=2", "--rdzv-endpoint=localhost:1", "--rdzv-backend=static"), "etcd"),
+        (("--rdzv-backend=c10d", "--rdzv-conf=store_type=file"), "file"),
     ],
 )
-def test_what_cannot_be_replaced_is_refused_at_the_start(launch, worker_script, options, why):
+def test_jobs_without_replacement_are_refused_at_the_start(launch, worker_script, options, why):
     script = worker_script(WAITS)
     script.chmod(0o755)
     job = launch(*options, "--on-failure=replace", script).exits(2)
@@ -208,11 +207,11 @@ def test_a_checkpoint_request_does_not_reach_workers_that_do_not_train(launch, w
     job = launch("--nproc-per-node=2", "--on-failure=replace", worker_script(waits))
     pids = dict(started(job, 2))
     job.signal(signal.SIGUSR1)
-    job.wait_for_line("SIGUSR1 received: asking", "stderr")
+    job.wait_for_line("SIGUSR1 received: .*checkpoint", "stderr")
     for pid in pids.values():
         os.kill(pid, signal.SIGUSR2)
     assert job.wait() == 0
-    assert "no checkpoint was saved" in job.stderr
+    assert "no checkpoint" in job.stderr
     assert "replaced by" not in job.stderr
 
 
@@ -246,12 +245,12 @@ def test_a_worker_that_hangs_is_replaced(launch, worker_script):
     rank, new = started(job, 4)[-1]
     assert rank == 1
     assert end(job, [pids[0], pids[2], new]) == 0
-    assert re.search(rf"rank 1 \(pid {pids[1]}\).*(heartbeat|hung).*replaced by pid {new}", job.stderr)
+    assert re.search(rf"rank 1 \(pid {pids[1]}\).*hung: .*replaced by pid {new}", job.stderr)
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_the_loop_gives_signs_of_life_for_a_program_that_gives_none(launch, worker_script):
+def test_the_loop_sends_heartbeats_for_the_program(launch, worker_script):
     script = worker_script(TRAINS.replace("FAULT", "while True: pass"))
     options = (
         "--nproc-per-node=2",
@@ -262,11 +261,11 @@ def test_the_loop_gives_signs_of_life_for_a_program_that_gives_none(launch, work
     )
     job = launch(*options, script).exits(0)
     assert job.stdout.count("DONE 20.") == 2
-    assert re.search(r"rank 1\b.*hung: no heartbeat .*replaced by pid", job.stderr)
+    assert re.search(r"rank 1\b.*hung: .*\breplaced\b", job.stderr)
     assert job.stderr.count(" hung: ") == 1
 
 
-def test_who_waits_for_a_worker_that_hangs_is_not_replaced(launch, worker_script, tmp_path):
+def test_a_rank_that_waits_for_a_hung_worker_is_not_replaced(launch, worker_script, tmp_path):
     script = worker_script("""
         import os, signal, sys
         from elasticrs.timer import heartbeat
@@ -291,7 +290,7 @@ def test_who_waits_for_a_worker_that_hangs_is_not_replaced(launch, worker_script
         os.mkfifo(fifo)
     options = ("--nproc-per-node=2", "--max-restarts=2", "--on-failure=replace", "--hang-timeout=1")
     job = launch(*options, script, *map(str, fifos)).exits(0)
-    assert re.search(r"rank 1\b.*hung: no heartbeat .*replaced by pid", job.stderr)
+    assert re.search(r"rank 1\b.*hung: .*\breplaced\b", job.stderr)
     assert (job.stderr.count(" hung: "), job.stdout.count("UP")) == (1, 3)
 
 
@@ -302,14 +301,14 @@ def test_a_worker_that_exits_with_0_in_the_middle_of_the_training_has_not_succee
     options = ("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace", "--warm=auto")
     job = launch(*options, script).exits(0)
     assert job.stdout.count("DONE 20.") == 2
-    assert len(re.findall(r"rank \d .*exited with code 0 in the middle", job.stderr)) == 1
-    assert re.search(r"rank \d .*exited with code 0 before .*; restarting, 0 of 1 left", job.stderr)
+    assert len(re.findall(r"rank \d .*code 0.* middle", job.stderr)) == 1
+    assert re.search(r"rank \d .*code 0 before .*; restarting, 0 of 1", job.stderr)
     assert "attempt 1 is running" in job.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_loop_of_ones_own_has_ended_when_it_says_so(launch, worker_script):
+def test_a_custom_loop_reports_its_end(launch, worker_script):
     script = worker_script("""
         import os
         import elasticrs.train

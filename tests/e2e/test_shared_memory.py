@@ -1,4 +1,4 @@
-"""Whatever ends an attempt: what its workers had in shared memory is unlinked by those whose task that is.
+"""Whatever ends an attempt, torch's managers unlink the shared memory of its workers.
 
 ``/dev/shm`` is a file system of its own, so small that a few attempts which leave something would fill it.
 """
@@ -108,7 +108,7 @@ def test_a_nursery_that_is_killed_leaves_nothing(job, shm):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("strategy", ["file_system", "file_descriptor"])
-def test_what_torch_shares_is_unlinked(job, shm, strategy):
+def test_shared_memory_of_torch_is_unlinked(job, shm, strategy):
     launched = job("die", "--max-restarts=1", torch=(strategy,)).exits(1)
     assert launched.stdout.count("HELD 1 ") == 2, launched.stderr
     assert_nothing_is_left(shm)

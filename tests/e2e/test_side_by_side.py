@@ -1,4 +1,4 @@
-"""The same command lines under torchrun and elasticrun: what workers see, how it ends, which files are left.
+"""The same command lines under torchrun and elasticrun: environment of workers, outcome, remaining files.
 
 What may differ is listed here, and nothing else may.
 """

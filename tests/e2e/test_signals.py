@@ -1,6 +1,7 @@
-"""Signals to the launcher: forwarded, bounded, and nothing left."""
+"""Signals to the launcher are passed on, the stop is bounded, and no process is left."""
 
 import os
+import re
 import signal
 import sys
 
@@ -201,7 +202,7 @@ def test_a_signal_is_held_until_the_worker_has_a_handler(running, tmp_path):
         )
     )
     launched.signal(signal.SIGUSR1)
-    launched.wait_for_line("SIGUSR1 received: .*held for local rank 1 ", "stderr")
+    launched.wait_for_line("SIGUSR1 .*local rank 1 ", "stderr")
     launched.wait_for_lines("GOT SIGUSR1", N - 1)
     with gate.open("w"):
         launched.wait_for_lines("GOT SIGUSR1", N)
@@ -219,10 +220,10 @@ def test_a_signal_for_a_worker_that_never_has_a_handler_is_dropped_with_a_line(r
         open({str(gate)!r}).close()
     """)
     launched.signal(signal.SIGUSR1)
-    launched.wait_for_line("SIGUSR1 received: .*held for local rank 0, 1", "stderr")
+    launched.wait_for_line("SIGUSR1 .*local rank 0, 1", "stderr")
     with gate.open("w"):
         launched.exits(0)
-    assert "SIGUSR1 was dropped for local rank" in launched.stderr
+    assert re.search("SIGUSR1 .*dropped", launched.stderr)
 
 
 @pytest.mark.beyond_torchrun
@@ -247,12 +248,12 @@ def test_signals_without_pause_kill_no_worker_at_its_start_or_end(launch, worker
 
 
 @pytest.mark.beyond_torchrun
-def test_where_no_workers_run_nobody_gets_it(launch, worker_script):
+def test_a_signal_without_running_workers_is_ignored(launch, worker_script):
     meeting = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
     launched = launch(*meeting, worker_script("print('never')"))
     procs.wait_until(lambda: _catches(launched.pid, signal.SIGUSR1))
     launched.signal(signal.SIGUSR1)
-    launched.wait_for_line("SIGUSR1 received and ignored: no workers are running", "stderr")
+    launched.wait_for_line("SIGUSR1 .*no workers", "stderr")
     launched.signal(signal.SIGTERM)
     launched.exits(1)
     assert launched.stdout == ""

@@ -1,6 +1,7 @@
 """Slow exits of workers. An exit that makes progress is not cut off. An exit that is cut off is reported."""
 
 import json
+import re
 import signal
 import textwrap
 
@@ -70,13 +71,13 @@ def test_the_exit_of_a_rank_that_raised_is_not_cut_off_while_it_makes_progress(
     script = worker_script(program(RAISES, 1, SAVES[how]))
     launched = launch("--nproc-per-node=2", "--exit-timeout=1", script).exits(1)
     assert (tmp_path / "saved.1").read_text() == "whole"
-    assert "raised and is still exiting; stopping the other rank" in launched.stderr
+    assert re.search("still exiting; stopping", launched.stderr)
     report = launched.stderr.partition("Root Cause")[2]
     assert "rank      : 1" in report
     assert "exitcode  : 1 " in report
     assert "ValueError: no such batch" in report
     assert "hung" not in launched.stderr
-    assert "Stopped by elasticrs after the first failure: rank 0 (SIGTERM)" in launched.stderr
+    assert "rank 0 (SIGTERM)" in launched.stderr
 
 
 @pytest.mark.parametrize("how", SAVES)
@@ -94,7 +95,7 @@ def test_a_restart_does_not_wait_for_a_stopped_rank_that_raised_and_stalls(launc
     options = ("--exit-timeout=2", "--shutdown-timeout=3000", "--max-restarts=1")
     launched = launch("--nproc-per-node=2", *options, script).exits(0)
     assert launched.stdout.count("DONE\n") == 2
-    assert "rank 0 had raised, made no progress" in launched.stderr
+    assert re.search(r"\brank 0\b.*no progress", launched.stderr)
     assert not (tmp_path / "saved.0").exists()
 
 
@@ -112,8 +113,8 @@ def test_a_slow_exit_that_outlasts_the_grace_is_not_reported_as_stalled(
     events = tmp_path / "events"
     options = ("--exit-timeout=1", "--shutdown-timeout=2", f"--event-log-handler=file:{events}")
     launched = launch("--nproc-per-node=2", f"--on-failure={on_failure}", *options, script).exits(1)
-    assert "rank 1 had raised, was still exiting 2 s after --exit-timeout had passed" in launched.stderr
-    assert "made no progress" not in launched.stderr
+    assert re.search(r"\brank 1\b.*still exiting 2 s .*--exit-timeout", launched.stderr)
+    assert "no progress" not in launched.stderr
     assert "after SIGTERM and" not in launched.stderr
     recorded = [json.loads(text) for text in events.read_text().splitlines()]
     killed = [event for event in recorded if event["name"] == "kill worker process"]
@@ -135,8 +136,7 @@ def test_a_save_that_is_cut_off_is_reported(launch, worker_script, tmp_path):
     launched.wait_for_lines("HERE", 2)
     launched.signal(signal.SIGTERM)
     assert launched.wait() != 0
-    line = "ranks 0, 1 had not exited 1 s after SIGTERM and were killed"
-    assert line in launched.stderr
+    assert re.search(r"ranks 0, 1 .*\b1 s after SIGTERM\b", launched.stderr)
     assert "(--shutdown-timeout)" in launched.stderr
     recorded = [json.loads(text) for text in events.read_text().splitlines()]
     killed = [
@@ -165,4 +165,4 @@ def test_a_second_request_to_stop_reports_no_cut_off(launch, worker_script):
     launched.wait_for_line("SAVES")
     launched.insist(signal.SIGTERM)
     assert launched.wait() != 0
-    assert "had not exited" not in launched.stderr
+    assert "after SIGTERM" not in launched.stderr

@@ -1,4 +1,4 @@
-"""Kills at random moments, many of them. A failure shows the seed; ``SOAK_SEED`` repeats it."""
+"""Many kills at random moments. A failure shows the seed; ``SOAK_SEED`` repeats it."""
 
 import os
 import random

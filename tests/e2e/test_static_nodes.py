@@ -1,7 +1,9 @@
 """Several nodes with the static rendezvous: ranks, address and port given by hand. All on loopback."""
 
+import errno
 import json
 import os
+import re
 import signal
 import socket
 from contextlib import contextmanager
@@ -255,7 +257,7 @@ def test_the_job_ends_with_the_agent_of_rank_0(launch):
     ready(first)
     ready(second)
     first.signal(signal.SIGKILL)
-    line_of(second, f"lost the rendezvous store 127.0.0.1:{nodes.port} in round 1")
+    line_of(second, "lost", f"store 127.0.0.1:{nodes.port}", "round 1")
     first.wait()
     reap_adopted()
 
@@ -276,7 +278,7 @@ def test_two_nodes_with_the_same_rank(launch):
     refused = next(agent for agent in agents if agent.has_exited)
     agents.remove(refused)
     name = os.uname().nodename
-    line_of(refused, "node rank 1 was given to two nodes", f"{name} (127.0.0.1) and {name}", "from 0 to 2")
+    line_of(refused, "node rank 1", f"{name} (127.0.0.1) and {name}", "0 to 2")
     third = nodes.start(2)
     for agent in (first, *agents, third):
         ready(agent)
@@ -285,34 +287,30 @@ def test_two_nodes_with_the_same_rank(launch):
 
 @pytest.mark.torch
 @pytest.mark.beyond_torchrun
-def test_who_comes_too_much_is_told_of_the_round_that_runs(launch, worker_script):
+def test_a_surplus_node_gets_the_reason_that_it_cannot_join(launch, worker_script):
     nodes = Nodes(launch, 2, worker_script(STORE), conf=QUICK)
     agents = [nodes.start(rank) for rank in (0, 1)]
     pids = [int(agent.wait_for_line(r"^READY (\d+)$")[1]) for agent in agents]
     late = nodes.start(1, conf={"join_timeout": 2})
-    line_of(late, "could not join", "used by another program", "round of this job may still be using it")
-    assert late.stderr.count("trying again: a running round of this job may be using the port") == 1
+    line_of(late, "could not join", "another program", "round of this job")
+    assert late.stderr.count("trying again") == 1
     for pid in pids:
         os.kill(pid, signal.SIGUSR1)
     assert [agent.wait() for agent in agents] == [0, 0]
 
 
 @pytest.mark.beyond_torchrun
-def test_nobody_is_at_the_address(launch):
+def test_an_address_without_a_listener_is_named(launch):
     nodes = Nodes(launch, 2, conf={"join_timeout": 1})
-    found = line_of(
-        nodes.start(1), f"could not join the rendezvous at 127.0.0.1:{nodes.port} within 1 s", "refused"
-    )
-    assert "the same --master-addr and --master-port" in found, "options that were given, not those of c10d"
+    found = line_of(nodes.start(1), f"127.0.0.1:{nodes.port} ", " 1 s", "refused")
+    assert re.search("--master-addr.*--master-port", found), "options that were given, not those of c10d"
 
 
 @pytest.mark.beyond_torchrun
 def test_rank_0_is_not_where_the_others_look_for_it(launch):
     nodes = Nodes(launch, 2, host="192.0.2.1", conf={"join_timeout": 1})
-    line_of(nodes.start(0), "1 of at least 2 nodes", "within 1 s", "node rank 1")
-    assert (
-        "192.0.2.1, where the others look for it, is not an address of this machine" in nodes.agents[0].stderr
-    )
+    line_of(nodes.start(0), "1 of at least 2", " 1 s", "node rank 1")
+    assert "192.0.2.1" in nodes.agents[0].stderr
 
 
 @pytest.mark.beyond_torchrun
@@ -320,19 +318,18 @@ def test_missing_ranks_are_named(launch):
     nodes = Nodes(launch, 4, conf={"join_timeout": 5})
     agents = [nodes.start(rank) for rank in (0, 2)]
     for agent in agents:
-        line_of(agent, "node rank 0 is ", "node rank 2 is ", "no node has node rank 1, 3")
+        line_of(agent, "node rank 0 is ", "node rank 2 is ", "node rank 1, 3")
 
 
 @pytest.mark.beyond_torchrun
 def test_the_port_is_taken(launch):
     nodes = Nodes(launch, 2)
     with listening(nodes.port):
-        where = f"cannot listen on 127.0.0.1:{nodes.port}: "
-        line_of(nodes.start(0), where, "Address already in use", "--master-port")
+        line_of(nodes.start(0), f"127.0.0.1:{nodes.port}: ", os.strerror(errno.EADDRINUSE), "--master-port")
 
 
 @pytest.mark.beyond_torchrun
 def test_a_rank_beyond_the_last(launch):
     agent = Nodes(launch, 2).start(2)
-    line_of(agent, "--node-rank: got 2, expected 0 to 1 with 2 nodes")
+    line_of(agent, "--node-rank: got 2")
     assert agent.wait() == 2

@@ -1,4 +1,4 @@
-"""Whom the first signal of a stop reaches: helpers of a worker serve it while it saves."""
+"""The processes that the first signal of a stop reaches: helpers of a worker serve it while it saves."""
 
 import os
 import signal
@@ -88,7 +88,7 @@ def test_helpers_of_a_worker_are_stopped_when_it_has_ended(launch, worker_script
     launched.exits(1)
 
 
-def test_a_worker_whose_sibling_fails_saves_with_its_helpers(launch, worker_script, fifos):
+def test_a_stopped_worker_saves_with_its_data_loaders(launch, worker_script, fifos):
     fifo, other = fifos
     launched = launch("--nproc-per-node", "2", worker_script(WORKER), str(fifo), str(other))
     launched.wait_for_lines("READY", 2)
@@ -108,9 +108,7 @@ def test_a_worker_whose_sibling_fails_saves_with_its_helpers(launch, worker_scri
         (("--no-python", sys.executable), {}),
     ],
 )
-def test_the_whole_group_is_signalled_on_request_and_where_nobody_passes_it_on(
-    launch, worker_script, options, env
-):
+def test_the_whole_group_is_signalled_on_request_and_with_no_python(launch, worker_script, options, env):
     launched = launch("--nproc-per-node", "2", *options, worker_script(WORKER), "helper", env=env)
     launched.wait_for_lines("READY", 2)
     launched.signal(signal.SIGTERM)

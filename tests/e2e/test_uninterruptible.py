@@ -1,6 +1,7 @@
 """Workers that hang in the kernel: the job ends as failed, and nothing is started again."""
 
 import os
+import re
 
 import pytest
 
@@ -48,14 +49,14 @@ def test_the_job_fails_without_a_restart(launch, worker_script, fifo):
     options = ("--nproc-per-node=2", "--max-restarts=3", "--shutdown-timeout=0.2")
     launched = launch(*options, script, fifo, env=LIMIT).exits(1)
     assert "local rank(s) 1 (" in launched.stderr
-    said = "in uninterruptible sleep (state D), longer than the 0.4 s allowed; "
-    assert f"{said}stopping the workers" in launched.stderr
-    assert f"{said}this node cannot be used for a restart" in launched.stderr
+    said = r"\(state D\).* 0\.4 s .*; "
+    assert re.search(f"{said}stopping", launched.stderr)
+    assert re.search(f"{said}.*restart", launched.stderr)
     # Rank 0 may be stopped before it says anything.
     assert {*launched.stdout.splitlines()} | {"ATTEMPT 0 0"} == {"ATTEMPT 0 0", "ATTEMPT 1 0"}
 
 
-def test_it_is_not_looked_at_unless_asked_for(launch, worker_script, fifo):
+def test_the_state_is_not_checked_by_default(launch, worker_script, fifo):
     script = worker_script(SLEEPER)
     launched = launch("--nproc-per-node=2", script, fifo, env={**LIMIT, next(iter(LIMIT)): "-1"})
     launched.wait_for_lines("ATTEMPT", 2)

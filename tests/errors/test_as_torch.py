@@ -1,4 +1,4 @@
-"""The same calls on torch's package of errors and on ours: what is written, returned, raised and called."""
+"""The same calls on torch's package of errors and on ours write, return, raise and call the same."""
 
 import importlib
 import json
@@ -89,7 +89,7 @@ FILES: list[Any] = [
 
 @pytest.mark.parametrize("content", FILES, ids=range(len(FILES)))
 @pytest.mark.parametrize("exitcode", [0, 1, 137, -11, -99])
-def test_failures_are_equal(both: Any, content: Any, exitcode: int) -> None:
+def test_failures_are_equal(both, content, exitcode):
     def fields(errors: Any, folder: Path) -> dict[str, Any]:
         path = folder / "worker.json"
         if content is not None:
@@ -121,12 +121,12 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize("error", ENDINGS, ids=map(repr, ENDINGS))
-def test_endings_of_a_recorded_function_are_equal(both: Any, error: BaseException) -> None:
+def test_endings_of_a_recorded_function_are_equal(both, error):
     theirs, ours = both(lambda errors, folder: (outcome(errors.record(raising(error))), written(folder)))
     assert ours == theirs
 
 
-def test_results_pass_whatever_the_callable(both: Any) -> None:
+def test_results_pass_whatever_the_callable(both):
     theirs, ours = both(lambda errors, _: outcome(errors.record(partial(max, 1, 2))))
     assert ours == theirs == ("returned", 2)
 
@@ -143,7 +143,7 @@ def child_failed(errors: Any, folder: Path, content: Any) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("content", [{"message": "text", "timestamp": "10"}, NESTED, None])
-def test_what_is_handed_on_is_equal(both: Any, content: Any) -> None:
+def test_a_passed_on_error_file_is_equal(both, content):
     theirs, ours = both(
         lambda errors, folder: (
             outcome(errors.record(child_failed(errors, folder, content))),
@@ -170,7 +170,7 @@ def told(errors: Any, calls: list[Any]) -> Any:
 
 @pytest.mark.parametrize("how", ["returns", "raises", "a child failed", "raises SystemExit"])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_the_same_hooks_are_called_in_the_same_order(both: Any, how: str, swapped: bool) -> None:
+def test_the_same_hooks_are_called_in_the_same_order(both, how, swapped):
     def calls_of(errors: Any, folder: Path) -> list[Any]:
         calls: list[Any] = []
         handler = told(errors, calls)
@@ -191,7 +191,7 @@ def test_the_same_hooks_are_called_in_the_same_order(both: Any, how: str, swappe
     assert "initialize" in [name for name, *_ in ours]
 
 
-def test_the_report_of_one_failure_is_equal(both: Any) -> None:
+def test_the_report_of_one_failure_is_equal(both):
     def report(errors: Any, folder: Path) -> list[str]:
         path = folder / "worker.json"
         path.write_text(json.dumps(NESTED))

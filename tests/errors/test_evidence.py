@@ -47,7 +47,7 @@ TWICE = V2 + "700 23 0:24 /job /run/job rw - cgroup2 cgroup2 rw\n"
         ("garbage\n0::\n", V2 + "garbage - x\n", []),
     ],
 )
-def test_the_counters_are_found_through_the_mounts(cgroups: str, mountinfo: str, files: list[str]) -> None:
+def test_the_counters_are_found_through_the_mounts(cgroups, mountinfo, files):
     assert evidence.memory_counters(cgroups, mountinfo) == files
 
 
@@ -62,12 +62,12 @@ def test_the_counters_are_found_through_the_mounts(cgroups: str, mountinfo: str,
         ("", None),
     ],
 )
-def test_the_count_is_read(text: str, count: int | None) -> None:
+def test_the_count_is_read(text, count):
     assert evidence.parse_oom_kill(text) == count
 
 
 @given(cgroups=st.text(), mountinfo=st.text(alphabet="\\ -/a7\n"), counter=st.text())
-def test_no_text_makes_the_parsers_raise(cgroups: str, mountinfo: str, counter: str) -> None:
+def test_no_text_makes_the_parsers_raise(cgroups, mountinfo, counter):
     evidence.memory_counters(cgroups, mountinfo)
     evidence.memory_counters(cgroups, V1)
     evidence.memory_counters("0::/a\n4:memory:/b\n", mountinfo)
@@ -96,16 +96,12 @@ STRUCK = {"/cg/memory.events": 4, evidence.VMSTAT: 11}
     ],
 )
 def test_a_sigkill_that_we_did_not_send_and_a_rise_are_the_evidence(
-    exitcode: int | None,
-    sent_signal: int | None,
-    before: dict[str, int],
-    after: dict[str, int],
-    probable: bool,
-) -> None:
+    exitcode, sent_signal, before, after, probable
+):
     assert evidence.probably_oom(exitcode, sent_signal, before, after) is probable
 
 
-def test_the_notes_say_what_was_counted() -> None:
+def test_the_notes_say_what_was_counted():
     note = evidence.oom_note(-9, None, QUIET, STRUCK)
     assert note is not None
     assert "oom_kill rose by 1 in /cg/memory.events" in note
@@ -120,7 +116,7 @@ def test_the_notes_say_what_was_counted() -> None:
     assert evidence.oom_note(-9, None, QUIET, QUIET) is None
 
 
-def test_the_machine_has_counters() -> None:
+def test_the_machine_has_counters():
     counts = evidence.oom_kills([os.getpid(), 2**22 + 1])
     assert counts[evidence.VMSTAT] >= 0
     assert evidence.read_counters(counts).keys() == counts.keys()
@@ -155,7 +151,7 @@ os._exit(3)
 
 
 @pytest.mark.privileged
-def test_a_real_oom_kill_is_recognised() -> None:
+def test_a_real_oom_kill_is_recognised():
     made = memory_cgroup()
     if made is None:
         pytest.skip("no memory cgroup can be created here")
@@ -177,7 +173,7 @@ def test_a_real_oom_kill_is_recognised() -> None:
         group.rmdir()
 
 
-def test_a_plain_kill_is_not_taken_for_it() -> None:
+def test_a_plain_kill_is_not_taken_for_it():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
         before = evidence.oom_kills([worker.pid])
         worker.kill()

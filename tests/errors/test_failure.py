@@ -24,7 +24,7 @@ def write(directory: Path, content: object) -> str:
 
 
 @pytest.mark.parametrize("timestamp", [10, "10"])
-def test_the_flat_form_is_read(tmp_path: Path, timestamp: object) -> None:
+def test_the_flat_form_is_read(tmp_path, timestamp):
     failure = ProcessFailure(
         local_rank=0,
         pid=997,
@@ -34,7 +34,7 @@ def test_the_flat_form_is_read(tmp_path: Path, timestamp: object) -> None:
     assert (failure.message, failure.timestamp) == ("text", 10)
 
 
-def test_the_nested_form_is_read(tmp_path: Path) -> None:
+def test_the_nested_form_is_read(tmp_path):
     path = write(tmp_path, NESTED)
     failure = ProcessFailure(3, 997, 1, path)
     assert failure.error_file == path
@@ -44,7 +44,7 @@ def test_the_nested_form_is_read(tmp_path: Path) -> None:
     assert failure.recorded_ns is None
 
 
-def test_a_failure_without_a_file_has_torchs_words() -> None:
+def test_a_failure_without_a_file_has_torchs_words():
     before = int(time.time())
     failure = ProcessFailure(0, 997, 138, "ignored.json")
     assert failure.error_file == "<N/A>"
@@ -57,14 +57,14 @@ def test_a_failure_without_a_file_has_torchs_words() -> None:
     assert before <= failure.timestamp <= time.time()
 
 
-def test_a_signal_is_named() -> None:
+def test_a_signal_is_named():
     failure = ProcessFailure(0, 997, -signal.SIGSEGV, "ignored.json")
     assert failure.signal_name() == "SIGSEGV"
     assert failure.message == "Signal 11 (SIGSEGV) received by PID 997"
     assert ProcessFailure(0, 997, -40, "").signal_name() == "<N/A>"
 
 
-def test_failures_do_not_share_their_data() -> None:
+def test_failures_do_not_share_their_data():
     ProcessFailure(0, 1, 1, "")
     assert ProcessFailure(0, 1, -9, "").error_file_data == {"message": "<NONE>"}
 
@@ -88,7 +88,7 @@ MALFORMED: list[object] = [
 
 @pytest.mark.parametrize("content", MALFORMED, ids=range(len(MALFORMED)))
 @pytest.mark.parametrize("exitcode", [1, -9])
-def test_a_malformed_file_is_reported_not_raised(tmp_path: Path, content: object, exitcode: int) -> None:
+def test_a_malformed_file_is_reported_not_raised(tmp_path, content, exitcode):
     path = write(tmp_path, content)
     failure = ProcessFailure(0, 5, exitcode, path)
     assert failure.error_file == path
@@ -97,10 +97,9 @@ def test_a_malformed_file_is_reported_not_raised(tmp_path: Path, content: object
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "how"),
-    [(1, "exit code 1"), (-9, "Signal 9 (SIGKILL)"), (None, "unknown")],
+    ("exitcode", "how"), [(1, "exit code 1"), (-9, "Signal 9 (SIGKILL)"), (None, "unknown")]
 )
-def test_an_empty_file_could_not_be_written(tmp_path: Path, exitcode: int | None, how: str) -> None:
+def test_an_empty_file_could_not_be_written(tmp_path, exitcode, how):
     failure = ProcessFailure(0, 5, exitcode, write(tmp_path, ""))
     before, _, after = failure.message.partition("; ")
     assert before.startswith(how)
@@ -108,7 +107,7 @@ def test_an_empty_file_could_not_be_written(tmp_path: Path, exitcode: int | None
     assert "empty" in after
 
 
-def test_a_huge_file_does_not_take_the_agents_memory(tmp_path: Path) -> None:
+def test_a_huge_file_does_not_take_the_agents_memory(tmp_path):
     path = tmp_path / "error.json"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -116,14 +115,14 @@ def test_a_huge_file_does_not_take_the_agents_memory(tmp_path: Path) -> None:
     assert "(more than 64 MiB)" in str(failure.message)
 
 
-def test_an_end_that_nobody_saw_has_no_code() -> None:
+def test_an_unseen_exit_has_no_code():
     failure = ProcessFailure(0, 5, None, "", seen_ns=1, cause="unknown")
     assert failure.exitcode is None
     assert (failure.signal_number(), failure.signal_name()) == (0, "<N/A>")
     assert failure.message == "unknown"
 
 
-def test_a_file_of_other_bytes_is_reported(tmp_path: Path) -> None:
+def test_a_file_of_other_bytes_is_reported(tmp_path):
     path = tmp_path / "error.json"
     path.write_bytes(b"\xff\xfe{")
     assert "error file" in str(ProcessFailure(0, 5, 1, str(path)).message)
@@ -138,9 +137,7 @@ json_values = st.recursive(
 
 
 @given(content=json_values | st.text(), exitcode=st.sampled_from([1, -11]))
-def test_no_file_makes_the_agent_raise(
-    tmp_path_factory: pytest.TempPathFactory, content: object, exitcode: int
-) -> None:
+def test_no_file_makes_the_agent_raise(tmp_path_factory, content, exitcode):
     path = tmp_path_factory.getbasetemp() / "error.json"
     path.write_text(
         content if isinstance(content, str) else json.dumps(content), encoding="utf-8", errors="replace"
@@ -149,13 +146,13 @@ def test_no_file_makes_the_agent_raise(
     assert failure.message
 
 
-def test_what_the_worker_recorded_beside_torchs_fields_is_read(tmp_path: Path) -> None:
+def test_what_the_worker_recorded_beside_torchs_fields_is_read(tmp_path):
     ours = {"time_ns": 1, "monotonic_ns": 77, "pid": 5, "written_by": "hook"}
     failure = ProcessFailure(0, 5, 1, write(tmp_path, {**NESTED, "elasticrs": ours}))
     assert (failure.recorded_ns, failure.recorded_pid) == (77, 5)
 
 
-def test_the_stack_of_a_fault_is_the_last_one(tmp_path: Path) -> None:
+def test_the_stack_of_a_fault_is_the_last_one(tmp_path):
     path = str(tmp_path / "error.json")
     Path(fault_file(path)).write_text(
         "Fatal Python error: of a child\n\nFatal Python error: own\n\n  File x\n\nExtension modules: a, b\n"
@@ -165,7 +162,7 @@ def test_the_stack_of_a_fault_is_the_last_one(tmp_path: Path) -> None:
     assert ProcessFailure(0, 5, 1, path).stack is None
 
 
-def test_only_empty_fault_files_are_discarded(tmp_path: Path) -> None:
+def test_only_empty_fault_files_are_discarded(tmp_path):
     path = str(tmp_path / "error.json")
     discard_empty_fault_file(path)
     Path(fault_file(path)).touch()
@@ -176,14 +173,14 @@ def test_only_empty_fault_files_are_discarded(tmp_path: Path) -> None:
     assert Path(fault_file(path)).exists()
 
 
-def test_the_wall_time_follows_from_the_monotonic_stamp() -> None:
+def test_the_wall_time_follows_from_the_monotonic_stamp():
     second = 1_000_000_000
     failure = ProcessFailure(0, 5, -9, "", seen_ns=time.monotonic_ns() - 3600 * second)
     assert abs(time.time_ns() - 3600 * second - failure.wall_ns) < second
     assert failure.timestamp == failure.wall_ns // second
 
 
-def test_it_behaves_as_a_value(tmp_path: Path) -> None:
+def test_it_behaves_as_a_value(tmp_path):
     path = write(tmp_path, NESTED)
     failure, same = ProcessFailure(0, 5, 1, path, note="n"), ProcessFailure(0, 5, 1, path)
     assert failure == same

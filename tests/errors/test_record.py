@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from helpers.procs import run_program
 
 from elasticrs import _worker
 from elasticrs._worker.error_file import write_whole
@@ -53,7 +54,7 @@ class Calls(ErrorHandler):
         self.calls.append("success")
 
 
-def test_a_result_passes_through(error_file: Path) -> None:
+def test_a_result_passes_through(error_file):
     calls = Calls()
 
     def double(number: int, *, by: int = 2) -> int:
@@ -67,7 +68,7 @@ def test_a_result_passes_through(error_file: Path) -> None:
     assert not error_file.exists()
 
 
-def test_an_exception_is_recorded_and_raised(error_file: Path) -> None:
+def test_an_exception_is_recorded_and_raised(error_file):
     @record
     def fails() -> None:
         raise ValueError("foobar")
@@ -81,7 +82,7 @@ def test_an_exception_is_recorded_and_raised(error_file: Path) -> None:
     assert data["elasticrs"]["written_by"] == "record"
 
 
-def test_an_exception_of_record_success_is_not_the_functions() -> None:
+def test_an_exception_of_record_success_is_not_the_functions():
     class Failing(Calls):
         def record_success(self) -> None:
             raise RuntimeError("telemetry")
@@ -92,14 +93,14 @@ def test_an_exception_of_record_success_is_not_the_functions() -> None:
     assert not any(call.startswith("exception") for call in handler.calls)
 
 
-def test_system_exit_zero_returns_and_others_pass(error_file: Path) -> None:
+def test_system_exit_zero_returns_and_others_pass(error_file):
     assert record(functools.partial(sys.exit, 0))() is None
     with pytest.raises(SystemExit):
         record(functools.partial(sys.exit, 3))()
     assert not error_file.exists()
 
 
-def test_without_a_variable_nothing_is_written(monkeypatch: pytest.MonkeyPatch, error_file: Path) -> None:
+def test_without_a_variable_nothing_is_written(monkeypatch, error_file):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     with pytest.raises(ZeroDivisionError):
         record(lambda: 1 / 0)()
@@ -110,7 +111,7 @@ def raise_child_failure(error_file: Path) -> None:
     raise ChildFailedError("train.py", {0: ProcessFailure(0, 997, 3, str(error_file))})
 
 
-def test_the_error_file_of_the_root_cause_is_handed_on(tmp_path: Path, error_file: Path) -> None:
+def test_the_error_file_of_the_root_cause_is_handed_on(tmp_path, error_file):
     of_worker = tmp_path / "worker.json"
     extra = {"py_callstack": "stack", "timestamp": "10"}
     of_worker.write_text(json.dumps({"message": {"message": "E", "extraInfo": extra}}))
@@ -123,9 +124,7 @@ def test_the_error_file_of_the_root_cause_is_handed_on(tmp_path: Path, error_fil
 
 
 @pytest.mark.parametrize("content", [None, "", '{"message": {"mess', "[1]", "[" * 100_000])
-def test_a_missing_or_malformed_file_does_not_hide_the_failure(
-    tmp_path: Path, error_file: Path, content: str | None
-) -> None:
+def test_a_missing_or_malformed_file_does_not_hide_the_failure(tmp_path, error_file, content):
     of_worker = tmp_path / "worker.json"
     if content is not None:
         of_worker.write_text(content)
@@ -134,9 +133,7 @@ def test_a_missing_or_malformed_file_does_not_hide_the_failure(
     assert not error_file.exists()
 
 
-def test_a_flat_error_file_is_handed_on_without_a_code(
-    tmp_path: Path, error_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_flat_error_file_is_handed_on_without_a_code(tmp_path, error_file, caplog):
     of_worker = tmp_path / "worker.json"
     of_worker.write_text('{"message": "text", "timestamp": 10}')
     ErrorHandler().dump_error_file(str(of_worker), 3)
@@ -144,9 +141,7 @@ def test_a_flat_error_file_is_handed_on_without_a_code(
     assert "no place for error code 3" in caplog.text
 
 
-def test_without_an_own_error_file_the_workers_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_an_own_error_file_the_workers_is_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     of_worker = tmp_path / "worker.json"
     of_worker.write_text('{"message": "text"}')
@@ -154,7 +149,7 @@ def test_without_an_own_error_file_the_workers_is_logged(
     assert '"message": "text"' in caplog.text
 
 
-def test_the_logger_is_one() -> None:
+def test_the_logger_is_one():
     assert isinstance(error_handler.logger, logging.Logger)
     assert isinstance(get_error_handler(), ErrorHandler)
     with mock.patch.object(error_handler.logger, "debug") as debug:
@@ -166,7 +161,7 @@ def test_the_logger_is_one() -> None:
         debug.assert_called_once()
 
 
-def test_a_fault_handler_that_cannot_be_enabled_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_handler_that_cannot_be_enabled_is_a_warning(monkeypatch):
     monkeypatch.setattr("faulthandler.enable", mock.Mock(side_effect=RuntimeError("no stderr")))
     with pytest.warns(UserWarning, match="no stderr"):
         ErrorHandler().initialize()
@@ -175,7 +170,7 @@ def test_a_fault_handler_that_cannot_be_enabled_is_a_warning(monkeypatch: pytest
 # --- the file ---
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+def test_a_reader_never_sees_half_a_file(tmp_path):
     path = tmp_path / "error.json"
     path.write_text("old")
     held = path.open()
@@ -186,7 +181,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["error.json"]
 
 
-def test_a_file_that_cannot_be_replaced_is_written_in_place(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_replaced_is_written_in_place(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -233,17 +228,13 @@ def special(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         assert '"message"' in (tmp_path / "target").read_text()
 
 
-def test_what_is_no_regular_file_is_written_not_replaced(
-    special: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_special_file_is_written_in_place(special, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(special))
     with pytest.raises(ValueError, match="no"):
         record(fail)()
 
 
-def test_what_is_no_regular_file_is_not_removed_for_a_workers(
-    special: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_special_file_is_not_removed(special, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(special))
     of_worker = tmp_path / "worker.json"
     of_worker.write_text('{"message": "text"}')
@@ -251,7 +242,7 @@ def test_what_is_no_regular_file_is_not_removed_for_a_workers(
         record(raise_child_failure)(of_worker)
 
 
-def test_the_hook_puts_nothing_beside_what_is_no_regular_file(special: Path) -> None:
+def test_the_hook_creates_nothing_beside_a_special_file(special):
     hook = Path(_worker.__file__).with_name("hook")
     env = {"PYTHONPATH": str(hook), "TORCHELASTIC_ERROR_FILE": str(special)}
     done = subprocess.run(
@@ -262,7 +253,7 @@ def test_the_hook_puts_nothing_beside_what_is_no_regular_file(special: Path) -> 
     assert b"elasticrs:" not in done.stderr
 
 
-def test_an_import_in_a_worker_brings_nothing_heavy() -> None:
+def test_an_import_in_a_worker_brings_nothing_heavy():
     heavy = [
         "json",
         "logging",
@@ -280,7 +271,5 @@ def test_an_import_in_a_worker_brings_nothing_heavy() -> None:
         f"print([m for m in {heavy} if m in sys.modules])"
     )
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "TORCHELASTIC_ERROR_FILE": "/nonexistent"}
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", program], env=env, capture_output=True, text=True, timeout=30, check=True
-    )
+    done = run_program([sys.executable, "-S", "-c", program], check=True, env=env)
     assert done.stdout == "[]\n"

@@ -10,7 +10,6 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
-from helpers.golden import Golden
 
 from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.failed_attempt import failures
@@ -42,7 +41,7 @@ def recorded_in(directory: Path, name: str, monotonic_ns: int, pid: int, callsta
     return str(path)
 
 
-def test_whole_reports(tmp_path: Path, golden: Golden) -> None:
+def test_whole_reports(tmp_path, golden):
     def report(name: str, *failures: ProcessFailure) -> str:
         return str(ChildFailedError(name, {failure.local_rank: failure for failure in failures})).lstrip("\n")
 
@@ -90,15 +89,15 @@ def test_whole_reports(tmp_path: Path, golden: Golden) -> None:
         ),
     }
     assert texts["torch's lines"].splitlines()[0] == "=" * 60
-    golden("failure-report", texts, {r"(?m)^([=-])\1{30,}$": r"\1\1\1"})
+    golden("failure-report", texts)
 
 
-def test_the_lines_can_be_drawn_otherwise() -> None:
+def test_the_lines_can_be_drawn_otherwise():
     error = ChildFailedError("bash", {0: ProcessFailure(0, 1, -15, "")})
     assert "\n" + "*" * 48 in error.format_msg(boarder_delim="*", section_delim=".")
 
 
-def test_siblings_that_we_stopped_are_no_failures() -> None:
+def test_siblings_that_we_stopped_are_no_failures():
     failures = {rank: stopped(rank) for rank in (0, 1, 3, 5, 6, 7)}
     failures[2] = ProcessFailure(2, 102, -9, "", seen_ns=NOW)
     text = str(ChildFailedError("train.py", failures))
@@ -108,7 +107,7 @@ def test_siblings_that_we_stopped_are_no_failures() -> None:
     assert "[0]:" in text
 
 
-def test_failures_stand_in_the_order_of_their_ends() -> None:
+def test_failures_are_shown_in_the_order_of_their_exits():
     failures = {
         rank: ProcessFailure(rank, rank, 1, "", seen_ns=NOW + delay)
         for rank, delay in ((0, 2 * MS + 345_678), (1, 0), (2, 12_000))
@@ -126,7 +125,7 @@ def raised(directory: Path, rank: int, raised_ns: int, ended_ns: int) -> Process
     return ProcessFailure(rank, 100 + rank, 1, path, seen_ns=ended_ns)
 
 
-def test_order_and_times_are_those_of_the_exceptions_where_ends_came_otherwise(tmp_path: Path) -> None:
+def test_the_times_of_exceptions_decide_the_order_of_failures(tmp_path):
     failures = {
         0: raised(tmp_path, 0, NOW + 5 * MS, NOW + 20 * MS),
         1: raised(tmp_path, 1, NOW, NOW + 40 * MS),
@@ -142,7 +141,7 @@ def test_order_and_times_are_those_of_the_exceptions_where_ends_came_otherwise(t
     assert "first observed" in text
 
 
-def test_a_root_cause_that_was_not_observed_first_is_not_called_so() -> None:
+def test_a_root_cause_that_was_not_observed_first_is_not_called_so():
     failures = {rank: ProcessFailure(rank, rank, 1, "", seen_ns=NOW + rank * MS) for rank in range(2)}
     failures[1].is_first = True
     text = str(ChildFailedError("train.py", failures))
@@ -151,7 +150,7 @@ def test_a_root_cause_that_was_not_observed_first_is_not_called_so() -> None:
     assert re.search(r"rank      : 0.*Root Cause.*rank      : 1", text, re.DOTALL)
 
 
-def test_an_exit_without_an_exception_is_called_that() -> None:
+def test_an_exit_without_an_exception_is_called_that():
     text = str(ChildFailedError("train.sh", {0: ProcessFailure(0, 100, 137, "", seen_ns=NOW)}))
     for likely in (
         "exit code 137",
@@ -164,7 +163,7 @@ def test_an_exit_without_an_exception_is_called_that() -> None:
         assert likely in text
 
 
-def test_whose_stderr_is_kept_is_not_told_to_keep_it() -> None:
+def test_a_worker_with_captured_stderr_gets_no_hint_to_capture_it():
     logs = {"stderr": "/logs/0/stderr.log"}
     failure = ProcessFailure(0, 100, 1, "", seen_ns=NOW, log_paths=logs, stderr_tail=["ValueError: x"])
     text = str(ChildFailedError("train.py", {0: failure}))
@@ -172,7 +171,7 @@ def test_whose_stderr_is_kept_is_not_told_to_keep_it() -> None:
     assert "--capture-stderr" not in text
 
 
-def test_an_equal_traceback_is_shown_once(tmp_path: Path) -> None:
+def test_an_equal_traceback_is_shown_once(tmp_path):
     callstack = "Traceback:\n a\n b\n c\nE: x\n"
     failures = {
         rank: ProcessFailure(rank, rank, 1, recorded(tmp_path, str(rank), callstack), seen_ns=NOW + rank)
@@ -183,7 +182,7 @@ def test_an_equal_traceback_is_shown_once(tmp_path: Path) -> None:
     assert len(re.findall(r"  traceback : .*\[0\]\n", text)) == 2
 
 
-def test_ranks_that_failed_alike_share_one_entry(tmp_path: Path) -> None:
+def test_ranks_that_failed_alike_share_one_entry(tmp_path):
     def failure(rank: int, callstack: str) -> ProcessFailure:
         return ProcessFailure(rank, rank, 1, recorded(tmp_path, str(rank), callstack), seen_ns=NOW + rank)
 
@@ -199,7 +198,7 @@ def test_ranks_that_failed_alike_share_one_entry(tmp_path: Path) -> None:
     ]
 
 
-def test_the_error_handler_may_add_to_a_signals_message(tmp_path: Path) -> None:
+def test_the_error_handler_may_add_to_a_signals_message(tmp_path):
     handler = mock.MagicMock()
     handler.maybe_enrich_signal_failure_message.side_effect = lambda message, _: message + "\n[device fault]"
     failure = ProcessFailure(0, 997, -6, "")
@@ -210,7 +209,7 @@ def test_the_error_handler_may_add_to_a_signals_message(tmp_path: Path) -> None:
     handler.maybe_enrich_signal_failure_message.assert_called_once_with(mock.ANY, "<N/A>")
 
 
-def test_an_error_handler_that_fails_does_not_cost_the_report() -> None:
+def test_an_error_handler_that_fails_does_not_cost_the_report():
     handler = mock.MagicMock()
     handler.maybe_enrich_signal_failure_message.side_effect = RuntimeError("of the handler")
     with mock.patch.object(errors, "get_error_handler", return_value=handler):
@@ -219,18 +218,18 @@ def test_an_error_handler_that_fails_does_not_cost_the_report() -> None:
     assert "of the handler" in text
 
 
-def test_an_error_needs_a_failure() -> None:
+def test_an_error_needs_a_failure():
     with pytest.raises(AssertionError):
         ChildFailedError("train.py", {})
 
 
-def test_the_error_survives_pickling() -> None:
+def test_the_error_survives_pickling():
     error = ChildFailedError("train.py", {0: ProcessFailure(0, 1, -9, "")})
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.name, copy.failures, str(copy)) == (error.name, error.failures, str(error))
 
 
-def test_an_end_that_nobody_saw_is_unknown_and_no_code_is_made_up() -> None:
+def test_an_unseen_exit_is_shown_as_unknown():
     attempt = Attempt(0, 0, Plan(assign([NodeShare("default", 1)], 0), "localhost", 1))
     gone = SimpleNamespace(local_rank=0, pid=100, exitcode=None, sent_signal=None, seen_ns=NOW)
     attempt.exits[0] = cast("Any", gone)
@@ -250,7 +249,7 @@ def test_an_end_that_nobody_saw_is_unknown_and_no_code_is_made_up() -> None:
         ("OSError: [Errno 2] No such file or directory: 'a.pt'", None),
     ],
 )
-def test_an_error_of_the_machine_gets_a_note(tmp_path: Path, exception: str, advice: str | None) -> None:
+def test_an_error_of_the_machine_gets_a_note(tmp_path, exception, advice):
     path = recorded(tmp_path, "a", f"Traceback (most recent call last):\n  File x\n{exception}\n")
     text = str(ChildFailedError("x", {0: ProcessFailure(0, 100, 1, path, seen_ns=NOW)}))
     notes = re.findall(r"  note      : (.*)", text)
@@ -260,9 +259,7 @@ def test_an_error_of_the_machine_gets_a_note(tmp_path: Path, exception: str, adv
 @pytest.mark.parametrize(
     ("sent_signal", "note", "has_note"), [(None, None, True), (9, None, False), (None, "OOM", False)]
 )
-def test_a_sigkill_from_outside_is_called_that(
-    sent_signal: int | None, note: str | None, has_note: bool
-) -> None:
+def test_a_sigkill_from_outside_is_called_that(sent_signal, note, has_note):
     failure = ProcessFailure(0, 100, -9, "", seen_ns=NOW, sent_signal=sent_signal, note=note)
     text = str(ChildFailedError("x", {0: failure}))
     assert ("batch system" in text) is has_note

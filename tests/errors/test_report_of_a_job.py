@@ -4,11 +4,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from conftest import Launch
 from helpers.procs import HANG
 
 WAITING = """
@@ -19,9 +16,7 @@ WAITING = """
 """
 
 
-def test_the_cause_the_stopped_and_the_traceback_are_shown(
-    launch: Launch, worker_script: Callable[..., Path]
-) -> None:
+def test_the_cause_the_stopped_and_the_traceback_are_shown(launch, worker_script):
     script = worker_script(
         WAITING
         + """
@@ -33,8 +28,9 @@ def test_the_cause_the_stopped_and_the_traceback_are_shown(
     )
     job = launch("--standalone", "--nproc-per-node", "3", "--max-restarts", "0", script).exits(1)
     report = job.stderr[job.stderr.index("=====") :]
+    assert "worker.py FAILED\n" in report
     assert "Failures:\n  <NO_OTHER_FAILURES>\n" in report
-    assert re.search(r"^Stopped by elasticrs after the first failure: ranks 0, 2 \(SIGTERM\)$", report, re.M)
+    assert re.search(r"^Stopped .*: ranks 0, 2 \(SIGTERM\)$", report, re.M)
     root = report[report.index("Root Cause") :]
     assert "  rank      : 1 (local_rank: 1)\n" in root
     assert "    in train\n" in root or "in train\n" in root
@@ -42,9 +38,7 @@ def test_the_cause_the_stopped_and_the_traceback_are_shown(
 
 
 @pytest.mark.parametrize(("name", "has_stack"), [("SIGSEGV", True), ("SIGKILL", False)])
-def test_a_signal_is_named(
-    launch: Launch, worker_script: Callable[..., Path], name: str, has_stack: bool
-) -> None:
+def test_a_signal_is_named(launch, worker_script, name, has_stack):
     script = worker_script(WAITING + f"\n    def deep(): os.kill(os.getpid(), signal.{name})\n    deep()\n")
     job = launch("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", script).exits(1)
     number = -signal.Signals[name]
@@ -52,9 +46,7 @@ def test_a_signal_is_named(
     assert (re.search(r"line \d+ in deep", job.stderr) is not None) is has_stack
 
 
-def test_who_ended_without_a_word_comes_before_the_peer_that_noticed(
-    launch: Launch, worker_script: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_rank_without_a_record_comes_before_the_peer_that_lost_it(launch, worker_script, tmp_path):
     os.mkfifo(tmp_path / "recorded")
     script = worker_script(f"""
         import atexit, os, signal
@@ -73,12 +65,12 @@ def test_who_ended_without_a_word_comes_before_the_peer_that_noticed(
     """)
     job = launch("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
     assert job.wait() == 1
-    assert re.search(r"rank 1 \(pid \d+\) exited with code 7; 1 other stopped; restarting", job.stderr)
+    assert re.search(r"rank 1 \(pid \d+\) .*\b7; 1 other .*; restarting", job.stderr)
     root = job.stderr[job.stderr.index("Root Cause") :]
     assert "  rank      : 1 (local_rank: 1)\n" in root
 
 
-def test_the_timeline_is_written(launch: Launch, worker_script: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_timeline_is_written(launch, worker_script, tmp_path):
     timeline = tmp_path / "timeline.jsonl"
     script = worker_script('import os; os._exit(3) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0')
     env = {"ELASTICRS_TIMELINE": str(timeline)}
@@ -99,9 +91,7 @@ def test_the_timeline_is_written(launch: Launch, worker_script: Callable[..., Pa
     assert events[6]["restart_count"] == 1
 
 
-def test_an_error_file_that_could_not_be_written_is_no_missing_one(
-    launch: Launch, worker_script: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_error_file_that_could_not_be_written_is_no_missing_one(launch, worker_script, tmp_path):
     # Opening a file goes, writing to it does not: as on a full disk.
     script = worker_script(
         """
@@ -112,13 +102,12 @@ def test_an_error_file_that_could_not_be_written_is_no_missing_one(
     )
     job = launch("--standalone", "--log-dir", tmp_path / "logs", script).exits(1)
     root = job.stderr[job.stderr.index("Root Cause") :]
-    said = "exit code 1; its error file could not be written (it is empty, as on a full disk)"
-    assert f"  traceback : {said}\n" in root
+    assert re.search("  traceback : exit code 1; .*error file.*empty", root)
     (error_file,) = (tmp_path / "logs").rglob("error.json*")
     assert error_file.read_text() == ""
 
 
-def test_what_a_worker_raised_cannot_steer_the_terminal(launch, worker_script):
+def test_an_exception_text_cannot_control_the_terminal(launch, worker_script):
     script = worker_script("""
         raise ValueError("\\x1b]0;title\\x07\\x1b[2J")
     """)

@@ -1,9 +1,7 @@
-"""Which failure came first."""
+"""The choice of the first failure."""
 
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,23 +35,23 @@ def failure(
     return made
 
 
-def test_nanoseconds_decide() -> None:
+def test_nanoseconds_decide():
     assert root_cause({0: failure(NOW + 1), 1: failure(NOW), 2: failure(NOW + 2)}) == 1
 
 
-def test_of_one_batch_the_first_in_the_mapping_is_first() -> None:
+def test_of_one_batch_the_first_in_the_mapping_is_first():
     assert root_cause({3: failure(NOW), 1: failure(NOW), 2: failure(NOW)}) == 3
 
 
-def test_those_that_we_signalled_are_victims_even_if_seen_first() -> None:
+def test_those_that_we_signalled_are_victims_even_if_seen_first():
     assert root_cause({0: failure(NOW, sent_signal=15), 1: failure(NOW + 5)}) == 1
 
 
-def test_when_all_were_signalled_the_first_seen_is_named() -> None:
+def test_when_all_were_signalled_the_first_seen_is_named():
     assert root_cause({0: failure(NOW + 1, sent_signal=15), 1: failure(NOW, sent_signal=15)}) == 1
 
 
-def test_an_error_recorded_before_the_first_end_is_the_cause() -> None:
+def test_an_error_recorded_before_the_first_end_is_the_cause():
     slow = failure(NOW + 20 * MS, sent_signal=15, recorded_ns=NOW - 30 * MS)
     failures = {0: failure(NOW), 1: slow, 2: failure(NOW + 20 * MS, sent_signal=15)}
     assert root_cause(failures) == 1
@@ -65,13 +63,13 @@ def test_an_error_recorded_before_the_first_end_is_the_cause() -> None:
     [NOW + MS, NOW + 20 * MS - RECORD_WINDOW_NS - 1, NOW + 21 * MS],
     ids=["after the first end", "long before", "after its own end"],
 )
-def test_other_records_excuse_no_victim(recorded_ns: int) -> None:
+def test_other_records_excuse_no_victim(recorded_ns):
     other = failure(NOW + 20 * MS, sent_signal=15, recorded_ns=recorded_ns)
     assert root_cause({0: other, 1: failure(NOW)}) == 1
     assert victims({0: other, 1: failure(NOW)}) == [0]
 
 
-def test_the_record_of_another_process_is_no_evidence_of_the_time() -> None:
+def test_the_record_of_another_process_is_no_evidence_of_the_time():
     wrapper = failure(NOW + MS, recorded_ns=NOW - MS, recorded_pid=8)
     assert root_cause({0: wrapper, 1: failure(NOW)}) == 1
 
@@ -80,7 +78,7 @@ LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by p
 
 
 @pytest.mark.parametrize("sent_signal", [None, 15], ids=["ended by itself", "stopped"])
-def test_who_lost_a_peer_is_not_before_one_that_ended_without_a_word(sent_signal: int | None) -> None:
+def test_a_rank_that_lost_a_peer_comes_after_one_without_a_record(sent_signal):
     lost = failure(NOW + 20 * MS, sent_signal, recorded_ns=NOW - MS, message=LOST)
     failures = {0: lost, 1: failure(NOW)}
     assert in_order(failures) == [1, 0]
@@ -100,12 +98,12 @@ def test_who_lost_a_peer_is_not_before_one_that_ended_without_a_word(sent_signal
     ],
     ids=["another error", "long before", "of another process", "both raised", "stopped", "hung"],
 )
-def test_other_ends_do_not_explain_a_lost_peer(lost: dict[str, Any], other: dict[str, Any]) -> None:
+def test_other_ends_do_not_explain_a_lost_peer(lost, other):
     first = failure(**{"seen_ns": NOW + 20 * MS, "recorded_ns": NOW - MS, "message": LOST, **lost})
     assert root_cause({0: first, 1: failure(**{"seen_ns": NOW, **other})}) == 0
 
 
-def test_without_stamps_torchs_rule_stands(tmp_path: Path) -> None:
+def test_without_stamps_torchs_rule_stands(tmp_path):
     failures = {}
     for rank, timestamp in ((5, 12), (4, 10), (3, 10)):
         path = tmp_path / f"{rank}.json"
@@ -114,7 +112,7 @@ def test_without_stamps_torchs_rule_stands(tmp_path: Path) -> None:
     assert ChildFailedError("train.py", failures).get_first_failure() == (4, failures[4])
 
 
-def test_of_nothing_there_is_no_cause() -> None:
+def test_no_failures_have_no_cause():
     with pytest.raises(ValueError, match="no failures"):
         root_cause({})
 
@@ -126,7 +124,7 @@ made = st.builds(
 
 
 @given(st.dictionaries(st.integers(0, 63), made, min_size=1))
-def test_the_cause_is_the_earliest_that_is_no_victim(failures: dict[int, ProcessFailure]) -> None:
+def test_the_cause_is_the_earliest_that_is_no_victim(failures):
     root, spared, order = root_cause(failures), victims(failures), in_order(failures)
     assert sorted(order) == sorted(failures)
     assert all(failures[rank].sent_signal is not None for rank in spared)

@@ -1,7 +1,6 @@
-"""What programs can read about a job."""
+"""The timeline of a job, for programs."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 from elasticrs.agent.attempt import Attempt, phases
@@ -21,7 +20,7 @@ def failed_and_restarted() -> list[Attempt]:
     return [second, first]
 
 
-def test_events_come_in_the_order_of_their_times() -> None:
+def test_events_come_in_the_order_of_their_times():
     assert records(failed_and_restarted()) == [
         {
             "event": "started",
@@ -58,7 +57,7 @@ def test_events_come_in_the_order_of_their_times() -> None:
     ]
 
 
-def test_the_phases_of_a_restart_are_all_of_it() -> None:
+def test_the_phases_of_a_restart_are_all_of_it():
     second, first = failed_and_restarted()
     second.stamps |= {"planned": 1_000_040, "imported": 7_000_040, "started": 9_000_020}
     assert phases(first, second) == {
@@ -77,7 +76,7 @@ def test_the_phases_of_a_restart_are_all_of_it() -> None:
     assert phases(first, second) == {}
 
 
-def test_the_file_has_a_line_for_each(tmp_path: Path) -> None:
+def test_the_file_has_a_line_for_each(tmp_path):
     path = tmp_path / "timeline.jsonl"
     path.write_text("of an earlier job\n")
     attempts = failed_and_restarted()

@@ -1,13 +1,13 @@
 """The demos as modules, and as a user runs them."""
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers.launcher import clean_environment
+from helpers.procs import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,9 +24,7 @@ def run_demo():
 
     def run(program, *arguments):
         command = [sys.executable, EXAMPLES / program, *arguments]
-        done = subprocess.run(
-            command, env=clean_environment(), capture_output=True, text=True, timeout=280, check=False
-        )
+        done = run_program(command, timeout=280, env=clean_environment())
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -44,7 +44,7 @@ def test_the_account_names_who_stayed_and_how_long_it_took(tell):
     ],
     ids=["another end", "all were restarted", "a step was left out", "nobody died", "it failed"],
 )
-def test_what_is_not_as_promised_is_said(tell, stamps, end):
+def test_a_broken_promise_is_reported(tell, stamps, end):
     assert tell(FINAL, lines(*stamps) + end)[1]
 
 

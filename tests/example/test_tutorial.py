@@ -2,13 +2,13 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import procs
 from helpers.launcher import clean_environment
+from helpers.procs import run_program
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "tutorial.md"
@@ -79,14 +79,7 @@ def test_the_program_that_trains_through_failures(launch, tmp_path):
 def test_the_program_that_launches_from_python(tmp_path):
     script = tmp_path / "launches.py"
     script.write_text(first_program("guide.md"))
-    done = subprocess.run(
-        [sys.executable, script],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program([sys.executable, script], timeout=120, env=clean_environment())
     # Reap the resource tracker, which exits shortly after the program.
     procs.reap_adopted()
     assert done.returncode == 0, done.stderr

@@ -36,5 +36,5 @@ def test_the_same_line_on_both(host):
 
 
 @pytest.mark.parametrize("line", [(), ("zookeeper", "a", "b.py")])
-def test_what_it_does_not_know(host, line):
+def test_unknown_arguments_are_refused(host, line):
     host(*line).exits(2)

@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from helpers.launcher import clean_environment
+from helpers.procs import run_program
 
 from gpu_kit.checks import CHECKS
 
@@ -20,9 +20,7 @@ pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.torch]
 
 def run_kit(results, *options, prefix=(), env=None):
     command = [*prefix, sys.executable, "-m", "tests.gpu_kit", "--json", results, *options]
-    return subprocess.run(
-        command, cwd=ROOT, env=clean_environment(env), capture_output=True, text=True, check=False
-    )
+    return run_program(command, env=clean_environment(env), cwd=ROOT)
 
 
 def rows_of(results):

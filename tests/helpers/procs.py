@@ -8,11 +8,12 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Found = TypeVar("Found")
 
@@ -41,6 +42,15 @@ threading.Thread(target=go_on).start()
 ctypes.CDLL(None).pthread_exit(None)
 """
 """A program whose main thread ends; then it says its pid, and another thread goes on for ever."""
+
+
+def run_program(
+    command: Sequence[str | Path], *, timeout: float = HANG, check: bool = False, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, and return its exit code and output. ``how`` are more arguments of
+    :func:`subprocess.run`.
+    """
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=check, **how)
 
 
 class Process(NamedTuple):

@@ -1,5 +1,6 @@
-"""The health check server of whole jobs: what it tells, to whom, and what it never holds up."""
+"""The health check server of whole jobs: its answers, its clients, and that it never blocks the job."""
 
+import errno
 import os
 import re
 import signal
@@ -72,7 +73,7 @@ RATES = """
 @pytest.mark.beyond_torchrun
 def test_rates_of_workers_and_the_slowest_one(launch, worker_script, samples_of):
     job = launch(
-        *("--nproc-per-node=3", "--health-check-port=0", "--on-failure=replace", worker_script(RATES)),
+        *("--nproc-per-node=3", "--health-check-port=0", "--on-failure=replace", worker_script(RATES))
     )
     pids = [int(line[1]) for line in job.wait_for_lines(r"here (\d+)\.", 3)]
     port = port_of(job)
@@ -214,11 +215,7 @@ def test_failures_with_their_exceptions_and_files(launch, worker_script, tmp_pat
 
 @pytest.mark.parametrize(
     ("modules", "is_warm", "why"),
-    [
-        ("off", None, None),
-        ("colorsys", True, None),
-        ("auto", False, "nothing is preloaded: .*worker.py imports nothing but its own modules"),
-    ],
+    [("off", None, None), ("colorsys", True, None), ("auto", False, "nothing .*worker.py.*")],
 )
 def test_whether_workers_start_warm_and_why_not(launch, worker_script, modules, is_warm, why):
     script = worker_script(WAITS if modules != "auto" else f"def main():\n{WAITS}\nmain()")
@@ -262,7 +259,7 @@ def test_a_timer_that_expires_is_counted(launch, worker_script, samples_of):
     while (status := status_of(port))["timers"]["live"] != 1:
         pass
     assert status["timers"]["expired"] == 1
-    assert "timer expired: scope 'epoch'" in status["last_failure"]["what"]
+    assert "'epoch'" in status["last_failure"]["what"]
     value = samples_of(port)
     assert value("timers_live") == 1
     assert value("restarts_total", cause="timer_expired") == 1
@@ -290,7 +287,7 @@ def test_a_worker_that_hangs(launch, worker_script, samples_of):
     status = status_of(port)
     failure = status["last_failure"]
     assert failure["rank"] == 1
-    assert re.match(r"hung: no heartbeat for [\d.]+ s \(limit 1 s\); stopped at step 1,204", failure["what"])
+    assert re.match(r"hung: .* [\d.]+ s \(limit 1 s\); .*step 1,204", failure["what"])
     own, last = (worker["heartbeat"] for worker in status["workers"])
     assert (own["step"], own["section"]) == (None, "checkpoint")
     assert (last["step"], last["section"]) == (1204, "checkpoint")
@@ -311,8 +308,7 @@ def test_a_runtime_that_hangs_is_no_live_agent(launch, worker_script):
     assert get_json(port, "/healthz")[0] == 200
     with held(thread_of(job.pid, "elasticrs")):
         # The loop may be late as well on a machine with much to do.
-        runtime = "the runtime that supervises the workers has not answered for"
-        while (answer := get_json(port, "/healthz"))[0] == 200 or not answer[1]["reason"].startswith(runtime):
+        while (answer := get_json(port, "/healthz"))[0] == 200 or "runtime" not in answer[1]["reason"]:
             pass
     while get_json(port, "/healthz")[0] != 200:
         pass
@@ -350,7 +346,7 @@ def test_a_client_that_trickles_is_given_up(launch, worker_script):
     release(job, pids)
 
 
-def test_a_client_that_takes_nothing_is_given_up(launch, worker_script):
+def test_a_client_that_reads_nothing_is_dropped(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS))
     clients = []
     for _ in range(70):
@@ -375,7 +371,7 @@ def test_a_client_that_takes_nothing_is_given_up(launch, worker_script):
         (b"GET /nothing HTTP/1.1\r\n\r\n", b"404"),
     ],
 )
-def test_what_is_no_request_gets_an_answer(launch, worker_script, request_, answer):
+def test_an_invalid_request_gets_an_error(launch, worker_script, request_, answer):
     job, port, pids = start(launch, worker_script(WAITS), nproc=1)
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(request_)
@@ -406,13 +402,13 @@ def test_it_listens_on_loopback_unless_a_host_is_given(launch, worker_script):
     assert job.wait() == 0
 
 
-def test_torchs_variable_starts_it_and_a_port_that_is_taken_keeps_no_job(launch):
+def test_torchs_variable_starts_the_server_and_a_taken_port_is_not_fatal(launch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job = launch("--no-python", "true", env={"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)}).exits(0)
-        assert f"no health check server: listen on 127.0.0.1:{port}: Address already in use; " in job.stderr
+        assert f"127.0.0.1:{port}: {os.strerror(errno.EADDRINUSE)}; " in job.stderr
     job = launch("--no-python", "true", env={"TORCHELASTIC_HEALTH_CHECK_PORT": "http"}).exits(0)
-    assert "TORCHELASTIC_HEALTH_CHECK_PORT: got 'http', expected a port" in job.stderr
+    assert "TORCHELASTIC_HEALTH_CHECK_PORT: got 'http'" in job.stderr
 
 
 def test_without_it_nothing_listens_and_nothing_is_loaded(launch, worker_script):

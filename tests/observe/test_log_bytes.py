@@ -1,4 +1,4 @@
-"""The bytes of log files that nobody reads, as the metrics tell them: real workers, and a look that hangs."""
+"""Metrics for the bytes of log files that are not followed: real workers, and a check that hangs."""
 
 import os
 import re
@@ -166,7 +166,7 @@ elastic_launch(config, sys.executable, server)(sys.argv[2])
 """
 
 
-def test_of_a_file_that_was_there_only_what_is_added_counts(launch, worker_script, tmp_path):
+def test_only_new_bytes_of_an_existing_file_count(launch, worker_script, tmp_path):
     log = tmp_path / "own.log"
     log.write_bytes(b"-" * 100)
     waits = worker_script(WRITES.replace('os.write(1, b"x"', 'len(b"x"'))

@@ -1,4 +1,4 @@
-"""What is told of workers that are replaced: the ranks of their last meeting, the restarts that are left."""
+"""Reports about replaced workers: the ranks of their last meeting, the restarts that are left."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_all_name_the_rank_of_the_last_meeting(launch, worker_script, tmp_path):
     status_with(port, {0: 5, 1: 4})
     os.kill(pids[0], signal.SIGKILL)
     new = int(job.wait_for_line(r"UP 0 (\d+) 1\.")[1])
-    job.wait_for_line(rf"rank 5 \(local_rank 0, pid {pids[0]}\) died by SIGKILL; .*replaced by pid {new}")
+    job.wait_for_line(rf"rank 5 \(local_rank 0, pid {pids[0]}\) .*SIGKILL; .*replaced by pid {new}")
     status = status_with(port, {0: 0, 1: 4})
     assert (status["last_failure"]["rank"], status["restarts_left"]) == (5, 1)
     for pid in (new, pids[1]):
@@ -82,7 +82,7 @@ def test_all_name_the_rank_of_the_last_meeting(launch, worker_script, tmp_path):
     assert found == [(5, str(pids[0]))]
 
 
-def test_a_worker_whose_rank_another_worker_has_shows_none(launch, worker_script):
+def test_a_worker_whose_rank_was_reassigned_shows_none(launch, worker_script):
     job = launch(
         *("--nproc-per-node=2", "--on-failure=replace", "--health-check-port=0", worker_script(WORKER)),
         env={"SUM": "1"},
@@ -99,7 +99,7 @@ def test_a_worker_whose_rank_another_worker_has_shows_none(launch, worker_script
     assert job.wait() == 0, job.stderr
 
 
-def test_the_report_tells_two_apart_that_had_a_rank_one_after_the_other(launch, worker_script):
+def test_the_report_distinguishes_two_workers_with_the_same_rank(launch, worker_script):
     script = worker_script("""
         # Uses elasticrs.train
         import os, signal
@@ -115,7 +115,7 @@ def test_the_report_tells_two_apart_that_had_a_rank_one_after_the_other(launch, 
     cause = job.stderr[job.stderr.index("Root Cause") :]
     assert re.search(r"rank +: -1 \(local_rank: 0\)", cause)
     assert f"(pid: {pids[0]})" in cause
-    assert "Stopped by elasticrs after the first failure: rank 7 " in job.stderr
+    assert re.search("^Stopped .*: rank 7 ", job.stderr, re.MULTILINE)
 
 
 def test_torchs_metrics_know_the_restarts_that_were_charged():

@@ -1,15 +1,13 @@
-"""Processes that a program makes by ``fork`` beside our waits: they have signals of their own."""
+"""Processes that a program forks beside our waits handle their own signals."""
 
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 from helpers import functions, procs
-from helpers.launcher import Launched
 
 from elasticrs.job.config import START_METHODS
 from elasticrs.multiprocessing import DefaultLogsSpecs, start_processes
@@ -71,9 +69,7 @@ def tracker() -> None:
 
 
 @pytest.mark.parametrize("loop", ["events", "hooks"])
-def test_a_child_that_is_terminated_beside_an_agent_ends_alone(
-    launch: Callable[..., Launched], loop: str
-) -> None:
+def test_a_child_that_is_terminated_beside_an_agent_ends_alone(launch, loop):
     launched = launch("-c", HOST.replace("TIMES", str(TIMES)), loop, argv=[sys.executable]).exits(0)
     assert launched.stdout.splitlines() == ["CODES -15", "RESULT {0: None}"]
 
@@ -90,7 +86,7 @@ def code_of_a_terminated_child() -> int | None:
     return code
 
 
-def test_a_child_that_is_terminated_while_the_main_thread_waits_ends_alone() -> None:
+def test_a_child_that_is_terminated_while_the_main_thread_waits_ends_alone():
     context = start_processes("x", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
     codes: list[int | None] = []
 
@@ -109,7 +105,7 @@ def test_a_child_that_is_terminated_while_the_main_thread_waits_ends_alone() -> 
     assert codes == [-signal.SIGTERM] * TIMES
 
 
-def test_a_child_that_the_main_thread_terminates_at_once_ends() -> None:
+def test_a_child_that_the_main_thread_terminates_at_once_ends():
     context = start_processes("x", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
     try:
         for _ in range(TIMES):
@@ -119,7 +115,7 @@ def test_a_child_that_the_main_thread_terminates_at_once_ends() -> None:
 
 
 @pytest.mark.parametrize("method", START_METHODS)
-def test_a_worker_that_starts_processes_hears_its_signals(method: str) -> None:
+def test_a_worker_that_starts_processes_handles_its_signals(method):
     specs = DefaultLogsSpecs(os.devnull)
     function = functions.be_signalled_beside_a_context
     context = start_processes("x", function, {0: ()}, {0: {}}, specs, start_method=method)
@@ -128,7 +124,7 @@ def test_a_worker_that_starts_processes_hears_its_signals(method: str) -> None:
     assert result.return_values == {0: "raised"}
 
 
-def test_a_wait_ends_beside_a_descriptor_that_is_always_ready() -> None:
+def test_a_wait_ends_beside_a_descriptor_that_is_always_ready():
     reader, writer = os.pipe()
     os.write(writer, b"x")
     group = SupervisedGroup()

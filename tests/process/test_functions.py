@@ -1,15 +1,18 @@
 """Functions as workers, inside a host program with children, threads and signal handlers of its own."""
 
+import errno
 import json
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import ports
+from helpers.procs import run_program
 
 from elasticrs.launcher import LaunchConfig
+from elasticrs.report.phrases import SILENT
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -42,13 +45,7 @@ def host(tmp_path, functions, main):
     program = tmp_path / "host.py"
     indented = "\n".join("    " + line for line in main.strip().splitlines())
     program.write_text(HOST.format(logs=str(tmp_path / "logs"), functions=functions.strip(), main=indented))
-    done = subprocess.run(
-        [sys.executable, "-W", "default", str(program)],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = run_program([sys.executable, "-W", "default", str(program)])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -68,7 +65,7 @@ print(json.dumps([[rank, len(value), value[0]] for rank, value in values.items()
     assert sizes == [[0, 3_000_000, 0], [1, 3_000_000, 1], [2, 3_000_000, 2]]
 
 
-def test_a_stranger_at_the_workers_store_is_told_of(tmp_path):
+def test_a_foreign_client_of_the_workers_store_is_reported(tmp_path):
     _, stderr = host(
         tmp_path,
         """
@@ -84,7 +81,7 @@ launch(work, nproc=1)
 print("null")
 """,
     )
-    assert stderr.count("not a client of a TCPStore") == 1, stderr
+    assert stderr.count("TCPStore") == 1, stderr
 
 
 def test_arguments_of_any_size_and_queues_go_along(tmp_path):
@@ -176,9 +173,8 @@ except ChildFailedError as error:
     print(json.dumps({rank: [found.exitcode, found.message] for rank, found in error.failures.items()}))
 """,
     )
-    text = "exited with code 0 before the function returned"
-    assert failures == {"1": [0, text], "2": [0, text]}
-    assert re.search(text + r"; restarting\D* 0 of 1\b", stderr)
+    assert failures == {"1": [0, SILENT], "2": [0, SILENT]}
+    assert re.search(SILENT + r"; restarting\D* 0 of 1\b", stderr)
 
 
 def test_a_silent_end_is_made_good_by_a_restart_and_observed(tmp_path):
@@ -209,7 +205,7 @@ print(json.dumps([value, Kept.values]))
     )
     assert (state, restarts) == ("HEALTHY", 1)
     assert (failure["rank"], failure["exitcode"]) == (0, 0)
-    assert failure["what"] == "exited with code 0 before the function returned"
+    assert failure["what"] == SILENT
     assert "workers.default_role.failed" in metrics
     assert "workers.default_role.succeeded" in metrics
 
@@ -293,7 +289,7 @@ print(json.dumps(list(values[0].values())))
 """,
     )
     assert values == [0, 1, 2]
-    assert "not in the main thread: signals are not handled" in stderr
+    assert "main thread" in stderr
 
 
 def test_a_signal_to_the_host_stops_the_workers(tmp_path):
@@ -312,7 +308,7 @@ except SignalException as error:
 """,
     )
     assert found == [15, True]
-    assert "SIGTERM received: passing it on to the workers" in stderr
+    assert "SIGTERM" in stderr
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
@@ -347,9 +343,9 @@ print(json.dumps([[rank, value] for rank, value in values.items()]))
 @pytest.mark.parametrize(
     ("program", "kind", "why"),
     [
-        ("/no/such/program", "FileNotFoundError", "No such file or directory"),
-        ("no-such-program", "FileNotFoundError", "No such file or directory"),
-        ("/etc", "PermissionError", "Permission denied"),
+        ("/no/such/program", "FileNotFoundError", os.strerror(errno.ENOENT)),
+        ("no-such-program", "FileNotFoundError", os.strerror(errno.ENOENT)),
+        ("/etc", "PermissionError", os.strerror(errno.EACCES)),
     ],
 )
 def test_a_program_that_cannot_be_run_is_an_error_and_torchs(tmp_path, program, kind, why):
@@ -429,7 +425,7 @@ except ChildFailedError as error:
     ranks, exitcode, text, stack = message
     assert (1 in ranks, exitcode) == (True, -9)
     assert "hung: no heartbeat for" in text
-    assert "stopped at step 1" in text
+    assert "step 1" in text
     assert "in work" in stack
 
 
@@ -465,24 +461,15 @@ except ChildFailedError as error:
 @pytest.mark.parametrize(
     ("limits", "problem"),
     [
-        ({"hang_timeout": 0}, "hang_timeout must be seconds above 0, 'auto' or 'auto:SECONDS', got 0"),
-        (
-            {"hang_timeout": "auto:0"},
-            "hang_timeout must be seconds above 0, 'auto' or 'auto:SECONDS', got 'auto:0'",
-        ),
-        (
-            {"hang_timeout": "soon"},
-            "hang_timeout must be seconds above 0, 'auto' or 'auto:SECONDS', got 'soon'",
-        ),
-        (
-            {"hang_timeout": 5, "hang_startup_timeout": -1},
-            "hang_startup_timeout must be seconds above 0, got -1",
-        ),
-        ({"exit_timeout": -1}, "exit_timeout must be seconds, 0 for any time, got -1"),
-        ({"hang_startup_timeout": 5}, "hang_startup_timeout needs hang_timeout: seconds or 'auto'"),
+        ({"hang_timeout": 0}, "hang_timeout .*0"),
+        ({"hang_timeout": "auto:0"}, "hang_timeout .*'auto:0'"),
+        ({"hang_timeout": "soon"}, "hang_timeout .*'soon'"),
+        ({"hang_timeout": 5, "hang_startup_timeout": -1}, "hang_startup_timeout .*-1"),
+        ({"exit_timeout": -1}, "exit_timeout .*-1"),
+        ({"hang_startup_timeout": 5}, "hang_startup_timeout .*hang_timeout.*"),
     ],
 )
-def test_limits_of_heartbeats_that_are_none_are_refused(limits, problem):
+def test_invalid_limits_of_heartbeats_are_refused(limits, problem):
     with pytest.raises(ValueError, match=f"^{problem}$"):
         LaunchConfig(1, 1, 1, **limits)
 
@@ -496,10 +483,7 @@ except Exception as error:
 """
     kind, said = host(tmp_path, "", main)[0]
     assert kind == "PicklingError"
-    assert said.endswith(
-        "a function for another process must be at the top level of a module, and its arguments must "
-        "be picklable; start_method='fork' accepts any"
-    )
+    assert "start_method='fork'" in said
 
 
 def test_a_program_that_is_no_file_is_refused_before_any_start():
@@ -511,10 +495,8 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert re.search(r"not a file .*\(<stdin>\).*start_method='fork'", done.stdout)
+    done = run_program([sys.executable, "-"], input=program)
+    assert re.search(r"\(<stdin>\).*start_method='fork'", done.stdout)
 
 
 REPLACED = """
@@ -543,7 +525,7 @@ def test_values_are_those_of_the_last_in_each_place(tmp_path, monkeypatch, how):
     assert [life for life, _, _ in values] == [0, 2, 0], "the others were left alone"
     assert [len(member) for _, member, _ in values] == [1, 2, 1], "who came later knows whose place it has"
     assert {len(text) for _, _, text in values} == {100_000}
-    assert errors.count("died by SIGKILL; 2 others go on") == 2
+    assert len(re.findall(r"SIGKILL; 2 others .*; replaced", errors)) == 2
 
 
 @pytest.mark.parametrize(
@@ -559,7 +541,7 @@ def test_values_are_those_of_the_last_in_each_place(tmp_path, monkeypatch, how):
         ),
     ],
 )
-def test_what_cannot_be_replaced_is_refused(tmp_path, functions, main, why):
+def test_jobs_without_replacement_are_refused(tmp_path, functions, main, why):
     attempt = f"try:\n    {main}\nexcept ValueError as error:\n    print(json.dumps(str(error)))"
     message, _ = host(tmp_path, functions, attempt)
     assert why in message

@@ -7,6 +7,8 @@ import sys
 import pytest
 from helpers import ports
 
+from elasticrs.report.phrases import SILENT
+
 HOST = '''
 import json, os, signal, sys, threading, time
 from elasticrs import ChildFailedError, LaunchConfig, elastic_launch
@@ -101,7 +103,7 @@ tell(values=list(elastic_launch(config, "/bin/true")().items()))
     ]
 
 
-def test_the_first_cause_of_the_job_is_told_on_every_node(nodes):
+def test_every_node_reports_the_first_cause_of_the_job(nodes):
     functions = """
 def work():
     meet()
@@ -133,11 +135,10 @@ except ChildFailedError as error:
     rank, failure = error.get_first_failure()
     tell(rank=rank, code=failure.exitcode, text=failure.message)
 """
-    text = "exited with code 0 before the function returned"
     started = nodes(functions, main, 0, 1)
-    assert told(started) == [{"rank": 3, "code": 0, "text": text}] * 2
+    assert told(started) == [{"rank": 3, "code": 0, "text": SILENT}] * 2
     for each in started:
-        each.wait_for_line(rf"rank 3 .*on node .* {text}")
+        each.wait_for_line(rf"rank 3 .*on node .* {SILENT}")
 
 
 def test_a_restart_has_fresh_values_on_all_nodes(nodes):
@@ -289,10 +290,7 @@ tell(values=list(values.items()), port=int(ENDPOINT.rpartition(":")[2]))
 """
     first, second = told(nodes(functions, main, 0, 1))
     port = first["port"]
-    assert (first["values"], second["values"]) == (
-        [[1, [1, 1, "False", port]]],
-        [[0, [0, 0, "False", port]]],
-    )
+    assert (first["values"], second["values"]) == ([[1, [1, 1, "False", port]]], [[0, [0, 0, "False", port]]])
 
 
 RAISING_SPECS = """

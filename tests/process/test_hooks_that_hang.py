@@ -1,4 +1,4 @@
-"""Agents whose hooks hang, or may take long, and what the health check server says of them: real agents."""
+"""Real agents whose hooks hang or take long, and the answers of their health check servers."""
 
 import re
 import signal
@@ -115,7 +115,7 @@ def test_a_hook_that_hangs_is_no_live_agent_until_it_returns(host, where, told):
     said = next(health for health in agent.answers() if "progress" in (health["reason"] or ""))
     assert not said["alive"]
     assert said["age_seconds"] > said["limit_seconds"] == LIMIT
-    assert re.fullmatch(rf"the last progress was [\d.]+ s ago, in {where}", said["reason"])
+    assert re.fullmatch(rf".*\b[\d.]+ s ago, in {where}", said["reason"])
     agent.goes_on()
     # Also when it is to pause for long.
     assert any(health["alive"] and health["reason"] is None for health in agent.answers())
@@ -150,7 +150,6 @@ def test_a_runtime_that_hangs_is_no_live_agent(host):
         pass
     with held(thread_of(agent.launched.pid, "elasticrs")):
         # The thread that answers may be late on a machine with much to do.
-        runtime = "the runtime that supervises the workers has not answered for"
-        assert any(health["reason"].startswith(runtime) for health in agent.answers() if not health["alive"])
+        assert any("runtime" in health["reason"] for health in agent.answers() if not health["alive"])
     assert any(health["alive"] for health in agent.answers())
     agent.end()

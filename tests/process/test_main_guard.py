@@ -1,11 +1,11 @@
 """Programs that launch function workers from a main module without a ``__name__`` guard."""
 
-import subprocess
 import sys
 
 import pytest
 from helpers import procs
 from helpers.launcher import clean_environment
+from helpers.procs import run_program
 
 from elasticrs.multiprocessing.main_guard import MESSAGE
 
@@ -37,9 +37,7 @@ assert not failures, failures
 def test_a_launch_without_a_guard_is_refused_with_one_line_for_each_worker(tmp_path, program, method):
     script = tmp_path / "script.py"
     script.write_text(program.format(method=method))
-    done = subprocess.run(
-        [sys.executable, script], env=clean_environment(), capture_output=True, text=True, check=False
-    )
+    done = run_program([sys.executable, script], env=clean_environment())
     # Reap the resource tracker, which exits shortly after the program.
     procs.reap_adopted()
     assert done.returncode == 1

@@ -186,6 +186,6 @@ def test_a_spare_ends_well_when_the_job_has_succeeded(node):
     first = node(0, "1:1")
     first.round()
     second = node(1, "1:1")
-    second.launched.wait_for_line("waiting as a spare")
+    second.launched.wait_for_line("spare")
     first.workers_exit(0)
     assert (first.result(), second.result()) == ("SUCCEEDED", "SUCCEEDED")

@@ -1,12 +1,16 @@
 """Functions as workers of an agent, by start method."""
 
+import errno
 import json
 import os
+import re
 import signal
 import sys
 
 import pytest
 from helpers import procs
+
+from elasticrs.report.phrases import SILENT
 
 HOST = """
 import json, multiprocessing.resource_tracker, os, signal, subprocess, sys
@@ -137,7 +141,7 @@ except ChildFailedError as error:
 """)
     found = told(launched)
     assert 'TOLD {"values": [1, 1]}' in launched.stdout
-    assert found == {"codes": [0, 0], "text": "exited with code 0 before the function returned"}
+    assert found == {"codes": [0, 0], "text": SILENT}
 
 
 def test_nothing_of_an_attempt_stays_open(host):
@@ -151,7 +155,7 @@ tell(before=before, after=possessions())
     assert found["after"] == found["before"]
 
 
-def test_workers_that_cannot_begin_are_a_failed_start(host):
+def test_workers_that_cannot_start_are_a_failed_start(host):
     launched = host(
         """
 launch(work, 1, restarts=1)
@@ -171,16 +175,13 @@ class Broken(DefaultLogsSpecs):
 """,
     )
     found = told(launched)
-    assert (
-        found["text"] == "the workers could not be started: "
-        "a process ended before it could run its function; see its stderr"
-    )
-    assert "No such file or directory" in launched.stderr
+    assert re.search("not be started.*before.*stderr", found["text"])
+    assert os.strerror(errno.ENOENT) in launched.stderr
     assert found["after"] == found["before"]
 
 
 @pytest.mark.parametrize("method", ["forkserver"])
-def test_a_signal_is_heard_while_the_fork_server_imports(host):
+def test_a_signal_is_handled_while_the_fork_server_imports(host):
     launched = host(
         """
 try:
@@ -204,7 +205,7 @@ if __name__ == "__mp_main__":
 
 @pytest.mark.parametrize("method", ["forkserver"])
 @pytest.mark.parametrize("trouble", ["stopped", "deaf"])
-def test_a_fork_server_that_does_not_end_keeps_nobody(host, trouble):
+def test_a_fork_server_that_does_not_exit_blocks_no_exit(host, trouble):
     launched = host(
         """
 try:
@@ -270,7 +271,7 @@ if __name__ == "__mp_main__":
 """,
     )
     found = told(launched)
-    assert found["text"] == "the workers could not be started: their parent has ended; see its stderr"
+    assert re.search("not be started.*parent.*stderr", found["text"])
     assert "ValueError: not like this" in launched.stderr
     assert found["leaked"] == 0
 
@@ -301,7 +302,7 @@ def hang():
     found = told(launched)
     assert (1 in found["ranks"], found["code"]) == (True, -9)
     assert "hung: no heartbeat for" in found["text"]
-    assert "stopped at step 1" in found["text"]
+    assert "step 1" in found["text"]
     assert "in hang" in found["stack"]
 
 

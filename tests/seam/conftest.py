@@ -1,4 +1,4 @@
-"""What starts that fail say."""
+"""Messages of failed starts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

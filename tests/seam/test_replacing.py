@@ -1,6 +1,8 @@
-"""What Python sees of a group whose workers are replaced."""
+"""The Python interface of a group whose workers are replaced."""
 
+import errno
 import os
+import re
 import signal
 import sys
 
@@ -26,7 +28,7 @@ def with_a_daemon(path):
     return [*WITH_A_DAEMON, str(path)]
 
 
-def test_another_process_takes_the_place_of_one_that_failed(group):
+def test_another_process_replaces_a_failed_one(group):
     pids = group.start(SLEEP, SLEEP, replaces=True)
     os.kill(pids[1], signal.SIGKILL)
     swept = group.until(_core.WorkerSwept)
@@ -43,12 +45,12 @@ def test_another_process_takes_the_place_of_one_that_failed(group):
     assert not any(isinstance(e, _core.FailureSeen) for e in group.events)
 
 
-def test_a_place_that_is_taken_is_not_given_away(group):
+def test_a_running_worker_cannot_be_replaced(group):
     spec = _core.ProcessSpec(0, SLEEP, env=dict(os.environ))
-    with pytest.raises(_core.SupervisorError, match="no group is running"):
+    with pytest.raises(_core.SupervisorError, match="no group"):
         group.supervisor.replace(spec)
     group.start(SLEEP, replaces=True)
-    with pytest.raises(_core.SupervisorError, match="local rank 0 cannot be replaced: it runs"):
+    with pytest.raises(_core.SupervisorError, match="local rank 0 "):
         group.supervisor.replace(spec)
     group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
     group.end()
@@ -56,13 +58,13 @@ def test_a_place_that_is_taken_is_not_given_away(group):
 
 def test_workers_of_other_groups_are_not_replaced(group):
     group.start(SLEEP)
-    with pytest.raises(_core.SupervisorError, match="workers of this group are not replaced"):
+    with pytest.raises(_core.SupervisorError, match="replaced"):
         group.supervisor.replace(_core.ProcessSpec(0, SLEEP, env=dict(os.environ)))
     group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
     group.end()
 
 
-def test_a_start_in_a_place_that_fails_says_why(group):
+def test_a_failed_replacement_gives_the_reason(group):
     pids = group.start(SLEEP, replaces=True)
     os.kill(pids[0], signal.SIGKILL)
     group.until(_core.WorkerSwept)
@@ -74,12 +76,12 @@ def test_a_start_in_a_place_that_fails_says_why(group):
         2,
         "no-such-program",
     )
-    assert failed.message == "could not execute `no-such-program` for local rank 0: No such file or directory"
+    assert re.search(rf"`no-such-program`.*local rank 0: {os.strerror(errno.ENOENT)}$", failed.message)
     group.replace(0, ["true"])
     assert group.end().outcome == "succeeded"
 
 
-def test_daemons_of_the_dead_end_and_those_of_the_living_go_on(group, tmp_path):
+def test_only_daemons_of_dead_workers_are_killed(group, tmp_path):
     fifos = [tmp_path / "0", tmp_path / "1"]
     pids = group.start(*[with_a_daemon(fifo) for fifo in fifos], replaces=True)
     kept, left = [int(fifo.read_text()) for fifo in fifos]
@@ -92,7 +94,7 @@ def test_daemons_of_the_dead_end_and_those_of_the_living_go_on(group, tmp_path):
     assert [d.pid for d in group.end().ended] == [kept]
 
 
-def test_the_lines_of_the_one_that_takes_the_place_are_copied(group, tmp_path):
+def test_the_lines_of_a_replacement_are_copied(group, tmp_path):
     first, second, copies = tmp_path / "first", tmp_path / "second", tmp_path / "copies"
 
     def follow(path):
@@ -123,7 +125,7 @@ signal.pause()
 """
 
 
-def test_the_one_that_takes_the_place_has_heartbeats_of_its_own(group, tmp_path):
+def test_a_replacement_has_its_own_heartbeats(group, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     group.supervisor.watch_hangs(600.0)
@@ -164,7 +166,7 @@ signal.pause()
 """
 
 
-def test_the_one_that_takes_the_place_tells_of_its_own_exception(group):
+def test_a_replacement_reports_its_own_exception(group):
     name = group.supervisor.watch_exits()
     [pid] = group.start(python(RAISES, name), replaces=True)
     for _ in range(2):
@@ -211,7 +213,7 @@ def forking(tmp_path):
     del group.supervisor
 
 
-def test_a_fork_takes_the_place_of_a_fork(forking, tmp_path):
+def test_a_fork_replaces_a_fork(forking, tmp_path):
     group, worker = forking
 
     def daemon_of(local_rank, pid):

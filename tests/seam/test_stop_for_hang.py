@@ -1,4 +1,4 @@
-"""A stop because a worker of another node hangs: whom it may wait for here is told first."""
+"""A stop because a worker of another node hangs first reports the workers here that it may wait for."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def suspects(group):
     return [event for event in group.events if isinstance(event, _core.WorkerHung)]
 
 
-def test_the_worker_that_is_behind_is_told_long_before_its_limit(group, beating):
+def test_a_worker_that_is_behind_is_reported_long_before_its_limit(group, beating):
     group.supervisor.watch_hangs(600.0)
     beating(8, 7, 8)
     group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
@@ -55,14 +55,14 @@ def test_the_worker_that_is_behind_is_told_long_before_its_limit(group, beating)
 
 
 @pytest.mark.parametrize("step", [7, None])
-def test_nobody_is_told_when_the_other_one_is_as_much_to_blame(group, beating, step):
+def test_no_worker_is_reported_if_two_are_equally_late(group, beating, step):
     group.supervisor.watch_hangs(600.0)
     beating(8, 7)
     group.supervisor.stop(POLICY, hung_for=0.0, hung_step=step)
     assert suspects(group) == []
 
 
-def test_who_has_just_given_a_sign_of_life_is_no_suspect(group, beating):
+def test_a_worker_with_a_recent_heartbeat_is_not_blamed(group, beating):
     group.supervisor.watch_hangs(600.0)
     beating(8, 7)
     group.supervisor.stop(POLICY, hung_for=10_000.0, hung_step=8)
@@ -89,6 +89,6 @@ def test_a_harder_stop_does_not_wait_for_the_evidence(group, beating):
     assert [event.local_rank for event in group.events if isinstance(event, _core.WorkerHung)] == [0]
 
 
-def test_a_span_that_is_none_is_refused(group):
+def test_an_invalid_span_is_refused(group):
     with pytest.raises(ValueError, match="hung_for"):
         group.supervisor.stop(POLICY, hung_for=-1.0)

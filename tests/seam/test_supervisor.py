@@ -1,4 +1,4 @@
-"""What Python sees of the supervisor."""
+"""The Python interface of the supervisor."""
 
 import ctypes
 import errno
@@ -12,7 +12,7 @@ import threading
 
 import pytest
 from helpers.groups import Group
-from helpers.procs import HANG, assert_gone, descendants
+from helpers.procs import HANG, assert_gone, descendants, run_program
 
 from elasticrs import _core
 
@@ -52,8 +52,8 @@ def test_cpus_that_are_not_there_are_a_clear_error(group):
     specs = [_core.ProcessSpec(0, ["true"], env=dict(os.environ), cpus=[60000])]
     group.supervisor.start(_core.GroupSpec(specs, on_failure=_core.StopPolicy(15, 1)))
     failed = group.until(_core.StartFailed)
-    assert "bind the worker to its CPUs" in failed.message
-    with pytest.raises(ValueError, match="cpus names no CPU"):
+    assert "CPUs" in failed.message
+    with pytest.raises(ValueError, match=r"^cpus "):
         _core.ProcessSpec(0, ["true"], env={}, cpus=[])
 
 
@@ -135,11 +135,11 @@ def test_a_start_that_fails_says_what_and_why(start_failure, argv, stage, number
 
 def test_a_start_in_a_missing_directory_names_it(start_failure, tmp_path):
     failure = start_failure(["true"], cwd=tmp_path / "nowhere")
-    assert failure.stage == "change to the working directory"
+    assert "working directory" in failure.stage
     assert failure.subject == str(tmp_path / "nowhere")
 
 
-def test_output_goes_to_the_files_and_to_nobody_else(group, tmp_path):
+def test_output_goes_only_to_the_files(group, tmp_path):
     group.start(["sh", "-c", "echo out; echo err >&2"], stdout=tmp_path / "o", stderr=tmp_path / "e")
     group.end()
     assert (tmp_path / "o").read_text() == "out\n"
@@ -149,27 +149,24 @@ def test_output_goes_to_the_files_and_to_nobody_else(group, tmp_path):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: _core.ProcessSpec(0, [], env={}), "argv is empty"),
+        (lambda: _core.ProcessSpec(0, [], env={}), "argv"),
         (lambda: _core.ProcessSpec(0, ["a\0b"], env={}), "NUL"),
-        (lambda: _core.ProcessSpec(0, ["a"], env={"A=B": "c"}), "cannot name a variable"),
-        (lambda: _core.StopPolicy(0, 1.0), "0 is not a signal number"),
+        (lambda: _core.ProcessSpec(0, ["a"], env={"A=B": "c"}), "A=B"),
+        (lambda: _core.StopPolicy(0, 1.0), "0 .*signal"),
         (lambda: _core.StopPolicy(15, float("nan")), "grace must be"),
         (lambda: _core.StopPolicy(15, -1.0), "grace must be"),
-        (lambda: _core.LogStream(0, "x", 3, b""), "to must be 1, 2, a path or None"),
-        (lambda: _core.check_limits(10**7), "10000000 processes are more than"),
-        (
-            lambda: _core.check_limits(1, 10**9),
-            "1 worker and 1000000000 log files needs 1000000065 descriptors",
-        ),
+        (lambda: _core.LogStream(0, "x", 3, b""), "^to must be"),
+        (lambda: _core.check_limits(10**7), "10000000 processes"),
+        (lambda: _core.check_limits(1, 10**9), "1 worker and 1000000000 log files .*1000000065"),
         (
             lambda: _core.GroupSpec(
                 [_core.ProcessSpec(1, ["a"], env={})], on_failure=_core.StopPolicy(15, 1.0)
             ),
-            "local ranks must be 0..n in order",
+            "local ranks",
         ),
     ],
 )
-def test_bad_values_are_refused_in_words(build, message):
+def test_invalid_values_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
 
@@ -192,7 +189,7 @@ def test_nothing_can_be_asked_of_a_closed_supervisor(group):
 
 def test_a_nursery_that_cannot_be_started_is_an_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with pytest.raises(_core.SupervisorError, match="could not start the nursery: could not execute"):
+    with pytest.raises(_core.SupervisorError, match="nursery"):
         _core.Supervisor(nursery="interpreter")
 
 
@@ -207,13 +204,7 @@ def test_an_interpreter_serves_as_nursery_where_memory_files_cannot_be_executed(
 
 def run_python(program: str, *, expect: int = 0) -> str:
     """Runs a program of its own; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
+    done = run_program([sys.executable, "-c", textwrap.dedent(program)])
     assert done.returncode == expect, done.stderr
     return done.stdout
 
@@ -235,7 +226,7 @@ def test_ctrl_c_interrupts_the_wait_and_leaves_the_supervisor_usable():
     assert printed == "interrupted None\n"
 
 
-def test_a_forked_child_is_refused_and_harms_nobody():
+def test_a_forked_child_is_refused_and_harmless():
     printed = run_python("""
         import os
         from elasticrs import _core
@@ -257,7 +248,8 @@ def test_a_forked_child_is_refused_and_harms_nobody():
         print(os.getpid())
     """)
     refused, pid = printed.splitlines()
-    assert refused == f"refused: the process was forked: the supervisor belongs to pid {pid}"
+    assert refused.startswith("refused: ")
+    assert refused.endswith(f" pid {pid}")
 
 
 def test_children_of_a_host_application_are_left_alone():
@@ -325,7 +317,7 @@ def test_the_nursery_holds_a_duplicate_of_the_connection(group):
         group.supervisor.release_connection()
         peer.settimeout(HANG)
         assert peer.recv(1) == b""
-        with pytest.raises(OSError, match="could not duplicate the connection") as refused:
+        with pytest.raises(OSError, match="connection") as refused:
             group.supervisor.guard_connection(1_000_000)
         assert refused.value.errno == errno.EBADF
         group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
@@ -340,9 +332,9 @@ def test_heartbeats_of_adopted_processes_are_watched(group):
     with subprocess.Popen(["sleep", "1000"]) as waits:
         try:
             assert named.startswith(f"{page}:")
-            with pytest.raises(OSError, match="no page for the heartbeats of local rank 0"):
+            with pytest.raises(OSError, match=r"page .*local rank 0"):
                 group.supervisor.adopt(0, waits.pid, page_fd=reader)
-            with pytest.raises(_core.SupervisorError, match="no page for the heartbeats of local rank 1"):
+            with pytest.raises(_core.SupervisorError, match=r"page .*local rank 1"):
                 group.supervisor.adopt(1, waits.pid, page_fd=page)
             group.supervisor.adopt(0, waits.pid, page_fd=page)
             assert group.until(_core.WorkerHung).pid == waits.pid

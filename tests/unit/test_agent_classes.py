@@ -180,9 +180,9 @@ def test_hooks_that_take_too_long_are_no_progress(handler):
     assert time.time() - agent._get_alive_time() < 1e5
 
 
-def test_a_state_without_meaning_is_an_error(handler):
+def test_an_unknown_state_is_an_error(handler):
     agent = Scripted(spec(handler), [WorkerState.UNKNOWN])
-    with pytest.raises(RuntimeError, match="is in state UNKNOWN"):
+    with pytest.raises(RuntimeError, match="UNKNOWN"):
         agent.run()
     assert agent.calls[-1] == "shutdown"
 
@@ -199,7 +199,7 @@ def test_a_server_that_was_there_before_the_agent_asks_it(tmp_path):
 
 
 def test_another_start_method_is_refused(handler, tmp_path):
-    with pytest.raises(ValueError, match="got 'thread', expected one of spawn, fork, forkserver"):
+    with pytest.raises(ValueError, match=r"got 'thread'.*spawn, fork, forkserver"):
         LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)), start_method="thread")
 
 
@@ -232,12 +232,12 @@ def test_times_come_from_the_environment(config, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"shutdown_timeout": -1}, "shutdown_timeout must be non-negative"),
-        ({"exit_barrier_timeout": -1}, "exit_barrier_timeout must be non-negative"),
+        ({"shutdown_timeout": -1}, "^shutdown_timeout "),
+        ({"exit_barrier_timeout": -1}, "^exit_barrier_timeout "),
         ({"rdzv_configs": {"exit_barrier_timeout": "x"}}, "^rdzv_configs: exit_barrier_timeout: got 'x'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(config, changes, text):
+def test_invalid_values_are_refused(config, changes, text):
     with pytest.raises(ValueError, match=text):
         config(**changes)
 
@@ -306,7 +306,7 @@ def test_a_signal_is_passed_on_once(handler):
     assert agent.calls[1:] == [(signal.SIGINT, 30)]
 
 
-def test_who_asks_twice_wants_it_now(handler):
+def test_a_second_stop_request_kills_at_once(handler):
     agent = Interrupted(spec(handler), ["again", "ended"])
     with pytest.raises(SignalException, match="stopped again"):
         agent.run()
@@ -319,7 +319,7 @@ def test_an_unhealthy_end_is_a_failure(handler):
     assert agent.run().is_failed()
 
 
-def test_what_agents_tell_each_other_is_torchs():
+def test_agents_exchange_torchs_records():
     info = _RoleInstanceInfo("trainer", 1, 4)
     again = _RoleInstanceInfo.deserialize(info.serialize())
     assert (again.role, again.rank, again.local_world_size) == ("trainer", 1, 4)
@@ -370,7 +370,7 @@ def test_events_and_metrics_are_torchs(handler, recorded):
 
 
 @pytest.mark.parametrize("destination", ["null", "console"])
-def test_the_resolver_is_asked_only_where_somebody_hears_of_it(handler, recorded, monkeypatch, destination):
+def test_names_are_resolved_only_if_events_are_recorded(handler, recorded, monkeypatch, destination):
     asked = []
     monkeypatch.setattr(job_events, "fq_hostname", lambda: asked.append(1) or "by.the.resolver")
     agent = Scripted(spec(handler, event_log_handler=destination), [WorkerState.SUCCEEDED])
@@ -381,7 +381,7 @@ def test_the_resolver_is_asked_only_where_somebody_hears_of_it(handler, recorded
     }[destination]  # fmt: skip
 
 
-def test_a_worker_that_was_stopped_for_another_is_told_so(handler, recorded):
+def test_a_worker_that_was_stopped_for_another_is_reported_as_stopped(handler, recorded):
     events, numbers = recorded
     Scripted(spec(handler, max_restarts=0), [WorkerState.FAILED]).run()
     assert [event.metadata["state"] for event, _ in events[-2:]] == ["TERMINATED"] * 2
@@ -416,7 +416,7 @@ class Metered(LocalElasticAgent):
         """Nothing is wanted."""
 
 
-def test_torchs_loop_runs_where_somebody_else_has_a_say(handler, tmp_path):
+def test_torchs_loop_runs_if_a_hook_is_replaced(handler, tmp_path):
     def waits(kind, its_handler):
         return why_hooks_decide(kind(spec(its_handler), DefaultLogsSpecs(str(tmp_path)))) is None
 
@@ -427,7 +427,7 @@ def test_torchs_loop_runs_where_somebody_else_has_a_say(handler, tmp_path):
     assert waits(type("Renamed", (LocalElasticAgent,), {}), handler)
 
 
-def test_who_replaces_the_progress_is_asked_for_it(handler, tmp_path, monkeypatch):
+def test_a_replaced_progress_hook_is_called(handler, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
 
     class Stalled(LocalElasticAgent):
@@ -444,7 +444,7 @@ def test_who_replaces_the_progress_is_asked_for_it(handler, tmp_path, monkeypatc
         server.stop()
 
 
-def test_who_replaces_the_health_check_has_the_whole_of_it(handler, tmp_path, monkeypatch):
+def test_a_replaced_health_check_is_used_alone(handler, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
     asked = []
 
@@ -474,14 +474,14 @@ def test_who_replaces_the_health_check_has_the_whole_of_it(handler, tmp_path, mo
         (entrypoint, "group", "group"),
     ],
 )
-def test_whom_a_stop_reaches(handler, tmp_path, program, asked, found):
+def test_a_stop_reaches_the_worker_or_its_group(handler, tmp_path, program, asked, found):
     how = spec(handler, entrypoint=program, stop_scope=asked)
     agent = LocalElasticAgent(how, DefaultLogsSpecs(str(tmp_path)))
     assert agent._local.config().stop_scope == found
 
 
-def test_a_stop_that_reaches_somebody_else_is_refused():
-    with pytest.raises(ValueError, match="stop_scope must be 'worker' or 'group', got 'all'"):
+def test_an_unknown_stop_scope_is_refused():
+    with pytest.raises(ValueError, match=r"stop_scope .*got 'all'"):
         LaunchConfig(1, 1, 1, stop_scope="all")
 
 

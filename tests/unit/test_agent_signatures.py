@@ -4,10 +4,10 @@ import dataclasses
 import importlib
 import inspect
 import json
-import subprocess
 import sys
 
 import pytest
+from helpers.procs import run_program
 
 from elasticrs.job.config import UnresolvedSettings, WorkerSettings
 
@@ -78,9 +78,7 @@ def describe(modules, classes, functions):
 def torchs():
     program = DESCRIBE + "print(json.dumps(describe(*json.loads(sys.argv[1]))))"
     wanted = json.dumps([list(MODULES), CLASSES, FUNCTIONS])
-    done = subprocess.run(
-        [sys.executable, "-c", program, wanted], capture_output=True, text=True, timeout=50, check=True
-    )
+    done = run_program([sys.executable, "-c", program, wanted], check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -1,5 +1,7 @@
 """The agent's decisions: examples, and the invariants AGENT-1 to AGENT-7 over random sequences of events."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,15 +135,14 @@ def test_stuck_workers_end_the_job_whatever_the_budget():
     assert state.phase is Phase.FAILED
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
     assert report.verdict is Verdict.UNFIT
-    assert report.message == "SIGKILL did not end local rank(s) 0, 2; this node cannot be used for a restart"
+    assert re.search(r"SIGKILL .*local rank\(s\) 0, 2; ", report.message)
 
 
 def test_workers_that_hung_in_the_kernel_end_the_job_whatever_the_budget():
     state, actions = play([*UP, GroupEnded("stopped", unfit="asleep")], max_restarts=9)
     assert state.phase is Phase.FAILED
-    assert [action.message for action in actions if isinstance(action, ReportFailure)] == [
-        "asleep; this node cannot be used for a restart"
-    ]
+    (message,) = [action.message for action in actions if isinstance(action, ReportFailure)]
+    assert message.startswith("asleep; ")
 
 
 def test_a_port_conflict_is_not_charged():

@@ -1,4 +1,4 @@
-"""What the benchmarks read and print: a wrong parser would print wrong figures without a word."""
+"""Parsers and tables of the benchmarks: a wrong parser would print wrong figures without an error."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_waiting_for_reports_ends_when_none_can_come(tmp_path):
     reports.close()
 
 
-def test_an_agent_that_ends_is_told_of_with_its_last_words(tmp_path):
+def test_an_agent_that_exits_is_reported_with_its_last_line(tmp_path):
     program = "import sys; print('refused', sys.argv[1:5], file=sys.stderr); exit(3)"
     with nothing_left():
         made = Job(Launcher("x", (sys.executable, "-c", program)), Shape(2, 1), (), tmp_path)

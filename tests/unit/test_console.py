@@ -1,4 +1,4 @@
-"""Lines of the agent never wait for a console that nobody reads."""
+"""Lines of the agent never wait for an unread console."""
 
 import calendar
 import os
@@ -71,7 +71,7 @@ def test_a_long_line_is_cut_to_what_a_pipe_takes_in_one_piece(pipe):
     assert line.endswith(b"x\n")
 
 
-def test_what_others_wrote_cannot_steer_the_terminal(pipe):
+def test_text_of_others_cannot_control_the_terminal(pipe):
     reader, writer = pipe
     console = Console(writer)
     console.say("node \x1b]0;title\x07\x9b2J\u202e was lost\r")
@@ -108,7 +108,7 @@ def test_a_prefix_begins_with_our_name_and_holds_what_is_known(time_ns, node, gr
         (None, "nonsense", True, False),
     ],
 )
-def test_lines_carry_the_time_as_asked(pipe, monkeypatch, log_prefix, variable, on_pipe, on_terminal):
+def test_lines_show_the_time_as_configured(pipe, monkeypatch, log_prefix, variable, on_pipe, on_terminal):
     monkeypatch.delenv("PET_LOG_PREFIX", raising=False)
     if variable is not None:
         monkeypatch.setenv("PET_LOG_PREFIX", variable)

@@ -1,4 +1,4 @@
-"""What the pages name exists: options, what links lead to, the imports of their Python, which compiles."""
+"""Names in the pages exist: options, targets of links, imports. Python code in the pages compiles."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page on several nodes names what there is: every setting, and messages that the program has."""
+"""The page on several nodes names every setting, and only messages that the program prints."""
 
 import re
 from pathlib import Path

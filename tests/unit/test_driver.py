@@ -1,4 +1,4 @@
-"""What the driver of a rendezvous does between the machine and the store."""
+"""The driver of a rendezvous, between the state machine and the store."""
 
 from rendezvous.store import Entry
 
@@ -25,7 +25,7 @@ def test_after_a_loss_nothing_starts_workers_any_more():
     assert drop_stale([Reply(1, True, 2), head("RUNNING", 3), LOST], HEAD) == [LOST]
 
 
-def test_the_end_of_the_job_is_told_even_when_the_store_went_with_it():
+def test_the_end_of_the_job_is_reported_even_if_the_store_is_gone():
     closed = head("CLOSED", 4, outcome="succeeded")
     assert drop_stale([head("ENDED", 3), closed, LOST], HEAD) == [closed, LOST]
 

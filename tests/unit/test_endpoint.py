@@ -36,7 +36,7 @@ def test_malformed_endpoints_are_refused(endpoint):
         parse_endpoint("--rdzv-endpoint", endpoint)
 
 
-def test_an_ipv6_address_without_brackets_is_told_about_them():
+def test_an_ipv6_address_without_brackets_gets_a_hint():
     with pytest.raises(UsageError, match=r"^endpoint: got 'fd00::1'.* \[fd00::1\]$"):
         parse_endpoint("endpoint", "fd00::1")
 

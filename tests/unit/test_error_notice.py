@@ -1,4 +1,4 @@
-"""The notice with which a failed worker tells its agent of the exception."""
+"""The notice with which a failed worker reports the exception to its agent."""
 
 import socket
 import traceback

@@ -1,4 +1,4 @@
-"""Questions to members by HTTP: answers of etcd, and of what is not etcd."""
+"""Requests to members over HTTP, answered by etcd and by other servers."""
 
 import json
 import socket

@@ -1,5 +1,7 @@
 """Decisions of a node that hosts an etcd member: examples, and a simulation with lost agents and data."""
 
+import re
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -92,7 +94,7 @@ def test_a_member_that_has_joined_continues():
         assert step(*answers, held="b", has_joined=True) == Stay()
 
 
-def test_a_member_whose_cluster_has_lost_its_majority_for_good_starts_anew():
+def test_a_member_of_a_cluster_without_a_majority_starts_over():
     assert step(None, listed("a"), listed("a"), held="b", has_joined=True) == Adopt("a")
     assert step(None, listed("a", {1, 2}), listed("a"), held="b", has_joined=True) == Adopt("a")
 
@@ -103,7 +105,7 @@ def test_the_first_seat_has_a_head_start():
     assert step(None, listed("a"), None, mine=2, waited=0.1) == Adopt("a")
 
 
-def test_a_single_seat_waits_for_nobody():
+def test_a_single_member_does_not_wait():
     assert step(None, waited=0.0) == Create()
     assert step(None, held="a", has_joined=True) == Stay()
 
@@ -112,14 +114,14 @@ def test_a_single_seat_waits_for_nobody():
 def test_an_etcd_of_another_job_is_refused(name):
     found = step(None, (Entry(name, ("http://n1:2380",), has_joined=True),), None)
     assert isinstance(found, Refuse)
-    assert "an etcd that is not of this job answers at n1:2380" in found.why
+    assert "n1:2380" in found.why
 
 
 def test_other_endpoints_are_a_mistake():
     strange = Entry(name_of(LABEL, "a", 2), ("http://m2:2380",), has_joined=False)
     found = step(None, (*listed("a")[:2], strange), None)
     assert isinstance(found, Refuse)
-    assert "the etcd at n1:2380 has a member at http://m2:2380" in found.why
+    assert re.search(r"n1:2380 .*http://m2:2380", found.why)
 
 
 def test_the_label_tells_jobs_and_tokens_apart():
@@ -250,10 +252,7 @@ ACTS = ("come", "come", "act", "act", "act", "elect", "elect", "die", "toggle", 
 
 
 @settings(deadline=None)
-@given(
-    st.sampled_from([1, 3, 5]),
-    st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 4)), max_size=80),
-)
+@given(st.sampled_from([1, 3, 5]), st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 4)), max_size=80))
 @example(3, [("come", 0), ("come", 1), ("act", 0), ("act", 1), ("elect", 0), ("wipe", 0), ("come", 0)])
 def test_no_member_comes_back_without_its_data(count, acts):
     world = World(count)

@@ -88,7 +88,7 @@ def test_every_back_end_of_etcd_is_the_same_one_and_v2_says_so():
     assert notice.startswith("rdzv_backend etcd-v2: ")
 
 
-def test_who_is_lost_when():
+def test_the_lease_follows_from_the_settings():
     met = described(lease_ttl="8")[0]
     assert (met.settings.ttl, met.etcd.ttl) == (8, 8)
     assert met.settings.settle == 30 + 2 * 8 + 5
@@ -117,7 +117,7 @@ def test_lines_about_what_has_no_effect():
     assert described(environ={"ELASTICRS_TOKEN": "t"})[1] == notices[1:]
 
 
-def test_one_node_that_nobody_meets_needs_no_etcd():
+def test_one_node_alone_needs_no_etcd():
     assert described("", nodes=(1, 1)) == (None, [])
     assert mistake("", nodes=(1, 1), protocol="ftp").startswith("rdzv_configs: protocol: got 'ftp'")
     assert described("a", nodes=(1, 1))[0].max_nodes == 1
@@ -144,12 +144,12 @@ def test_the_lease_of_a_job():
         "a,,b",
     ],
 )
-def test_endpoints_that_are_none(endpoint):
+def test_invalid_lists_of_endpoints_are_refused(endpoint):
     assert mistake(endpoint) == f"rdzv_endpoint: got {endpoint!r}, expected {EXPECTED}"
 
 
 @pytest.mark.parametrize("endpoint", ["a b", "http://a/v3", "a:x", "[::1", "http://"])
-def test_endpoints_of_which_one_is_none(endpoint):
+def test_lists_with_one_invalid_endpoint_are_refused(endpoint):
     assert mistake(endpoint).endswith(", expected HOST[:PORT]")
 
 
@@ -209,7 +209,7 @@ def test_seats_have_two_ports():
     assert site("a,b,c").seats == site("a,b", host=0).seats == ()
 
 
-def test_where_hosted_members_listen_may_be_said():
+def test_the_address_of_hosted_members_can_be_set():
     met, notices = described("a", host=1, bind_addr="10.0.0.1", is_host=1)
     assert met.settings.bind_addr == "10.0.0.1"
     (notice,) = notices

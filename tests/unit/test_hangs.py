@@ -1,4 +1,4 @@
-"""What is said of a worker that hung."""
+"""Lines about a worker that hung."""
 
 from types import SimpleNamespace
 
@@ -47,12 +47,12 @@ def test_lines_about_a_hang(golden):
 
     texts = {
         "its step, and what the others do": line(hung(ranks)),
-        "nothing else is known": line(hung([])),
-        "it waits for a device": line(hung([seen(1, beat(1, 40.0), **device)])),
-        "it waits in the kernel": line(hung([seen(1, None, **futex)], missed="startup")),
-        "it is stopped": line(hung([seen(1, beat(1, 40.0), READ, state="T")])),
+        "without details": line(hung([])),
+        "waiting for a device": line(hung([seen(1, beat(1, 40.0), **device)])),
+        "waiting in the kernel": line(hung([seen(1, None, **futex)], missed="startup")),
+        "stopped": line(hung([seen(1, beat(1, 40.0), READ, state="T")])),
         "another node waits": line(hung([], limit=600.0), was_found_here=False),
-        "another rank was late before": line(hung([], limit=61.04)),
+        "another rank was late": line(hung([], limit=61.04)),
         "heartbeats": "\n".join(hangs.heartbeat_notes(beats, 100 * SECOND, RANKS)),
     }
     golden("hang", texts)
@@ -78,7 +78,7 @@ SPIED = """\
 no activity for 1.000 s
 pid 7, state S
 
-no Python stacks: it has no handler for the signal, or it did not answer
+no Python stacks: it has no handler for the signal, or did not respond
 
 threads in the kernel: state, name, wait channel, stack
 

@@ -47,7 +47,7 @@ def test_a_place_in_a_library_is_better_than_none():
         ("\n", None),
     ],
 )  # fmt: skip
-def test_what_is_said(text, line):
+def test_a_traceback_becomes_one_line(text, line):
     assert headline(text) == line
 
 

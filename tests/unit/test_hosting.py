@@ -1,11 +1,11 @@
-"""Who hosts the coordination store, where it listens, and which address a node gives to the others."""
+"""The agent that hosts the coordination store, its addresses, and a node's address for others."""
 
 import os
 import socket
-import subprocess
 import sys
 
 import pytest
+from helpers.procs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,7 +95,7 @@ def test_an_alias_is_known_by_its_address():
 
 
 @pytest.mark.parametrize("host", ["localhost", "node1"])
-def test_with_etcd_nobody_hosts_and_every_node_has_an_address(host):
+def test_with_etcd_no_agent_hosts_and_every_node_has_an_address(host):
     site = EtcdSite(((host, 2379),))
     machine = Machine("me", own=["10.0.0.7"], known={"me": ["127.0.1.1", "10.0.0.7"]})
     found = look_up(rendezvous(host, 2379, backend="etcd").replaced(etcd=site), machine)
@@ -160,7 +160,7 @@ def test_with_static_node_rank_0_hosts():
         ("nowhere", "'nowhere'"),
     ],
 )
-def test_rank_0_elsewhere_than_at_the_given_address_is_told_of(host, doubt):
+def test_rank_0_at_another_address_than_given_is_reported(host, doubt):
     """It may be behind the address of a service, so that it is no mistake."""
     known = {"node1": ["10.0.0.1", "10.0.0.2"], "service": ["10.1.1.1", "10.1.1.2"]}
     machine = Machine("node2", own=["10.0.0.2", "fd00::2"], known=known)
@@ -309,7 +309,7 @@ def test_what_the_user_decided_stays():
 def test_agents_that_share_loopback_are_on_one_host(tmp_path):
     assert host_identity() == host_identity()
     ask = "from elasticrs.rendezvous.elastic.hosting import host_identity; print(host_identity())"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=30, check=True)
+    done = run_program([sys.executable, "-c", ask], check=True)
     assert done.stdout.strip() == host_identity()
     other = tmp_path / "net"
     other.symlink_to("net:[1]")
@@ -388,7 +388,7 @@ def test_an_address_that_can_be_bound_may_still_be_anothers():
     """
     addresses = ("127.0.0.1", "10.77.0.1", "10.77.0.2", "192.0.2.1")
     command = ["unshare", "--net", "sh", "-ec", setup, "sh", sys.executable, "-c", ASK, *addresses]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    done = run_program(command, check=True)
     assert done.stdout.split() == ["True", "True", "False", "False"]
 
 

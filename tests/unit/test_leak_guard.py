@@ -1,4 +1,4 @@
-"""The guard that all other tests rely on sees what it is there to see."""
+"""The guard that all other tests rely on finds leaks."""
 
 import re
 from pathlib import Path

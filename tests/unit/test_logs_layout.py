@@ -1,4 +1,4 @@
-"""Where output goes, and how console lines begin."""
+"""Files for the output of workers, and prefixes of console lines."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def test_filtered_ranks_write_files_but_do_not_show():
     assert hidden.stdouts == hidden.stderrs == {0: os.devnull, 1: ""}
 
 
-def test_files_that_nobody_follows():
+def test_files_without_tee_are_not_followed():
     settings = LogSettings(redirects={0: 3, 2: 1}, tee={1: 1}, local_ranks_filter=frozenset({0, 1}))
     paths = layout(settings, "/d", 3)
     written = [(0, 1, "/d/0/stdout.log"), (2, 1, "/d/2/stdout.log"), (0, 2, "/d/0/stderr.log")]
@@ -92,7 +92,7 @@ def test_each_run_and_each_attempt_has_its_own_directory(tmp_path):
 def test_an_unusable_log_dir_is_the_users_mistake(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(UsageError, match=r"--log-dir: cannot write to .*file: "):
+    with pytest.raises(UsageError, match=r"--log-dir: .*file: "):
         RunLogs(LogSettings(log_dir=str(file)), "job", 1)
 
 

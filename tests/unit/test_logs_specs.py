@@ -1,4 +1,4 @@
-"""Torch's names for where output goes."""
+"""Torch's names for the settings of logs."""
 
 import os
 
@@ -62,7 +62,7 @@ def test_the_null_device_means_no_files(tmp_path):
 def test_a_file_is_no_directory(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(NotADirectoryError, match="is a file"):
+    with pytest.raises(NotADirectoryError, match=str(file)):
         DefaultLogsSpecs(str(file))
 
 

@@ -1,4 +1,4 @@
-"""The end of the loop: everything is released whatever raises, and everything that was found is told."""
+"""The end of the loop: it releases everything, whatever raises, and reports every event."""
 
 import os
 
@@ -60,15 +60,15 @@ class Raises(Wrapped):
         raise _core.SupervisorError("the nursery could not be ended")
 
 
-def test_what_was_opened_is_released_when_the_supervisor_cannot_be_closed(monkeypatch):
+def test_everything_is_released_if_the_supervisor_cannot_be_closed(monkeypatch):
     monkeypatch.setattr(_core, "Supervisor", Raises)
     closed = []
-    with pytest.raises(_core.SupervisorError, match="could not be ended"):
+    with pytest.raises(_core.SupervisorError, match="ended"):
         agent(closed).run()
     assert closed == ["workers", "rendezvous"]
 
 
-def test_what_is_found_at_the_end_is_told_behind_a_descriptor_that_nobody_reads(monkeypatch, capfd):
+def test_events_at_the_end_are_reported_despite_an_unread_descriptor(monkeypatch, capfd):
     reader, writer = os.pipe()
     os.write(writer, b"x")
 

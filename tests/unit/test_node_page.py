@@ -25,7 +25,7 @@ def worker(page, local_rank):
     return found
 
 
-def test_what_workers_say_of_themselves_is_known_by_their_place(page):
+def test_the_facts_of_workers_are_read_by_local_rank(page):
     assert page.standings() == []
     first, last = worker(page, 0), worker(page, 2)
     last.place(5, 8, 3)
@@ -51,14 +51,14 @@ def test_the_final_world_size_is_known_when_all_workers_have_finished(page):
     assert page.final_world_size() == 8
 
 
-def test_another_worker_in_the_place_begins_anew(page):
+def test_a_replacement_starts_with_empty_facts(page):
     worker(page, 1).tell_rate(9.0)
     worker(page, 1)
     (found,) = page.standings()
     assert (found.steps, found.rate) == (0, None)
 
 
-def test_a_place_that_is_cleared_has_nobody(page):
+def test_a_cleared_slot_is_empty(page):
     worker(page, 0)
     worker(page, 1).place(3, 4, 1)
     page.clear(1)
@@ -76,7 +76,7 @@ def test_a_request_outlasts_the_worker_that_has_seen_it(page):
 
 
 @given(st.lists(st.sampled_from(["ask", "begin", "end"]), max_size=30))
-def test_a_save_serves_what_was_asked_for_before_it_began(moves):
+def test_a_save_serves_the_requests_before_its_start(moves):
     with closing(AgentPage(1)) as page:
         own = worker(page, 0)
         asked = served = 0
@@ -104,7 +104,7 @@ def test_a_save_serves_what_was_asked_for_before_it_began(moves):
         {"LOCAL_RANK": "0", VARIABLE: f"1:{__file__}"},
     ],
 )
-def test_what_is_no_page_is_not_taken_for_one(environ):
+def test_other_files_are_not_taken_for_a_page(environ):
     assert page_of(environ) is None
 
 
@@ -134,7 +134,7 @@ def test_requests_that_overlap_share_one_line(requests):
     asking.look()
     assert not asking.are_open
     (line,) = lines
-    assert re.fullmatch(r"checkpoint saved [\d.]+ ms after it was asked for", line)
+    assert re.match(r"checkpoint saved [\d.]+ ms ", line)
 
 
 def test_each_request_has_its_own_answer(requests):
@@ -147,14 +147,14 @@ def test_each_request_has_its_own_answer(requests):
     assert lines == [phrases.checkpoint_line("failed", 0), phrases.checkpoint_line("no manager", 0)]
 
 
-def test_a_request_that_nobody_serves_is_told_of_once(requests, monkeypatch):
+def test_a_request_that_no_worker_serves_is_reported_once(requests, monkeypatch):
     asking, lines = requests
     monkeypatch.setattr("elasticrs.agent.checkpoint_requests.PATIENCE", 0.0)
     asking.ask()
     asking.look()
     asking.look()
-    assert len(lines) == 1
-    assert "none of its workers takes part" in lines[0]
+    (line,) = lines
+    assert "none of its workers" in line
     own = worker(asking.page, 0)
     own.serve(own.asked, "saved")
     asking.look()

@@ -1,9 +1,9 @@
 """CPUs near a GPU, from a machine that exists as files only."""
 
-import subprocess
 import sys
 
 import pytest
+from helpers.procs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,7 +96,7 @@ def test_exclusive_shares_the_cores_and_keeps_threads_together(machine):
 
 
 def test_exclusive_needs_a_core_for_each(machine):
-    with pytest.raises(ValueError, match="NUMA node 1 has 2 usable cores for 3 GPUs"):
+    with pytest.raises(ValueError, match=r"NUMA node 1\b.*\b2\b.*\b3 GPUs"):
         machine.cpus("exclusive", 1, allowed=[4, 5, 20])
 
 
@@ -111,13 +111,13 @@ def test_visible_devices_are_counted_anew(machine):
 
 
 def test_more_workers_than_gpus_is_a_mistake(machine):
-    with pytest.raises(ValueError, match="6 workers need one GPU each, and this machine has 5"):
+    with pytest.raises(ValueError, match=r"\b6, GPUs: 5\b"):
         machine.cpus("node", 6)
 
 
 def test_a_gpu_whose_cpus_are_all_forbidden_is_a_mistake(machine):
     for mode in ("node", "socket", "core-complex"):
-        with pytest.raises(ValueError, match=r"no usable CPU is near GPU 0 \(0000:10:00.0\)"):
+        with pytest.raises(ValueError, match=r"GPU 0 \(0000:10:00.0\)"):
             machine.cpus(mode, 1, allowed=[31])
 
 
@@ -233,6 +233,6 @@ print(compared)
 @pytest.mark.torch
 def test_torch_chooses_the_same(machine):
     command = [sys.executable, "-c", AGAINST_TORCH, str(machine.root), "1,1,1,3,-1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = run_program(command)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 1000

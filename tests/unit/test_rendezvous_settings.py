@@ -132,7 +132,7 @@ def test_the_exit_barrier_has_four_sources():
 
 
 @pytest.mark.parametrize(("name", "value"), NO_EFFECT.items())
-def test_what_only_torch_needs_is_read_and_has_no_effect(name, value):
+def test_settings_that_only_torch_needs_have_no_effect(name, value):
     assert settings(**{name: value}) == settings()
     assert mistake(**{name: "inf"}).startswith(f"--rdzv-conf: {name}: got 'inf', expected ")
 
@@ -240,7 +240,7 @@ def test_the_token_comes_from_the_setting_the_file_or_the_environment(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o604, 0o606, 0o602])
-def test_who_may_read_the_file_is_looked_at(tmp_path, mode):
+def test_a_token_file_that_others_can_read_is_reported(tmp_path, mode):
     path = token_file(tmp_path, mode=mode)
     _, notices = read_settings({"token_file": path}, {})
     assert [notice.endswith(f"chmod o-rwx {path}") for notice in notices] == [True] * bool(mode & 0o007)

@@ -28,7 +28,7 @@ def launch(script):
     return launch
 
 
-def test_a_plain_launch_meets_nobody(launch):
+def test_a_plain_launch_has_no_rendezvous(launch):
     for argv in (
         (),
         ("--standalone",),
@@ -127,7 +127,7 @@ def test_static_ranks_are_given_by_hand(launch):
     )
 
 
-def test_lines_that_are_no_mistakes(launch):
+def test_notices_are_no_mistakes(launch):
     (loopback,) = launch("--nnodes=2").notices
     assert "static" in loopback
     assert "127.0.0.1" in loopback
@@ -169,7 +169,7 @@ def test_handlers_check_their_settings():
         handler("mine")
 
 
-def test_a_token_that_everybody_can_read_is_a_warning(tmp_path):
+def test_a_token_that_every_user_can_read_causes_a_warning(tmp_path):
     path = tmp_path / "token"
     path.write_text("secret")
     path.chmod(0o644)
@@ -213,10 +213,9 @@ def test_a_file_and_a_registered_backend_have_a_handler_of_their_own(launch):
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [(), ("--standalone",), ("--standalone", "--rdzv-backend=c10d"), ("--nnodes=2", "--node-rank=1")],
+    "argv", [(), ("--standalone",), ("--standalone", "--rdzv-backend=c10d"), ("--nnodes=2", "--node-rank=1")]
 )
-def test_a_file_changes_nothing_where_nobody_would_look_into_it(launch, argv):
+def test_a_store_file_has_no_effect_without_c10d(launch, argv):
     launched = launch(*argv, "--rdzv-conf=store_type=file")
     assert launched.handler is None
     assert any("store_type=file" in notice for notice in launched.notices)
@@ -224,6 +223,6 @@ def test_a_file_changes_nothing_where_nobody_would_look_into_it(launch, argv):
         launch(*argv, "--rdzv-conf=store_type=tape")
 
 
-def test_a_usual_launch_has_none(launch):
+def test_a_usual_launch_has_no_handler(launch):
     for argv in ((), C10D, ("--standalone", "--rdzv-backend=c10d")):
         assert launch(*argv).handler is None

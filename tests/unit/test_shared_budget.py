@@ -1,4 +1,4 @@
-"""What an agent decides whose workers stay: examples, and SHARE-1 to SHARE-4 over random courses of a job."""
+"""Decisions of an agent whose workers stay: examples, and SHARE-1 to SHARE-4 over random courses of a job."""
 
 import pytest
 from hypothesis import given, settings
@@ -64,7 +64,7 @@ def test_a_failure_between_two_rounds_belongs_to_the_one_that_ended_by_another()
     assert done == [Start(1, 0), SayIdle(), Replace(0, 1)]
 
 
-def test_a_failure_between_two_rounds_that_nobody_has_failed_in_is_reported():
+def test_a_failure_between_two_rounds_without_failures_is_reported():
     _, done = play(*UP, RoundEnded(), WorkerFailed(0), WorkerSwept(0), RoundBegan(2, 0))
     assert done == [Start(1, 0), SayIdle(), Report(0)]
 
@@ -93,7 +93,7 @@ def test_one_that_began_since_does_not():
     assert done[-2:] == [Replace(1, 1), Report(1)]
 
 
-def test_what_has_succeeded_is_not_started_again():
+def test_a_succeeded_worker_is_not_started_again():
     _, done = play(*UP, GroupEnded("succeeded"), NONE_MET, RoundBegan(2, 1))
     assert done == [Start(1, 0), SayDone(), SayIdle(), SayDone()]
 
@@ -103,18 +103,18 @@ def test_a_worker_whose_timer_expired_has_failed_though_it_exited_with_0():
     assert done == [Start(1, 0), Report(1), SayIdle(), Replace(1, 1)]
 
 
-def test_when_the_job_ends_the_workers_are_stopped_first():
+def test_workers_stop_before_the_job_ends():
     state, done = play(*UP, WorkerFailed(1), NONE_MET, JobEnded(), GroupEnded("stopped"))
     assert done == [Start(1, 0), Report(1), SayIdle(), STOPPED, Finish()]
     assert step(state, RoundBegan(9, 9))[1] == []
 
 
-def test_when_it_ends_without_workers_there_is_nobody_to_stop():
+def test_a_job_without_workers_ends_without_a_stop():
     _, done = play(*UP, GroupEnded("succeeded"), JobEnded())
     assert done == [Start(1, 0), SayDone(), Finish()]
 
 
-def test_a_node_that_loses_its_lease_begins_anew():
+def test_a_node_that_loses_its_lease_starts_over():
     _, done = play(*UP, MustStop(SIGKILL, is_fence=True), GroupEnded("stopped"), RoundBegan(2, 0))
     assert done == [Start(1, 0), Stop(SIGKILL, 0.0, is_announced=True), SayEnded(), Start(2, 0)]
 
@@ -127,13 +127,13 @@ def test_a_stuck_worker_makes_the_node_unfit_whenever_that_is_found():
     assert done == [Start(1, 0), Report(1), SayIdle(), STOPPED, SayEnded(stuck.why_unfit)]
 
 
-def test_a_place_that_cannot_be_taken_ends_the_group():
+def test_a_failed_replacement_stops_the_group():
     ended = [WorkerFailed(1), NONE_MET, WorkerSwept(1), RoundBegan(2, 1), ReplaceFailed(1)]
     _, done = play(*UP, *ended, GroupEnded("stopped"), NONE_MET, RoundBegan(3, 2))
     assert done[-4:] == [Replace(1, 1), STOPPED, SayEnded(), Start(3, 2)]
 
 
-def test_workers_that_could_not_be_started_are_told_of():
+def test_a_failed_start_of_workers_is_reported():
     assert play(*UP, StartFailed("no memory", True))[1][-1] == SayNotStarted("no memory", True)
 
 

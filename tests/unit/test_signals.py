@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from helpers import procs
+from helpers.procs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -226,7 +227,7 @@ def test_a_sigcont_after_the_last_look_counts(pausing):
     pausing.is_stopped()
 
 
-def test_a_request_to_stop_while_it_stops_is_heard(pausing):
+def test_a_stop_request_during_a_stop_is_handled(pausing):
     pausing.signal(signal.SIGTSTP)
     pausing.tell("take")
     pausing.hears("20")
@@ -240,7 +241,7 @@ def test_a_request_to_stop_while_it_stops_is_heard(pausing):
 
 
 @given(st.lists(st.sampled_from([signal.SIGTSTP, signal.SIGCONT, signal.SIGTERM]), max_size=12).map(bytes))
-def test_what_is_left_of_pauses_is_what_the_kernel_would_leave(received):
+def test_the_rest_of_a_pause_is_that_of_the_kernel(received):
     is_pending = False
     for signum in received:
         is_pending = signum == signal.SIGTSTP or (is_pending and signum != signal.SIGCONT)
@@ -253,9 +254,7 @@ def test_what_is_left_of_pauses_is_what_the_kernel_would_leave(received):
 
 
 def run(program):
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
-    )
+    done = run_program([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Uninterruptible sleep: what is decided, what is read, and real processes that sleep so."""
+"""Uninterruptible sleep: the decisions, the parser, and real processes in that state."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def test_a_state_is_read_whatever_the_name(tmp_path, name):
     assert read_state(7, str(tmp_path)) == "D"
 
 
-def test_who_is_not_there_has_no_state():
+def test_a_missing_process_has_no_state():
     assert read_state(2**22 + 1) == ""
     assert read_state(os.getpid()) == "R"
 

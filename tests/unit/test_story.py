@@ -49,7 +49,7 @@ def test_attempts_of_a_node_by_itself_are_no_changes_of_nodes():
     assert "nodes" not in last_line(Phase.SUCCEEDED, [attempt_of(4, 0)], is_multi_node=False)
 
 
-def test_the_goodput_of_a_short_job_is_not_told():
+def test_the_goodput_of_a_short_job_is_not_shown():
     assert goodput(59 * S, 59 * S) == ""
     assert goodput(45 * S, 60 * S) == ", goodput 75.0 %"
     began, ended = time.monotonic_ns() - 100 * S, time.monotonic_ns()

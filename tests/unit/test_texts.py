@@ -27,7 +27,7 @@ def test_lines_about_restarts_and_stops(golden):
     golden("restarts-and-stops", {title: "\n".join(lines) for title, lines in texts.items()})
 
 
-def test_the_phases_of_a_restart_that_are_worth_a_word():
+def test_short_phases_of_a_restart_are_left_out():
     assert (
         phases({"signalling": 0.04, "stopping": 12.34, "starting": 0.05}) == " (stopping 12.3, starting 0.1)"
     )

@@ -1,4 +1,4 @@
-"""Torch's helpers: what a store sees of them, samplers, macros, loggers, ports."""
+"""Torch's helpers: requests to stores, samplers, macros, loggers, ports."""
 
 import socket
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from datetime import timedelta
 
 import pytest
+from helpers.procs import run_program
 
 from elasticrs.store import DistStoreError
 from elasticrs.utils import get_env_variable_or_raise, macros
@@ -76,7 +77,7 @@ def test_a_barrier_is_one_count_and_one_key():
     ]  # fmt: skip
 
 
-def test_who_is_missing_is_found_out_by_rank_0():
+def test_rank_0_names_the_missing_ranks():
     store = Store(**{"b2/TRACE": ""})
     with pytest.raises(
         DistStoreError, match=r"on rank 0, for key prefix: b .*missing_ranks=\[node1, node3\]"
@@ -132,7 +133,7 @@ def test_a_logger_is_named_after_its_module_and_has_the_level_of_the_environment
     assert get_logger("some.name").level == 30
 
 
-def test_a_bound_port_is_nobody_elses():
+def test_a_bound_port_is_not_given_away():
     with get_socket_with_port() as bound, socket.socket() as other:
         with pytest.raises(OSError, match="in use"):
             other.bind(("", bound.getsockname()[1]))
@@ -223,8 +224,8 @@ for name in ["api", "data", "distributed", "log_level", "logging", "process_stat
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("program", [SAMPLER, TCP_STORE, NAMES], ids=["sampler", "store", "names"])
-def test_with_torch_it_does_what_torchs_does(program):
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+def test_with_torch_it_behaves_like_torchs(program):
+    done = run_program([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr
 
 

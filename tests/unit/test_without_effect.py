@@ -33,16 +33,16 @@ def notices(*argv, **environ):
         (("--standalone",), (), {}, []),
     ],
 )
-def test_what_has_no_effect_gets_a_line(script, before, after, environ, named):
+def test_a_setting_without_effect_is_reported(script, before, after, environ, named):
     assert [line.split()[0] for line in notices(*before, script, *after, **environ)] == named
 
 
-def test_a_variable_that_is_nearly_right_gets_a_hint(script):
+def test_a_misspelled_variable_gets_a_hint(script):
     (line,) = notices(script, PET_MAX_RESTART="3")
     assert line.endswith("PET_MAX_RESTARTS?")
 
 
-def test_a_filter_without_any_match_says_that_nothing_is_shown(script):
+def test_a_filter_without_a_match_is_reported(script):
     (line,) = notices("--local-ranks-filter=7", script)
     assert line.startswith("--local-ranks-filter: ")
     assert "7" in line
@@ -57,7 +57,7 @@ def test_a_filter_without_any_match_says_that_nothing_is_shown(script):
         (["\u2014\u2014standalone", "train.py"], "type --standalone"),
     ],
 )
-def test_a_script_that_is_not_there_gets_a_hint(script, monkeypatch, argv, hint):
+def test_a_missing_script_gets_a_hint(script, monkeypatch, argv, hint):
     monkeypatch.chdir(os.path.dirname(script))
     with pytest.raises(UsageError) as raised:
         notices(*argv)
@@ -80,7 +80,7 @@ def test_a_script_that_is_not_there_gets_a_hint(script, monkeypatch, argv, hint)
         ("os.path", None),
     ],
 )
-def test_a_module_that_is_not_there_is_a_mistake_in_the_command_line(script, monkeypatch, name, said):
+def test_a_missing_module_is_a_usage_error(script, monkeypatch, name, said):
     folder = os.path.dirname(script)
     monkeypatch.chdir(folder)
     for path, text in {

@@ -1,8 +1,9 @@
-"""The hook in the worker, in real interpreters: what it records, and that nothing else changes."""
+"""The hook in the worker, in real interpreters: its records, and that nothing else changes."""
 
 import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers.procs import HANG
+from helpers.procs import HANG, run_program
 
 from elasticrs.workers.environment import hook_environment
 
@@ -103,7 +104,7 @@ FAILING = """
 
 
 @pytest.mark.parametrize("python", interpreters())
-def test_an_uncaught_exception_is_recorded_and_printed_as_ever(worker: Worker, python: str) -> None:
+def test_an_uncaught_exception_is_recorded_and_printed_as_ever(worker, python):
     bare = worker.run(FAILING, hooked=False, python=python)
     assert not worker.error_file.exists()
     hooked = worker.run(FAILING, python=python)
@@ -116,7 +117,7 @@ def test_an_uncaught_exception_is_recorded_and_printed_as_ever(worker: Worker, p
     assert all(isinstance(value, str) for value in message["extraInfo"].values())
 
 
-def test_the_record_says_when_and_by_whom(worker: Worker) -> None:
+def test_the_record_says_when_and_by_whom(worker):
     done = worker.run("import os, time; print(os.getpid(), time.monotonic_ns(), flush=True); 1 / 0")
     pid, before = map(int, done.stdout.split())
     ours = worker.error()["elasticrs"]
@@ -127,17 +128,17 @@ def test_the_record_says_when_and_by_whom(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("source", ["def f(:\n", "import missing_module_of_nobody\n"])
-def test_errors_before_the_first_statement_are_recorded(worker: Worker, source: str) -> None:
+def test_errors_before_the_first_statement_are_recorded(worker, source):
     assert worker.run(source).returncode == 1
     assert worker.callstack().rstrip().endswith(("SyntaxError: invalid syntax", "'missing_module_of_nobody'"))
 
 
-def test_an_exception_whose_text_cannot_be_made_is_recorded(worker: Worker) -> None:
+def test_an_exception_whose_text_cannot_be_made_is_recorded(worker):
     worker.run("class Bad(Exception):\n def __str__(self): raise RuntimeError\nraise Bad")
     assert "Bad" in worker.callstack()
 
 
-def test_an_exception_that_is_no_exception_subclass_is_recorded(worker: Worker) -> None:
+def test_an_exception_that_is_no_exception_subclass_is_recorded(worker):
     worker.run("class PanicException(BaseException): pass\nraise PanicException('native')")
     assert "PanicException: native" in worker.callstack()
 
@@ -154,9 +155,7 @@ def test_an_exception_that_is_no_exception_subclass_is_recorded(worker: Worker) 
         ("try:\n 1 / 0\nexcept Exception: print()", 0),
     ],
 )
-def test_other_ends_keep_their_exit_code_and_record_nothing(
-    worker: Worker, source: str, exitcode: int
-) -> None:
+def test_other_ends_keep_their_exit_code_and_record_nothing(worker, source, exitcode):
     bare = worker.run(source, hooked=False)
     hooked = worker.run(source)
     assert hooked.returncode == bare.returncode == exitcode
@@ -164,13 +163,13 @@ def test_other_ends_keep_their_exit_code_and_record_nothing(
     assert not worker.error_file.exists()
 
 
-def test_a_replaced_excepthook_prints_alone_and_the_error_is_still_recorded(worker: Worker) -> None:
+def test_a_replaced_excepthook_prints_alone_and_the_error_is_still_recorded(worker):
     done = worker.run("import sys; sys.excepthook = lambda *a: print('mine', file=sys.stderr); 1 / 0")
     assert done.stderr == "mine\n"
     assert "ZeroDivisionError" in worker.callstack()
 
 
-def test_a_chained_excepthook_works_on(worker: Worker) -> None:
+def test_a_chained_excepthook_works_on(worker):
     source = """
         import sys
         before = sys.excepthook
@@ -185,28 +184,28 @@ def test_a_chained_excepthook_works_on(worker: Worker) -> None:
     assert "ZeroDivisionError" in worker.callstack()
 
 
-def test_the_file_of_record_is_not_replaced(worker: Worker) -> None:
+def test_the_file_of_record_is_not_replaced(worker):
     by_record = json.dumps({"message": {"message": "m", "extraInfo": {"timestamp": "1"}}})
     worker.error_file.write_text(by_record)
     worker.run("1 / 0")
     assert worker.error_file.read_text() == by_record
 
 
-def test_a_later_error_replaces_one_that_the_hook_wrote(worker: Worker) -> None:
+def test_a_later_error_replaces_one_that_the_hook_wrote(worker):
     worker.run("1 / 0")
     worker.run("raise KeyError('later')")
     assert "KeyError: 'later'" in worker.callstack()
 
 
-def test_a_file_that_cannot_be_written_is_told_on_stderr_after_which_python_prints(worker: Worker) -> None:
+def test_an_unwritable_file_is_reported_before_pythons_traceback(worker):
     lost = worker.directory / "missing" / "error.json"
     done = worker.run("1 / 0", TORCHELASTIC_ERROR_FILE=str(lost))
     assert done.returncode == 1
-    assert done.stderr.startswith(f"elasticrs: cannot write {lost}: ")
+    assert re.match(rf"elasticrs: .* {lost}: ", done.stderr)
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_no_file_stays_half_written(worker: Worker) -> None:
+def test_no_file_stays_half_written(worker):
     worker.run("1 / 0")
     assert sorted(path.name for path in worker.directory.iterdir()) == [
         "error.json",
@@ -231,9 +230,7 @@ OURS = ["atexit", "faulthandler"]
 
 @pytest.mark.parametrize("python", interpreters())
 @pytest.mark.parametrize("pythonpath", [None, "", "/nonexistent/a", ":/nonexistent/a::/nonexistent/b:"])
-def test_the_state_of_the_interpreter_is_the_same(
-    worker: Worker, python: str, pythonpath: str | None
-) -> None:
+def test_the_state_of_the_interpreter_is_the_same(worker, python, pythonpath):
     env = {} if pythonpath is None else {"PYTHONPATH": pythonpath}
     states = []
     for hooked in (False, True):
@@ -251,9 +248,7 @@ WATCHED = {"ELASTICRS_HEARTBEAT": "9:9:9"}
 
 
 @pytest.mark.parametrize("python", interpreters())
-def test_a_finder_stands_before_the_others_only_where_heartbeats_are_watched(
-    worker: Worker, python: str
-) -> None:
+def test_a_finder_stands_before_the_others_only_where_heartbeats_are_watched(worker, python):
     off = {**WATCHED, "ELASTICRS_AUTO_HEARTBEAT": "0"}
     bare = worker.run(FINDERS, hooked=False, python=python).stdout
     assert [worker.run(FINDERS, python=python, **env).stdout for env in ({}, off)] == [bare, bare]
@@ -261,9 +256,7 @@ def test_a_finder_stands_before_the_others_only_where_heartbeats_are_watched(
 
 
 @pytest.mark.parametrize("python", interpreters())
-def test_the_finder_leaves_with_the_import_also_where_nothing_of_ours_can_be_had(
-    worker: Worker, python: str
-) -> None:
+def test_the_finder_leaves_with_the_import_also_where_nothing_of_ours_can_be_had(worker, python):
     package = worker.directory / "torch" / "optim"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
@@ -276,19 +269,12 @@ def test_the_finder_leaves_with_the_import_also_where_nothing_of_ours_can_be_had
 
 
 @pytest.mark.parametrize("how", ["-m", "-c", "stdin"])
-def test_every_way_of_starting_works(worker: Worker, how: str) -> None:
+def test_every_way_of_starting_works(worker, how):
     (worker.directory / "module.py").write_text("raise KeyError('here')")
     argv = {"-m": ["-m", "module"], "-c": ["-c", "raise KeyError('here')"], "stdin": ["-"]}[how]
     whole = hook_environment({**worker.plain, "TORCHELASTIC_ERROR_FILE": str(worker.error_file)})
-    done = subprocess.run(
-        [sys.executable, *argv],
-        input="raise KeyError('here')",
-        env=whole,
-        cwd=worker.directory,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
+    done = run_program(
+        [sys.executable, *argv], env=whole, cwd=worker.directory, input="raise KeyError('here')"
     )
     assert done.returncode == 1
     assert worker.callstack() == done.stderr
@@ -303,7 +289,7 @@ def sitecustomize(worker: Worker, source: str) -> str:
 
 
 @pytest.mark.parametrize("python", interpreters())
-def test_the_users_sitecustomize_is_run_as_itself(worker: Worker, python: str) -> None:
+def test_the_users_sitecustomize_is_run_as_itself(worker, python):
     path = sitecustomize(worker, "import os\nprint('site', __name__, __file__, os.environ.get('PYTHONPATH'))")
     source = "import sitecustomize; print(sitecustomize.__file__, sitecustomize.__spec__.name)"
     bare = worker.run(source, hooked=False, python=python, PYTHONPATH=path)
@@ -313,17 +299,16 @@ def test_the_users_sitecustomize_is_run_as_itself(worker: Worker, python: str) -
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["1 / 0", "import missing_module_of_nobody", "def f(:", "import os; os._exit(4)"],
+    "source", ["1 / 0", "import missing_module_of_nobody", "def f(:", "import os; os._exit(4)"]
 )
-def test_errors_of_the_users_sitecustomize_behave_as_without_us(worker: Worker, source: str) -> None:
+def test_errors_of_the_users_sitecustomize_behave_as_without_us(worker, source):
     path = sitecustomize(worker, source)
     bare = worker.run("print('main')", hooked=False, PYTHONPATH=path)
     hooked = worker.run("print('main')", PYTHONPATH=path)
     assert (hooked.stdout, hooked.stderr, hooked.returncode) == (bare.stdout, bare.stderr, bare.returncode)
 
 
-def test_an_interpreter_that_the_users_sitecustomize_ends_says_so_with_one_frame_more(worker: Worker) -> None:
+def test_an_interpreter_that_the_users_sitecustomize_ends_says_so_with_one_frame_more(worker):
     path = sitecustomize(worker, "raise SystemExit(3)")
     bare = worker.run("print('main')", hooked=False, PYTHONPATH=path)
     hooked = worker.run("print('main')", PYTHONPATH=path)
@@ -331,13 +316,13 @@ def test_an_interpreter_that_the_users_sitecustomize_ends_says_so_with_one_frame
     assert set(bare.stderr.splitlines()) < set(hooked.stderr.splitlines())
 
 
-def test_a_failed_sitecustomize_under_v_is_not_taken_for_the_workers_end(worker: Worker) -> None:
+def test_a_failed_sitecustomize_under_v_is_not_taken_for_the_workers_end(worker):
     path = sitecustomize(worker, "1 / 0")
     assert worker.run("print('main')", "-v", PYTHONPATH=path).returncode == 0
     assert not worker.error_file.exists()
 
 
-def test_the_excepthook_of_the_users_sitecustomize_still_prints(worker: Worker) -> None:
+def test_the_excepthook_of_the_users_sitecustomize_still_prints(worker):
     path = sitecustomize(
         worker, "import sys\nsys.excepthook = lambda *args: print('theirs', file=sys.stderr)"
     )
@@ -346,39 +331,39 @@ def test_the_excepthook_of_the_users_sitecustomize_still_prints(worker: Worker) 
 
 
 @pytest.mark.parametrize("flag", ["-I", "-E", "-S"])
-def test_an_isolated_interpreter_works_without_a_record(worker: Worker, flag: str) -> None:
+def test_an_isolated_interpreter_works_without_a_record(worker, flag):
     bare = worker.run(FAILING, flag, hooked=False)
     hooked = worker.run(FAILING, flag)
     assert (hooked.stderr, hooked.returncode) == (bare.stderr, 1)
     assert not worker.error_file.exists()
 
 
-def test_a_program_that_is_not_python_sees_one_more_entry_of_a_path(worker: Worker) -> None:
+def test_a_program_that_is_not_python_sees_one_more_entry_of_a_path(worker):
     done = worker.command(["/bin/sh", "-c", "echo $PYTHONPATH; exit 3"], PYTHONPATH="/a")
     assert (done.stdout, done.returncode) == (f"{HOOK}:/a\n", 3)
 
 
-def test_a_python_program_behind_a_shell_is_recorded(worker: Worker) -> None:
+def test_a_python_program_behind_a_shell_is_recorded(worker):
     done = worker.command(["/bin/sh", "-c", f"{sys.executable} -c '1 / 0'; exit 9"])
     assert done.returncode == 9
     assert "ZeroDivisionError" in worker.callstack()
 
 
-def test_without_an_error_file_nothing_is_installed(worker: Worker) -> None:
+def test_without_an_error_file_nothing_is_installed(worker):
     source = "import sys; print(sys.excepthook is sys.__excepthook__, sys.path)"
     done = worker.run(source, TORCHELASTIC_ERROR_FILE="")
     assert done.stdout.startswith("True")
     assert HOOK not in done.stdout
 
 
-def test_it_can_be_switched_off(worker: Worker) -> None:
+def test_it_can_be_switched_off(worker):
     env = {"ELASTICRS_TRACEBACKS": "0", "A": "b"}
     assert hook_environment(env) == env
     worker.run("1 / 0", ELASTICRS_TRACEBACKS="0")
     assert not worker.error_file.exists()
 
 
-def test_the_given_environment_is_not_changed() -> None:
+def test_the_given_environment_is_not_changed():
     env = {"PYTHONPATH": "/a"}
     assert hook_environment(env) == {"PYTHONPATH": f"{HOOK}:/a"}
     assert env == {"PYTHONPATH": "/a"}
@@ -388,7 +373,7 @@ def test_the_given_environment_is_not_changed() -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_a_failing_multiprocessing_child_records_nothing(worker: Worker, method: str) -> None:
+def test_a_failing_multiprocessing_child_records_nothing(worker, method):
     source = f"""
         import multiprocessing, os
         def child():
@@ -413,7 +398,7 @@ def test_a_failing_multiprocessing_child_records_nothing(worker: Worker, method:
         "import os\nif os.fork() == 0: 1 / 0\nos.wait()",
     ],
 )
-def test_other_failing_children_record_nothing(worker: Worker, child: str) -> None:
+def test_other_failing_children_record_nothing(worker, child):
     done = worker.run(child)
     assert done.returncode == 0
     assert "ZeroDivisionError" in done.stderr
@@ -426,7 +411,7 @@ CRASH = "import os, signal\ndef deep(): os.kill(os.getpid(), signal.{})\ndeep()"
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"])
-def test_a_fault_leaves_the_python_stack(worker: Worker, name: str) -> None:
+def test_a_fault_leaves_the_python_stack(worker, name):
     done = worker.run(CRASH.format(name))
     assert done.returncode == -getattr(signal, name)
     assert done.stderr == ""
@@ -434,20 +419,20 @@ def test_a_fault_leaves_the_python_stack(worker: Worker, name: str) -> None:
 
 
 @pytest.mark.parametrize("how", [("-X", "faulthandler"), ("-X", "dev"), ("PYTHONFAULTHANDLER=1",)])
-def test_a_fault_handler_of_the_users_is_left_alone(worker: Worker, how: tuple[str, ...]) -> None:
+def test_a_fault_handler_of_the_users_is_left_alone(worker, how):
     program = [sys.executable, *how] if how[0].startswith("-") else ["/usr/bin/env", *how, sys.executable]
     done = worker.command([*program, "-c", CRASH.format("SIGSEGV")])
     assert "in deep" in done.stderr
     assert (worker.directory / "error.json.fault").read_text() == "", "it is for the agent's question alone"
 
 
-def test_a_fault_handler_that_the_script_enables_replaces_ours(worker: Worker) -> None:
+def test_a_fault_handler_that_the_script_enables_replaces_ours(worker):
     done = worker.run("import faulthandler; faulthandler.enable()\n" + CRASH.format("SIGSEGV"))
     assert "in deep" in done.stderr
     assert (worker.directory / "error.json.fault").read_text() == ""
 
 
-def test_nothing_is_warned_about_at_the_end(worker: Worker) -> None:
+def test_nothing_is_warned_about_at_the_end(worker):
     assert worker.run("pass", "-X", "dev", "-W", "error").stderr == ""
 
 
@@ -464,6 +449,6 @@ def lone_copy(tmp_path: Path) -> Callable[[], str]:
     return copy
 
 
-def test_it_needs_nothing_else_of_the_package(worker: Worker, lone_copy: Callable[[], str]) -> None:
+def test_it_needs_nothing_else_of_the_package(worker, lone_copy):
     done = worker.run(FAILING, hooked=False, PYTHONPATH=lone_copy())
     assert worker.callstack() == done.stderr

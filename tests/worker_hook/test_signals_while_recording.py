@@ -1,7 +1,7 @@
-"""Handlers of signals that raise while an exception is recorded."""
+"""Signal handlers that raise while an exception is recorded."""
 
 import pytest
-from worker_hook.test_hook import Worker, worker
+from worker_hook.test_hook import worker
 
 __all__ = ["worker"]
 
@@ -40,9 +40,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize(("event", "of"), MOMENTS)
-def test_an_uncaught_exception_is_recorded_though_handlers_raise_meanwhile(
-    worker: Worker, event: str, of: str
-) -> None:
+def test_an_uncaught_exception_is_recorded_though_handlers_raise_meanwhile(worker, event, of):
     train = "    def train(): raise ValueError('the cause')\n"
     done = worker.run(RAISES.format(event=event, of=of) + train + END)
     assert worker.callstack().endswith("ValueError: the cause\n")
@@ -52,7 +50,7 @@ def test_an_uncaught_exception_is_recorded_though_handlers_raise_meanwhile(
 
 
 @pytest.mark.parametrize(("event", "of"), MOMENTS[2:])
-def test_record_writes_though_handlers_raise_meanwhile(worker: Worker, event: str, of: str) -> None:
+def test_record_writes_though_handlers_raise_meanwhile(worker, event, of):
     train = """
     from elasticrs.multiprocessing.errors import record
     @record
@@ -64,7 +62,7 @@ def test_record_writes_though_handlers_raise_meanwhile(worker: Worker, event: st
     assert done.stdout == "[10, 15] True\n"
 
 
-def test_a_thread_that_records_leaves_handlers_alone(worker: Worker) -> None:
+def test_a_thread_that_records_leaves_handlers_alone(worker):
     source = """
         import signal, threading
         from elasticrs.multiprocessing.errors import record
@@ -82,7 +80,7 @@ def test_a_thread_that_records_leaves_handlers_alone(worker: Worker) -> None:
 
 
 @pytest.mark.torch
-def test_the_cause_survives_the_handler_of_torch_for_data_loaders(worker: Worker) -> None:
+def test_the_cause_survives_the_handler_of_torch_for_data_loaders(worker):
     source = """
         import os, signal, sys
         from torch.utils.data import DataLoader

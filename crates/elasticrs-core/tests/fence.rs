@@ -61,7 +61,7 @@ fn a_passed_deadline_ends_the_group_as_stopped_and_the_next_lease_begins() {
     supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();
     let Event::StartFailed(failure) = event(&supervisor) else { panic!("behind the deadline nothing starts") };
     assert!(matches!(failure, StartFailure::Worker { local_rank: 0, stage: Stage::Fence, .. }), "{failure:?}");
-    let expected = "could not start a worker for local rank 0: the lease of the connection to the store has run out";
+    let expected = "could not start a worker for local rank 0: the lease of the connection to the store has expired";
     assert_eq!(failure.to_string(), expected);
 
     assert!(!supervisor.fence().set(Some(after(HANG))), "it says that the one before had passed");

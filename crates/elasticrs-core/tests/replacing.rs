@@ -157,7 +157,7 @@ fn a_place_that_is_not_free_is_not_given_away() {
     assert!(matches!(refused(0), SupervisorError::Idle));
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["exit", "0"]]);
     let Event::WorkerExited { local_rank: 1, .. } = event(&supervisor) else { panic!("it ends") };
-    for (rank, reason) in [(0, "it runs"), (1, "it has succeeded"), (2, "there is no such worker")] {
+    for (rank, reason) in [(0, "it is running"), (1, "it has succeeded"), (2, "there is no such worker")] {
         assert_eq!(refused(rank).to_string(), format!("local rank {rank} cannot be replaced: {reason}"));
     }
     kill(pids[0]);
@@ -290,7 +290,7 @@ fn a_start_in_a_place_that_hangs_is_killed_and_the_others_go_on() {
     until_swept(&supervisor);
     let _fifo = hang_in_place(&supervisor);
     let Event::Degraded { message } = event(&supervisor) else { panic!("it is told") };
-    assert!(message.starts_with("local rank 0 did not start within 2s: it hangs while it tries to open"), "{message}");
+    assert!(message.starts_with("local rank 0 did not start within 2s: it hangs while trying to open"), "{message}");
     // Nobody can tell a program that is killed as it is executed from one that is killed later.
     match event(&supervisor) {
         Event::WorkerReplaced { local_rank: 0, .. } => {

@@ -134,7 +134,7 @@ fn a_start_that_hangs_is_given_up_and_says_where() {
     };
     let said = failure.to_string();
     assert!(
-        said.starts_with("local rank 1 did not start within 100ms: it hangs while it tries to open the log"),
+        said.starts_with("local rank 1 did not start within 100ms: it hangs while trying to open the log"),
         "{said}"
     );
 
@@ -211,7 +211,7 @@ fn a_nursery_that_cannot_die_is_left_behind_and_said_so() {
     kill(pids[0], libc::SIGKILL);
     let told = event(&supervisor);
     let Event::Degraded { message } = told else { panic!("it is told first: {told:?}") };
-    assert!(message.contains(&format!("the nursery (pid {nursery}) does not end")), "{message}");
+    assert!(message.contains(&format!("the nursery (pid {nursery}) did not exit")), "{message}");
     let (exits, end) = until_end(&supervisor);
     assert_eq!(exits.len(), 2);
     let Event::GroupEnded { outcome: Outcome::Lost, nursery: Some(lost), swept, .. } = end else { panic!("{end:?}") };

@@ -53,7 +53,7 @@ impl Held {
 
 /// Error: the nursery already holds `MAX_LINKS` links, and none of them is dead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("it holds {MAX_LINKS} links with other agents already")]
+#[error("it already holds {MAX_LINKS} links to other agents")]
 pub struct TooManyLinks;
 
 /// The sockets that the nursery holds, in the order in which they were added.

@@ -55,9 +55,11 @@ pub fn told(pid: i32) -> String {
 fn tell(pid: i32, name: &str, tracer: i32) -> String {
     let tracer = match Stat::of(tracer) {
         Some(stat) => format!("{} (pid {tracer})", stat.name),
-        None => "a process that cannot be seen from here".to_owned(),
+        None => "a process of another pid namespace".to_owned(),
     };
-    format!("{name} (pid {pid}) has ended, but {tracer} traces it and does not wait for it: it stays until then")
+    format!(
+        "{name} (pid {pid}) has exited, but {tracer} traces it and has not waited for it, so it stays a zombie until then"
+    )
 }
 
 /// True if this process may read the exit status of `pid`. To find out, reads the link `cwd`, which requires the same

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 /// Message that is shown to the user if [`is_own`] returns false.
-pub const MISSING: &str = "/proc is missing, or is that of another pid namespace: what workers leave behind is ended all \
-    the same, but told without its name; helpers that remove shared memory are killed with the rest; what a hung worker \
-    waits for is not known";
+pub const MISSING: &str = "/proc is missing or shows another pid namespace. Leftover processes are still killed, but \
+    reported without their names; helper processes that remove shared memory are killed too; reports about a hung worker \
+    do not show what it waits for";
 
 /// True if `/proc` shows the pid namespace of this process. False if `/proc` is not mounted (a bare `chroot`), or if it
 /// shows an outer namespace (`unshare --pid` without `--mount-proc`), in which the same pids belong to other processes.

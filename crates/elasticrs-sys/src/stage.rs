@@ -47,8 +47,8 @@ impl Stage {
             // returns this error.
             (Self::Clone, Errno::ECANCELED) => "what was imported has refused it (os.fork raised an exception)",
             // Used instead of the kernel's text, which is "Invalid argument".
-            (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed here",
-            (Self::Fence, _) => "the lease of the connection to the store has run out",
+            (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed for this process",
+            (Self::Fence, _) => "the lease of the connection to the store has expired",
             _ => errno.desc(),
         }
     }

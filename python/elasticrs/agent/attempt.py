@@ -167,7 +167,7 @@ class Attempt(Record):
             return phrases.timer_expired(event.timer)
         if event.raised is not None:
             was = "was still exiting" if event.raised.exit == "slow" else "its exit made no progress"
-            return f"it raised, and {was} {event.raised.limit:g} s later (--exit-timeout)"
+            return f"it raised an exception, and {was} {event.raised.limit:g} s later (--exit-timeout)"
         if event.hung is None:
             return None
         from elasticrs.agent.hangs import hung

@@ -22,8 +22,8 @@ VMSTAT = "/proc/vmstat"
 _SIGKILL = 9
 
 _ADVICE = (
-    "raise the memory limit of its control group, or use less: smaller batches, fewer data loader workers",
-    "the machine had no memory left: use less, with smaller batches or fewer data loader workers",
+    "raise the memory limit of its control group, or use smaller batches or fewer data loader workers",
+    "the machine was out of memory: use smaller batches or fewer data loader workers",
 )
 """Advice for the user: first for an exceeded cgroup limit, then for a machine that has run out of memory."""
 
@@ -171,5 +171,5 @@ def oom_note(
     counted, advice = f"oom_kill rose by {count} in {path}", _ADVICE[path == VMSTAT]
     if probably_oom(exitcode, sent_signal, before, after):
         return f"probably the kernel's OOM killer ({counted}); {advice}"
-    struck = f"the kernel's OOM killer struck during this attempt ({counted})"
+    struck = f"the kernel's OOM killer killed a process during this attempt ({counted})"
     return f"{struck}, perhaps a child of the worker; {advice}"

@@ -97,7 +97,7 @@ def earlier_causes(attempts: Sequence[Attempt]) -> list[str]:
             found[-1][1].append(attempt.name)
     shown = [f"{_named(names)}: {cause}" for cause, names in found[-_MAX_EARLIER:]]
     left_out = len(found) - len(shown)
-    return [*([f"{left_out} causes before these are not shown"] if left_out else []), *shown]
+    return [*([f"{left_out} earlier causes are not shown"] if left_out else []), *shown]
 
 
 def _named(names: Sequence[str]) -> str:
@@ -261,9 +261,9 @@ def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
         return attempt.why_expired(worker.local_rank)
     if attempt.nursery_exitcode is not None:
         how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
-        return f"the nursery {how}, and the worker with it"
+        return f"the nursery {how}, which killed the worker"
     if worker.local_rank in attempt.silent:
         return phrases.SILENT
     if worker.exitcode is None:
-        return "the worker is gone, and its exit status is unknown"
+        return "the worker has exited, but its exit status is unknown"
     return None

@@ -74,9 +74,9 @@ def how_it_failed(attempt: Attempt, local_rank: int) -> str:
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = headline(raised.text) if raised is not None and not is_killed else None
     if worker is None and attempt.is_slow_to_exit(local_rank):
-        return f": {said}; it raised and is still exiting" if said else " raised and is still exiting"
+        return f": {said}; it is still exiting" if said else " raised an exception and is still exiting"
     if said is not None:
         return f": {said}"
     if overdue is not None:
-        return " has raised, and does not exit"
+        return " raised an exception and does not exit"
     return " failed" if worker is None else f" {attempt.how_it_ended(worker)}"

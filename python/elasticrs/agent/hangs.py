@@ -49,8 +49,8 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     what = {
         "startup": "no activity since its start",
         "step": "no heartbeat",
-        "section": f"no end of its section '{section}'",
-        "exit": "its program had returned, and it had not exited",
+        "section": f"its section '{section}' has been open",
+        "exit": "its program had returned, but it had not exited",
         "line": "no rank has written a line",
     }[event.missed]
     silent = (event.seen_ns - event.since_ns) / 1e9
@@ -60,7 +60,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     elif silent < event.limit:
         # The worker has not exceeded its own limit, but it is to blame, because other ranks are waiting for
         # it.
-        others = ", and that of another rank has passed"
+        others = ", but the limit of another rank has passed"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
 
@@ -75,7 +75,7 @@ def _stopped_at(event: WorkerHung, own: RankSeen | None, others: Sequence[RankSe
         return f"its last heartbeat came {is_earlier}" if is_earlier else ""
     steps = [beat.step for beat in beats if beat.step is not None]
     behind = min(steps, default=step) - step
-    is_behind = f"{behind:,} step{'s' if behind != 1 else ''} behind them" if behind > 0 else ""
+    is_behind = f"{behind:,} step{'s' if behind != 1 else ''} behind the others" if behind > 0 else ""
     return ", ".join(filter(None, (f"stopped at step {step:,}", is_earlier, is_behind)))
 
 

@@ -112,7 +112,7 @@ class MemberNodes(SeveralNodes):
             elif isinstance(action, messages.Stop):
                 self._why = action.why
                 if action.fenced:
-                    self._console.say(f"{action.why}; the workers of this node are killed")
+                    self._console.say(f"{action.why}; killing the workers of this node")
                     found.append(shared.MustStop(machine.SIGKILL, is_fence=True))
                 elif self._require_driver().is_leaving:
                     found.append(shared.MustStop(signum))
@@ -146,9 +146,8 @@ class MemberNodes(SeveralNodes):
             return
         if world_size >= before.ranks.world_size:
             self._unfinished = (
-                f"{begun.earlier} after the training had ended and before its workers had exited; what they "
-                "were still doing, such as saving, may be incomplete: check the results, or start the job "
-                "again"
+                f"{begun.earlier} after the training had ended, but before its workers had exited; what they "
+                "were saving may be incomplete: check the results, or start the job again"
             )
 
     def _tell_round(self, begun: messages.Start) -> None:
@@ -167,12 +166,12 @@ class MemberNodes(SeveralNodes):
             if not is_charged:
                 cost = f"no restart charged, {begun.restarts} of {most} used"
             count = nodes(begun.ranks.group_world_size)
-            self._console.say(f"{why}; the workers of this node go on, {count} ({cost})")
+            self._console.say(f"{why}; the workers of this node continue, {count} ({cost})")
 
     def _tell_end(self) -> None:
         if self._node.group == "running" and self.signum is None:
             why = f"{self._why}: " if self._why else ""
-            self._console.say(f"{why}the job ends; stopping the workers of this node")
+            self._console.say(f"{why}the job ends, stopping the workers of this node")
 
     # --- decisions ---
 

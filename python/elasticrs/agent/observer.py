@@ -111,7 +111,7 @@ class Observers(Observer):
         except Exception as error:
             if id(observer) not in self._broken:
                 self._broken.add(id(observer))
-                self._say(f"{type(observer).__name__} failed, and the job goes on: {error!r}")
+                self._say(f"{type(observer).__name__} failed: {error!r}; the job continues")
         return None
 
 

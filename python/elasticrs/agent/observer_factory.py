@@ -93,7 +93,7 @@ def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> Health
         server.open()
     except OSError as error:
         # Continue without a health check server, because the job matters more than its health checks.
-        say(f"no health check server: {error.strerror or error}; the job goes on without it")
+        say(f"no health check server: {error.strerror or error}; the job continues without it")
         return None
     say(f"health check server on http://{server.address}")
     return server

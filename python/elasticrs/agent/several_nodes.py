@@ -302,8 +302,8 @@ class SeveralNodes(Decisions):
     def _stop(self, action: messages.Stop) -> list[machine.Action]:
         self.phase = machine.Phase.STOPPING
         if action.fenced:
-            then = "" if self._require_driver().is_leaving else ", then this node tries to join again"
-            self._console.say(f"{action.why}; the workers of round {action.round} are killed{then}")
+            then = "" if self._require_driver().is_leaving else ", then joining again"
+            self._console.say(f"{action.why}; killing the workers of round {action.round}{then}")
             return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
         if self.signum is not None:
             return [machine.Stop(self.signum, self._job.shutdown_timeout, is_announced=True)]

@@ -206,7 +206,7 @@ class AttemptTracker:
             self._not_replaced(rank, str(error))
 
     def _not_replaced(self, local_rank: int, why: str) -> None:
-        self._console.say(f"{self._who(local_rank)} could not be replaced: {why}; stopping all")
+        self._console.say(f"{self._who(local_rank)} could not be replaced: {why}; stopping all workers")
         self.events.append(machine.ReplaceFailed(local_rank))
 
     def stop(self, action: machine.Stop) -> None:
@@ -404,13 +404,13 @@ class AttemptTracker:
             # because the core counts it as succeeded.
             attempt.silent |= {event.local_rank}
             who = self._who(event.local_rank, event.pid)
-            self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all")
+            self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all workers")
             self.events.append(machine.ReplaceFailed(event.local_rank))
 
     def _on_swept(self, event: _core.WorkerSwept) -> None:
         rank = event.local_rank
-        self._name_descendants("ended", _named(event.ended), event.more_ended)
-        self._name_descendants("could not end", _named(event.stuck))
+        self._name_descendants("killed", _named(event.ended), event.more_ended)
+        self._name_descendants("could not kill", _named(event.stuck))
         if event.stuck:
             self.why_unfit = phrases.stuck((rank,))
         self.events.append(machine.WorkerSwept(rank, bool(event.stuck)))
@@ -450,14 +450,14 @@ class AttemptTracker:
         attempt = self.result.attempts[-1]
         for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
             self._console.say(
-                f"{self._who(rank)} did not end after SIGKILL (waits in {channel or 'the kernel'})"
+                f"{self._who(rank)} did not exit after SIGKILL (waits in {channel or 'the kernel'})"
             )
-        self._name_descendants("could not end", _named(event.stuck))
-        self._name_descendants("left alone", _named(event.spared))
+        self._name_descendants("could not kill", _named(event.stuck))
+        self._name_descendants("kept", _named(event.spared))
         outcome = "stopped" if leftovers.was_stopped else event.outcome
         if outcome == "succeeded":
             ended = [*_named(event.ended), *leftovers.ended]
-            self._name_descendants("ended", ended, event.more_ended + leftovers.more_ended)
+            self._name_descendants("killed", ended, event.more_ended + leftovers.more_ended)
             if self._has_silent(attempt, event, leftovers):
                 outcome = "failed"
         conflict = outcome == "failed" and is_port_conflict(attempt)

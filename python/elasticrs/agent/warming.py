@@ -187,8 +187,7 @@ class Warming:
     def _import_again(self, supervisor: Supervisor, path: str) -> None:
         self._beside, self._is_importing = None, True
         self._say(
-            f"warm: {path} has changed: importing again in the background; a restart before that is done "
-            "starts cold"
+            f"warm: {path} has changed: importing again in the background; a restart before then starts cold"
         )
         supervisor.import_beside(_SLOWER * self._limit)
 

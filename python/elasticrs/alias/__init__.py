@@ -83,7 +83,7 @@ def activate() -> None:
     if is_active():
         return
     if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
-        raise RuntimeError(f"{loaded[0]} is imported already: activate elasticrs.alias before it")
+        raise RuntimeError(f"{loaded[0]} has already been imported; activate elasticrs.alias before that")
     # Insert this finder at the front, so that it is used before the finder of torch's own files.
     sys.meta_path.insert(0, _Finder())
 

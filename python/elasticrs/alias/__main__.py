@@ -82,7 +82,7 @@ def install() -> int:
             file=sys.stderr,
         )
         return 1
-    print(f"installed {path}; it acts in interpreters with ELASTICRS_ALIAS=1")
+    print(f"installed {path}; it takes effect in interpreters with ELASTICRS_ALIAS=1")
     return 0
 
 

@@ -132,7 +132,7 @@ class LineFileHandler(logging.Handler):
         if self._behind is None or not self._behind.is_ours:
             self._write(line, is_failure)
         elif not self._behind.put(line, is_failure):
-            self._complain("full", "writing hangs; they are dropped until it goes on")
+            self._complain("full", "writing hangs, so events are dropped until it continues")
 
     def _write(self, line: bytes, is_failure: bool) -> None:
         try:

@@ -315,7 +315,7 @@ def _outputs(child: subprocess.Popen[str], word: str) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         line = (
             f"--nproc-per-node {word}: torch, which counts the devices, is still being imported after "
-            f"{SLOW:g} s (at most {CHILD_TIMEOUT:g} s); a number in place of {word} needs no torch"
+            f"{SLOW:g} s (at most {CHILD_TIMEOUT:g} s); a number in place of {word} avoids the import"
         )
         print(Console().prefixed(line), file=sys.stderr, flush=True)
     return child.communicate(timeout=CHILD_TIMEOUT - SLOW)

@@ -86,7 +86,7 @@ def cpus_by_local_rank(
     """
     gpus = devices.visible_gpus(environ, sysfs=sysfs, driver=driver)
     if len(gpus) < nproc:
-        raise ValueError(f"{nproc} workers need one GPU each, and this machine has {len(gpus)}")
+        raise ValueError(f"each worker needs a GPU of its own (workers: {nproc}, GPUs: {len(gpus)})")
     may_use = os.sched_getaffinity(0) if allowed is None else set(allowed)
     machine = _Machine(sysfs, may_use, [gpu.address for gpu in gpus])
     choose = _CHOICES[AffinityMode(mode)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_ALL = "only all workers can be restarted"
+_NOT = "single workers cannot be replaced"
 
 
 def why_not(start_method: str = "spawn", back_end: str | None = None) -> str | None:
@@ -16,7 +16,7 @@ def why_not(start_method: str = "spawn", back_end: str | None = None) -> str | N
         back_end: name of the rendezvous back end if workers cannot use it themselves; otherwise ``None``.
     """
     if start_method != "spawn":
-        return f"with start method {start_method} {_ALL}; use spawn"
+        return f"with start method {start_method}, {_NOT}; use spawn"
     if back_end is not None:
-        return f"with {back_end} {_ALL}; use c10d or etcd"
+        return f"with {back_end}, {_NOT}; use c10d or etcd"
     return None

@@ -375,7 +375,7 @@ def _check_replace(args: Namespace, meeting: Meeting) -> None:
 
     where, back_end = "--on-failure: got 'replace', but", None
     if args.no_python:
-        raise UsageError(f"{where} with --no-python only all workers can be restarted")
+        raise UsageError(f"{where} with --no-python, single workers cannot be replaced")
     if not meeting.lets_workers_meet:
         is_file = meeting.handler is not None and args.rdzv_backend == "c10d"
         back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
@@ -388,7 +388,7 @@ def _entry(args: Namespace, command: list[str]) -> Entry:
     from elasticrs.workers import warm
 
     if args.no_python:
-        return warm.Entry(command[0], why_cold="with --no-python the workers are no Python programs")
+        return warm.Entry(command[0], why_cold="with --no-python, the workers are not Python programs")
     if args.run_path:
         return warm.entry_of_script(command[0], start_method=args.start_method)
     return warm.entry_of_command(command)

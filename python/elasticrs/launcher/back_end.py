@@ -107,7 +107,7 @@ def _static(args: Namespace, environ: Mapping[str, str], grace: float, notices: 
 def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
     rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
     if args.master_port is not None:
-        notices.append("--master-port has no effect here: it is for the static rendezvous")
+        notices.append("--master-port has no effect: only the static rendezvous uses it")
     # Do not choose a port for the workers' store, because the endpoint belongs to the nodes' rendezvous and
     # the store has its own port.
     return Meeting(args.rdzv_id, args.local_addr or "localhost", None, rendezvous)
@@ -125,7 +125,7 @@ def _polled(args: Namespace, environ: Mapping[str, str], _grace: float, notices:
         ("--drain", args.drain is not None),
     ):
         if is_given:
-            notices.append(f"{option} has no effect here: this rendezvous backend does not support it")
+            notices.append(f"{option} has no effect: this rendezvous backend does not support it")
     barrier = args.exit_barrier_timeout
     if barrier is None:
         barrier = exit_barrier_timeout_of(args.rdzv_conf, environ, "--rdzv-conf")

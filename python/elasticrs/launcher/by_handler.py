@@ -174,7 +174,7 @@ def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
         cause = error.__cause__
         if _is_no_place_for_a_file(cause, settings):
             raise UsageError(
-                f"--rdzv-endpoint: got {endpoint!r}, expected a file in which nodes can meet: "
+                f"--rdzv-endpoint: got {endpoint!r}, expected a file that all nodes can open: "
                 f"{cause.strerror}"
             ) from error
         raise

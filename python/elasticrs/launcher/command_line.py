@@ -112,7 +112,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     has_peers = launch.job.is_multi_node or launch.handler is not None
     console = Console(log_prefix=launch.job.log_prefix, is_one_of_several=has_peers)
     if signals is None:
-        console.say("not in the main thread: signals are not handled")
+        console.say("signals are not handled, because the job does not run in the main thread")
     else:
         signals.catch((*launch.job.signals, *launch.job.forwarded), pauses=True)
     logs, remove_if_empty = _logs(launch)

@@ -79,9 +79,9 @@ def _overview(program: str, *, shows_all: bool) -> Iterator[str]:
             yield from _wrapped(f"also: {', '.join(others)}", "  ")
     yield ""
     yield from _wrapped(
-        "Options marked * are not in torchrun. Underscores may stand for dashes, and a name may be "
-        "shortened while it is clear. PET_<NAME> in the environment sets the default of an option, such "
-        "as PET_MAX_RESTARTS=3. Times are in seconds and may have fractions.",
+        "Options marked * are not in torchrun. Underscores can replace dashes, and a name can be shortened "
+        "if it stays unambiguous. PET_<NAME> in the environment sets the default of an option, such "
+        "as PET_MAX_RESTARTS=3. Times are in seconds and can have fractions.",
         "",
     )
 
@@ -97,12 +97,12 @@ def _settings() -> Iterator[str]:
 
     yield "Settings for --rdzv-conf KEY=VALUE,…:"
     yield from _rows(settings.KEYS)
-    yield "Of etcd alone:"
+    yield "Only for etcd:"
     yield from _rows(etcd_site.KEYS)
     yield from _wrapped(
-        "Torch's timeout is the join_timeout of static and etcd; its store_type is tcp, or file with c10d: "
-        "nodes then meet in the file that --rdzv-endpoint names. Torch's heartbeat_timeout, "
-        "cas_backoff_max_seconds and, but for etcd, read_timeout are accepted and have no effect.",
+        "Torch's timeout is the join_timeout of static and etcd. Torch's store_type can be tcp, or file with "
+        "c10d: the nodes then meet in the file that --rdzv-endpoint names. Torch's heartbeat_timeout, "
+        "cas_backoff_max_seconds and, except for etcd, read_timeout are accepted, but have no effect.",
         "",
     )
 

@@ -49,7 +49,7 @@ def _options_of_the_script(script: str, arguments: list[str]) -> Iterator[str]:
             return
         flag = argument.partition("=")[0]
         if flag.startswith("--") and flag[2:].replace("_", "-") in _HARDLY_OF_A_SCRIPT:
-            yield f"{flag} has no effect here: it comes after {script}, which gets it; put it before that"
+            yield f"{flag} has no effect, because it is passed to {script}; put it before {script}"
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _filters(args: Namespace) -> Iterator[str]:
         if stream == 2 and args.capture_stderr:
             continue
         if getattr(args, f"duplicate_{name}_filters") and not tee & stream:
-            yield f"--duplicate-{name}-filters has no effect here: it copies what --tee shows of {name}"
+            yield f"--duplicate-{name}-filters has no effect: it needs --tee for {name}"
 
 
 def _local_ranks(chosen: frozenset[int] | None, nproc: int) -> Iterator[str]:
@@ -92,7 +92,8 @@ def _local_ranks(chosen: frozenset[int] | None, nproc: int) -> Iterator[str]:
     if missing:
         names = ",".join(map(str, missing))
         shown = "" if len(missing) < len(chosen or ()) else ", so the console shows no worker"
-        yield f"--local-ranks-filter: no worker here has local rank {names} (0 to {nproc - 1} exist){shown}"
+        exist = f"0 to {nproc - 1} exist"
+        yield f"--local-ranks-filter: no worker of this node has local rank {names} ({exist}){shown}"
 
 
 def _unknown_names(template: str) -> Iterator[str]:
@@ -100,7 +101,7 @@ def _unknown_names(template: str) -> Iterator[str]:
     unknown = ", ".join(f"${{{name}}}" for name in names if name not in PREFIX_NAMES)
     if unknown:
         known = ", ".join(f"${{{name}}}" for name in PREFIX_NAMES)
-        yield f"--log-line-prefix-template: {unknown} stays as it is; the names are {known}"
+        yield f"--log-line-prefix-template: {unknown} is not replaced; the known names are {known}"
 
 
 def hint_for_missing_script(script: str) -> str:
@@ -109,8 +110,8 @@ def hint_for_missing_script(script: str) -> str:
     """
     if script[:1] in {"\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212"}:
         plain = script.lstrip("\u2010\u2011\u2012\u2013\u2014\u2212-")
-        return f"; it begins with a dash that is not '-', as word processors write it: type --{plain}"
+        return f"; it starts with a typographic dash instead of '-': type --{plain}"
     first = script.split(" ", maxsplit=1)[0]
     if " " in script and os.path.isfile(first):
-        return f"; the script and its arguments must be separate words: no quotes around {script}"
+        return f"; pass the script and its arguments as separate words, without quotes around {script}"
     return ""

@@ -68,7 +68,7 @@ class _SupervisedContext(PContext):
 
     def _processes(self) -> SupervisedGroup:
         if self._group is None:
-            raise AssertionError("start() comes first")
+            raise AssertionError("call start() first")
         return self._group
 
     def _poll(self) -> RunProcsResult | None:
@@ -108,7 +108,7 @@ class _SupervisedContext(PContext):
         if ended.exitcode is None:
             end = processes.end
             lost = end is not None and end.nursery_exitcode is not None
-            cause = "the nursery was lost, and the process with it" if lost else self._unknown_end()
+            cause = "the nursery was lost, which killed the process" if lost else self._unknown_end()
         files = (self.stdouts[rank], self.stderrs[rank], self.error_files.get(rank, ""))
         return failure_of(ended, *files, cause=cause)
 
@@ -305,7 +305,7 @@ class MultiprocessContext(_SupervisedContext):
 
     def _unknown_end(self) -> str:
         if self._functions is not None and self._functions.has_keeper:
-            return "the parent of the functions (their keeper) was killed, and the process with it"
+            return "the keeper (the parent process of the functions) was killed, which killed the process"
         return super()._unknown_end()
 
     def _make_result(self, processes: SupervisedGroup) -> RunProcsResult:

@@ -179,7 +179,7 @@ def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], g
             os.close(gate)
             code = worker.run()
     except BaseException as error:
-        os.write(2, f"a worker could not begin: {error!r}\n".encode(errors="replace"))
+        os.write(2, f"a worker could not start: {error!r}\n".encode(errors="replace"))
     finally:
         os._exit(code)
 
@@ -284,7 +284,7 @@ def _end_all() -> None:
         if _reaped_all(_LOOK):
             return
     left = ", ".join(f"{pid} ({_name_of(pid)})" for pid in _core.children())
-    line = f"could not end processes that functions left behind: {left}\n"
+    line = f"could not kill processes that functions left behind: {left}\n"
     os.write(2, Console().prefixed(line).encode())
 
 

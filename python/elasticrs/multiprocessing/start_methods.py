@@ -281,13 +281,13 @@ class Kept(FunctionStart):
         except ConnectionResetError:
             piece = b""
         if not piece:
-            raise RuntimeError("their parent has ended; see its stderr")
+            raise RuntimeError("their parent process has exited; see its stderr")
         self._said += piece
         if len(self._said) < size:
             return None
         pids = struct.unpack(f"{count}i", self._said)
         if not all(pids):
-            raise RuntimeError("a process ended before it could run its function; see its stderr")
+            raise RuntimeError("a process exited before it could run its function; see its stderr")
         self._has_told_pids = True
         return dict(enumerate(pids))
 
@@ -316,7 +316,7 @@ class Kept(FunctionStart):
 
     def _socket(self) -> socket.socket:
         if self._control is None:
-            raise AssertionError("`prepare` comes first")
+            raise AssertionError("call `prepare` first")
         return self._control
 
     def close(self) -> None:

@@ -116,7 +116,7 @@ class SupervisedGroup:
         except ProcessLookupError:
             are_ours = False
         if not are_ours:
-            raise RuntimeError("a process ended before it could run its function")
+            raise RuntimeError("a process exited before it could run its function")
         self.pids.update(pids)
 
     def watch_fd(self, fd: int) -> None:

@@ -107,7 +107,7 @@ def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left:
         restarts_left: number of restarts left, as in "2 of 3 left".
         when: time of the failure.
     """
-    left_alone = f"; {others} other{'s go' if others != 1 else ' goes'} on" if others else ""
+    left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
     return (
         f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)}, {restarts_left} ({when})"
     )
@@ -129,24 +129,24 @@ def checkpoint_line(result: str, ns: int) -> str:
         ns: nanoseconds since the request.
     """
     if result == "saved":
-        return f"checkpoint saved {ns / 1e6:.1f} ms after it was asked for"
+        return f"checkpoint saved {ns / 1e6:.1f} ms after the request"
     if result == "failed":
-        return "the checkpoint that was asked for was not written; the output of rank 0 says why"
-    return "a checkpoint was asked for, but the workers have not called set_checkpoint_manager"
+        return "the requested checkpoint was not written; the output of rank 0 shows why"
+    return "a checkpoint was requested, but the workers have not called set_checkpoint_manager"
 
 
 def checkpoint_requested(signum: int) -> str:
     """Return the line that confirms that a received signal was understood as a request for a checkpoint."""
-    return f"{signal_name(signum)} received: asking the workers for a checkpoint at the end of a step"
+    return f"{signal_name(signum)} received: requesting a checkpoint at the end of a step"
 
 
-CHECKPOINT_NOT_MADE = "no checkpoint was saved after the last request: the workers ended first"
+CHECKPOINT_NOT_MADE = "no checkpoint was saved after the last request, because the workers exited first"
 """Message at the end of the job if no checkpoint was saved after the last request."""
 
 
 NOBODY_TRAINED = (
-    "no worker of this node has used elasticrs.train, so --on-failure replace let no worker continue a"
-    " training: use --on-failure restart for other programs"
+    "no worker of this node used elasticrs.train, so --on-failure replace could not continue a training;"
+    " use --on-failure restart for other programs"
 )
 
 
@@ -155,7 +155,7 @@ def checkpoint_is_late(seconds: float, workers: int) -> str:
     workers on this node that use ``elasticrs.train``.
     """
     who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
-    return f"the checkpoint that was asked for {seconds:g} s ago is not there yet ({who} in elasticrs.train)"
+    return f"the checkpoint requested {seconds:g} s ago is not saved yet ({who} in elasticrs.train)"
 
 
 def passed_on(signum: int, held: Sequence[int]) -> str:
@@ -170,7 +170,7 @@ def passed_on(signum: int, held: Sequence[int]) -> str:
     if held:
         ranks = ", ".join(map(str, sorted(held)))
         line += (
-            f"; held for local rank {ranks} until there is a handler for it, because it would kill the worker"
+            f"; held for local rank {ranks} until a handler is installed, because it would kill the worker"
         )
     return line
 
@@ -210,9 +210,9 @@ def killed(who: str, event: WorkersKilled) -> str:
     """
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
     if event.reason == "stalled exit":
-        return f"{who} had raised, made no progress with the exit for {event.limit:g} s, and {was} killed"
+        return f"{who} had raised, made no progress exiting for {event.limit:g} s, and {was} killed"
     if event.signal is None:
-        overdue = f"had raised, {was} still exiting {event.limit:g} s after --exit-timeout had passed,"
+        overdue = f"had raised, {was} still exiting {event.limit:g} s after --exit-timeout,"
     else:
         overdue = f"had not exited {event.limit:g} s after {signal_name(event.signal)}"
     return f"{who} {overdue} and {was} killed; what {it} {was} saving may be incomplete (--shutdown-timeout)"
@@ -220,7 +220,7 @@ def killed(who: str, event: WorkersKilled) -> str:
 
 def stuck(local_ranks: Iterable[int]) -> str:
     """Say that a node cannot be used again because these workers did not exit after SIGKILL."""
-    return f"SIGKILL did not end local rank(s) {', '.join(map(str, local_ranks))}"
+    return f"SIGKILL did not stop local rank(s) {', '.join(map(str, local_ranks))}"
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:

@@ -70,7 +70,7 @@ pub enum SupervisorError {
         source: io::Error,
     },
     /// The shared memory for the heartbeats could not be created, or could not be sealed against truncation.
-    #[error("cannot make the memory for heartbeats that --hang-timeout needs (memfd_create)")]
+    #[error("could not create the shared memory for heartbeats, which --hang-timeout needs (memfd_create)")]
     Heartbeats(#[source] io::Error),
     /// [`super::Supervisor::close`] was called, or the runtime panicked. The workers were killed.
     #[error("the supervisor has ended")]

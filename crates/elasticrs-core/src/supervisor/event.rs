@@ -110,7 +110,7 @@ impl From<Notice> for Event {
             }
             Notice::ConsoleLost { to, errno } => Self::Degraded {
                 message: format!(
-                    "{} takes no more output ({}); it continues in the log files",
+                    "{} accepts no more output ({}); the lines are only in the log files",
                     console_name(to),
                     errno.desc()
                 ),
@@ -298,7 +298,7 @@ pub enum StartFailure {
         subject: String,
     },
     /// The start exceeded its deadline. The supervisor killed the hanging process or the nursery.
-    #[error("local rank {local_rank} did not start within {deadline:?}: it hangs while it tries to {}{}",
+    #[error("local rank {local_rank} did not start within {deadline:?}: it hangs while trying to {}{}",
         stage.map_or_else(|| "begin".to_owned(), |s| s.to_string()),
         if wait_channel.is_empty() { String::new() } else { format!(" (in {wait_channel})") })]
     Hung {

@@ -229,7 +229,7 @@ impl Examination {
             let _ = writeln!(text, "the program below it: pid {}", self.target);
         }
         if stacks.is_empty() {
-            text.push_str("\nno Python stacks: it has no handler for the signal, or it did not answer\n");
+            text.push_str("\nno Python stacks: it has no handler for the signal, or did not respond\n");
         } else {
             let _ = write!(text, "\nPython stacks, the most recent call first\n\n{}\n", stacks.trim_end());
         }
@@ -258,7 +258,7 @@ fn has_handler(pid: i32) -> bool {
 /// Opens a regular file without blocking, and fails for any other kind of file (**EVI-3**).
 fn open(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let file = options.custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is no plain file")) }
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is not a regular file")) }
 }
 
 fn can_answer(pid: i32) -> bool {

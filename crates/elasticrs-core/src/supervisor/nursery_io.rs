@@ -212,7 +212,7 @@ impl Nursery {
     pub(super) fn left_behind(&self) -> String {
         let (pid, channel) = (self.pid, watch::wait_channel(self.pid));
         let channel = if channel.is_empty() { "the kernel" } else { &channel };
-        format!("the nursery (pid {pid}) does not end after SIGKILL (waits in {channel}): it is left behind")
+        format!("the nursery (pid {pid}) did not exit after SIGKILL (waits in {channel}) and is still running")
     }
 
     /// Returns the last stage reached by the current start of a worker. See [`stage_reached`].

@@ -298,7 +298,7 @@ impl Task {
             Command::KeepEvidence(files, py_spy) => self.evidence.keep_in(files, py_spy),
             Command::WatchExits(notices, limit) => {
                 if let Err(error) = self.raised.watch(notices, limit) {
-                    let message = format!("workers that raise and do not end are not noticed: {error}");
+                    let message = format!("workers that raise an exception and do not exit will not be detected: {error}");
                     self.shared.queue.degraded(message);
                 }
             }
@@ -525,7 +525,7 @@ impl Task {
         if let Some(nursery) = self.nursery.get() {
             nursery.kill_hung();
         } else if self.sweeps.take_own().is_some() {
-            let message = "what the lost nursery has left could not be ended: a look at the processes does not end";
+            let message = "could not kill the leftover processes of the lost nursery, because reading /proc hangs";
             self.shared.queue.degraded(message);
             self.on_swept(SweepOutcome::default());
         }

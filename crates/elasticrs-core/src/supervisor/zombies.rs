@@ -120,15 +120,15 @@ fn is_zombie(pid: i32) -> bool {
 }
 
 /// Explanation for the user, part of both messages.
-const CONSEQUENCE: &str = "Each one occupies a process ID, and at the limit of processes nothing more can be started";
+const CONSEQUENCE: &str = "Each one occupies a process ID, and no process can be started once the limit is reached";
 
 fn worker_message(local_rank: u32, parent: i32, count: usize) -> String {
     let command = describe(parent).command;
     format!(
         "local rank {local_rank}: process {parent} ({command}) has {count} zombie children, because it does not wait for \
          them. {CONSEQUENCE}. Wait for every child (subprocess.run, Popen.wait, os.waitpid); a child subreaper, which \
-         every worker is with --on-failure replace, must also wait for the background processes that its descendants \
-         leave"
+         every worker is with --on-failure replace, must also wait for the background processes that its \
+         descendants leave"
     )
 }
 

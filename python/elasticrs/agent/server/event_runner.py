@@ -58,7 +58,11 @@ class EventRunner(Record):
             raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
         signals = catch_signals((*job.signals, *job.forwarded))
         if signals is None:
-            warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=4)
+            warnings.warn(
+                "signals are not handled, because the job does not run in the main thread",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         console = Console(log_prefix=job.log_prefix, is_one_of_several=job.is_multi_node)
         decisions = self._decisions(job, console)
         try:

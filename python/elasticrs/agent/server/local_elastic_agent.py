@@ -152,7 +152,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         why = why_hooks_decide(self)
         if why is not None and self._worker_group.spec.on_failure == defaults.OnFailure.REPLACE:
             raise ValueError(
-                f"on_failure: got 'replace', but {why}; in torch's loop only all workers can be restarted"
+                f"on_failure: got 'replace', but {why}; in torch's loop, single workers cannot be replaced"
             )
         self._setup_healthcheck()
         try:
@@ -190,7 +190,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         agent = None if self._runner is None else self._runner.agent
         checkpoints = None if agent is None else agent.checkpoints
         if checkpoints is None:
-            raise RuntimeError('no workers run that could be asked: they need on_failure="replace"')
+            raise RuntimeError('no workers can save a checkpoint on request: this needs on_failure="replace"')
         checkpoints.ask()
 
     def _pass_on(self, signum: int) -> None:

@@ -40,7 +40,11 @@ def raised_signals(
         pass_on: function for the signals in ``forwarded``.
     """
     if threading.current_thread() is not threading.main_thread():
-        warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=3)
+        warnings.warn(
+            "signals are not handled, because the job does not run in the main thread",
+            RuntimeWarning,
+            stacklevel=3,
+        )
         yield
         return
 

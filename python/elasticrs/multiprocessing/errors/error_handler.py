@@ -128,7 +128,7 @@ class ErrorHandler:
         try:
             rootcause_error = load_object(rootcause_error_file)
         except (OSError, ValueError) as problem:
-            _logger().error("cannot hand on the error file %s: %s", rootcause_error_file, problem)
+            _logger().error("cannot pass on the error file %s: %s", rootcause_error_file, problem)
             return
         if error_code:
             self.override_error_code_in_rootcause_data(rootcause_error_file, rootcause_error, error_code)
@@ -172,7 +172,7 @@ class ErrorHandler:
             os.remove(my_error_file)
         # The file cannot be removed, for example because it is bind-mounted. It is overwritten instead.
         except OSError as error:
-            _logger().info("%s stays: %s", my_error_file, error)
+            _logger().info("%s could not be removed: %s", my_error_file, error)
 
 
 def _write(path: str, error: BaseException) -> None:

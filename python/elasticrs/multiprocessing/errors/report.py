@@ -161,10 +161,11 @@ def how_it_failed(failure: ProcessFailure) -> str:
 
 
 def _silent(failure: ProcessFailure) -> str:
-    keep = "" if "stderr" in failure.log_paths else "; --capture-stderr shows its last lines here"
+    keep = "" if "stderr" in failure.log_paths else "; use --capture-stderr to see its last lines here"
     return (
-        f"{describe_exit(failure.exitcode)}, and no exception was recorded: sys.exit, os._exit, a program"
-        f" other than Python, or a framework that catches exceptions (Hydra: set HYDRA_FULL_ERROR=1){keep}"
+        f"{describe_exit(failure.exitcode)}, and no exception was recorded; possible reasons: sys.exit,"
+        " os._exit, a program that is not Python, or a framework that catches exceptions (Hydra: set"
+        f" HYDRA_FULL_ERROR=1){keep}"
     )
 
 
@@ -190,12 +191,12 @@ def _notes(failure: ProcessFailure) -> Iterable[str]:
         yield failure.note
     yield from failure.more_notes
     if failure.recorded_pid not in {None, failure.pid}:
-        yield f"the traceback is of process {failure.recorded_pid}, which the worker had started"
+        yield f"the traceback is from process {failure.recorded_pid}, which the worker had started"
     yield from _advice(failure)
     was_killed = failure.signal_number() and failure.cause is None
     if failure.recorded_ns is not None and was_killed and failure.seen_ns is not None:
         seconds = (failure.seen_ns - failure.recorded_ns) / 1_000_000_000
-        yield f"the traceback was recorded {seconds:.3f} s before {failure.signal_name()} ended the worker"
+        yield f"the traceback was recorded {seconds:.3f} s before {failure.signal_name()} killed the worker"
 
 
 _ADVICE = (
@@ -214,8 +215,8 @@ def _advice(failure: ProcessFailure) -> Iterable[str]:
     if failure.exitcode == -_SIGKILL and failure.sent_signal is None and failure.seen_ns is not None:
         if failure.cause is None and failure.note is None and failure.host is None:
             yield (
-                "this SIGKILL came neither from elasticrs nor, by its counters, from the OOM killer:"
-                " a user, a batch system or a container runtime sent it"
+                "a user, a batch system or a container runtime sent this SIGKILL: elasticrs did not, and the"
+                " counters of the OOM killer did not change"
             )
         return
     said = how_it_failed(failure)
@@ -248,4 +249,4 @@ def _stopped_how(failure: ProcessFailure) -> str:
     sent = failure.sent_signal or 0
     if failure.signal_number() != sent:
         return f"{describe_exit(failure.exitcode)} after {signal_name(sent)}"
-    return "SIGKILL, had not exited in time" if sent == _SIGKILL else signal_name(sent)
+    return "SIGKILL at the stop deadline" if sent == _SIGKILL else signal_name(sent)

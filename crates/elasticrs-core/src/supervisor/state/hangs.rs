@@ -67,7 +67,9 @@ impl PendingAction {
                 let scope: String = scope.chars().filter(|character| !character.is_control()).take(100).collect();
                 format!("a timer of local rank {local_rank} expired: scope '{scope}'")
             }
-            Self::Exit(local_rank) => format!("local rank {local_rank} has raised, and its exit makes no progress"),
+            Self::Exit(local_rank) => {
+                format!("local rank {local_rank} raised an exception, and its exit makes no progress")
+            }
             Self::Hung(HangCheck { late, at, .. }) => {
                 let first = late.iter().find(|overdue| overdue.is_due);
                 let silent = first.map_or(0, |overdue| at.0.saturating_sub(overdue.since)) / 1_000_000;

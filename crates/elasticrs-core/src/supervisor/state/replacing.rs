@@ -29,13 +29,13 @@ impl Group {
     pub fn refusal(&self, local_rank: u32) -> Option<&'static str> {
         let member = self.members.iter().find(|m| m.local_rank == local_rank);
         match (member.map(|m| (m.place, m.ended)), self.phase) {
-            _ if !self.replaces => Some("workers of this group are not replaced"),
+            _ if !self.replaces => Some("this group does not replace workers"),
             (None, _) => Some("there is no such worker"),
-            (Some(_), phase) if phase != Phase::Running => Some("the group is being stopped"),
+            (Some(_), phase) if phase != Phase::Running => Some("the group is stopping"),
             (Some((Place::Free, _)), _) => None,
-            (Some((Place::Promised, _)), _) => Some("a process is being started in its place"),
-            (Some((Place::Left, _)), _) => Some("what it has left is not swept yet"),
-            (Some((Place::Taken, false)), _) => Some("it runs"),
+            (Some((Place::Promised, _)), _) => Some("its replacement is starting"),
+            (Some((Place::Left, _)), _) => Some("its leftover processes are not cleaned up yet"),
+            (Some((Place::Taken, false)), _) => Some("it is running"),
             (Some((Place::Taken, true)), _) => Some("it has succeeded"),
         }
     }

@@ -92,7 +92,7 @@ impl Gathering {
         let mut evidence = std::mem::take(&mut self.evidence);
         for &local_rank in &self.subjects {
             if !evidence.iter().any(|worker| worker.local_rank == local_rank) {
-                let problem = format!("local rank {local_rank}: its files did not answer in time");
+                let problem = format!("local rank {local_rank}: accessing its files timed out");
                 evidence.push(WorkerEvidence {
                     local_rank,
                     state: ' ',

@@ -56,12 +56,12 @@ fn those_that_fail_together_are_swept_one_after_the_other() {
     let mut group = replacing();
     assert_eq!(sweeps_left(&group.on_input(exited(101, FAILED))), [1]);
     assert_eq!(sweeps_left(&group.on_input(exited(103, FAILED))).len(), 0);
-    assert_eq!(group.refusal(1), Some("what it has left is not swept yet"));
+    assert_eq!(group.refusal(1), Some("its leftover processes are not cleaned up yet"));
     assert_eq!(sweeps_left(&group.on_input(left_swept())), [3]);
     assert_eq!(group.refusal(1), None);
-    assert_eq!(group.refusal(3), Some("what it has left is not swept yet"));
+    assert_eq!(group.refusal(3), Some("its leftover processes are not cleaned up yet"));
     let _ = group.on_input(Input::Replace { local_rank: 1 });
-    assert_eq!(group.refusal(1), Some("a process is being started in its place"));
+    assert_eq!(group.refusal(1), Some("its replacement is starting"));
     let _ = group.on_input(left_swept());
     assert_eq!(group.refusal(3), None);
 }
