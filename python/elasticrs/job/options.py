@@ -267,7 +267,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
     "Workers": (
         Option("nproc-per-node", "workers on this node: a number, cpu, gpu, xpu or auto (default 1)",
                1, WORKERS, typed="1"),
-        _setting("max-restarts", "how many times the workers are restarted before the job fails "
+        _setting("max-restarts", "number of restarts before the job fails "
                  "(default {default}), or how many times per duration, such as 3/1h", MAX_RESTARTS),
         _setting("restart-delay", "time to wait before a restart, such as 30s, or 1s..5m to double the delay "
                  "with every failure without progress (default 0)", RESTART_DELAY, group=OURS),
@@ -278,16 +278,16 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         _setting("exit-codes", "exit code of a failed job: torchrun (always 1; the default), verdict (93 if "
                  "another attempt would fail alike, 193 if this node is unfit, otherwise 1) or worker (that "
                  "of the worker that failed first)", EXIT_CODES, group=OURS),
-        _setting("on-failure", "what follows when a worker fails: restart (all of them; the default), or "
-                 "replace (only that one; for scripts that use elasticrs.train)", ON_FAILURE, group=OURS),
-        Option("module", "the script is a module, as in python -m", False, short="m"),
-        Option("no-python", "the script is a program: run it without Python", False),
+        _setting("on-failure", "action after a worker failed: restart all workers (the default), or replace "
+                 "only this worker (for scripts that use elasticrs.train)", ON_FAILURE, group=OURS),
+        Option("module", "run the script as a module, as python -m does", False, short="m"),
+        Option("no-python", "run the script as a program, without Python", False),
         Option("run-path", "run the script with runpy.run_path in a function worker", False),
         Option("start-method", "with --run-path, how workers are started: spawn (the default), fork or "
                "forkserver", "spawn", START_METHOD),
-        _setting("warm", "import modules once and fork the workers from there: auto (those that the script "
-                 "imports), or names (default off)", WARM, group=OURS),
-        _setting("warm-timeout", "seconds that these imports may take before the workers start without them "
+        _setting("warm", "import modules once and fork the workers from that process: auto (the modules of "
+                 "the script), or names (default off)", WARM, group=OURS),
+        _setting("warm-timeout", "seconds after which the workers start without these imports "
                  "(default {default})", INTERVAL, group=OURS),
         _setting("role", 'role of the workers, in their environment and in log lines (default "default")',
                  NAME),
@@ -298,8 +298,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
     "Nodes": (
         Option("nnodes", "number of nodes, or a range MIN:MAX (default 1)", (1, 1), NODES, typed="1:1"),
         Option("standalone", "run on this node alone, with a free port and a random job id", False),
-        Option("rdzv-backend", "how nodes meet: c10d (also called elasticrs), etcd, static (the default), "
-               "or one from a package", "static", NAME),
+        Option("rdzv-backend", "how nodes meet: c10d (also called elasticrs), etcd, static (the default), or "
+               "a backend of a package", "static", NAME),
         Option("rdzv-endpoint", "HOST[:PORT] of the node that hosts the rendezvous store (port 29400); for "
                "etcd those of its members, separated by commas (port 2379); the same on all nodes", "",
                Kind(str, "ENDPOINT")),
@@ -311,22 +311,23 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         Option("master-port", "port on node rank 0 (default: 29500 for several nodes, a free one on one "
                "node)", None, PORT),
         Option("local-addr", "address at which other nodes reach this one (default: detected)", None, HOST),
-        Option("drain", "what a signal to this agent ends: node (the default; the others go on) or the whole "
-               "job", None, DRAIN, group=OURS),
-        Option("exit-barrier-timeout", "how long a finished node waits for the others "
+        Option("drain", "what a stop signal to this agent stops: node (only this node; the default) or job",
+               None, DRAIN, group=OURS),
+        Option("exit-barrier-timeout", "seconds that a finished node waits for the other nodes "
                "(TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT or 300)", None, SECONDS, group=OURS),
     ),
     "Output": (
         _setting("report", "write a JSON report of the job when it ends, to file:PATH", REPORT, group=OURS),
-        _setting("log-dir", "folder for log files; each run creates a folder of its own in it (default: a "
-                 "temporary one)", Kind(str, "FOLDER")),
+        _setting("log-dir", "folder for log files; each run creates its own folder in it (default: a "
+                 "temporary folder)", Kind(str, "FOLDER")),
         _setting("redirects", "write to files instead of the console: 1 stdout, 2 stderr, 3 both; by local "
                  "rank: 0:1,1:3", STREAMS, short="r", typed="0"),
-        _setting("tee", "write to files and show on the console, each line with its rank; same values",
+        _setting("tee", "write to files and show on the console, each line with its rank; values as for "
+                 "--redirects",
                  STREAMS, short="t", typed="0"),
         _setting("capture-stderr", "write stderr of all workers to files as well, so that the failure report "
                  "shows the last lines", group=OURS),
-        _setting("log-prefix", "time in the launcher's own lines: auto (the default: unless they go to a "
+        _setting("log-prefix", "timestamps in the launcher's own lines: auto (the default: not on a "
                  "terminal), time or none", LOG_PREFIX, group=OURS),
         _setting("local-ranks-filter", "show only these local ranks on the console, such as 0,3", RANKS,
                  typed=""),
@@ -335,31 +336,33 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         _setting("duplicate-stdout-filters", "copy --tee lines that contain one of these texts to "
                  "filtered_stdout.log; write ,, for a comma", TEXTS),
         _setting("duplicate-stderr-filters", "the same for stderr and filtered_stderr.log", TEXTS),
-        _setting("logs-specs", "class that decides where output goes: an entry point in torchrun.logs_specs",
+        _setting("logs-specs", "class that chooses the log files: an entry point in torchrun.logs_specs",
                  NAME, has_variable=False),
     ),
     "Stops and hangs": (
         Option("signals-to-handle", "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
                config.DEFAULT_SIGNALS, STOP_SIGNALS, typed=config.DEFAULT_SIGNALS),
-        _setting("signals-to-forward", "signals that the workers get and that do nothing else (default "
+        _setting("signals-to-forward", "signals that are only passed on to the workers (default "
                  "USR1,USR2)", FORWARDED_SIGNALS, group=OURS),
-        _setting("stop-scope", "whom a stop signals first: the worker, and the rest of its process group "
-                 "when it has ended, or the whole group (default worker, group with --no-python)",
+        _setting("stop-scope", "what a stop signals first: worker (the rest of its process group once it has "
+                 "exited) or group (the whole process group; the default with --no-python)",
                  STOP_SCOPE, group=OURS),
         Option("shutdown-timeout", "seconds between the stop signal and SIGKILL (default: "
                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30)", None, SECONDS),
-        _setting("exit-timeout", "a rank that has not ended this long after an uncaught exception has "
-                 "failed, and is killed unless its exit makes progress (default {default}; 0: never)",
+        _setting("exit-timeout", "seconds after an uncaught exception until a rank that has not exited is "
+                 "considered failed, and is killed unless its exit makes progress (default {default}; 0: "
+                 "never)",
                  EXIT_TIMEOUT, group=OURS),
-        _setting("linger", "after success, seconds that processes left behind by workers may go on "
+        _setting("linger", "after success, seconds until leftover processes of workers are killed "
                  "(default {default})", SECONDS, group=OURS),
-        Option("keep-descendants", "after success, leave processes that workers left behind alone",
+        Option("keep-descendants", "after success, do not kill leftover processes of workers",
                False, group=OURS),
-        _setting("hang-timeout", "a rank without a heartbeat for this long has failed; auto[:LEAST] learns "
+        _setting("hang-timeout", "seconds without a heartbeat after which a rank is considered failed; "
+                 "auto[:LEAST] learns "
                  "the limit from steps", HANG_TIMEOUT, group=OURS),
-        _setting("hang-startup-timeout", "the same, from the start of the workers to the first heartbeat "
+        _setting("hang-startup-timeout", "the same from the start of the workers until the first heartbeat "
                  "(default: no limit)", INTERVAL, group=OURS),
-        _setting("hang-exit-timeout", "the same, from the return of the program to the end of the process "
+        _setting("hang-exit-timeout", "the same from the return of the program until the exit of the process "
                  "(default {default}; 0: no limit)", EXIT_TIMEOUT, group=OURS),
     ),
     "Monitoring": (
@@ -369,9 +372,11 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                "ELASTICRS_HEALTH_CHECK_HOST or 127.0.0.1)", None, HOST, group=OURS),
         _setting("health-check-timeout", "seconds without progress after which /healthz answers 503 "
                  "(default {default})", SECONDS, group=OURS),
-        _setting("event-log-handler", "where events go: null (default), console, file:PATH, an entry point "
+        _setting("event-log-handler", "destination of events: null (default), console, file:PATH, an entry "
+                 "point "
                  "in elasticrs.event_handlers", NAME),
-        Option("monitor-interval", "for a rendezvous backend or agent class that polls; ours react at once "
+        Option("monitor-interval", "seconds between two polls of a rendezvous backend or agent class that "
+               "polls; those of elasticrs wait for events "
                "(default 0.1)", config.DEFAULT_MONITOR_INTERVAL, INTERVAL),
     ),
     "Other": (
