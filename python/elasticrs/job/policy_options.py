@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from elasticrs.job.restart_policy import MAX_IN_WINDOW
 from elasticrs.job.value import Value
+
+MAX_IN_WINDOW = 100
+"""Maximum number of restarts in a window, because the time of each is kept in a record of limited size."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST = 30 * 86400.0

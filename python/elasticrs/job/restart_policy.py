@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 STEADY = 60.0
 """Number of seconds after which an attempt without heartbeats is assumed to have made progress."""
-MAX_IN_WINDOW = 100
-"""Maximum number of restarts in a window, because the time of each is kept in a record of limited size."""
 TRANSIENT = frozenset(
     {
         *("builtins.ConnectionError", "builtins.ConnectionResetError", "builtins.ConnectionAbortedError"),

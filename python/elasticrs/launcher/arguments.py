@@ -121,7 +121,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     timeout = args.shutdown_timeout
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
     meeting = meeting_of(args, environ, grace, notices)
-    if args.on_failure == config.OnFailure.REPLACE:
+    if args.on_failure == "replace":
         _check_replace(args, meeting)
     job = JobConfig.taken_from(
         args,

@@ -150,7 +150,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 that workers are replaced individually, which is not possible here.
         """
         why = why_hooks_decide(self)
-        if why is not None and self._worker_group.spec.on_failure == defaults.OnFailure.REPLACE:
+        if why is not None and self._worker_group.spec.on_failure == "replace":
             raise ValueError(
                 f"on_failure: got 'replace', but {why}; in torch's loop, single workers cannot be replaced"
             )

@@ -65,7 +65,7 @@ class LocalJob:
         self.start_method = start_method
         self.logs_specs = logs_specs
         self._spec = spec
-        if spec.on_failure == defaults.OnFailure.REPLACE:
+        if spec.on_failure == "replace":
             from elasticrs.job.replacement import why_not
 
             if why := why_not(start_method):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 
-from elasticrs.job.restart_policy import MAX_IN_WINDOW, FailureHistory
+from elasticrs.job.policy_options import MAX_IN_WINDOW
+from elasticrs.job.restart_policy import FailureHistory
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic import validation
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
