@@ -298,7 +298,8 @@ impl Task {
             Command::KeepEvidence(files, py_spy) => self.evidence.keep_in(files, py_spy),
             Command::WatchExits(notices, limit) => {
                 if let Err(error) = self.raised.watch(notices, limit) {
-                    let message = format!("workers that raise an exception and do not exit will not be detected: {error}");
+                    let message =
+                        format!("workers that raise an exception and do not exit will not be detected: {error}");
                     self.shared.queue.degraded(message);
                 }
             }
