@@ -21,7 +21,7 @@ SAVES = {
             sum(range(10000))
     """,
     "child": """
-        subprocess.run(["/bin/sh", "-c", "for i in 1 2 3 4 5 6; do sleep 0.5; echo $i >> child; done"])
+        subprocess.run(["/bin/sh", "-c", "for i in $(seq 30); do sleep 0.1; echo $i >> child; done"])
     """,
 }
 """Code that a rank runs during its exit. It takes several times as long as ``--exit-timeout``."""

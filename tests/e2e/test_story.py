@@ -114,7 +114,7 @@ def test_equal_causes_of_earlier_attempts_are_one_line(launch, worker_script):
         import os
         raise KeyError(os.environ["TORCHELASTIC_RESTART_COUNT"] == "2")
     """)
-    job = launch("--max-restarts=4", script).exits(1)
+    job = launch("--max-restarts=4", "--max-same-failures=0", script).exits(1)
     earlier = re.findall(
         r"  note      : earlier.*((?:in|from) attempt .*): rank 0: KeyError: (\w+)", job.stderr
     )

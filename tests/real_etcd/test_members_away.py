@@ -71,7 +71,7 @@ def test_nodes_join_again_when_most_members_come_back(agents, etcd_cluster):
     for index in (0, 1):
         etcd_cluster.server.kill(index)
     for agent in job:
-        agent.wait_for_line(r"lost etcd .*round 1 ", "stderr")
+        agent.wait_for_line(r"lost etcd .*round 1\b", "stderr")
     etcd_cluster.server.mend()
     second = workers(job, 2)
     assert {each.restart for each in second} == {0}

@@ -205,7 +205,11 @@ def test_a_file_and_a_registered_backend_have_a_handler_of_their_own(launch):
             launched = launch(*argv, "--rdzv-endpoint=there", "--nnodes=1:3", "--exit-barrier-timeout=5")
             handler = launched.handler
             assert launched.rendezvous is None
-            assert (handler.endpoint, handler.nodes, handler.exit_barrier_timeout) == ("there", (1, 3), 5)
+            assert (handler.rdzv_endpoint, handler.nnodes, handler.exit_barrier_timeout) == (
+                "there",
+                (1, 3),
+                5,
+            )
         with pytest.raises(UsageError, match=f"{BACKENDS}, of_a_program"):
             launch("--rdzv-backend=of_nobody")
     finally:

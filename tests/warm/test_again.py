@@ -59,6 +59,7 @@ class Job:
         return line[1], int(line[2])
 
     def edit(self, value, text="VALUE = {value!r}\n"):
+        """Replace the module by one of another size, because its bytecode may stay valid for the same size."""
         names = {"agent": self.launched.pid, "started": str(self._started), "fifo": str(self._fifo)}
         self.module.write_text(text.format(value=value, **names))
 
@@ -99,15 +100,15 @@ def test_a_restart_after_the_import_is_warm_and_has_the_new_code(job):
     job = job()
     assert job.seen(0)[0] == "old"
     (first,) = job.nurseries()
-    job.edit("new")
+    job.edit("newer")
     job.is_imported()
     assert len(job.nurseries()) == 2
     assert job.fail(0) == "warm"
-    assert job.seen(1)[0] == "new"
+    assert job.seen(1)[0] == "newer"
     procs.wait_gone(first)
     assert len(job.nurseries()) == 1
     assert job.fail(1) == "warm"
-    assert job.seen(2)[0] == "new"
+    assert job.seen(2)[0] == "newer"
     job.succeed(2)
     assert len(re.findall(r"own_library\.py has changed", job.launched.stderr)) == 1
 
@@ -115,30 +116,30 @@ def test_a_restart_after_the_import_is_warm_and_has_the_new_code(job):
 def test_a_restart_before_a_check_is_cold_and_has_the_new_code(job):
     job = job(LAUNCHERS["elasticrs"])
     job.seen(0)
-    job.edit("new")
+    job.edit("newer")
     assert job.fail(0) == "cold"
-    assert job.seen(1)[0] == "new"
+    assert job.seen(1)[0] == "newer"
     job.succeed(1)
 
 
 def test_a_restart_before_the_import_is_cold_and_has_the_new_code(job):
     job = job()
     job.seen(0)
-    job.edit("new", WAITS)
+    job.edit("newer", WAITS)
     job.is_importing()
     assert job.fail(0) == "cold"
-    assert job.seen(1)[0] == "new"
+    assert job.seen(1)[0] == "newer"
     job.go_on()
     job.is_imported()
     assert job.fail(1) == "warm"
-    assert job.seen(2)[0] == "new"
+    assert job.seen(2)[0] == "newer"
     job.succeed(2)
 
 
 def test_a_change_during_the_import_is_noticed(job):
     job = job()
     job.seen(0)
-    job.edit("new", WAITS)
+    job.edit("newer", WAITS)
     job.is_importing()
     job.edit("newest")
     job.go_on()
@@ -155,14 +156,14 @@ def test_workers_start_cold_after_the_second_nursery_is_lost(job):
     job = job()
     job.seen(0)
     (first,) = job.nurseries()
-    job.edit("new")
+    job.edit("newer")
     job.is_imported()
     (second,) = {*job.nurseries()} - {first}
     os.kill(second, signal.SIGKILL)
     job.launched.wait_for_line("warm: .*cold.*SIGKILL", "stderr")
     for attempt in (0, 1):
         assert job.fail(attempt) == "cold"
-        assert job.seen(attempt + 1)[0] == "new"
+        assert job.seen(attempt + 1)[0] == "newer"
     assert job.nurseries() == [first]
     job.succeed(2)
 
@@ -174,10 +175,10 @@ def test_nothing_is_left_of_an_agent_that_ends_with_two_nurseries(job, signum, i
     pid = job.seen(0)[1]
     shared = {*os.listdir("/dev/shm")}
     if is_ready:
-        job.edit("new")
+        job.edit("newer")
         job.is_imported()
     else:
-        job.edit("new", SHARES)
+        job.edit("newer", SHARES)
         job.is_importing()
     everything = [child.pid for child in job.launched.descendants()]
     assert len(job.nurseries()) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from elasticrs._worker.error_file import write_whole
 from elasticrs.agent.state_machine import Phase
 
 TYPE_CHECKING = False
@@ -60,6 +59,8 @@ def _termination_log() -> str | None:
 
 
 def _write(path: str, text: str, what: str, say: Callable[[str], None]) -> None:
+    from elasticrs._worker.error_file import write_whole
+
     try:
         write_whole(path, text)
     except OSError as error:
