@@ -59,7 +59,7 @@ class Job:
         return line[1], int(line[2])
 
     def edit(self, value, text="VALUE = {value!r}\n"):
-        """Replace the module by one of another size, because its bytecode may stay valid for the same size."""
+        """Replace the module by one of another size, because bytecode may stay valid for the same size."""
         names = {"agent": self.launched.pid, "started": str(self._started), "fifo": str(self._fifo)}
         self.module.write_text(text.format(value=value, **names))
 
