@@ -91,16 +91,28 @@ def test_a_rank_that_lost_a_peer_comes_after_one_without_a_record(sent_signal):
     [
         ({"message": "ValueError: boom"}, {}),
         ({"recorded_ns": NOW - WAVE_NS - MS}, {}),
-        ({"recorded_pid": 8}, {"seen_ns": NOW + 30 * MS}),
-        ({}, {"recorded_ns": NOW}),
+        ({}, {"recorded_ns": NOW, "message": LOST}),
         ({}, {"sent_signal": 15}),
-        ({}, {"cause": "hung"}),
     ],
-    ids=["another error", "long before", "of another process", "both raised", "stopped", "hung"],
+    ids=["another error", "long before", "both lost a peer", "stopped"],
 )
 def test_other_ends_do_not_explain_a_lost_peer(lost, other):
     first = failure(**{"seen_ns": NOW + 20 * MS, "recorded_ns": NOW - MS, "message": LOST, **lost})
     assert root_cause({0: first, 1: failure(**{"seen_ns": NOW, **other})}) == 0
+
+
+@pytest.mark.parametrize(
+    ("lost", "other"),
+    [
+        ({"recorded_pid": 8}, {"seen_ns": NOW + 30 * MS}),
+        ({}, {"recorded_ns": NOW, "message": "ValueError: boom"}),
+        ({}, {"cause": "hung"}),
+    ],
+    ids=["of another process", "another error", "hung"],
+)
+def test_a_lost_peer_is_the_cause_only_if_nobody_else_failed(lost, other):
+    first = failure(**{"seen_ns": NOW + 20 * MS, "recorded_ns": NOW - MS, "message": LOST, **lost})
+    assert root_cause({0: first, 1: failure(**{"seen_ns": NOW, **other})}) == 1
 
 
 def test_without_stamps_torchs_rule_stands(tmp_path):

@@ -14,7 +14,7 @@ from elasticrs.job.failure_cause import Cause, Permanence
 from elasticrs.job.restart_policy import Evidence
 from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors.report import traceback_text
-from elasticrs.multiprocessing.errors.root_cause import failed_ns, lost_a_peer, root_cause, victims
+from elasticrs.multiprocessing.errors.root_cause import failed_ns, reports_lost_peer, root_cause, victims
 from elasticrs.report.phrases import how_the_nursery_ended
 
 TYPE_CHECKING = False
@@ -70,6 +70,7 @@ def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) ->
         pid=attempt.pids[local_rank] if worker is None else worker.pid,
         exitcode=None if worker is None else worker.exitcode,
         message=_end(message, MAX_MESSAGE) or None,
+        is_consequence=reports_lost_peer(message) or None,
         **_hang(attempt, local_rank),
         time_ns=clock.from_monotonic(failed_ns),
         error_ns=clock.error_ns,
@@ -113,6 +114,7 @@ def own_cause(
     # although this agent sent the signal.
     if rank in stopped and not is_nursery_lost and not permanent:
         return None
+    is_consequence = reports_lost_peer(str(first.message))
     at = failed_ns(first)
     time_ns = clock.from_monotonic(at if at is not None else time.monotonic_ns())
     if told is not None and told.time_ns is not None:
@@ -133,7 +135,8 @@ def own_cause(
         error_ns=clock.error_ns,
         exception=first.exception,
         # An error that only reports a lost peer says nothing about this worker's program.
-        place=None if lost_a_peer(first) else first.place,
+        place=None if is_consequence else first.place,
+        is_consequence=is_consequence or None,
         reached=_reached(attempt),
         **permanent,
     )

@@ -72,6 +72,7 @@ class Cause(Value):
         permanence: why another attempt would fail in the same way, as a value of :class:`Permanence`.
         permanent_rank: global rank of the worker that shows it. It may differ from ``rank``.
         permanent_sign: what that worker did, such as ``ValueError at train.py:88`` or ``exit code 3``.
+        is_consequence: true if the exception only reports a lost or silent peer; otherwise ``None``.
         reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
     """
 
@@ -96,6 +97,7 @@ class Cause(Value):
     permanence: str | None = None
     permanent_rank: int | None = None
     permanent_sign: str | None = None
+    is_consequence: bool | None = None
     reached: int | None = None
 
     def encoded(self) -> dict[str, Any]:

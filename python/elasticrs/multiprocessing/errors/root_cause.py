@@ -16,6 +16,8 @@
   exit, so its peers may fail first.
 - **ROOT-5** If these times are missing (for failures that were created by code written for torch), torch's
   rule applies: the smallest timestamp in seconds counts, and among equal timestamps the first in the mapping.
+- **ROOT-6** An exception that only reports a lost or silent peer is a consequence. It is the root cause only
+  if no other worker failed by itself within five seconds.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ WAVE_NS = 5_000_000_000
 _LOST_PEER = (
     *("connection closed", "connection reset", "connection aborted", "connection was closed", "broken pipe"),
     *("socket closed", "failed to recv, got 0 bytes", "remote process exited", "connectionreseterror"),
+    *("ncclremoteerror", "collective operation timeout", "timed out waiting", "application timeout"),
 )
-"""Phrases with which gloo, NCCL, torch's stores and Python report that a peer has closed a connection."""
+"""Phrases with which gloo, NCCL, torch's stores and Python report that a peer has closed a connection or does
+not answer.
+"""
 
 
 def failed_ns(failure: ProcessFailure) -> int | None:
@@ -57,7 +62,7 @@ def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
         if recorded is None or recorded != failure.recorded_ns:
             continue
         later = [end for end in silent if end is not None and recorded < end <= recorded + WAVE_NS]
-        if later and lost_a_peer(failure):
+        if later and reports_lost_peer(str(failure.message)):
             found[rank] = min(later) + 1
     return found
 
@@ -67,9 +72,9 @@ def _is_silent(failure: ProcessFailure) -> bool:
     return failure.sent_signal is None and failure.recorded_ns is None and failure.cause is None
 
 
-def lost_a_peer(failure: ProcessFailure) -> bool:
-    """Return true if the message of a failure only reports that a peer has closed a connection."""
-    text = str(failure.message).lower()
+def reports_lost_peer(message: str) -> bool:
+    """Return true if the message of a failure only reports that a peer is lost or does not answer."""
+    text = message.lower()
     return any(words in text for words in _LOST_PEER)
 
 
@@ -106,4 +111,11 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> int:
     order = in_order(failures)
     if not order:
         raise ValueError("no failures")
-    return next((rank for rank in order if rank not in spared), order[0])
+    own = [rank for rank in order if rank not in spared]
+    first = own[0] if own else order[0]
+    if reports_lost_peer(str(failures[first].message)):
+        known = _times(failures)
+        latest = (known[first] or 0) + WAVE_NS
+        causes = (rank for rank in own if not reports_lost_peer(str(failures[rank].message)))
+        return next((rank for rank in causes if (known[rank] or 0) <= latest), first)
+    return first

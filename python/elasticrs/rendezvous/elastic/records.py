@@ -137,6 +137,8 @@ def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> 
     """Return true if this node's failure may have come before the recorded failure, and must therefore be
     reported to the leader.
     """
+    if recorded and bool(own.get("is_consequence")) != bool(recorded.get("is_consequence")):
+        return not own.get("is_consequence")
     blame, other_blame = blame_of(own), blame_of(recorded)
     if blame is not None and other_blame is not None:
         return blame <= other_blame

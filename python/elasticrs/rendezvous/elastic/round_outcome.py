@@ -3,8 +3,9 @@ functions of the leader's view. What follows from a failure is decided by :mod:`
 
 - **VERDICT-1** A restart is charged only if workers have failed and no member was lost. Workers often fail
   *because* a node died, and their report may arrive before the loss is known.
-- **VERDICT-2** The first cause is the earliest of all causes that members report for the round. If workers
-  hung, it is the worker that the others waited for, according to :func:`~.records.blame_of`.
+- **VERDICT-2** The first cause is the earliest of all causes that members report for the round. An exception
+  that only reports a lost or silent peer is the first cause only if there is no other one. If workers hung,
+  it is the worker that the others waited for, according to :func:`~.records.blame_of`.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
     known = known_causes(view, head)
     if not known:
         return None
+    known = [cause for cause in known if not cause.get("is_consequence")] or known
     first = min(known, key=lambda cause: (time_of(cause) is None, time_of(cause) or 0))
     if blame_of(first) is None:
         return first

@@ -115,6 +115,7 @@ CAUSE: dict[str, Check] = {
     **dict.fromkeys(("round", "rank", "local_rank", "pid", "permanent_rank"), COUNT),
     **dict.fromkeys(("time_ns", "error_ns"), TIME),
     "exitcode": optional(WHOLE),
+    "is_consequence": FLAG,
     "silence": _is_span,
     "lines": list_of(TEXT, 1000),
 }
