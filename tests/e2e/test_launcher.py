@@ -99,6 +99,20 @@ def test_the_root_cause_is_handed_to_the_launchers_own_error_file(launch, worker
 
 
 @pytest.mark.beyond_torchrun
+def test_the_launchers_own_error_file_names_a_root_cause_without_an_error_file(
+    launch, worker_script, tmp_path
+):
+    mine = tmp_path / "mine.json"
+    mine.write_text("{}")
+    launch(
+        worker_script("import os; os.kill(os.getpid(), 9)"), env={"TORCHELASTIC_ERROR_FILE": str(mine)}
+    ).exits(1)
+    message = json.loads(mine.read_text())["message"]
+    assert "SIGKILL" in message["message"]
+    assert (message["errorCode"], message["extraInfo"]["rank"]) == (-9, "0")
+
+
+@pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_is_passed_on_and_the_exit_code_is_1(launch, worker_script, signum):
     job = launch("--nproc-per-node=2", worker_script(WAITS))

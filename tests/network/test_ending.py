@@ -1,5 +1,6 @@
 """The end of jobs on several nodes: reports, the restart budget, and the agents that may leave early."""
 
+import json
 import signal
 import sys
 
@@ -44,11 +45,22 @@ def on(agent, workers):
 # --- what is reported and counted ---
 
 
-def test_every_agent_reports_the_error_of_the_worker_that_failed_first(hosts, multinode, worker_script):
+def test_every_agent_reports_the_error_of_the_worker_that_failed_first(
+    hosts, multinode, worker_script, tmp_path
+):
     machines = hosts(3)
     job = multinode(machines[0], "3", max_restarts=0, script=worker_script(RAISES))
-    agents = job.start(*machines)
+    files = {machine: tmp_path / f"{machine.name}.json" for machine in machines}
+    agents = [
+        agent
+        for machine, path in files.items()
+        for agent in job.start(machine, env={"TORCHELASTIC_ERROR_FILE": str(path)})
+    ]
     assert job.ended() == [1, 1, 1]
+    for path in files.values():
+        assert "no such sample: 17" in json.loads(path.read_text())["message"]["message"], job.story(
+            "no cause"
+        )
     for agent in agents:
         said = agent.launched.stderr
         assert said.count("Root Cause") == 1, job.story("no report")

@@ -169,7 +169,7 @@ def print_report(
 ) -> str | None:
     """Print why a job failed: a headline, followed by the report.
 
-    If ``TORCHELASTIC_ERROR_FILE`` is set for the launcher, copy the root cause's error file there.
+    If ``TORCHELASTIC_ERROR_FILE`` is set for the launcher, write the root cause there.
 
     Args:
         job: configuration of the job.
@@ -190,19 +190,32 @@ def print_report(
     error = ChildFailedError(job.name, failed)
     write(error.format_msg() + os.linesep)
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        hand_on(error)
+        hand_on(error, headline)
     return headline
 
 
-def hand_on(error: ChildFailedError) -> None:
-    """Copy the error file of the root cause to the place where the launcher's own parent process looks for
-    it.
+def hand_on(error: ChildFailedError, headline: str) -> None:
+    """Write the root cause to the file in which the launcher's own parent process looks for it: the worker's
+    error file or, if there is none on this node, the headline in the same format.
     """
     from elasticrs.multiprocessing.errors import get_error_handler
 
-    _, first = error.get_first_failure()
+    rank, first = error.get_first_failure()
+    handler = get_error_handler()
     if os.path.isfile(first.error_file):
-        get_error_handler().dump_error_file(first.error_file, first.exitcode or 0)
+        handler.dump_error_file(first.error_file, first.exitcode or 0)
+        return
+    import json
+
+    extra = {
+        "timestamp": str(int(first.timestamp)),
+        "rank": str(rank),
+        "node": first.host or os.uname().nodename,
+    }
+    message = {"message": headline, "errorCode": first.exitcode or 0, "extraInfo": extra}
+    path = os.environ["TORCHELASTIC_ERROR_FILE"]
+    handler._rm(path)
+    handler._write_error_file(path, json.dumps({"message": message}))
 
 
 def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:

@@ -210,7 +210,8 @@ def _report(result: RunResult, name: str, console: Console, write: Callable[[str
 
     error = ChildFailedError(name, result.failures)
     rank, first = error.get_first_failure()
-    write(console.prefixed(f"rank {rank}{how_it_failed(first)}{os.linesep}"))
+    headline = f"rank {rank}{how_it_failed(first)}"
+    write(console.prefixed(headline + os.linesep))
     write(error.format_msg() + os.linesep)
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        hand_on(error)
+        hand_on(error, headline)

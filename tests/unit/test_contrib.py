@@ -1,0 +1,111 @@
+"""Files for schedulers in contrib/: they are valid, and act on the exit codes of the launcher."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from elasticrs.job.policy_options import ExitCodes
+from elasticrs.launcher.arguments import parse
+
+CONTRIB = Path(__file__).resolve().parents[2] / "contrib"
+KUBERNETES = [
+    document
+    for path in sorted((CONTRIB / "kubernetes").glob("*.yaml"))
+    for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+]
+# The schema of a JobSet is not part of Kubernetes, but its template is that of a Job.
+JOBS = [each for each in KUBERNETES if each["kind"] == "Job"] + [
+    {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": job["template"]["spec"]}
+    for each in KUBERNETES
+    if each["kind"] == "JobSet"
+    for job in each["spec"]["replicatedJobs"]
+]
+VERDICT = ExitCodes("verdict")
+
+
+def test_there_is_a_job_and_a_job_set():
+    assert {each["kind"] for each in KUBERNETES} == {"Service", "Job", "JobSet"}
+    assert len(JOBS) == 2
+
+
+@pytest.mark.parametrize("document", [each for each in KUBERNETES if each["kind"] == "Service"] + JOBS)
+def test_a_manifest_has_the_published_schema(document):
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_permanent_failure_fails_the_job_and_a_disruption_is_ignored(job):
+    ignored, failed = job["spec"]["podFailurePolicy"]["rules"]
+    assert (ignored["action"], ignored["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert (failed["action"], failed["onExitCodes"]["values"]) == ("FailJob", [VERDICT.permanent])
+    names = [each["name"] for each in job["spec"]["template"]["spec"]["containers"]]
+    assert failed["onExitCodes"]["containerName"] in names
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_command_line_is_valid_and_asks_for_these_exit_codes(job):
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    program, *arguments = container["command"]
+    args = parse(arguments, {})
+    assert (program, args.exit_codes) == ("elasticrun", "verdict")
+    assert args.nnodes[1] == job["spec"]["parallelism"] == job["spec"]["completions"]
+
+
+class TestSlurm:
+    """The batch script with programs of Slurm that only print their arguments."""
+
+    @pytest.fixture
+    def submit(self, tmp_path):
+        def submit(first: int, highest: int) -> subprocess.CompletedProcess[str]:
+            programs = {
+                "scontrol": 'if [ "$1" = show ]; then echo node1; echo node2; else echo "scontrol $*"; fi',
+                # The first task runs here. The exit code of srun is the highest of all tasks.
+                "srun": f'while [ "${{1#--}}" != "$1" ]; do shift; done; SLURM_PROCID=0 "$@"; exit {highest}',
+                "elasticrun": f'echo "elasticrun $*"; exit {first}',
+            }
+            for name, text in programs.items():
+                (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+                (tmp_path / name).chmod(0o755)
+            env = {
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                "SLURM_JOB_ID": "47",
+                "SLURM_JOB_NUM_NODES": "4",
+                "SLURM_JOB_NODELIST": "node[1-4]",
+            }
+            script = CONTRIB / "slurm/train.sbatch"
+            return subprocess.run(
+                ["bash", script],
+                env=env,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+
+        return submit
+
+    @pytest.mark.parametrize(
+        ("first", "highest", "code", "is_requeued"),
+        [
+            (0, 0, 0, False),
+            (1, 1, 1, False),
+            (VERDICT.permanent, VERDICT.permanent, VERDICT.permanent, False),
+            (VERDICT.unfit, VERDICT.unfit, 0, True),
+            (0, VERDICT.unfit, 0, False),
+        ],
+        ids=["success", "failure", "permanent", "unfit", "another node was unfit"],
+    )
+    def test_the_job_is_requeued_if_its_first_node_was_unfit(self, submit, first, highest, code, is_requeued):
+        done = submit(first, highest)
+        assert done.returncode == code, done.stderr
+        assert ("scontrol requeue 47" in done.stdout) == is_requeued
+
+    def test_the_command_line_is_valid(self, submit):
+        arguments = next(line for line in submit(0, 0).stdout.splitlines() if line.startswith("elasticrun "))
+        args = parse(arguments.split()[1:], {})
+        assert (args.nnodes, args.rdzv_endpoint, args.exit_codes) == ((3, 4), "node1:29400", "verdict")
