@@ -6,6 +6,7 @@ import signal
 
 import jsonschema
 import pytest
+from helpers import procs
 from helpers.schema import DOCS
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -189,6 +190,43 @@ class TestTerminationLog:
             assert log.read_bytes() == b""
 
 
+class TestNodeCheck:
+    FAILS_ONCE = """
+        import os, sys
+        sys.exit(3 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+    """
+    OPTIONS = ("--max-restarts", "1", "--exit-codes", "verdict", "--node-check")
+
+    def test_a_node_that_is_unfit_from_the_start_runs_no_worker(self, launch, worker_script, tmp_path):
+        script = worker_script("open('ran', 'w')")
+        launched = launch(*self.OPTIONS, "sh -c 'echo row remap failure; exit 4'", script).exits(193)
+        assert "row remap failure" in launched.stderr
+        assert not (tmp_path / "ran").exists()
+
+    def test_a_node_that_has_become_unfit_is_not_used_for_a_restart(self, launch, worker_script):
+        once = "sh -c 'test ! -e checked; code=$?; touch checked; exit $code'"
+        launched = launch(*self.OPTIONS, once, worker_script(self.FAILS_ONCE)).exits(193)
+        assert "Root Cause" in launched.stderr
+
+    @pytest.mark.parametrize("check", ["true", "sleep 600"], ids=["fit", "hangs"])
+    def test_a_fit_node_and_a_check_that_hangs_cost_no_restart(self, launch, worker_script, check):
+        options = (*self.OPTIONS, check, "--node-check-timeout", "0.3")
+        launched = launch(*options, worker_script(self.FAILS_ONCE)).exits(0)
+        assert ("0.3 s" in launched.stderr) == (check != "true")
+
+    @pytest.mark.parametrize("when", ["before joining", "after a failure"])
+    def test_a_signal_ends_the_check_and_the_job(self, launch, worker_script, tmp_path, when):
+        first = "test -e checked" if when == "after a failure" else "true"
+        check = f"sh -c '{first} || {{ touch checked; exit 0; }}; echo $$ >pid; echo >fifo; sleep 600'"
+        os.mkfifo(tmp_path / "fifo")
+        launched = launch(*self.OPTIONS, check, worker_script(self.FAILS_ONCE))
+        (tmp_path / "fifo").read_text()
+        launched.signal(signal.SIGTERM)
+        launched.exits(1)
+        assert procs.wait_gone(int((tmp_path / "pid").read_text()))
+        procs.reap_adopted()
+
+
 def test_a_report_that_cannot_be_written_is_named_and_changes_nothing(launch, worker_script, tmp_path):
     path = tmp_path / "missing" / "report.json"
     launched = launch("--report", f"file:{path}", worker_script("pass")).exits(0)
@@ -209,6 +247,9 @@ def test_a_report_that_cannot_be_written_is_named_and_changes_nothing(launch, wo
         ("--exit-codes", "verdict:1,2"),
         ("--exit-codes", "worker:3,4"),
         ("--report", "report.json"),
+        ("--node-check", ""),
+        ("--node-check", "sh -c 'open"),
+        ("--node-check", "no-such-program --fast"),
     ],
     ids=" ".join,
 )

@@ -79,6 +79,22 @@ def test_a_failure_that_repeats_ends_the_job_on_all_nodes(hosts, multinode, work
     job.assert_empty()
 
 
+def test_an_unfit_node_leaves_and_the_others_continue(hosts, multinode, worker_script):
+    machines = hosts(2)
+    script = """
+        import os, sys
+        sys.exit(3 if os.uname().nodename == "node2" else 0)
+    """
+    job = multinode(machines[0], "1:2", *VERDICT, script=worker_script(script))
+    check = "sh -c 'test ! -e checked || exit 7; touch checked'"
+    (first,) = job.start(machines[0])
+    (second,) = job.start(machines[1], options=("--node-check", check))
+    assert job.ended() == [0, 193], job.story("other exit codes")
+    assert "code 7" in second.launched.stderr, job.story("no reason")
+    assert "round 2 starts with 1 node" in first.launched.stderr, job.story("no round without it")
+    job.assert_empty()
+
+
 def test_nodes_with_other_exit_codes_are_refused(hosts, multinode, worker_script):
     machines = hosts(2)
     job = multinode(machines[0], "2", script=worker_script(SAME_AGAIN))

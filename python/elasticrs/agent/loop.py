@@ -8,6 +8,7 @@ the tracker's ``wait``.
 
 from __future__ import annotations
 
+import select
 import signal
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from elasticrs.agent import state_machine as machine
 from elasticrs.agent.signals import suspend
 from elasticrs.agent.tracker import AttemptTracker
 from elasticrs.host.stop_requests import StopRequests
+from elasticrs.job.failure_cause import Verdict
 from elasticrs.report import phrases
 from elasticrs.report.console import Console
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.agent.sleepers import Sleepers
     from elasticrs.agent.workers import Workers
+    from elasticrs.host.node_check import NodeCheck, NodeCheckResult
     from elasticrs.job.config import JobConfig
 
 
@@ -80,6 +83,7 @@ class Agent:
         self._pace: Pace | None = None
         self._error: Exception | None = None
         self._delayed_until: float | None = None
+        self._checking: tuple[NodeCheck, machine.GroupEnded] | None = None
         if job.uninterruptible_state_timeout > 0:
             from elasticrs.agent.sleepers import Sleepers
 
@@ -108,14 +112,21 @@ class Agent:
 
     def _run(self) -> JobResult:
         self._take_signals(None)
+        unfit = self._check_before_joining()
         self._events.append(machine.Begin())
         try:
-            if not self._events_end_it():
+            if unfit is not None:
+                self._result.message, self._result.verdict = unfit, Verdict.UNFIT
+                self._result.phase, self._result.exit_code = machine.Phase.FAILED, 1
+            elif not self._events_end_it():
                 self._tracker.open(None if self._signals is None else self._signals.fd)
                 self._decisions.open(self._tracker.supervisor)
                 self._open_checkpoints()
                 self._drive()
         finally:
+            if self._checking is not None:
+                self._checking[0].cancel()
+                self._checking[0].finish()
             try:
                 self._decisions.release_plan()
             finally:
@@ -146,11 +157,73 @@ class Agent:
                 self._finish(action)
         return self._decisions.phase.is_terminal
 
+    # --- checks of this node ---
+
+    def _check_before_joining(self) -> str | None:
+        """Run ``--node-check`` before this node joins the job. Return the reason why this node is unfit;
+        ``None`` if it is fit or unchecked.
+        """
+        check = None if self._events else self._new_check()
+        if check is None:
+            return None
+        poll = select.poll()
+        poll.register(check.fd, select.POLLIN)
+        if self._signals is not None:
+            poll.register(self._signals.fd, select.POLLIN)
+        while not any(fd == check.fd for fd, _ in poll.poll()):
+            self._take_signals(None)
+            if self._events:
+                check.cancel()
+        unfit = self._reported(check.finish())
+        return None if unfit is None else f"{unfit}; this node does not join the job"
+
+    def _new_check(self) -> NodeCheck | None:
+        if self._job.node_check is None:
+            return None
+        from elasticrs.host.node_check import NodeCheck
+        from elasticrs.job.policy_options import command
+
+        try:
+            return NodeCheck(command(self._job.node_check), self._job.node_check_timeout)
+        except (OSError, RuntimeError) as error:
+            self._console.say(f"the node check could not be started: {error}; this node counts as fit")
+            return None
+
+    def _reported(self, result: NodeCheckResult) -> str | None:
+        """Print the output of a check that did not succeed. Return the reason why this node is unfit."""
+        if result.unfit is not None or result.problem is not None:
+            for line in result.lines:
+                self._console.say(f"node check: {line}")
+        if result.problem is not None and self._decisions.signum is None:
+            self._console.say(f"{result.problem}; this node counts as fit")
+        return result.unfit
+
+    def _is_held_for_check(self, event: machine.Event) -> bool:
+        """Start ``--node-check`` if an event reports a failure of this node's workers. Return true if the
+        event has to wait for the result, because no worker may start on an unfit node.
+        """
+        match event:
+            case machine.GroupEnded(outcome="failed" | "lost", why_unfit=None):
+                check = None if self._decisions.signum is not None else self._new_check()
+                if check is not None:
+                    self._checking = check, event
+                    self._tracker.supervisor.watch_fd(check.fd)
+                    return True
+        return False
+
+    def _take_check(self, check: NodeCheck, event: machine.GroupEnded) -> None:
+        self._checking = None
+        self._tracker.supervisor.unwatch_fd(check.fd)
+        unfit = self._reported(check.finish())
+        self._actions.extend(self._decisions.step(event.replaced(unfit=unfit)))
+
     def _drive(self) -> None:
         while True:
             while self._events or self._actions:
                 if not self._actions:
-                    self._actions.extend(self._decisions.step(self._events.popleft()))
+                    event = self._events.popleft()
+                    if not self._is_held_for_check(event):
+                        self._actions.extend(self._decisions.step(event))
                     continue
                 action = self._actions.popleft()
                 self._tracker.observers.acting(action, self._decisions.plan)
@@ -281,6 +354,9 @@ class Agent:
         if self.checkpoints is not None and fd == self.checkpoints.fd:
             self.checkpoints.take()
             return True
+        if self._checking is not None and fd == self._checking[0].fd:
+            self._take_check(*self._checking)
+            return True
         actions = None if is_over else self._decisions.fd_ready(fd)
         self._actions.extend(actions or ())
         return actions is not None
@@ -302,3 +378,5 @@ class Agent:
                 self._tracker.forward(signum, are_running=are_running)
             elif self._requests.is_new(signum, time.monotonic()):
                 self._events.append(machine.SignalReceived(signum))
+                if self._checking is not None:
+                    self._checking[0].cancel()

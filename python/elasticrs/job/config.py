@@ -152,6 +152,9 @@ class JobConfig(Record, WorkerSettings):
             another attempt would fail in the same way, 193 if this node is unfit, otherwise 1;
             ``"verdict:PERMANENT,UNFIT"`` for other numbers. ``"worker"``: the exit code of the worker that
             failed first, or 128 plus the number of the signal that killed it.
+        node_check: command that checks whether this node can run workers, before it joins the job and after
+            each failure of its workers; ``None`` for no check.
+        node_check_timeout: seconds after which that command is killed.
         report: file for the JSON report of the job, as ``"file:PATH"``; ``None`` for no report.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
@@ -179,6 +182,8 @@ class JobConfig(Record, WorkerSettings):
     max_restarts: int = 0
     exit_codes: str = "torchrun"
     report: str | None = None
+    node_check: str | None = None
+    node_check_timeout: float = 60.0
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     signals: Sequence[int] = ()
     forwarded: Sequence[int] = ()

@@ -222,6 +222,7 @@ ON_FAILURE = Kind(_one_of("restart", "replace"), "restart|replace", "'restart' o
 MAX_RESTARTS = Kind(policy_options.MaxRestarts.parse, "N|N/DURATION")
 RESTART_DELAY = Kind(_text_of(policy_options.delays), "FIRST..LONGEST")
 REPORT = Kind(policy_options.report_path, "file:PATH")
+NODE_CHECK = Kind(_text_of(policy_options.command), "COMMAND")
 FATAL_EXIT_CODES = Kind(_text_of(policy_options.exit_codes), "CODES")
 EXIT_CODES = Kind(_text_of(policy_options.ExitCodes.parse), "torchrun|verdict|worker")
 STOP_SCOPE = Kind(_one_of("worker", "group"), "worker|group", "'worker' or 'group'")
@@ -278,6 +279,10 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         _setting("exit-codes", "exit code of a failed job: torchrun (always 1; the default), verdict (93 if "
                  "another attempt would fail alike, 193 if this node is unfit, otherwise 1) or worker (that "
                  "of the worker that failed first)", EXIT_CODES, group=OURS),
+        _setting("node-check", "command that checks whether this node can run workers, before it joins the "
+                 "job and after each failure; exit code 0 means yes", NODE_CHECK, group=OURS),
+        _setting("node-check-timeout", "seconds after which that command is killed (default {default})",
+                 INTERVAL, group=OURS),
         _setting("on-failure", "action after a worker failed: restart all workers (the default), or replace "
                  "only this worker (for scripts that use elasticrs.train)", ON_FAILURE, group=OURS),
         Option("module", "run the script as a module, as python -m does", False, short="m"),

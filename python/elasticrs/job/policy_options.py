@@ -142,3 +142,20 @@ def report_path(text: str) -> str:
     if not text.startswith("file:") or text == "file:":
         raise ValueError("file:PATH")
     return text
+
+
+def command(text: str) -> list[str]:
+    """Split a command line into a program and its arguments, by the rules of a shell.
+
+    Raises:
+        ValueError: the text is empty, or a quote is not closed.
+    """
+    import shlex
+
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = []
+    if not words:
+        raise ValueError("a program and its arguments, with closed quotes")
+    return words
