@@ -22,7 +22,7 @@ pub enum TooMany {
     },
     #[error("an agent with {of} needs {needed} descriptors, RLIMIT_NOFILE allows {allowed}: raise it (ulimit -n)")]
     Descriptors {
-        /// Description of what needs the file descriptors, such as `2 workers and 1 log file`.
+        /// Workers and files that need the file descriptors, such as `2 workers and 1 log file`.
         of: String,
         /// Number of required file descriptors, including the agent's own.
         needed: u64,
@@ -34,16 +34,16 @@ fn counted(number: u64, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// Returns the soft limit on file descriptors that workers start with.
+/// Returns the soft limit on open file descriptors that applies to the workers.
 pub(crate) fn descriptors_of_workers() -> u64 {
     descriptors::given().or_else(|| Some(getrlimit(Resource::RLIMIT_NOFILE).ok()?.0)).unwrap_or(u64::MAX)
 }
 
 /// Checks the requested numbers against `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE`, and the `pids.max` of every control
-/// group that contains this process. `files` is the number of log files that the agent follows, each of which needs one
+/// group that contains this process. `files` is the number of log files that the agent follows, and each file needs one
 /// file descriptor. `others` is the number of file descriptors for timers and heartbeats.
 ///
-/// Ignores limits that cannot be read. If the workers exceed such a limit, their start fails later.
+/// Ignores a limit that cannot be read. If the workers exceed that limit, starting them fails later.
 pub fn check(processes: u64, files: u64, others: u64) -> Result<(), TooMany> {
     let soft = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
     // `RLIMIT_NPROC` does not apply to root.
@@ -77,7 +77,7 @@ fn pids_files() -> Vec<PathBuf> {
 }
 
 /// Returns the paths of the `pids.max` files for the control group in `cgroup` and all of its ancestors. Omits files
-/// that the mounts in `mountinfo` do not make visible.
+/// that are not visible through any mount in `mountinfo`.
 fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     // A line of `/proc/self/cgroup` looks like `8:pids:/path` in cgroup v1, and like `0::/path` in cgroup v2.
     let path_of = |controller: &str| {
@@ -97,8 +97,8 @@ fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     mountinfo.lines().find_map(|line| below_mount(line, path, kind)).unwrap_or_default()
 }
 
-/// Returns the `pids.max` files for `path` if this line of `mountinfo` describes the mount that contains them. A line
-/// has the format `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE SUPER`.
+/// Returns the `pids.max` files for `path` and its ancestors, if this line of `mountinfo` describes the mount that
+/// contains the control group. A line has the format `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE SUPER`.
 fn below_mount(line: &str, path: &str, kind: &str) -> Option<Vec<PathBuf>> {
     let (before, after) = line.split_once(" - ")?;
     let mut after = after.split(' ');

@@ -51,14 +51,14 @@ pub struct GroupSpec {
     /// Policy for stopping the other workers when the first worker fails. The core applies it without waiting for
     /// Python.
     pub on_failure: StopPolicy,
-    /// Selects the processes to which every stop, including `on_failure`, sends its first signal.
+    /// Processes of a worker that get the first signal of every stop, including `on_failure`.
     pub stop_scope: StopScope,
     /// Policy for descendants that are still running after all workers have exited with code 0. In failed and stopped
     /// groups, descendants are killed at once.
     pub on_success: Descendants,
     /// Time limit for starting all workers, because `exec` on a dead network file system blocks forever.
     pub start_deadline: Duration,
-    /// Signals that stay ignored in the workers because they were ignored when the agent was started (`nohup`).
+    /// Signals that the workers ignore, because they were already ignored when the agent was started (`nohup`).
     pub keep_ignored: Vec<Signal>,
     /// True if a failing worker does not stop the others. Its leftover processes are killed, and a replacement may be
     /// started.

@@ -1,14 +1,14 @@
-//! Output destinations: standard output, standard error, and files that selected lines are copied to. Their descriptors
-//! may block or fail.
+//! Output destinations: standard output, standard error, and files that selected lines are copied to. Writing to a
+//! destination may block or fail.
 //!
 //! - **CONSOLE-1** The flags of a descriptor are never changed, because the shell and the workers share the descriptor.
 //!   A write could therefore block. To avoid this, a write is made only after `poll` has reported free space. On pipes,
-//!   terminals and sockets, a write has at most `PIPE_BUF` bytes, which fit into that space. If another process fills
-//!   the space before the write, only this thread waits.
+//!   terminals and sockets, one write is limited to `PIPE_BUF` bytes, which fit into that space. If another process
+//!   fills the space before the write, the write blocks, but only this thread waits.
 //! - **CONSOLE-2** If possible, a write ends at the end of a line. Lines of up to `PIPE_BUF` bytes are therefore
 //!   written in one piece and do not mix with lines that other processes write to the same pipe.
-//! - **CONSOLE-3** The buffer of an output holds at most [`HIGH_WATER`] bytes plus the lines of one block. When the
-//!   buffer is full, further bytes stay in their log files.
+//! - **CONSOLE-3** The buffer of an output holds at most [`HIGH_WATER`] bytes plus the lines of one block that was read
+//!   from a file. When the buffer is full, further bytes stay in their log files.
 //! - **CONSOLE-4** A destination that fails is never used again, and its failure is reported once.
 
 use std::collections::VecDeque;
@@ -43,8 +43,8 @@ impl Console {
         Self { given: Some([stdout, stderr]) }
     }
 
-    /// Uses duplicates of descriptors 1 and 2, which are made when the first stream is followed. A descriptor that is
-    /// closed at that time is reported as lost.
+    /// Uses duplicates of descriptors 1 and 2. They are made when the first stream is followed. If a descriptor is
+    /// closed at that time, its output is reported as lost.
     pub fn inherited() -> Self {
         Self { given: None }
     }
@@ -58,7 +58,8 @@ impl Console {
     }
 }
 
-/// Returns the number of an I/O error. Errors from system calls always have one. `EIO` for any other error.
+/// Returns the error number of an I/O error. Returns `EIO` for an error without a number, which does not come from a
+/// system call.
 pub(super) fn errno_of(error: &std::io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }
@@ -87,11 +88,12 @@ enum Name {
     Console(Dest),
     /// A file that belongs to a single stream.
     File { local_rank: u32, path: PathBuf },
-    /// An unused slot, in which another output can be put.
+    /// An unused slot that a new output can take.
     Free,
 }
 
-/// Records that the first `taken` bytes of a stream have been shown once the output has written all bytes up to `end`.
+/// A position in the bytes of an output. When the output has written all bytes up to `end`, the first `taken` bytes of
+/// the stream have been shown.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mark {
     end: u64,
@@ -131,8 +133,8 @@ impl Output {
         output
     }
 
-    /// Closes a file output and frees its slot. Called when the output's only stream has finished, or when the output
-    /// is lost. Does nothing for standard output and standard error.
+    /// Closes a file output and frees its slot. Call this when the output's only stream has finished, or when the
+    /// output is lost. Does nothing for standard output and standard error.
     pub(super) fn close_own(&mut self) {
         if matches!(self.name, Name::File { .. }) {
             (self.name, self.fd) = (Name::Free, Err(Errno::EBADF));
@@ -163,12 +165,13 @@ impl Output {
         self.fd.is_err() && !self.is_free()
     }
 
-    /// Records that a stream uses this destination. The loss of an unused destination is not reported.
+    /// Records that a stream uses this destination. The loss of a destination without streams is not reported.
     pub(super) fn mark_used(&mut self) {
         self.is_used = true;
     }
 
-    /// Returns the notice that this destination is lost, on the first call after the loss. `None` otherwise.
+    /// Returns the notice that this destination is lost. Returns it only on the first call after the loss, and `None`
+    /// otherwise.
     pub(super) fn take_loss(&mut self) -> Option<Notice> {
         let errno = *self.fd.as_ref().err()?;
         let is_news = self.is_used && !std::mem::replace(&mut self.loss_reported, true);
@@ -207,12 +210,12 @@ impl Output {
         }
     }
 
-    /// Records that `taken` bytes of the stream are shown once all bytes accepted so far have been written.
+    /// Adds a mark: when all bytes accepted so far have been written, `taken` bytes of the stream have been shown.
     pub(super) fn mark(&mut self, stream: StreamId, taken: u64) {
         self.marks.push_back(Mark { end: self.accepted, stream, taken });
     }
 
-    /// Removes and returns the next mark, if all bytes up to the mark have been written.
+    /// Removes and returns the oldest mark if all bytes up to it have been written.
     pub(super) fn pop_reached(&mut self) -> Option<Mark> {
         let reached = self.marks.front()?.end <= self.written();
         if reached { self.marks.pop_front() } else { None }
@@ -237,7 +240,8 @@ impl Output {
                 Ok(0) => self.lose(Errno::EIO),
                 Ok(n) => self.sent += n,
                 Err(Errno::EINTR) => {}
-                // Another process has made the descriptor non-blocking, and has filled the free space since the poll.
+                // Another process has made the descriptor non-blocking, and has filled the free space since `poll`
+                // reported it.
                 Err(Errno::EAGAIN) => return,
                 Err(errno) => self.lose(errno),
             }
@@ -246,7 +250,7 @@ impl Output {
         self.sent = 0;
     }
 
-    /// Frees the buffer space of the written bytes. Called before more bytes are added.
+    /// Frees the buffer space of the bytes that have been written. Called before more bytes are added.
     pub(super) fn compact(&mut self) {
         if self.sent > HIGH_WATER / 2 {
             self.buffer.drain(..self.sent);
@@ -262,7 +266,7 @@ impl Output {
 
 fn has_room(fd: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::new(fd, PollFlags::POLLOUT)];
-    // An error condition (POLLERR, POLLNVAL) also counts as room, because the following write returns the error.
+    // Treat an error condition (POLLERR, POLLNVAL) as free space, because the following write then returns the error.
     poll(&mut fds, PollTimeout::ZERO).is_ok_and(|n| n > 0)
 }
 

@@ -6,11 +6,11 @@
 //! - **FOLLOW-3** A stream ends only after [`Follower::finish`], when all bytes of its file were passed to its output.
 //! - **FOLLOW-4** If a file is smaller than the number of bytes already read, it was truncated (copy and truncate), and
 //!   is read again from its beginning.
-//! - **FOLLOW-5** Files are polled only if inotify is unavailable, or on file systems whose changes the kernel does not
-//!   see. Other timeouts are set only after data has arrived.
-//! - **FOLLOW-6** A watch fires only once, because a notification per write would slow each write down by half. After
-//!   that, the file is read in every round until some rounds ([`QUIET_ROUNDS`]) bring no new data. The file is then
-//!   watched again, and read once more for bytes that were written before the new watch was set.
+//! - **FOLLOW-5** Files are polled only if inotify is unavailable, or on network and FUSE file systems, which can
+//!   change without the kernel's knowledge. All other timeouts are set only after data has arrived.
+//! - **FOLLOW-6** A watch fires only once, because a notification for each write would make writing half as fast. After
+//!   the notification, the file is read in every round until some rounds ([`QUIET_ROUNDS`]) bring no new data. The file
+//!   is then watched again, and read once more for bytes that were written before the new watch was set.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
@@ -36,20 +36,21 @@ use super::{Notice, Notify, StreamId, StreamInfo, To};
 const BLOCK: usize = 64 * 1024;
 
 /// Number of rounds without new data after which a file is watched by inotify again. The first number applies to a file
-/// that received data twice within [`BUSY`], the second to all other files.
+/// whose last two arrivals of data were less than [`BUSY`] apart, and the second number to all other files.
 const QUIET_ROUNDS: (u8, u8) = (4, 1);
 
 /// A file is busy if less than this time passes between two arrivals of data. See [`QUIET_ROUNDS`].
 const BUSY: Duration = Duration::from_millis(2);
 
-/// Interval between checks for a full file system. Checks are made while data arrives, and once afterwards.
+/// Interval between checks for a full file system. A check is made only while data arrives, and once after the last
+/// data.
 const SPACE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Minimum and maximum polling interval. The interval starts at the minimum when data arrives, and grows to the maximum
 /// while files are idle.
 const POLL: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
 
-/// Magic numbers in `statfs` of the network file systems and FUSE, whose changes inotify may miss: NFS, SMB, SMB2,
+/// Magic numbers in `statfs` of the network file systems and FUSE, on which inotify may miss changes: NFS, SMB, SMB2,
 /// CIFS, FUSE, AFS, Coda, Ceph, 9P, Lustre, GPFS, `BeeGFS`.
 const CHANGES_UNSEEN: [u32; 12] = [
     0x6969,
@@ -71,7 +72,7 @@ const CHANGES_UNSEEN: [u32; 12] = [
 pub(super) struct Opened {
     pub(super) info: Arc<StreamInfo>,
     pub(super) file: File,
-    /// Offset at which following starts. Earlier bytes come from another writer.
+    /// Offset at which following starts. The bytes before it were in the file when it was opened, and are not shown.
     pub(super) offset: u64,
     pub(super) sink: Sink,
 }
@@ -262,7 +263,7 @@ impl Follower {
         }
     }
 
-    /// Queues all files that `is_wanted` accepts, and returns their number.
+    /// Queues all files that `is_wanted` accepts for reading, and returns their number.
     fn enqueue_all(&mut self, is_wanted: impl Fn(&Followed) -> bool) -> usize {
         let wanted: Vec<StreamId> = self.files.iter().filter(|(_, f)| is_wanted(f)).map(|(id, _)| *id).collect();
         for id in &wanted {
@@ -307,12 +308,13 @@ impl Follower {
         self.enqueue_all(|file| file.quiet_rounds.is_some());
     }
 
-    /// True if another round is needed, because at least one active file has an output that accepts data.
+    /// True if another round of reading is needed, because at least one active file has an output that accepts data.
     pub(super) fn has_active(&self, outputs: &mut [Output]) -> bool {
         self.files.values().any(|file| file.quiet_rounds.is_some() && file.ready_output(outputs).is_some())
     }
 
-    /// Handles the loss of an output. Its streams are still followed until they finish, but no longer shown.
+    /// Handles the loss of an output. The streams of this output are followed until they finish, but are not shown
+    /// anymore.
     pub(super) fn drop_output(&mut self, lost: usize) {
         let streams: Vec<StreamId> =
             self.files.iter().filter(|(_, file)| file.output == Some(lost)).map(|(id, _)| *id).collect();
@@ -349,7 +351,7 @@ impl Follower {
         }
     }
 
-    /// Decides after a read whether to watch the file or to read the file in every round.
+    /// Decides after a read how to notice the next data: with a watch, or by reading the file in every round.
     fn on_taken(&mut self, id: StreamId, taken: u64, now: Instant) {
         let Some(file) = self.files.get_mut(&id).filter(|file| file.phase == Phase::Open) else { return };
         if taken > 0 {
@@ -548,12 +550,13 @@ impl Followed {
         self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
     }
 
-    /// Publishes whether the file may have unread data. Call this after writing as much pending output as possible,
-    /// because the file counts as stalled while its output is full.
+    /// Publishes whether the file may have unread data. Call this only after writing as much pending output as
+    /// possible, because a file whose output is full counts as stalled.
     fn publish_stall(&mut self, outputs: &[Output]) {
         let is_stalled = self.unread > 0 || self.output.is_none_or(|index| !outputs[index].has_room());
         if self.is_stalled && !is_stalled && self.info.read_at.load(Ordering::Relaxed) > 0 {
-            // Measure the time without output from now, because the writer may have stopped during the stall.
+            // Measure the time without output from now, because the writer may have stopped at any time during the
+            // stall.
             self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
         }
         self.is_stalled = is_stalled;
@@ -579,7 +582,7 @@ fn show<'a>(
 }
 
 fn changes_unseen(file: &File) -> bool {
-    // Poll the file if its file system is unknown. This costs one wake-up per second.
+    // Poll the file if the type of its file system is unknown. Polling costs one wake-up per second.
     let Ok(fs) = fstatfs(file) else { return true };
     // The width of the type depends on the platform, but the magic numbers have 32 bits.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the magic number has 32 bits")]

@@ -4,14 +4,15 @@
 //! a destination. Invariants:
 //!
 //! - **LINES-1** A line ends only at `\n` (or `\r\n`). All bytes of a line are passed on unchanged and in order.
-//! - **LINES-2** The output does not depend on how the bytes were split into writes and reads, unless
-//!   [`LineSplitter::tick`] was called in between because nothing was written for a while.
+//! - **LINES-2** The output does not depend on how the bytes were split into writes and reads, except for calls of
+//!   [`LineSplitter::tick`] during pauses of the writer.
 //! - **LINES-3** Every line on the console starts with the prefix of its stream and contains bytes of this stream only.
-//!   If the start of a line was shown early (idle, or longer than [`MAX_LINE`]), its rest continues on the same console
-//!   line unless another stream has written since. In that case, the rest becomes a new line with a prefix.
-//! - **LINES-4** If text is overwritten after a lone `\r`, only its last state is shown, as a separate line. The state
-//!   is shown at most once per [`PROGRESS_INTERVAL`], and when the line ends. A blank state (a bar being wiped) never
-//!   replaces a visible one.
+//!   If the start of a line was shown before the line was complete (because no bytes arrived for a while, or because
+//!   the line is longer than [`MAX_LINE`]), its rest continues on the same console line unless another stream has
+//!   written since. In that case, the rest becomes a new line with a prefix.
+//! - **LINES-4** If text is overwritten after a lone `\r`, only its last state is shown, as a separate line. While the
+//!   line is unfinished, a state is shown at most once per [`PROGRESS_INTERVAL`]. The last state is shown when the line
+//!   ends. A blank state (a bar being wiped) never replaces a visible one.
 //! - **LINES-5** At most 2 × [`MAX_LINE`] bytes of a stream are held back.
 
 use std::time::{Duration, Instant};
@@ -19,12 +20,12 @@ use std::time::{Duration, Instant};
 /// Maximum number of bytes of an unfinished line that are held back.
 pub const MAX_LINE: usize = 64 * 1024;
 
-/// Time without new bytes after which an unfinished line is shown. The time is long enough to keep the parts of a line
-/// together on a busy machine, and short enough that a prompt seems to appear immediately.
+/// Time without new bytes after which an unfinished line is shown. It is long enough to receive all parts of a line on
+/// a busy machine, and short enough that a prompt seems to appear immediately.
 pub const IDLE: Duration = Duration::from_millis(250);
 
 /// Maximum time for which an unfinished line is held back while it keeps growing, such as a row of dots. The time
-/// starts with the first byte of the line.
+/// starts when the first byte of the line arrives.
 pub const GROWING: Duration = Duration::from_secs(1);
 
 /// Minimum time between showing two states of the same progress bar.
@@ -82,8 +83,8 @@ impl LineSplitter {
         self.extend(rest, &mut emit);
         self.waiting = match self.waiting {
             _ if !self.has_unshown() => None,
-            // If `bytes` contains the end of a line, the oldest waiting byte may have been emitted, and the current
-            // line has only just started.
+            // Keep the arrival time of the oldest byte only if no line ended in `bytes`. Otherwise, that byte may have
+            // been emitted, and the current line has only just started.
             Some((oldest, _)) if rest.len() == bytes.len() || self.progress => Some((oldest, now)),
             _ => Some((now, now)),
         };
@@ -97,7 +98,8 @@ impl LineSplitter {
             return Some(idle.min(oldest + GROWING));
         }
         let due = self.shown_at.map_or(oldest + IDLE, |at| (at + PROGRESS_INTERVAL).max(oldest + IDLE));
-        // A state that is still being written may be incomplete, so show it only if no byte has arrived for a while.
+        // Show a state that is still being written only if no byte has arrived for a while, because it may be
+        // incomplete.
         Some(if self.state.is_empty() { due.max(idle) } else { due })
     }
 
@@ -144,8 +146,8 @@ impl LineSplitter {
         self.text.is_empty() && !self.open && !self.progress && !self.carriage_return
     }
 
-    /// True if the current line is a progress bar. False if the bar is too long, because its parts are then passed on
-    /// like those of any other line.
+    /// True if the current line is a progress bar. False if the bar is too long to be held back. The parts of a long
+    /// bar are passed on like those of any other line.
     fn is_progress(&self) -> bool {
         (self.progress || self.carriage_return) && !self.open
     }
@@ -177,7 +179,7 @@ impl LineSplitter {
         self.text.extend_from_slice(bytes);
     }
 
-    /// Starts a new state after a lone `\r`. The text before the `\r` was a complete state.
+    /// Starts a new state of the progress bar after a lone `\r`. The text before the `\r` is then a complete state.
     fn overwrite(&mut self, emit: &mut impl FnMut(Unit<'_>)) {
         self.carriage_return = false;
         self.progress = true;
@@ -246,7 +248,7 @@ impl<Stream: Copy + Eq> Screen<Stream> {
     pub fn put(&mut self, stream: Stream, prefix: &[u8], unit: Unit<'_>, out: &mut Vec<u8>) {
         let goes_on = self.open == Some(stream);
         let (bytes, ends) = match unit {
-            // Output from another stream has ended this line early, so its newline has already been written.
+            // Do not write the newline, because it was already written when another stream interrupted this line.
             Unit::Rest(b"") if !goes_on => return,
             Unit::Rest(bytes) => (bytes, true),
             Unit::Part(bytes) => (bytes, false),

@@ -203,7 +203,7 @@ fn what_is_held_is_bounded() {
     }
 }
 
-/// Generates bytes with many line ends.
+/// Generates bytes that contain many line ends.
 fn text() -> impl Strategy<Value = Vec<u8>> {
     let byte = prop_oneof![4 => Just(b'a'), 1 => Just(b' '), 2 => Just(b'\n'), 1 => Just(b'\r'), 2 => any::<u8>()];
     prop::collection::vec(byte, 0..200)
@@ -295,8 +295,8 @@ proptest! {
         prop_assert_eq!(seen, written.map(|text| text.replace('\n', "")));
     }
 
-    /// As long as some bytes have not been shown, there is a deadline. A tick at the deadline either shows all bytes or
-    /// sets a later deadline.
+    /// While some bytes have not been shown, there is a deadline. A tick at the deadline shows all bytes, or sets a
+    /// later deadline.
     #[test]
     fn deadlines_are_met_and_end(steps in prop::collection::vec(("[ab\r\n ]{0,5}", 0..400_u64), 0..40)) {
         let mut console = Console::new(1);

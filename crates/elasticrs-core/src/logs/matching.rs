@@ -1,7 +1,7 @@
 //! Copies lines that contain a given text to another file.
 //!
-//! - **MATCHING-1** Lines are selected and copied whole, no matter how slowly they are written. A line longer than
-//!   [`LONGEST`] is split into pieces of about that length, and each piece counts as a line.
+//! - **MATCHING-1** Lines are selected and copied whole, even if a line is written slowly and in parts. A line longer
+//!   than [`LONGEST`] is split into pieces of about that length, and each piece counts as a line.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -45,7 +45,7 @@ impl LineFilter {
         Self { contains, line: Vec::new() }
     }
 
-    /// Adds a unit, and emits the line as [`Unit::Whole`] if it is complete and matches.
+    /// Adds a unit. If the line is now complete and matches, emits it as [`Unit::Whole`].
     pub(super) fn pass(&mut self, unit: Unit<'_>, emit: impl FnOnce(Unit<'_>)) {
         match unit {
             Unit::Whole(line) => {
@@ -68,8 +68,8 @@ impl LineFilter {
         self.line.clear();
     }
 
-    /// Returns the number of buffered bytes of an unfinished line. The filter decides whether to copy the line when it
-    /// is complete.
+    /// Returns the number of bytes of the unfinished line that the filter holds back. The filter decides whether to
+    /// copy the line when it is complete.
     pub(super) fn held(&self) -> usize {
         self.line.len()
     }

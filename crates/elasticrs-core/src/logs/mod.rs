@@ -8,20 +8,21 @@
 //! Calls and their threads:
 //!
 //! - [`Logs::follow`] creates and opens files, which can block on a dead network mount. Call it before the workers are
-//!   started, from a thread that may block (a Python thread). All bytes that are written after the call are read.
-//! - [`Logs::finish`] only puts a command into a queue. Call it from any thread when all writers of the streams are
-//!   gone (the group has finished and has been swept).
-//! - [`Logs::drained`] waits for finished streams, on any runtime with a clock. It does not wait for streams of a
-//!   running group. All notices of a stream are sent before the stream counts as drained.
+//!   started, from a thread that is allowed to block (a Python thread). All bytes that are written after the call are
+//!   shown.
+//! - [`Logs::finish`] only puts a command into a queue. Call it, from any thread, once all writers of the streams are
+//!   gone (the group has finished and its leftover processes are cleaned up).
+//! - [`Logs::drained`] waits for finished streams, on any runtime with a clock. It does not wait for streams that are
+//!   not finished. All notices about a stream are sent before the stream counts as drained.
 //! - The closure given to [`Logs::new`] is called by the caller of [`Logs::follow`] and by the logs thread. The closure
 //!   must not block, and must not call methods of [`Logs`].
 //!
 //! Invariants, in addition to those of the modules:
 //!
 //! - **LOGS-1** Only [`Logs::follow`] accesses files, and no method accesses the console. Therefore, a file can block
-//!   only [`Logs::follow`], and the console cannot block any method, except for the limited time of LOGS-4.
+//!   only [`Logs::follow`], and the console cannot block any method, except for the wait of at most 5 s in LOGS-4.
 //! - **LOGS-2** Every byte that was in a file when its stream was finished is written to the console, unless
-//!   [`Logs::drained`] returns the stream or its destination was reported as lost.
+//!   [`Logs::drained`] returns the stream as incomplete, or its destination was reported as lost.
 //! - **LOGS-3** A problem is reported once for each file, and never stops the agent.
 //! - **LOGS-4** If no descriptor is free, [`Logs::follow`] waits up to 5 s until the logs thread has closed the files of
 //!   finished streams. Therefore, a restart needs no more descriptors than the first start.
@@ -60,7 +61,8 @@ use follow::{Opened, Sink};
 use pump::{Command, Pump};
 use totals::LogCounts;
 
-/// Time that [`Logs::follow`] waits for the files of finished streams to be closed if no descriptor is free.
+/// Maximum time that [`Logs::follow`] waits for the logs thread to close the files of finished streams if no descriptor
+/// is free.
 const CLOSING: Duration = Duration::from_secs(5);
 
 /// Standard output or standard error of the agent.
@@ -113,12 +115,12 @@ pub enum Notice {
     Panicked { message: String },
 }
 
-/// A finished stream that is not completely on the console yet.
+/// A finished stream that is not yet fully written to the console.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotDrained {
     pub stream: LogStream,
-    /// Number of bytes in the file that had not reached the console at the last count by the logs thread. If only part
-    /// of a block (64 KiB) has been written, the whole block is counted.
+    /// Number of bytes in the file that had not reached the console at the last count by the logs thread. If a block
+    /// (64 KiB) is only partly written, all of its bytes are counted.
     pub bytes: u64,
 }
 
@@ -146,8 +148,8 @@ struct Shared {
     commands: Mutex<Vec<Command>>,
     /// Followed streams. A finished stream is removed once all of it has been written.
     streams: Mutex<BTreeMap<StreamId, Arc<StreamInfo>>>,
-    /// Notifies waiters when all of a finished stream has been written and its file is closed, or when the thread has
-    /// exited. `closed` is for a thread that blocks, `changed` for a future.
+    /// Notifies waiters when a finished stream is fully written and its file is closed, or when the thread has exited.
+    /// `closed` is for blocking threads, and `changed` for futures.
     closed: Condvar,
     changed: tokio::sync::watch::Sender<()>,
     is_gone: AtomicBool,
@@ -170,7 +172,7 @@ struct StreamInfo {
 }
 
 impl Logs {
-    /// Creates the handle. Does not start the thread or open files until streams are followed.
+    /// Creates the handle. The thread is started and files are opened only when streams are followed.
     pub fn new(console: Console, notify: impl Fn(Notice) + Send + Sync + 'static) -> io::Result<Self> {
         let shared = Shared {
             next_id: AtomicU64::new(0),
@@ -236,13 +238,14 @@ impl Logs {
         Ok(ids)
     }
 
-    /// Returns the time at which an unfinished stream of any rank last received data. Returns `now` if such a stream
-    /// may have unread data, because its destination is full or lost. `None` if no unfinished stream has received data.
+    /// Returns the time of the last data from any unfinished stream. Returns `now` if an unfinished stream may have
+    /// unread data, because its destination is full or lost. `None` if no unfinished stream has received data.
     pub fn last_written(&self, now: Stamp) -> Option<Stamp> {
         let all = lock(&self.shared.streams);
         let open = all.values().filter(|info| !info.is_finishing.load(Ordering::Relaxed));
         open.filter_map(|info| {
-            // Read `is_stalled` before `read_at`, so that `read_at` includes the data whose reading ended a stall.
+            // Read `is_stalled` before `read_at`. If `is_stalled` is false because a stall has just ended, `read_at`
+            // then includes the data that ended the stall.
             let is_stalled = info.is_stalled.load(Ordering::Acquire);
             let read_at = info.read_at.load(Ordering::Relaxed);
             (read_at > 0).then_some(if is_stalled { now } else { Stamp(read_at) })
@@ -250,7 +253,7 @@ impl Logs {
         .max()
     }
 
-    /// Makes each of these streams end at the end of its file. Call this when the writers of the streams are gone.
+    /// Makes each of these streams end at the end of its file. Call this when all writers of the streams are gone.
     pub fn finish(&self, streams: &[StreamId]) {
         let all = lock(&self.shared.streams);
         streams.iter().filter_map(|id| all.get(id)).for_each(|info| info.is_finishing.store(true, Ordering::Relaxed));
@@ -275,8 +278,8 @@ impl Logs {
         self.finish(&meant);
     }
 
-    /// Waits until all finished streams are completely on the console, or until the deadline. Returns the streams that
-    /// are incomplete at the deadline. The logs thread continues to write them.
+    /// Waits until all finished streams are fully written to the console, or until the deadline. Returns the streams
+    /// that are incomplete at the deadline. The logs thread continues to write them.
     pub async fn drained(&self, deadline: Instant) -> Vec<NotDrained> {
         let is_over = |(): &()| self.shared.is_gone.load(Ordering::Acquire) || self.shared.not_drained().is_empty();
         let mut changed = self.shared.changed.subscribe();
@@ -285,8 +288,9 @@ impl Logs {
         self.shared.not_drained()
     }
 
-    /// Stops the logs thread and closes all files. Bytes that are not on the console yet are not shown anymore. If the
-    /// thread is stuck in a write, waits only briefly: the thread exits when the write returns. Idempotent.
+    /// Stops the logs thread and closes all files. Output that has not been written to the console yet is not shown
+    /// anymore. If the thread is stuck in a write, waits only briefly, and the thread exits when the write returns.
+    /// Idempotent.
     pub fn close(&self) {
         let thread = std::mem::replace(&mut *lock(&self.thread), Thread::Closed);
         let Thread::Started { thread, .. } = thread else { return };
@@ -294,8 +298,8 @@ impl Logs {
         thread.leave();
     }
 
-    /// Starts the logs thread if it is not running. Returns the index of the output for standard output and for
-    /// standard error.
+    /// Starts the logs thread if it is not running. Returns the indices of the outputs for standard output and standard
+    /// error.
     fn start_thread(&self) -> io::Result<[usize; 2]> {
         let mut thread = lock(&self.thread);
         let console = match &mut *thread {
@@ -346,7 +350,7 @@ impl Shared {
                     !self.is_gone.load(Ordering::Acquire)
                         && streams.values().any(|info| info.is_finishing.load(Ordering::Relaxed))
                 };
-                // Try again after a timeout too, because some of the files may be closed.
+                // Try again even after a timeout, because some of the files may have been closed.
                 drop(self.closed.wait_timeout_while(lock(&self.streams), limit, is_open));
                 open()
             }
@@ -381,7 +385,7 @@ fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
     }
 }
 
-/// Opens a log file and returns it with its size. Creates the file if necessary, so that the file can be followed
+/// Opens a log file and returns it with its size. Creates the file if it does not exist, so that it can be followed
 /// before the worker starts.
 fn open(stream: &LogStream) -> io::Result<(File, u64)> {
     // Open the file for writing as well, because std requires that for O_CREAT. Opening a FIFO for reading and writing

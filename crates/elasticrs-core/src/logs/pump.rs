@@ -30,8 +30,8 @@ pub(super) struct Pump {
     notify: Notify,
 }
 
-/// Time between two rounds of reading the active files. Handling all lines of half a millisecond together is much
-/// cheaper than handling them one at a time, and the delay is not noticeable.
+/// Pause between two rounds of reading the active files. Handling all lines of half a millisecond at once is much
+/// cheaper than handling each line separately, and the delay is not noticeable.
 const ROUND: Duration = Duration::from_micros(500);
 
 /// Events that have woken up the logs thread.
@@ -91,7 +91,7 @@ impl Pump {
     }
 
     fn take_commands(&mut self, now: Instant) -> ControlFlow<()> {
-        // Clear the wake-up once, however often it was set, because all commands are taken together.
+        // Clear the wake-up once, even if it was set several times, because all queued commands are handled together.
         self.shared.wake.clear();
         let commands = std::mem::take(&mut *lock(&self.shared.commands));
         for command in commands {
@@ -148,7 +148,7 @@ impl Pump {
         let watched = fds.len();
         let waiting = self.outputs.iter().filter_map(Output::waits_for_room);
         fds.extend(waiting.map(|fd| PollFd::new(fd, PollFlags::POLLOUT)));
-        // After an error (EINTR, ENOMEM), treat no descriptor as ready. The next turn polls again.
+        // If `poll` fails (EINTR, ENOMEM), treat no descriptor as ready. The next turn polls again.
         let answered = ppoll(&mut fds, timeout.map(TimeSpec::from), None).is_ok();
         let is_ready = |fd: &PollFd<'_>| answered && fd.any() == Some(true);
         News { commands: is_ready(&fds[0]), files: watched > 1 && is_ready(&fds[1]) }

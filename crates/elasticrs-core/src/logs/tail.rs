@@ -9,8 +9,8 @@ use super::lines::is_blank;
 /// Returns the last `count` lines in the last `max_bytes` bytes of a file, without their line ends.
 ///
 /// If parts of a line were overwritten with `\r`, only the last visible state is returned. A line that starts before
-/// these bytes is returned only if no other line follows it. Returns no lines for a file without a size, such as
-/// `/dev/null`.
+/// the last `max_bytes` bytes is cut off. It is returned only if no other line follows it. Returns no lines for a file
+/// without a size, such as `/dev/null`.
 pub fn last_lines(path: &Path, count: usize, max_bytes: u64) -> io::Result<Vec<Vec<u8>>> {
     let mut file = File::open(path)?;
     let size = file.metadata()?.len();
@@ -39,7 +39,7 @@ fn last_of(bytes: &[u8], count: usize, is_cut: bool) -> Vec<Vec<u8>> {
     lines[first..].iter().map(|line| last_state(line).to_vec()).collect()
 }
 
-/// Returns the text that a terminal would show for the line. The rules are the same as for the agent's console.
+/// Returns the text that a terminal would show for the line, by the same rules as for the agent's console.
 fn last_state(line: &[u8]) -> &[u8] {
     let end = line.iter().rposition(|b| *b != b'\r').map_or(0, |last| last + 1);
     let line = &line[..end];

@@ -51,7 +51,7 @@ pub enum SupervisorError {
         #[source]
         source: io::Error,
     },
-    /// This worker cannot be replaced now.
+    /// This worker cannot be replaced at the moment.
     #[error("local rank {local_rank} cannot be replaced: {reason}")]
     Replace { local_rank: u32, reason: &'static str },
     /// The descriptor passed for the page is not a heartbeat page, or the worker was not adopted in rank order.
@@ -61,10 +61,10 @@ pub enum SupervisorError {
         #[source]
         source: io::Error,
     },
-    /// The FIFO for the timers could not be created, or the supervisor already has one.
+    /// The FIFO for the timers could not be created, or the supervisor already has a FIFO.
     #[error("could not watch timers{}", if path.as_os_str().is_empty() { String::new() } else { format!(" at {}", path.display()) })]
     Timers {
-        /// Requested path of the FIFO. Empty if the FIFO should have been created in a new directory.
+        /// Requested path of the FIFO. Empty if no path was given, so that the FIFO belongs in a new directory.
         path: PathBuf,
         #[source]
         source: io::Error,
@@ -98,7 +98,7 @@ pub(super) enum Command {
     Drain(Duration, Reply<Vec<NotDrained>>),
     Spawn(Task),
     Guard(Guarded),
-    /// Read timer records from the FIFO that this descriptor refers to.
+    /// Read timer records from the FIFO to which this descriptor refers.
     WatchTimers(OwnedFd, Reply<io::Result<()>>),
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
@@ -122,8 +122,8 @@ pub(super) enum Guarded {
     },
     /// Hold this socket in addition to the others. The channel receives true once the request is in the kernel's socket
     /// buffer. From then on, the nursery will receive the request even if this process dies. The channel receives false
-    /// if no descriptor was free for a duplicate of the socket. It is closed without a value if there is no nursery or
-    /// if the link to the nursery is closed.
+    /// if no descriptor was free for a duplicate of the socket. The channel is closed without a value if there is no
+    /// nursery, or if the link to the nursery is closed.
     Beside(OwnedFd, oneshot::Sender<bool>),
     /// Report to the user that the nursery does not hold a socket, because the socket could not be duplicated.
     NotDuplicated {

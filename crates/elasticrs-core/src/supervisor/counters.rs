@@ -71,8 +71,8 @@ impl Heartbeats {
 }
 
 impl Heartbeat {
-    /// Converts the content of a worker's heartbeat page. Returns `None` if the worker has sent no heartbeat, or has
-    /// exited.
+    /// Converts the content of a worker's heartbeat page. Returns `None` if the worker has not sent a heartbeat yet, or
+    /// has exited.
     pub(crate) fn of(local_rank: u32, seen: &RankState) -> Option<Self> {
         let RankState::Heartbeat(beat) = seen else { return None };
         let section = beat.section.as_ref().map(|section| section.name.clone());
@@ -80,8 +80,7 @@ impl Heartbeat {
     }
 }
 
-/// Measures how long the agent's event loop has been handling the current event. Time spent waiting for an event does
-/// not count.
+/// Measures how long the agent's event loop has been handling its current event. Waiting for an event does not count.
 #[derive(Debug)]
 pub struct Turn {
     /// Time at which the loop started to handle the current event, in nanoseconds of the monotonic clock. [`WAITS`] if

@@ -1,4 +1,4 @@
-//! Deadlines of the group, at most one for each kind of timer. All of them are paused while the group is suspended.
+//! Deadlines of the group, at most one for each kind of timer. All deadlines are paused while the group is suspended.
 
 use std::time::{Duration, Instant};
 
@@ -7,27 +7,27 @@ use std::time::{Duration, Instant};
 pub enum Timer {
     /// Deadline by which all workers must be running.
     Start,
-    /// Time to check whether the fence deadline has passed. Used while workers are being started, because the nursery
-    /// may be blocked in the start and unable to check the deadline itself.
+    /// Next check of the fence deadline while workers are being started, because the nursery cannot check it while it
+    /// is blocked in a start.
     Fence,
     /// Deadline for the imports of a warm nursery.
     Warm,
-    /// Time to notify the user of an import that is still running.
+    /// Notice to the user about an import that is still running.
     SlowImport,
     /// End of the grace period, which starts with the first stop signal. Workers that are still running then get
     /// SIGKILL.
     Kill,
-    /// Deadline for workers to exit after SIGKILL. After it, the supervisor stops waiting for them.
+    /// Deadline for workers to exit after SIGKILL. Once it has passed, the supervisor stops waiting for the workers.
     GiveUp,
     /// Deadline for the result of a sweep, which cleans up leftover processes.
     Sweep,
-    /// Time to compare the exits that the nursery has reported with the state of the workers in the kernel.
+    /// Next comparison of the exits that the nursery has reported with the state of the workers in the kernel.
     Check,
-    /// Time to check for workers that hang.
+    /// Next check for workers that hang.
     Hang,
-    /// Time to check whether the worker with this local rank makes progress with its exit after an uncaught exception.
+    /// Next progress check of the worker with this local rank, which is exiting after an uncaught exception.
     Exit(u32),
-    /// Time to report that the worker with this local rank is paused, because it was stopped by a signal.
+    /// Report that the worker with this local rank is paused, which means that it was stopped by a signal.
     Paused(u32),
     /// Deadline for the failed worker with this local rank to exit.
     Condemned(u32),
@@ -35,7 +35,7 @@ pub enum Timer {
     Replace(u32),
 }
 
-/// Time limit for processes to exit after SIGKILL. A process may exceed it if it hangs in the kernel (state D).
+/// Time limit for processes to exit after SIGKILL. A process that hangs in the kernel (state D) may exceed it.
 pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
 
 /// The deadlines that are set, at most one for each [`Timer`].
@@ -52,7 +52,7 @@ impl Deadlines {
         self.armed.push((timer, after(now, delay)));
     }
 
-    /// Like [`Self::arm`], but only moves a deadline to an earlier time, never to a later one.
+    /// Like [`Self::arm`], but can only move a deadline to an earlier time.
     pub(super) fn hasten(&mut self, timer: Timer, delay: Duration, now: Instant) {
         let sooner = self.armed.iter().all(|(t, at)| *t != timer || after(now, delay) < *at);
         if sooner {

@@ -39,10 +39,10 @@ pub enum Event {
         exit: WorkerExit,
         /// The last signal that the supervisor sent to the worker.
         sent: Option<Signal>,
-        /// Time at which the supervisor noticed the exit. All exits noticed in the same wake-up have the same time.
+        /// Time at which the supervisor noticed the exit. All exits that are noticed in one wake-up have the same time.
         seen: Stamp,
         /// Resource usage of the worker. `None` if the nursery did not reap the worker, for example because Python
-        /// started it.
+        /// started the worker.
         usage: Option<Usage>,
     },
     /// The processes of a failed worker are gone, except those listed in `swept`, so a replacement may be started.
@@ -58,7 +58,7 @@ pub enum Event {
         local_rank: u32,
         /// Time at which the supervisor noticed the failure.
         seen: Stamp,
-        /// Time at which the stop signal had been sent to all other workers.
+        /// Time at which the stop signal had been sent to all of the other workers.
         signalled: Stamp,
         siblings: u32,
     },
@@ -69,10 +69,10 @@ pub enum Event {
     /// replaces failed workers. If the group is being stopped because a worker on another node hangs, this event only
     /// names the local worker that may be the cause.
     WorkerHung(Box<WorkerHung>),
-    /// A worker has recorded an uncaught exception, or has not exited in time after recording one.
+    /// A worker has recorded an uncaught exception. Sent again if the worker does not exit in time afterwards.
     WorkerRaised(WorkerRaised),
-    /// Workers get SIGKILL, because they did not exit within their grace period, or because their exit made no
-    /// progress.
+    /// Workers get SIGKILL, because they did not exit within their grace period, or because they stalled while they
+    /// were exiting.
     WorkersKilled(WorkersKilled),
     /// A worker has been stopped for one second by a signal that the supervisor did not send.
     WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
@@ -153,10 +153,10 @@ pub struct WorkerRaised {
     pub pid: i32,
     /// Last part of the traceback. Empty if the process sent no traceback.
     pub text: String,
-    /// Time at which the process recorded the exception, or, if the process did not send that time, at which the
+    /// Time at which the process recorded the exception. If the process did not send that time, the time at which the
     /// supervisor received the report.
     pub seen: Stamp,
-    /// Time limit for the exit, measured from `seen`. `None` if there is no limit.
+    /// Time limit for the exit, starting at `seen`. `None` if there is no limit.
     pub limit: Option<Duration>,
     pub exit: ExitStage,
 }
@@ -181,7 +181,7 @@ pub struct WorkersKilled {
     /// Local rank and pid of each worker.
     pub workers: Vec<(u32, i32)>,
     pub reason: KillReason,
-    /// Time limit that the workers exceeded: their grace period, or the maximum time without progress.
+    /// Time limit that the workers exceeded: their grace period, or the time limit for an exit without progress.
     pub limit: Duration,
 }
 
@@ -213,7 +213,7 @@ pub struct WorkerHung {
     pub local_rank: u32,
     pub pid: i32,
     pub missed: Missed,
-    /// Time of the worker's last heartbeat or output. The start of the group if there was neither.
+    /// Time of the worker's last heartbeat or output. If there was neither, the start time of the group.
     pub since: Stamp,
     pub limit: Duration,
     pub seen: Stamp,
@@ -255,7 +255,7 @@ pub struct SweepOutcome {
 }
 
 impl SweepOutcome {
-    /// Adds the outcome of a later sweep of the same processes to this one.
+    /// Merges the outcome of a later sweep of the same processes into this outcome.
     pub(super) fn follow_up(&mut self, later: Self) {
         self.ended.extend(later.ended);
         self.more += later.more;
@@ -303,7 +303,7 @@ pub enum StartFailure {
         if wait_channel.is_empty() { String::new() } else { format!(" (in {wait_channel})") })]
     Hung {
         local_rank: u32,
-        /// Last stage that the start reported. `None` if it reported no stage.
+        /// Last stage that the start reached, as reported by the starting process. `None` if it reported no stage.
         stage: Option<Stage>,
         /// Kernel function in which the starting process waits. Empty if it cannot be read.
         wait_channel: String,

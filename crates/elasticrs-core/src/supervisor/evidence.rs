@@ -2,14 +2,15 @@
 //! or makes no progress with its exit. The evidence is gathered before any worker gets a signal to stop.
 //!
 //! The state, the wait channel and, if it is readable, the kernel stack of each thread come from `/proc`. The Python
-//! stacks of a worker come from `faulthandler`: on [`stack_signal`], it writes them to a file that the worker's hook
-//! has opened. The signal handler is written in C and does not need the GIL, so it also works if the worker is blocked
-//! in a collective or never releases the GIL. If a worker does not write its stacks, `py-spy` inspects it, provided
-//! that `py-spy` is installed.
+//! stacks of a worker come from `faulthandler`: when the worker gets [`stack_signal`], `faulthandler` writes its stacks
+//! to a file that the worker's hook has opened. The signal handler is written in C and does not need the GIL, so it
+//! also works if the worker is blocked in a collective or never releases the GIL. If a worker does not write its
+//! stacks, `py-spy` inspects it, provided that `py-spy` is installed.
 //!
-//! - **EVI-1** a process gets the signal only if it has a handler for the signal and the hook's file exists;
+//! - **EVI-1** a process gets the signal only if it has a handler for the signal, and if the file that the hook opened
+//!   exists;
 //! - **EVI-2** all ranks are examined in parallel, each on its own thread, and the caller gets the evidence by its
-//!   deadline. If access to a file of one rank hangs, only the evidence of that rank is missing;
+//!   deadline. If access to the files of a rank hangs, only the evidence about that rank is missing;
 //! - **EVI-3** only regular files are opened, because a worker may have replaced its file with a FIFO, and opening a
 //!   FIFO could block;
 //! - **EVI-4** the traceback of a crash stays in the file, even if it is written while evidence is gathered;
@@ -36,7 +37,7 @@ use super::watch::wait_channel;
 
 /// Time limit for gathering evidence from all ranks together.
 pub const LIMIT: Duration = Duration::from_secs(2);
-/// Time limit within [`LIMIT`] for `faulthandler` to write the stacks. `py-spy` gets the remaining time.
+/// Part of [`LIMIT`] in which `faulthandler` must write the stacks. The rest is for `py-spy`.
 const ANSWERS: Duration = Duration::from_millis(1200);
 /// Time without growth after which a stack file is considered complete.
 const SETTLED: Duration = Duration::from_millis(40);
@@ -89,7 +90,7 @@ pub struct WorkerEvidence {
     pub problem: Option<String>,
 }
 
-/// Deadline for gathering evidence, and a flag to cancel it earlier.
+/// Deadline for gathering evidence, with a flag that cancels the gathering earlier.
 #[derive(Debug)]
 pub(super) struct GatheringLimit {
     pub(super) deadline: Instant,
@@ -107,7 +108,7 @@ impl GatheringLimit {
     }
 }
 
-/// Gathers the evidence about all subjects. Blocks at most until `limit` is over, unless a file system does not
+/// Gathers the evidence about all subjects. Blocks until `limit` is over at the latest, unless a file system does not
 /// respond.
 pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &GatheringLimit) -> Vec<WorkerEvidence> {
     let mut examinations: Vec<Examination> = subjects.into_iter().map(Examination::begin).collect();
@@ -125,11 +126,11 @@ pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &Gath
     reports.into_iter().map(with_frame).collect()
 }
 
-/// State of gathering the evidence about one worker.
+/// Evidence about one worker that is still being gathered.
 struct Examination {
     subject: Subject,
-    /// Pid of the process that is asked for its stacks: the worker, or the first descendant with a handler for the
-    /// signal.
+    /// Pid of the process that gets the request for its stacks: the worker, or its first descendant with a handler for
+    /// the signal.
     target: i32,
     status: Option<Status>,
     kernel: String,
@@ -191,14 +192,14 @@ impl Examination {
         let Some(files) = &self.subject.files else { return (found, None) };
         let written = open(OpenOptions::new().read(true).create(true).append(true), &files.report);
         let spy = written.and_then(|mut file| {
-            // Discard an earlier report, because it is about a worker that recovered.
+            // Discard an earlier report, because it is about a hang from which the worker recovered.
             file.set_len(0)?;
             file.write_all(self.text(&stacks, found.state).as_bytes())?;
             if !stacks.is_empty() || self.status.is_none() {
                 return Ok(None);
             }
-            // Use the non-blocking mode of `py-spy` for a stopped or traced process. Otherwise `py-spy` would pause the
-            // process, which fails for a process that is already stopped.
+            // For a stopped or traced process, use the non-blocking mode of `py-spy`. In the other mode, `py-spy` would
+            // pause the process, which fails for a process that is already stopped.
             let is_held = matches!(found.state, 'T' | 't');
             py_spy.map(|program| Spy::begin(program, self.target, is_held, file)).transpose()
         });
@@ -242,7 +243,8 @@ impl Examination {
 fn target_of(pid: i32) -> Option<(i32, OwnedFd)> {
     let below = descendants(pid, &[]).map(|listed| listed.pid).take(MAX_DESCENDANTS);
     let open = |pid| pidfd::open(pid).ok().map(|pidfd| (pid, pidfd));
-    // Open the pidfd before reading `/proc`. Otherwise the pid could have been reused by another process in between.
+    // Open the pidfd before reading `/proc`. Otherwise, the pid could be reused by another process between the two
+    // steps.
     std::iter::once(pid).chain(below).filter_map(open).find(|(pid, _)| has_handler(*pid))
 }
 
@@ -273,8 +275,8 @@ fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
 }
 
 impl Answer {
-    /// Returns the new stacks, and true if they are followed by the traceback of a crash. The signal itself may lead to
-    /// a crash, because it interrupts the system call in which the process was waiting.
+    /// Returns the new stacks, and true if the traceback of a crash follows them. The signal may cause a crash by
+    /// itself, because it interrupts the system call in which the process was waiting.
     fn read(mut self) -> io::Result<(String, bool)> {
         let mut bytes = Vec::new();
         self.file.seek(SeekFrom::Start(self.start))?;
@@ -322,11 +324,11 @@ impl Spy {
     fn begin(program: &Path, pid: i32, is_held: bool, report: File) -> io::Result<Self> {
         let (output, errors, start) = (report.try_clone()?, report.try_clone()?, report.metadata()?.len());
         let mut command = Command::new(program);
-        // Print full file names like `faulthandler`, because the frames of different ranks are compared with each
+        // Print full file names, as `faulthandler` does, because the frames of different ranks are compared with each
         // other.
         command.args(["dump", "--full-filenames", "--pid", &pid.to_string()]);
         command.args(is_held.then_some("--nonblocking")).stdin(Stdio::null()).stdout(output).stderr(errors);
-        // Make `py-spy` die with this thread, because no other thread would kill and reap it.
+        // Make `py-spy` die together with this thread, because no other thread would kill and reap it.
         let child = die_with_thread(&mut command).spawn()?;
         Ok(Self { child, report, start })
     }
@@ -344,7 +346,7 @@ impl Spy {
 
 /// Kills and reaps a child process. If the child hangs in the kernel, a background thread reaps it later.
 fn reap(mut child: Child) {
-    // Ignore an error, because `kill` fails only if the child has already been reaped.
+    // Ignore the only possible error of `kill`, which means that the child has already been reaped.
     let _ = child.kill();
     let deadline = Instant::now() + REAPED;
     while Instant::now() < deadline {
@@ -353,7 +355,7 @@ fn reap(mut child: Child) {
         }
         std::thread::sleep(PAUSE);
     }
-    // Ignore an error. If the thread cannot be started, the child stays a zombie until this process exits.
+    // Ignore an error. If the thread cannot be started, the child stays a zombie as long as this process runs.
     let _ = std::thread::Builder::new().name("elasticrs-reap".to_owned()).spawn(move || child.wait());
 }
 

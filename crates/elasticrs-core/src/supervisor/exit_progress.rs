@@ -1,5 +1,5 @@
-//! Decides whether a worker makes progress with its exit after an uncaught exception, for example because it flushes
-//! files, uploads data, or waits for a CPU.
+//! Checks that the exit of a worker after an uncaught exception makes progress. The worker may still be flushing files,
+//! uploading data, or waiting for a CPU.
 //!
 //! [`sample`] adds up the CPU time and the transferred bytes of the worker and its descendants. It runs on its own
 //! thread, because it reads `/proc` and may block. The pure function [`progressed`] compares two samples and makes all
@@ -18,11 +18,11 @@ use elasticrs_sys::stat::Stat;
 pub(super) const LIMIT: Duration = Duration::from_secs(2);
 const MAX_PROCESSES: usize = 64;
 const MAX_THREADS: usize = 256;
-/// A worker is busy if it spends at least 1/`BUSY_SHARE` of the time on a CPU or waiting for one. Threads that only
-/// poll use less.
+/// A worker is busy if it spends at least 1/`BUSY_SHARE` of the time on a CPU or waiting for a CPU. Threads that only
+/// poll spend less.
 const BUSY_SHARE: u32 = 20;
-/// Number of bytes that a worker must read between two samples for the reads to count as progress. Monitoring threads
-/// that poll `/proc` read less.
+/// Number of bytes that a worker must read between two samples for the reads to count as progress. Threads that poll
+/// `/proc` for monitoring read less.
 const MANY_BYTES: u64 = 64 * 1024;
 /// Fields of `/proc/PID/stat` that hold CPU time in clock ticks: the user and system time of the process, followed by
 /// the user and system time of its reaped children.
@@ -84,7 +84,7 @@ impl Sample {
 pub(super) fn progressed(before: &Sample, after: &Sample, ticks_per_second: u64) -> bool {
     let span = nanoseconds(after.since(before));
     let cpu = after.cpu.saturating_sub(before.cpu).saturating_mul(1_000_000_000 / ticks_per_second.max(1));
-    // Use saturating subtraction, because the totals shrink if a descendant has exited between the samples.
+    // Use saturating subtraction, because the totals shrink when a descendant exits between the samples.
     let busy = cpu.saturating_add(after.delayed.saturating_sub(before.delayed));
     after.waits_for_disk
         || busy > 0 && busy >= span / u64::from(BUSY_SHARE)

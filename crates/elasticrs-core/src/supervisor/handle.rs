@@ -31,9 +31,9 @@ use crate::spec::{GroupSpec, StopPolicy};
 use crate::timer::fifo::Fifo;
 use crate::timer::hang::{Limits, RemoteHang};
 
-/// Handle to the supervisor for tasks on the runtime thread that hold the agent's lease. Such a task uses it to control
-/// the connections that the nursery holds, and to set the fence deadline. All methods except [`Self::fence`] do nothing
-/// if the supervisor has ended. The handle does not keep the supervisor alive.
+/// Handle to the supervisor for the task that holds the agent's lease. The task runs on the runtime thread. It uses the
+/// handle to control the connections that the nursery holds, and to set the fence deadline. All methods except
+/// [`Self::fence`] do nothing if the supervisor has ended. The handle does not keep the supervisor alive.
 #[derive(Clone)]
 pub struct Keeper {
     commands: WeakUnboundedSender<Command>,
@@ -41,8 +41,8 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Same as [`Supervisor::guard_connection`], with a duplicate of `connection`. If no descriptor is free for the
-    /// duplicate, an [`super::Event::Degraded`] reports that the nursery does not hold the connection.
+    /// Gives the nursery a duplicate of `connection`, like [`Supervisor::guard_connection`]. If no descriptor is free
+    /// for the duplicate, an [`super::Event::Degraded`] reports that the nursery does not hold the connection.
     pub fn hold(&self, connection: BorrowedFd<'_>) {
         self.send_duplicate(connection, false, Guarded::Hold);
     }
@@ -55,8 +55,8 @@ impl Keeper {
 
     /// Gives the nursery a duplicate of a second connection, because the session is about to move to that connection.
     /// The future completes once the request is in the kernel's socket buffer, from where the nursery receives it even
-    /// if this process is killed. If there is no nursery, the future completes immediately. It returns false if the
-    /// nursery does not hold the connection, because no descriptor was free for the duplicate.
+    /// if this process is killed. If there is no nursery, the future completes immediately. The result of the future is
+    /// false if the nursery does not hold the connection, because no descriptor was free for the duplicate.
     pub fn hold_beside(&self, connection: BorrowedFd<'_>) -> impl Future<Output = bool> + use<> {
         let (held, is_held) = oneshot::channel();
         let is_sent = self.send_duplicate(connection, false, |connection| Guarded::Beside(connection, held));
@@ -84,7 +84,7 @@ impl Keeper {
 
     fn send(&self, guarded: Guarded) {
         if let Some(commands) = self.commands.upgrade() {
-            // Ignore an error, because sending fails only if the runtime has ended. The nursery has then exited, too.
+            // Ignore an error. Sending fails only if the runtime has ended, and the nursery has then exited, too.
             let _ = commands.send(Command::Guard(guarded));
         }
     }
@@ -105,8 +105,8 @@ pub struct Supervisor {
     commands: UnboundedSender<Command>,
     shared: Shared,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// FIFO for timer records. The handle creates and removes it, because that may block. The runtime thread only has a
-    /// descriptor of it.
+    /// FIFO for timer records. The handle creates and removes the FIFO, because both can block. The runtime thread only
+    /// has a descriptor of the FIFO.
     timers: Mutex<Option<Fifo>>,
     owner: u32,
 }
@@ -157,8 +157,8 @@ impl Supervisor {
 
     /// Adds a process that Python started to the running group.
     ///
-    /// `status` is only needed if the calling process is not the parent of the added process. It is a pipe to which the
-    /// parent writes the four-byte status from `wait4`. `page` is the process's heartbeat page
+    /// `status` is needed only if the calling process is not the parent of the added process. In that case, it is a
+    /// pipe to which the parent writes the four-byte status from `wait4`. `page` is the process's heartbeat page
     /// ([`crate::timer::pages::HeartbeatPage::share`]). If it is given, the heartbeats are watched like those of other
     /// workers. Processes with a page must be adopted before they start to work, in the order of their local ranks.
     pub fn adopt(
@@ -180,7 +180,7 @@ impl Supervisor {
     }
 
     /// Stops the group because a worker on another node hangs. If heartbeats are watched, gathers evidence about all
-    /// workers first, and reports a local worker that may be the cause as [`super::Event::WorkerHung`].
+    /// workers first, and if a local worker may be the cause, reports it as [`super::Event::WorkerHung`].
     pub fn stop_for_hang(&self, policy: StopPolicy, remote: RemoteHang) -> Result<(), SupervisorError> {
         self.send(Command::Stop(policy, Some(remote)))
     }
@@ -203,9 +203,9 @@ impl Supervisor {
         self.ask(Command::Suspend)
     }
 
-    /// Starts a second warm nursery that imports the modules again at the lowest priority. Used after files of imported
-    /// modules have changed. An earlier second nursery is replaced. The current nursery and its workers continue.
-    /// [`super::Event::Warmed`] reports the end of the imports, which may take at most `limit`.
+    /// Starts a second warm nursery that imports the modules again at the lowest priority. Call this after files of
+    /// imported modules have changed. The new nursery replaces an earlier second nursery, but the first nursery and its
+    /// workers continue. [`super::Event::Warmed`] reports the end of the imports. Their time limit is `limit`.
     ///
     /// # Errors
     /// [`SupervisorError::Closed`], [`SupervisorError::Forked`].
@@ -213,8 +213,8 @@ impl Supervisor {
         self.send(Command::ImportBeside(limit))
     }
 
-    /// Stops the first nursery and makes the second nursery start all later groups. Returns false, and changes nothing,
-    /// if no second nursery has finished its imports or if a group exists.
+    /// Stops the first nursery and makes the second nursery start all later groups. If no second nursery has finished
+    /// its imports, or if a group exists, changes nothing and returns false.
     ///
     /// # Errors
     /// [`SupervisorError::Closed`], [`SupervisorError::Forked`].
@@ -227,26 +227,26 @@ impl Supervisor {
         self.send(Command::Resume)
     }
 
-    /// Copies these log files to the console as they are written, until the group has ended and all output is copied.
-    /// Opens the files, so it may block on a dead network file system.
+    /// Copies the output in these log files to the console as it is written, until the group has ended and all output
+    /// is copied. Opens the files, so it may block on a dead network file system.
     pub fn follow(&self, streams: Vec<LogStream>) -> Result<(), SupervisorError> {
         self.check_owner()?;
         self.shared.logs.follow(streams)?;
         Ok(())
     }
 
-    /// Blocks until the log files of ended groups are copied to the console, or until `timeout` elapses. Returns the
-    /// files that were not copied completely.
+    /// Blocks until the log files of ended groups are fully copied to the console, or until `timeout` elapses. Returns
+    /// the files that are not fully copied.
     pub fn drain(&self, timeout: Duration) -> Result<Vec<NotDrained>, SupervisorError> {
         self.ask(|reply| Command::Drain(timeout, reply))
     }
 
     /// Runs a future of another component on the runtime thread, in its `LocalSet`.
     ///
-    /// The future runs until it completes or the supervisor is closed. Closing drops the future after the nursery has
-    /// exited, so descriptors that the future holds stay open longer than the workers run. A panic of the future is
-    /// reported as [`super::Event::Degraded`] and does not affect other tasks. The future must not block, because it
-    /// would delay the stop of a group.
+    /// The future runs until it completes or the supervisor is closed. Closing the supervisor drops the future only
+    /// after the nursery has exited, so the descriptors that the future holds stay open until all workers are gone. A
+    /// panic of the future is reported as [`super::Event::Degraded`] and does not affect other tasks. The future must
+    /// not block, because it would delay the stop of a group.
     pub fn spawn(&self, task: Task) -> Result<(), SupervisorError> {
         self.send(Command::Spawn(task))
     }
@@ -274,7 +274,7 @@ impl Supervisor {
         Ok(timers.insert(fifo).path().to_owned())
     }
 
-    /// Detects hangs of the workers of all later groups. Each worker gets a heartbeat page (`ELASTICRS_HEARTBEAT`).
+    /// Detects workers that hang, in all later groups. Each worker gets a heartbeat page (`ELASTICRS_HEARTBEAT`).
     /// [`super::Event::WorkerHung`] reports a worker that hangs. See [`crate::timer::hang`].
     pub fn watch_hangs(&self, limits: Limits) -> Result<(), SupervisorError> {
         self.send(Command::WatchHangs(limits))
@@ -288,8 +288,8 @@ impl Supervisor {
     }
 
     /// Watches how workers of the next group exit after an uncaught exception. [`super::Event::WorkerRaised`] reports
-    /// the exception, and is sent again if the worker does not exit within `limit`. Returns the name of the abstract
-    /// socket to which workers send a datagram when they record an exception.
+    /// the exception. The event is sent again if the worker does not exit within `limit`. Returns the name of the
+    /// abstract socket to which workers send a datagram when they record an exception.
     pub fn watch_exits(&self, limit: Option<Duration>) -> Result<String, SupervisorError> {
         let (notices, name) = open_notices()?;
         self.send(Command::WatchExits(notices, limit))?;
@@ -312,7 +312,7 @@ impl Supervisor {
         self.send(Command::Guard(Guarded::Hold(connection)))
     }
 
-    /// Makes the nursery send the last words to its peers and close all connections that it holds.
+    /// Makes the nursery send its final message on each link to another agent, and close all connections that it holds.
     pub fn release_connection(&self) -> Result<(), SupervisorError> {
         self.send(Command::Guard(Guarded::Release(Release::All)))
     }
@@ -322,10 +322,10 @@ impl Supervisor {
         Keeper { commands: self.commands.downgrade(), fence: self.fence() }
     }
 
-    /// Returns the fence, which is the deadline of this agent's lease. All work of the agent must have stopped when the
-    /// lease expires, but by then the agent itself may be stopped or disconnected. The nursery therefore kills all
-    /// workers at the deadline. All nurseries of a supervisor share the fence. Once the deadline has passed, no group
-    /// can be started until a new deadline is set.
+    /// Returns the fence, which is the deadline of this agent's lease. All workers must be gone when the lease expires,
+    /// but the agent may be paused or disconnected by then. The nursery therefore kills all workers at the deadline.
+    /// All nurseries of a supervisor share the fence. Once the deadline has passed, no group can be started until a new
+    /// deadline is set.
     pub fn fence(&self) -> Arc<Fence> {
         Arc::clone(&self.shared.fence)
     }
@@ -363,7 +363,7 @@ impl Supervisor {
         self.check_owner()?;
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
-            // Ignore an error. It means that the runtime has already ended, so there is nothing to close.
+            // Ignore an error, because it means that the runtime has already ended.
             let _ = self.commands.send(Command::Close { keep_descendants });
             // Ignore an error, because a panic of the thread was already reported as an event.
             let _ = thread.join();
@@ -389,7 +389,7 @@ impl Supervisor {
     }
 }
 
-/// Lets tasks run on the runtime thread that must not wait for a store: the client that holds a lease, and the search
+/// Runs the tasks that must not wait for a store on the runtime thread: the client that holds a lease, and the search
 /// for the first client.
 impl Spawn for Supervisor {
     fn spawn(&self, task: Task) -> bool {
@@ -401,9 +401,9 @@ impl Drop for Supervisor {
     /// Same as `close(false)`, so that no processes are left behind. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.close(false).is_err() {
-            // Leak the logs, because dropping them would wait for a thread that exists only in the parent process.
+            // Leak the logs. Dropping them would wait for the logs thread, which exists only in the parent process.
             std::mem::forget(Arc::clone(&self.shared.logs));
-            // Leak the FIFO, because dropping it would remove the file that the parent process uses.
+            // Leak the FIFO. Dropping it would remove the file, which the parent process still uses.
             let timers = self.timers.get_mut().unwrap_or_else(PoisonError::into_inner);
             std::mem::forget(timers.take());
         }
@@ -450,8 +450,8 @@ mod tests {
         supervisor.owner += 1;
         drop(supervisor);
         assert!(path.exists());
-        // The nursery exits, because dropping the last handle ends the runtime thread. Either that thread or this call
-        // reaps it.
+        // The nursery exits, because dropping the last handle ends the runtime thread. The nursery is then reaped by
+        // that thread or by this call.
         while wait().is_ok() {}
     }
 }

@@ -31,12 +31,12 @@ use tokio::sync::oneshot;
 
 use super::watch;
 
-/// Event that [`Nursery::next`] returns.
+/// Event that [`Nursery::next`] returns about a nursery.
 #[derive(Debug)]
 pub(super) enum NurseryEvent {
     /// A reply from the nursery, and the descriptors that came with it.
     Reply(Reply, Vec<OwnedFd>),
-    /// The nursery has exited. Comes after all of its replies.
+    /// The nursery has exited. This event comes after all replies of the nursery.
     Died(WorkerExit),
     /// The nursery did not exit in time after SIGKILL, because its control group is frozen or because it hangs in the
     /// kernel.
@@ -72,7 +72,7 @@ pub(super) struct Nursery {
 pub(super) struct Import {
     pub(super) warm: Arc<Warm>,
     pub(super) since: u64,
-    /// What an imported module did to make the nursery lose its link: it executed another program, or closed the
+    /// Way in which an imported module broke the nursery's link: the module executed another program, or closed the
     /// nursery's descriptors. `None` if neither was detected.
     pub(super) failure: Option<ImportFailure>,
     /// True if the import was stopped because the sentinel was lost.
@@ -101,7 +101,7 @@ impl Nursery {
         Self::of(launch(images)?)
     }
 
-    /// Starts a nursery that continues or repeats the module imports of an earlier one. See [`launch_again`].
+    /// Starts a nursery that resumes or repeats the module imports of an earlier nursery. See [`launch_again`].
     pub(super) fn launch_again(images: &[NurseryImage], import: &Terms) -> Result<Self, LaunchError> {
         Self::of(launch_again(images, import)?)
     }
@@ -181,15 +181,15 @@ impl Nursery {
         }
     }
 
-    /// Stops using the link after an error. Usually the nursery is already exiting. Kills it anyway, because it might
-    /// otherwise never exit.
+    /// Stops using the link after an error, and kills the nursery. Usually the nursery is already exiting, but if it is
+    /// not, it might never exit.
     fn give_up(&mut self) {
         self.link_is_open = false;
         self.waiting.clear();
         self.kill();
     }
 
-    /// Sends SIGCONT to the nursery, in case a user has stopped it with a signal.
+    /// Sends SIGCONT to the nursery, in case a user has paused the nursery with a signal.
     pub(super) fn resume(&self) {
         // Ignore the only possible error, ESRCH. It means that the nursery has exited, and the exit is about to be
         // reported.
@@ -202,7 +202,7 @@ impl Nursery {
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGKILL);
     }
 
-    /// Kills a nursery that does not respond. Its exit is then handled like any other exit.
+    /// Kills a nursery that does not respond. The exit of this nursery is then handled like any other exit.
     pub(super) fn kill_hung(&mut self) {
         self.hung = true;
         self.kill();
@@ -259,7 +259,7 @@ impl Nursery {
         loop {
             match self.link.get_mut().receive() {
                 Ok(Some((reply, fds))) => return NurseryEvent::Reply(reply, fds),
-                // Do not wait for the end of the stream if the nursery is dead, because a child that hangs in `exec`
+                // If the nursery is dead, do not wait for the end of the stream, because a child that hangs in `exec`
                 // may keep the link open.
                 Ok(None) if self.link_is_open && !self.has_died => {}
                 end @ (Ok(None) | Err(_)) => {
@@ -295,8 +295,9 @@ impl Nursery {
         }
     }
 
-    /// Makes the nursery exit, and waits until it has exited. With `leave`, its processes keep running. Without it, the
-    /// link is closed, which makes the nursery kill its processes. Returns `None` if the nursery does not exit.
+    /// Makes the nursery exit, and waits until it has exited. With `leave`, the processes of the nursery keep running.
+    /// Without `leave`, the link is closed, which makes the nursery kill its processes. Returns `None` if the nursery
+    /// does not exit.
     pub(super) async fn end(mut self, leave: bool, limit: Duration) -> Option<WorkerExit> {
         // Make the nursery close its connections without ending the agent's session, because the agent is still alive.
         self.send(&Request::Release(Release::Quietly), Vec::new());
@@ -311,7 +312,8 @@ impl Nursery {
             self.kill();
         }
         let Self { link, pidfd, sentinel, .. } = self;
-        // A request to leave that is still unsent may be dropped, because the nursery then hangs or is dead.
+        // Closing the link may drop a request to leave that is still unsent. In that case, the nursery hangs or is
+        // dead, so it could not handle the request.
         drop(link);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
             let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);
@@ -335,13 +337,13 @@ impl Nursery {
     pub(super) async fn end_what_it_guards(self, limit: Duration) {
         let token = self.token;
         if self.end(false, limit).await != Some(WorkerExit::Exited { code: 0 }) {
-            // Ignore the result, because nothing more can be done about processes that survive the limit.
+            // Ignore the result, because nothing more can be done about processes that are still alive after the limit.
             let _ = tokio::task::spawn_blocking(move || kill_by_token(token, limit)).await;
         }
     }
 
     async fn wait_for_end(&mut self) -> NurseryEvent {
-        // The link closes a moment before the process exits, so wait for the exit.
+        // Wait for the exit, because the link closes a moment before the process exits.
         let ending = *self.ending.get_or_insert_with(Instant::now);
         tokio::select! {
             biased;

@@ -65,7 +65,8 @@ impl Queue {
     /// Blocks until there is an event, a watched descriptor is readable, or `timeout` elapses. Only one thread may call
     /// it at a time.
     ///
-    /// Watched descriptors take precedence over events, because they announce signals. The caller must drain them.
+    /// Watched descriptors take precedence over events, because a readable descriptor announces a signal. The caller
+    /// must drain the descriptor.
     pub fn next(&self, timeout: Option<Duration>) -> io::Result<Next> {
         let mut fds = lock(&self.watched).clone();
         fds.push(self.wake.as_raw_fd());

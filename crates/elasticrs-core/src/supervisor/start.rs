@@ -58,7 +58,8 @@ pub(super) struct Starting {
     stop: Option<StopPolicy>,
     /// The group, while it waits for the nursery to finish its imports. `None` once the workers are being started.
     waiting: Option<GroupSpec>,
-    /// Inputs about workers that already run while others are still being started. They are handled after the start.
+    /// Inputs about workers that already run while others are still being started. These inputs are handled after the
+    /// start.
     early: Vec<Input>,
 }
 
@@ -107,8 +108,8 @@ impl Starting {
     }
 
     /// Records that the start has exceeded its deadline. The nursery starts workers in order, so the first worker
-    /// without an answer is the one that hangs. If the stage is [`Stage::NextFork`], it is the second worker without an
-    /// answer.
+    /// without an answer is the one that hangs. If the stage is [`Stage::NextFork`], the second worker without an
+    /// answer is the one that hangs.
     pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: String) {
         let mut waiting = (0..).zip(&self.answers).filter(|(_, answer)| matches!(answer, Answer::Awaited));
         let (behind, stage) = match stage {
@@ -152,8 +153,8 @@ impl Starting {
         self.failure.is_some()
     }
 
-    /// Returns why the group was not started, once the sweep is complete: the failure of the start, or `Err` with the
-    /// outcome of a group that was stopped or lost before all workers were running.
+    /// Returns why the group was not started, once the sweep is complete. `Ok` contains the failure of the start. `Err`
+    /// contains the outcome of a group that was stopped or lost before all workers were running.
     pub(super) fn take_outcome(&mut self) -> Result<StartFailure, (Outcome, Option<NurseryExit>)> {
         match (self.failure.take(), self.stop) {
             (Some(failure), _) => Ok(failure),
@@ -192,7 +193,7 @@ pub(super) mod tests {
 
     const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::ZERO };
 
-    /// Returns a group with one worker, which is warm or not.
+    /// Returns a group with one worker, which is warm if `warm` is true.
     pub(in crate::supervisor) fn group(warm: bool) -> GroupSpec {
         GroupSpec {
             processes: vec![ProcessSpec { warm, ..ProcessSpec::new(Vec::new(), Vec::new()) }],
