@@ -17,12 +17,12 @@ use super::evidence::WorkerEvidence;
 use crate::spec::{Descendants, StopPolicy, StopScope};
 use crate::timer::hang::{Limits, RemoteHang, Watch};
 
-/// Time that a worker must have been stopped by a signal before it is reported as paused.
+/// Time after which a worker that was stopped by a signal is reported as paused.
 pub const PAUSE_REPORT_DELAY: Duration = Duration::from_secs(1);
-/// Time between SIGTERM and SIGKILL for descendants that exceed the time limit of `--linger`.
+/// Time between SIGTERM and SIGKILL for descendants that are still running after the time set by `--linger`.
 const LINGERER_GRACE: Duration = Duration::from_secs(1);
-/// Time limit for the sweep if workers did not exit after SIGKILL. It is short, because their descendants will not exit
-/// either.
+/// Time limit for the sweep if workers did not exit after SIGKILL. The limit is short, because the descendants of these
+/// workers will not exit either.
 pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 
 /// Input of a group's state machine.
@@ -51,12 +51,13 @@ pub enum Input {
     Expired(Timer),
     /// Result of [`Effect::Sweep`].
     Swept(SweepOutcome),
-    /// The nursery has died. Its workers die, too, because they get their parent-death signal.
+    /// The nursery has died. Its workers die, too, because the kernel sends them their parent-death signal.
     NurseryLost(NurseryExit),
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
     Fenced,
     /// Pids of members that are dead although their exits have not been reported yet. Must come before each input that
-    /// may make the group send signals. Otherwise the group would seem to have stopped a worker that died by itself.
+    /// may make the group send signals. Otherwise, a worker that died by itself would be reported as if the group had
+    /// stopped it.
     Dead(Vec<i32>),
     /// A member, or one of its descendants, did not release a timer in time.
     TimerExpired(TimerExpired),
@@ -76,7 +77,8 @@ pub enum Input {
     Adopted { local_rank: u32, pid: i32 },
     /// Result of [`Effect::SweepWorker`].
     WorkerSwept(SweepOutcome, Stamp),
-    /// A replacement for this worker is being started. The executor has checked that [`Group::refusal`] returns `None`.
+    /// A replacement for this worker is being started. The executor has already checked that [`Group::refusal`] returns
+    /// `None`.
     Replace { local_rank: u32 },
     /// The replacement is running.
     Replaced { local_rank: u32, pid: i32, started: Stamp },
@@ -145,14 +147,14 @@ pub struct GroupOutcome {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// Workers may run. The group is not being stopped.
+    /// The group is not being stopped, so its workers may run.
     Running,
     /// The stop signal was sent. SIGKILL follows at [`Timer::Kill`].
     Stopping,
     /// SIGKILL was sent. The supervisor stops waiting for the workers at [`Timer::GiveUp`].
     Killing,
-    /// All workers have exited or hang after SIGKILL, and their descendants are being cleaned up. `lingering` is true
-    /// while the descendants may still keep running.
+    /// All workers have exited, or did not exit after SIGKILL. Their descendants are being cleaned up. `lingering` is
+    /// true while the descendants may still keep running.
     Sweeping { lingering: bool },
     /// The end of the group was reported.
     Finished,
@@ -205,8 +207,8 @@ impl Group {
         }
     }
 
-    /// Like [`Self::rank_of`], but returns `None` for a failed member that is about to exit, because it is not watched
-    /// for hangs.
+    /// Like [`Self::rank_of`], but returns `None` for a failed member that is about to exit, because such a member is
+    /// not watched for hangs.
     pub fn watched_rank_of(&self, pid: i32) -> Option<u32> {
         self.members.iter().find(|m| m.pid == pid && m.runs() && m.condemned.is_none()).map(|m| m.local_rank)
     }
@@ -335,16 +337,16 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Records which members are dead without a reported exit. Skips members about which a decision is pending, because
-    /// that decision is about what they did while they were alive.
+    /// Records which members are dead without a reported exit. Skips a member if a pending action will judge what the
+    /// member did while it was alive.
     fn on_dead(&mut self, pids: &[i32]) {
         for index in 0..self.members.len() {
             self.members[index].dead |= pids.contains(&self.members[index].pid) && !self.is_to_be_judged(index);
         }
     }
 
-    /// Signals the rest of the process group of a worker that has exited during a stop, because the worker no longer
-    /// needs these processes. Does nothing after the last exit, because the sweep then cleans up.
+    /// Signals the remaining processes in the group of a worker that has exited during a stop, because the worker no
+    /// longer needs these processes. Does nothing after the last worker's exit, because the sweep then cleans up.
     fn stop_rest_of(&mut self, pid: i32, effects: &mut Vec<Effect>) {
         let Some(signal) = self.stop_signal.filter(|_| self.phase == Phase::Stopping) else { return };
         if self.all_have_ended() {
@@ -361,9 +363,10 @@ impl Group {
             return;
         };
         if suspended {
-            // The supervisor has stopped the member itself and will continue all members at once.
+            // Do nothing, because the supervisor itself has stopped the member, and will continue it when the group is
+            // resumed.
         } else if stopping {
-            // Continue the member. It could not handle the stop signal while it is stopped.
+            // Continue the member, because a stopped process cannot handle the stop signal.
             effects.push(to_group(pid, Signal::CONT));
         } else if member.pause == Pause::Running {
             member.pause = Pause::Noticed(signal);
@@ -456,7 +459,7 @@ impl Group {
             }
             Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
             Timer::Check | Timer::Hang => self.look(effects),
-            // Ignore these deadlines. Either they do not apply in this phase, or the executor handles them.
+            // Ignore these deadlines. They do not apply in this phase, or the executor handles them.
             Timer::Kill
             | Timer::GiveUp
             | Timer::Start
@@ -469,8 +472,8 @@ impl Group {
         }
     }
 
-    /// Kills the process groups of all workers. The nursery only kills the workers that it started itself, and not
-    /// those that Python started.
+    /// Kills the process groups of all workers. The nursery kills only the workers that it started itself, so the
+    /// workers that Python started need this, too.
     fn on_fenced(&mut self, effects: &mut Vec<Effect>) {
         if matches!(self.phase, Phase::Running | Phase::Sweeping { lingering: true }) {
             self.outcome = Outcome::Stopped;
@@ -508,15 +511,15 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Sends the stop signal to every worker except the one with the pid `but`, which has already got a signal or has a
-    /// grace period to exit by itself. Also signals the process groups of workers that have exited, because their
-    /// leftover processes may still hold the device.
+    /// Sends the stop signal to every worker except the one with the pid `but`, which has already received a signal or
+    /// has a grace period to exit by itself. Also signals the process groups of workers that have exited, because their
+    /// leftover processes may still occupy an accelerator.
     fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>, effects: &mut Vec<Effect>) {
         self.on_resume(effects);
         if policy.is_hard() {
             return self.kill(effects);
         }
-        // Signal running members first, because the duration of the stop depends on them.
+        // Signal running members first, because the stop takes until they have exited.
         for ended in [false, true] {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
             for member in members.filter(|m| Some(m.pid) != but) {
@@ -527,7 +530,7 @@ impl Group {
         for member in self.members.iter().filter(|m| !m.ended && (m.adopted || m.pause != Pause::Running)) {
             effects.push(to_group(member.pid, Signal::CONT));
         }
-        // Use `Hasten`, because an earlier stop request may already have set an earlier deadline.
+        // Use `Hasten`, which keeps an earlier deadline that was set by a previous stop request.
         effects.push(Effect::Hasten(Timer::Kill, policy.grace));
         self.grace = if self.phase == Phase::Stopping { self.grace.min(policy.grace) } else { policy.grace };
         (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));
@@ -550,8 +553,8 @@ impl Group {
         }
     }
 
-    /// Returns true if all members have exited, and no replacement is being started or may still be requested. A
-    /// replacement may be requested for a failed member while the group is running.
+    /// Returns true if all members have exited and no replacement can follow: no replacement is being started, and none
+    /// may be requested anymore. While the group is running, a replacement may be requested for a failed member.
     fn all_have_ended(&self) -> bool {
         let is_over =
             |m: &Member| m.place == Place::Taken || m.place != Place::Promised && self.phase != Phase::Running;

@@ -1,5 +1,5 @@
-//! Event loop of the supervisor on the runtime thread. It passes events to the group's state machine, and carries out
-//! the effects. Each other piece of state is in a module of its own.
+//! Event loop of the supervisor on the runtime thread. The loop passes events to the group's state machine, and carries
+//! out the effects that the state machine returns. All other state is in the submodules.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -56,16 +56,17 @@ use second_nursery::SecondNursery;
 use sweeps::{Completed, Sweeps};
 use watchdog::{Watchdog, WatchdogEvent};
 
-/// When the supervisor is closed, time limit for a nursery to kill its remaining processes and exit.
+/// Time limit for a nursery to kill its remaining processes and exit when the supervisor is closed.
 const CLOSE_LIMIT: Duration = Duration::from_secs(35);
-/// Extra time in which the nursery can notice by itself that the fence deadline has passed.
+/// Time after the fence deadline in which the nursery can notice the deadline by itself, before the supervisor checks
+/// it.
 const FENCE_SLACK: Duration = Duration::from_millis(100);
 /// Time that a sweep may take beyond its own time limits. After that, the nursery or thread that performs it counts as
 /// hung.
 const SWEEP_SLACK: Duration = Duration::from_secs(5);
 
-/// Creates the supervisor's task and runs it until the supervisor is closed. Sends `Ok`, or the error of the creation,
-/// through `ready`.
+/// Creates the supervisor's task and runs it until the supervisor is closed. Sends the result of the creation through
+/// `ready`.
 pub(super) async fn run(
     config: Config,
     inbox: UnboundedReceiver<Command>,
@@ -76,11 +77,11 @@ pub(super) async fn run(
         Ok(task) => task,
         Err(error) => return drop(ready.send(Err(error))),
     };
-    // Ignore an error, which means that the creator has stopped waiting. The inbox is then closed as well, so the task
-    // ends.
+    // Ignore an error, which means that the creator of the supervisor has stopped waiting. The inbox is then closed as
+    // well, so the task ends.
     let _ = ready.send(Ok(()));
-    // Run the loop as a separate task. Otherwise, whenever another task on this thread wakes up, everything that this
-    // loop waits for would be polled, too.
+    // Run the loop as a separate task. Otherwise, each wake-up of another task on this thread would poll everything
+    // that this loop waits for.
     or_panic(tokio::task::spawn_local(task.serve(inbox)).await);
 }
 
@@ -95,8 +96,8 @@ struct Task {
     guard: GuardedSockets,
     current: Current,
     deadlines: Deadlines,
-    /// Futures of other components. See [`super::Supervisor::spawn`]. This field is declared after the nurseries, so
-    /// that the futures are dropped after the nurseries.
+    /// Futures of other components. See [`super::Supervisor::spawn`]. Fields are dropped in order, so this field comes
+    /// after the nurseries: the futures must be dropped later.
     tasks: JoinSet<()>,
     retired: Retired,
     sweeps: Sweeps,
@@ -173,17 +174,17 @@ impl Task {
                 Wake::Swept(swept) => self.on_swept(swept),
                 Wake::Task(result) => self.on_task_end(result),
                 Wake::Command(command) => {
-                    // Report recorded exceptions first. After a command that stops the group, they would no longer be
-                    // reported.
+                    // Report recorded exceptions first, because they are no longer reported after a command that stops
+                    // the group.
                     self.on_notices();
                     self.on_command(command);
                 }
                 Wake::Deadline => self.on_deadline(),
                 Wake::Watchdog(event) => {
                     self.on_watchdog(&event);
-                    // Yield to the runtime. Reading a FIFO that is always readable does not use up the task's budget.
-                    // Without the yield, this task would run, and sockets and timers would not be polled, as long as
-                    // any process keeps writing to the FIFO.
+                    // Yield to the runtime, because reading a FIFO that is always readable does not use up the task's
+                    // budget. Without the yield, a process that keeps writing to the FIFO would keep this task running,
+                    // and sockets and timers would not be polled.
                     tokio::task::yield_now().await;
                 }
                 Wake::Evidence(evidence) => self.input(Input::Evidence(evidence)),
@@ -217,7 +218,7 @@ impl Task {
             () = async { tokio::time::sleep_until(deadline.expect("guarded below").into()).await }, if deadline.is_some() => {
                 Wake::Deadline
             }
-            // Poll notices after commands and deadlines, because any process may flood the socket.
+            // Poll notices only after commands and deadlines, because any process may flood the socket with notices.
             event = self.raised.next(), if self.raised.are_watched() && !is_starting => Wake::Raised(event),
             event = self.second.next() => Wake::Second(event),
             event = async { self.watchdog.as_mut().expect("guarded below").next().await }, if reads_timers => {
@@ -353,8 +354,8 @@ impl Task {
         }
     }
 
-    /// Handles the notices that have arrived. Also called before an exit is recorded, because this thread may be late.
-    /// Otherwise, a worker that recorded an exception and exited would seem to have exited without an exception.
+    /// Handles the notices that have arrived. Also called before an exit is recorded. Otherwise, a worker whose notice
+    /// has not been read yet would seem to have exited without an exception.
     fn on_notices(&mut self) {
         if self.current.is_starting() {
             // Leave the notices in the socket until the pids of all workers are known.
@@ -495,8 +496,8 @@ impl Task {
 
     // --- sweeps -----------------------------------------------------------------------------------------------
 
-    /// Cleans up the processes that the workers left behind. The nursery does this, or this process if the nursery was
-    /// lost.
+    /// Cleans up the processes that the workers left behind. The nursery performs the sweep. If the nursery was lost,
+    /// this process performs it.
     fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
         if let Some(nursery) = self.nursery.get() {
             self.sweeps.request(nursery, linger, grace, give_up);
@@ -571,7 +572,8 @@ impl Task {
                 self.shared.queue.degraded(message);
             }
         } else if let Some(sweep) = self.sweeps.take_own() {
-            // Wait for the sweep after the loss of a nursery. All of the processes have already been sent SIGKILL.
+            // Wait for the sweep by this process, which was started because the nursery was lost. SIGKILL has already
+            // been sent to all of the processes.
             let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
         }
         self.retired.finish().await;

@@ -56,10 +56,10 @@ pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<Own
 /// returned by `wait4`.
 async fn status_from_parent(status: OwnedFd) -> Option<WorkerExit> {
     let pipe = register(status, Interest::READABLE).ok()?;
-    // The pipe also becomes readable if the writer exits without having written anything.
+    // The pipe also becomes readable if the writer exits without writing anything.
     let _guard = tokio::time::timeout(STATUS_LIMIT, pipe.readable()).await.ok()?.ok()?;
     let mut bytes = [0; 4];
-    // One read gets all four bytes, because pipes do not split such short writes.
+    // One read returns all four bytes, because pipes do not split such short writes.
     match nix::unistd::read(pipe.get_ref(), &mut bytes) {
         Ok(4) => WorkerExit::from_wait_status(i32::from_ne_bytes(bytes)),
         Ok(_) | Err(_) => None,
@@ -76,19 +76,19 @@ pub(super) fn ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
 
 /// Reaps the zombies that this process has adopted because it is pid 1. Never reaps a nursery.
 ///
-/// Python reaps the children that it started itself. If this function finds such a child among the zombies, it stops
-/// early.
+/// Python reaps the children that it started itself. If this function finds a child of that kind among the zombies, it
+/// stops early.
 pub(super) fn reap_orphans(nurseries: &[i32]) {
     let started_by_us = |pid: Pid| {
-        // The other children are orphans. They are in different sessions, because each was started by a descendant of a
-        // nursery or by another process.
+        // All other children are orphans. They are in other sessions, because they were started by descendants of a
+        // nursery or by unrelated processes.
         nurseries.contains(&pid.as_raw()) || getsid(Some(pid)) == getsid(None)
     };
     let peek = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
     while let Ok(status) = waitid(Id::All, peek) {
         match status.pid() {
             Some(pid) if !started_by_us(pid) => {
-                // Ignore an error. The child still exists, because only this code reaps it.
+                // Ignore the result. The child cannot have been reaped before, because only this code reaps it.
                 let _ = waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
             }
             Some(_) | None => return,
@@ -102,8 +102,8 @@ pub(super) fn wait_channel(pid: i32) -> String {
     procfs::read(pid, "wchan").filter(|name| name != "0").unwrap_or_default()
 }
 
-/// Returns the child that the nursery `pid` is still starting. This is the newest child that executes the same program
-/// as the nursery and is not one of `others`.
+/// Returns the child that the nursery `pid` is still starting. It is the newest child of the nursery that executes the
+/// same program as the nursery and is not one of `others`.
 #[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
 pub(super) fn child_that_starts(pid: i32, others: &[i32]) -> Option<i32> {
     let program = |pid: i32| fs::read_link(procfs::folder(pid)?.join("exe")).ok();

@@ -6,8 +6,8 @@
 //! a child subreaper.
 //!
 //! [`Scanner::scan`] runs on its own thread, because it reads `/proc`. It estimates the number of processes from the
-//! last scan and from the number of process IDs that the kernel has assigned since. If there cannot be many, it skips
-//! the scan. For a job that starts no processes, a call therefore reads only one small file.
+//! last scan and from the number of process IDs that the kernel has assigned since. If no process can have [`MANY`]
+//! zombie children, it skips the scan. For a job that starts no processes, a call therefore reads only one small file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -15,9 +15,9 @@ use std::time::Instant;
 use elasticrs_nursery::tree::{Status, children_of_self, descendants, describe, newest_pid};
 use elasticrs_sys::procfs;
 
-/// Minimum number of zombie children for which a process is reported. This is a quarter of 1024, the smallest process
-/// limit that is common for containers. It is too high for a program that starts one helper for each CPU and briefly
-/// has that many zombies before it waits for them.
+/// Minimum number of zombie children for which a process is reported. It is a quarter of 1024, the smallest process
+/// limit that is common for containers. A program that starts one helper for each CPU may briefly have that many
+/// zombies before it waits for them, but usually has fewer than this number.
 const MANY: usize = 256;
 /// Scans take at most 1/`SHARE` of the time, regardless of the number of processes.
 const SHARE: u32 = 100;
@@ -40,19 +40,20 @@ pub(super) struct Scanner {
     rest_until: Option<Instant>,
 }
 
-/// Data from a scan, used to estimate later whether there may be many zombies.
+/// Data from the last scan, from which the next call decides if another scan is needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Last {
     /// Newest pid at the start of the scan.
     newest: i32,
-    /// Highest number of descendants of one worker or children of the agent, including zombies.
+    /// Number of descendants of the worker that had the most, or number of the agent's children if that was higher.
+    /// Both include zombies.
     processes: usize,
 }
 
 impl Last {
-    /// Returns true if a process may have [`MANY`] zombie children, given the processes of the last scan and the number
-    /// of processes started since. `newest` is the newest pid now. If it is lower than before, pids have wrapped
-    /// around. Some sandboxes always report zero.
+    /// Returns true if a process may have [`MANY`] zombie children, given the number of processes in the last scan and
+    /// the number of processes started since then. `newest` is the newest pid now. Also returns true if pids have
+    /// wrapped around, or if `newest` is zero, as in some sandboxes.
     fn may_be_many(self, newest: i32) -> bool {
         let started = usize::try_from(newest - self.newest);
         newest <= 0 || started.is_ok_and(|started| started + self.processes >= MANY) || newest < self.newest
@@ -60,8 +61,8 @@ impl Last {
 }
 
 impl Scanner {
-    /// Returns a message for each worker for which it, or one of its descendants, has at least [`MANY`] zombie
-    /// children, and for the agent if it has that many. Reports each of them only once.
+    /// Returns a message for each worker that has at least [`MANY`] zombie children, or that has a descendant with that
+    /// many, and a message for the agent if it has that many itself. Reports each worker, and the agent, only once.
     pub(super) fn scan(&mut self, subjects: &Subjects) -> Vec<String> {
         let begun = Instant::now();
         let newest = newest_pid();
@@ -102,8 +103,8 @@ impl Scanner {
     }
 }
 
-/// Returns the number of zombie children of each process, for the worker and its descendants, without processes that
-/// have none. Also returns the total number of descendants.
+/// Returns the number of zombie children of the worker and of each of its descendants, omitting processes without
+/// zombie children. Also returns the total number of descendants.
 fn zombies_below(worker: i32) -> (BTreeMap<i32, usize>, usize) {
     let (mut zombies, mut processes) = (BTreeMap::<i32, usize>::new(), 0);
     for listed in descendants(worker, &[]) {
@@ -119,7 +120,7 @@ fn is_zombie(pid: i32) -> bool {
     Status::of(pid).is_some_and(Status::has_ended)
 }
 
-/// Explanation for the user, part of both messages.
+/// Explanation for the user, used in the messages about workers and about the agent.
 const CONSEQUENCE: &str = "Each one occupies a process ID, and no process can be started once the limit is reached";
 
 fn worker_message(local_rank: u32, parent: i32, count: usize) -> String {

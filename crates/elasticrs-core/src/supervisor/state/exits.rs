@@ -13,11 +13,11 @@ fn between_samples(limit: Duration) -> Duration {
 }
 
 impl Group {
-    /// Records a worker's uncaught exception and starts to watch the worker's exit. Only the last exception of a rank
-    /// counts, because a worker that is a shell may run its program again.
+    /// Records a worker's uncaught exception and starts to watch the worker's exit. If a rank records several
+    /// exceptions, only the last one counts, because a worker that is a shell may run its program again.
     ///
     /// If the worker is already being stopped, its exception is not reported, because it is usually a consequence of
-    /// the first failure. Its exit is watched nevertheless.
+    /// the first failure. The exit of the worker is still watched.
     pub(super) fn on_raised(&mut self, raised: WorkerRaised, effects: &mut Vec<Effect>) {
         let local_rank = raised.local_rank;
         let is_working = self.working(local_rank).is_some();
@@ -40,7 +40,7 @@ impl Group {
         let Some(limit) = raised.limit else { return };
         let is_working = self.working(local_rank).is_some();
         match progressed {
-            // Gather evidence before killing the worker, because its stack shows what blocks its exit.
+            // Gather evidence before killing the worker, because the worker's stack shows what blocks the exit.
             Some(false) if is_working => return self.take_evidence(PendingAction::Exit(local_rank), effects),
             Some(false) => return self.kill_stalled(local_rank, between_samples(limit), effects),
             Some(true) if is_working => {
@@ -74,8 +74,8 @@ impl Group {
         effects.push(Effect::Report(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
     }
 
-    /// Reports the workers that have exceeded their grace period, except those that already got SIGKILL. Sends one
-    /// event for each reason.
+    /// Reports the workers that have exceeded their grace period, except those that have already been sent SIGKILL.
+    /// Sends one event for each reason.
     pub(super) fn report_grace_is_over(&self, effects: &mut Vec<Effect>) {
         let mut killed: Vec<WorkersKilled> = Vec::new();
         for member in self.members.iter().filter(|m| m.runs() && m.sent != Some(Signal::KILL)) {

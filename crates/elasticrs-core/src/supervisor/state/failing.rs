@@ -12,9 +12,9 @@ use crate::spec::StopScope;
 use crate::supervisor::event::WorkersKilled;
 
 impl Group {
-    /// Handles a timer that was not released in time. If the timer has a signal, sends it to the process, and the
-    /// worker counts as failed. Ignores the timer if the worker is already being stopped, because the stop has its own
-    /// deadline.
+    /// Handles a timer that was not released in time. If the timer has a signal, sends the signal to the process and
+    /// marks the worker as failed. Ignores the timer if the worker is already being stopped, because the stop has its
+    /// own deadline.
     pub(super) fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
         let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
         let Some(member) = self.working(local_rank) else { return };

@@ -1,8 +1,8 @@
 //! Handles workers that hang: decides when to check heartbeats, when to gather evidence, and which worker to blame.
 //!
 //! The rules for the time limits are in [`crate::timer::hang`]. Workers may recover or exit while evidence is gathered.
-//! Each decision that waits for evidence is therefore checked again with the latest heartbeats. If a worker that the
-//! decision concerns exits, the decision is made before the exit is reported.
+//! Once the evidence is complete, each decision is therefore made with the latest heartbeats. If a worker exits
+//! earlier, the decisions about this worker are made before its exit is reported.
 
 use std::time::Duration;
 
@@ -52,7 +52,8 @@ impl PendingAction {
         matches!((self, other), (Self::Timer(one), Self::Timer(other)) if one.local_rank == other.local_rank)
     }
 
-    /// Returns true if this action is about what the member did, or did not do, while it was alive.
+    /// Returns true if this action judges what the member did, or did not do, while it was alive. Such an action must
+    /// be taken before the member's exit is handled.
     fn concerns(&self, member: usize, local_rank: u32) -> bool {
         match self {
             Self::Timer(timer) => timer.local_rank == local_rank,
@@ -135,11 +136,12 @@ impl Group {
         self.take_evidence(PendingAction::Stop(policy, remote, HangCheck { late, seen, at }), effects);
     }
 
-    /// Gathers evidence and then takes this action. Takes the action at once if the group is already being stopped.
+    /// Gathers evidence and then takes this action. If the group is already being stopped, takes the action at once,
+    /// without evidence.
     pub(super) fn take_evidence(&mut self, action: PendingAction, effects: &mut Vec<Effect>) {
         if let Some(waiting) = &mut self.waiting {
-            // Do not queue another timer of the same rank. The first one already decides what happens to the rank, and
-            // there may be any number of others.
+            // Queue at most one expired timer of each rank, because the first one already decides what happens to the
+            // rank, and a rank may have any number of timers.
             if !waiting.iter().any(|earlier| earlier.is_of_same_rank(&action)) {
                 waiting.push(action);
             }
@@ -162,16 +164,15 @@ impl Group {
         self.look(effects);
     }
 
-    /// Takes all waiting actions now, without evidence. A worker whose limit had passed counts as hung.
+    /// Takes all pending actions now, without evidence. A worker counts as hung if its limit had passed.
     pub(super) fn settle(&mut self, effects: &mut Vec<Effect>) {
         let waiting = self.waiting.take().unwrap_or_default();
         self.carry_out_all(waiting, &[], effects);
     }
 
     /// Handles the exit of a worker while evidence is being gathered. Takes the actions that concern the worker first.
-    /// They are still valid, because the worker may have exited only because of the signal that requests its stacks:
-    /// `pause`, for example, returns on any signal. After a successful exit, the other actions keep waiting for
-    /// evidence.
+    /// They are still valid, because the exit may only be an effect of the signal that requests the stacks: `pause`,
+    /// for example, returns on any signal. After a successful exit, the other actions keep waiting for evidence.
     pub(super) fn settle_before_exit(&mut self, index: usize, exit: WorkerExit, effects: &mut Vec<Effect>) {
         let fails_group = !exit.is_success() && !self.survives(index);
         let Some(waiting) = &mut self.waiting else { return };
@@ -188,7 +189,7 @@ impl Group {
         }
         for action in due {
             match action {
-                // Report only the worker that has exited, because the others may have been waiting for it.
+                // Report only the worker that has exited, because the other late workers may have been waiting for it.
                 PendingAction::Hung(check) => {
                     if let Some(hung) = self.judge(check, &[]).filter(|hung| hung.local_rank == local_rank) {
                         self.on_hung(hung, effects);
@@ -199,7 +200,7 @@ impl Group {
         }
     }
 
-    /// Returns true if an action that waits for evidence is about what this member did while it was alive.
+    /// Returns true if a pending action judges what this member did while it was alive.
     pub(super) fn is_to_be_judged(&self, index: usize) -> bool {
         self.waiting.iter().flatten().any(|action| action.concerns(index, self.members[index].local_rank))
     }
@@ -211,8 +212,8 @@ impl Group {
         effects: &mut Vec<Effect>,
     ) {
         if actions.iter().any(|action| matches!(action, PendingAction::Stop(..))) {
-            // Drop the results of local checks, because the stop request considers both the local ranks and the rank on
-            // the other node.
+            // Drop the results of local checks, because the stop request considers the local ranks as well as the rank
+            // on the other node.
             actions.retain(|action| !matches!(action, PendingAction::Hung(_)));
         }
         for action in actions {
@@ -252,8 +253,8 @@ impl Group {
         self.members.iter().any(|member| member.runs() && member.condemned.is_some())
     }
 
-    /// Kills a worker that hangs. It gets no grace period, because it would not save anything: it has already been
-    /// silent for longer than its limit.
+    /// Kills a worker that hangs. The worker gets no grace period, because it would not save anything: it has already
+    /// been silent for longer than its limit.
     fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
         self.fail_at_once(hung.local_rank, hung.seen, Event::WorkerHung(hung.into()), effects);
     }
@@ -331,8 +332,8 @@ fn ranks_are(local_ranks: &[u32]) -> String {
     if local_ranks.len() == 1 { format!("local rank {names} is") } else { format!("local ranks {names} are") }
 }
 
-/// Returns the message about ranks that are still exiting, although their program returned longer ago than the limit
-/// for a step.
+/// Returns the message about ranks whose processes are still exiting although the limit for a step has passed since
+/// their program returned.
 fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) -> String {
     let (ranks_are, step) = (ranks_are(local_ranks), step.as_secs_f64());
     let limit = exit.map_or_else(
@@ -342,8 +343,8 @@ fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) ->
     format!("{ranks_are} still exiting {step} s after the program returned; {limit}")
 }
 
-/// Returns the message about ranks that are not watched for hangs yet. It lists all possible reasons, because only the
-/// worker knows which of them applies.
+/// Returns the message about ranks that are not watched for hangs yet. The message lists all possible reasons, because
+/// only the worker knows which reason applies.
 fn unwatched(local_ranks: &[u32], limit: Duration) -> String {
     let ranks_are = ranks_are(local_ranks);
     format!(

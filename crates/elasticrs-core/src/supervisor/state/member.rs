@@ -11,12 +11,12 @@ use crate::supervisor::event::{KillReason, WorkerRaised};
 pub(super) enum Pause {
     #[default]
     Running,
-    /// The worker is stopped by this signal, but this has not been reported yet.
+    /// The worker was stopped by this signal, but the stop has not been reported yet.
     Noticed(i32),
     Reported,
 }
 
-/// State of a member's place in a group that replaces failed workers. See [`super::replacing`].
+/// State of a place in a group that replaces failed workers. See [`super::replacing`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Place {
     #[default]
@@ -35,15 +35,15 @@ pub(super) struct Member {
     /// True if the process is dead but its exit has not been reported yet.
     pub(super) dead: bool,
     pub(super) sent: Option<Signal>,
-    /// Signal that asked the worker to exit within its grace period. `None` if no signal did. A worker that is exiting
-    /// slowly after an uncaught exception gets the grace period without a signal.
+    /// Signal that asked the worker to exit within its grace period. `None` if there was no such signal: a worker that
+    /// is exiting slowly after an uncaught exception gets the grace period without a signal.
     asked_by: Option<Signal>,
     /// Last signal that was sent to the worker's whole process group.
     group_sent: Option<Signal>,
     pub(super) pause: Pause,
     pub(super) raised: Option<WorkerRaised>,
-    /// Time at which the worker was found to have failed although it was still running. It then counts as failed
-    /// whatever its exit code, and the other workers continue. `None` if this did not happen.
+    /// Time at which a worker that was still running was found to have failed. Such a worker counts as failed whatever
+    /// its exit code, and the other workers continue. `None` for all other workers.
     pub(super) condemned: Option<Stamp>,
     pub(super) place: Place,
 }
@@ -64,7 +64,7 @@ impl Member {
         Effect::Signal { pid: self.pid, to, signal }
     }
 
-    /// Same as [`Self::send`], for a signal that asks the worker to exit within the grace period.
+    /// Same as [`Self::send`], for a signal that asks the worker to exit within its grace period.
     pub(super) fn stop(&mut self, signal: Signal, to: StopScope) -> Effect {
         self.asked_by = Some(signal);
         self.send(signal, to)

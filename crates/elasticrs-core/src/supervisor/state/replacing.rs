@@ -14,7 +14,7 @@ use super::{Effect, Event, GIVE_UP_AFTER, Group, Phase, SweepOutcome, Timer};
 use crate::spec::StopScope;
 use crate::supervisor::event::StartFailure;
 
-/// Time limit for starts of replacements that are in progress when the group is killed.
+/// Time limit for replacements that are still being started when the group is killed.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
 
 impl Group {
@@ -45,7 +45,7 @@ impl Group {
         self.members.iter().filter(|m| m.place == Place::Promised).map(|m| m.local_rank)
     }
 
-    /// Returns true if the other members continue when this member fails. If Python started the member, they do not,
+    /// Returns true if the other members continue when this member fails. Returns false if Python started the member,
     /// because the nursery cannot clean up the processes of such a member.
     pub(super) fn survives(&self, index: usize) -> bool {
         self.replaces && self.phase == Phase::Running && !self.members[index].adopted
@@ -57,14 +57,14 @@ impl Group {
         self.members.iter().position(|m| m.pid == pid && !m.ended).filter(|&index| self.survives(index))
     }
 
-    /// Handles the exit of a failed member. Its leftover processes are cleaned up after those of members that failed
-    /// earlier.
+    /// Handles the exit of a failed member. Its leftover processes are cleaned up once the processes of members that
+    /// failed earlier are gone.
     pub(super) fn leave(&mut self, index: usize, effects: &mut Vec<Effect>) {
         self.members[index].place = Place::Left;
         if let Some(watch) = &mut self.watch {
             watch.lose(index);
-            // Check the heartbeats of the other members at once. The checks were paused while this member was about to
-            // exit.
+            // Check the heartbeats of the other members now, because these checks were paused while the failed member
+            // was about to exit.
             effects.push(Effect::Arm(Timer::Hang, Duration::ZERO));
         }
         self.left.push_back(index);
@@ -111,7 +111,7 @@ impl Group {
     pub(super) fn on_replaced(&mut self, local_rank: u32, pid: i32, started: Stamp, effects: &mut Vec<Effect>) {
         let Some(index) = self.promised(local_rank) else { return };
         for ended in self.members.iter_mut().filter(|m| m.pid == pid) {
-            // Forget the pid of a member that has exited, because the replacement has got the same pid from the kernel.
+            // Forget the pid of a member that has exited, because the kernel has reused it for the replacement.
             ended.pid = 0;
         }
         self.members[index] = Member::new(local_rank, pid, false);

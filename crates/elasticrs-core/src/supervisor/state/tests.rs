@@ -258,7 +258,7 @@ fn who_is_dead_when_a_signal_is_sent_died_by_itself() {
         Some(Effect::Report(Event::WorkerExited { sent, .. })) => *sent,
         other => panic!("{other:?}"),
     };
-    // Rank 3 died after SIGTERM was sent and before SIGKILL was, so SIGTERM is reported for it.
+    // Rank 3 is reported with SIGTERM, because it died after SIGTERM and before SIGKILL was sent.
     let _ = group.on_input(Input::Dead(vec![103]));
     let _ = group.on_input(Input::Expired(Timer::Kill));
     assert_eq!(sent(&group.on_input(exited(102, FAILED))), None);
@@ -496,7 +496,8 @@ impl Seen {
         Ok(())
     }
 
-    /// Checks that the helpers of a running worker get no stop signal, because the worker may need them to save.
+    /// Checks that the helpers of a running worker get no stop signal, because the worker may need them to save a
+    /// checkpoint.
     fn check_scope(&self, effects: &[Effect]) -> Result<(), TestCaseError> {
         for effect in effects {
             if let Effect::Signal { pid, to: StopScope::Group, signal: Signal::TERM } = effect {
@@ -510,8 +511,8 @@ impl Seen {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Checks that any history of inputs leads to the end of the group. Once all exits are reported and each sweep is
-    /// answered, the group has ended exactly once.
+    /// Checks that any history of inputs leads to the end of the group. When all exits have been reported and each
+    /// sweep has been answered, the group has ended exactly once.
     #[test]
     fn every_history_can_be_brought_to_its_end(
         history in prop::collection::vec((any_input(), 0..5_u64, prop::array::uniform4(prop::option::of(0..5_u64))), 0..40),

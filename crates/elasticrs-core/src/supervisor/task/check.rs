@@ -1,4 +1,4 @@
-//! Decides what to do about workers that are dead although the nursery has not reported their exits.
+//! Decides what to do when the nursery does not report the exits of workers that are dead.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -28,7 +28,7 @@ pub(super) struct CheckOutcome {
     pub(super) nursery: Option<NurseryAction>,
     /// Time until the next check.
     pub(super) pause: Duration,
-    /// The workers whose exits must be reported without the nursery, because a tracer still holds them.
+    /// Workers whose exits must be reported without the nursery, because a tracer still holds them.
     pub(super) held: Vec<(i32, Held)>,
 }
 
@@ -42,11 +42,12 @@ pub(super) enum NurseryAction {
 }
 
 impl Unreported {
-    /// Compares a check with the previous one. `dead` contains the workers without a reported exit that no tracer
-    /// holds, and `held` those that a tracer holds. `is_starting` is true while a replacement is being started.
+    /// Compares a check with the previous one. `dead` contains the workers without a reported exit that are not held by
+    /// a tracer, and `held` contains those that are. `is_starting` is true while a replacement is being started.
     pub(super) fn check(&mut self, dead: Vec<i32>, held: Vec<(i32, Held)>, is_starting: bool) -> CheckOutcome {
-        // Unreported exits usually mean that the nursery hangs. While a replacement is being started, the nursery may
-        // only be blocked in that start. Do not kill it then, because the start has its own deadline.
+        // Unreported exits usually mean that the nursery hangs. While a replacement is being started, however, the
+        // nursery may only be blocked in that start. Do not kill the nursery then, because the start has its own
+        // deadline.
         let is_overdue = !is_starting && dead.iter().any(|pid| self.dead.contains(pid));
         let action = if is_overdue { NurseryAction::Kill } else { NurseryAction::Resume };
         let nursery = (!dead.is_empty()).then_some(action);
@@ -58,7 +59,7 @@ impl Unreported {
     }
 }
 
-/// Reports about processes that the kernel cannot remove. Each process is reported only once.
+/// Reports exited processes that the kernel cannot remove. Each process is reported only once.
 #[derive(Debug)]
 pub(super) struct ZombieReports {
     queue: Arc<Queue>,
@@ -86,8 +87,8 @@ impl ZombieReports {
         }
     }
 
-    /// Looks for processes with many zombie children. Runs on another thread, because it reads `/proc`. Does nothing if
-    /// the previous scan is still running.
+    /// Scans for processes with many zombie children. The scan runs on another thread, because it reads `/proc`. Does
+    /// nothing if the previous scan is still running.
     pub(super) fn scan(&self, subjects: Subjects) {
         let (scanner, queue) = (Arc::clone(&self.scanner), Arc::clone(&self.queue));
         tokio::task::spawn_blocking(move || {

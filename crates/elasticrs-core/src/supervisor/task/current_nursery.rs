@@ -15,7 +15,7 @@ use crate::supervisor::nursery_io::{Import, Nursery, NurseryEvent};
 /// Time after which the user is notified that workers are waiting for an import.
 const SLOW_IMPORT: Duration = Duration::from_secs(5);
 
-/// The nursery that starts the workers. There is none from its loss until the next group starts.
+/// The nursery that starts the workers. After a nursery was lost, there is none until the next group starts.
 #[derive(Debug)]
 pub(super) struct CurrentNursery {
     nursery: Option<Nursery>,
@@ -31,7 +31,7 @@ impl CurrentNursery {
         Self { token: nursery.token, nursery: Some(nursery), pid }
     }
 
-    /// Uses another nursery from now on. Returns the previous one, if it still exists.
+    /// Switches to another nursery. Returns the previous nursery if it still exists.
     pub(super) fn replace(&mut self, nursery: Nursery) -> Option<Nursery> {
         self.pid.store(nursery.pid, Ordering::Relaxed);
         self.token = nursery.token;
@@ -67,7 +67,7 @@ impl CurrentNursery {
         }
     }
 
-    /// Returns the next event from the nursery. Never returns if there is none. Cancel-safe.
+    /// Waits for the next event from the nursery and returns it. Never returns if there is no nursery. Cancel-safe.
     pub(super) async fn next(&mut self) -> NurseryEvent {
         match &mut self.nursery {
             Some(nursery) => nursery.next().await,
@@ -93,12 +93,12 @@ impl CurrentNursery {
         was_warming
     }
 
-    /// Sets the deadlines for the imports. Called again when a group starts to wait for the imports, because the end of
-    /// the previous group has cleared all deadlines.
+    /// Sets the deadlines for the imports. Called again when a group starts to wait for the imports, because all
+    /// deadlines were cleared at the end of the previous group.
     pub(super) fn arm_import(&self, deadlines: &mut Deadlines) {
         if let Some(import) = self.import() {
-            // Keep an earlier deadline, because the time limit applies to the imports as a whole. They may take several
-            // nurseries: if a module kills the nursery, another nursery imports the remaining modules.
+            // Keep an earlier deadline, because the time limit covers all imports together. If a module kills the
+            // nursery, another nursery imports the remaining modules within the same limit.
             deadlines.hasten(Timer::Warm, import.warm.limit, Instant::now());
             deadlines.hasten(Timer::SlowImport, SLOW_IMPORT, Instant::now());
         }

@@ -11,8 +11,8 @@ use super::retired::Retired;
 use super::running::Running;
 use crate::supervisor::evidence::{self, EvidenceFiles, GatheringLimit, Subject, WorkerEvidence};
 
-/// Extra time for evidence threads after their deadline. It is short, so that a disk that does not respond cannot delay
-/// the end of a hung job.
+/// Extra time for evidence threads after their deadline. The time is short, so that a disk that does not respond cannot
+/// delay the end of a hung job.
 const SLACK: Duration = Duration::from_millis(100);
 
 /// Settings for the evidence, and the evidence that is being gathered.
@@ -42,7 +42,7 @@ impl Evidence {
         self.gathering = Some(gathering);
     }
 
-    /// Waits for the evidence. Never returns if none is being gathered. Cancel-safe.
+    /// Waits for the evidence. Never returns if no evidence is being gathered. Cancel-safe.
     pub(super) async fn gathered(&mut self) -> Vec<WorkerEvidence> {
         let Some(gathering) = &mut self.gathering else { return std::future::pending().await };
         let evidence = gathering.finish().await;
@@ -51,7 +51,7 @@ impl Evidence {
     }
 
     /// Cancels the gathering of evidence that is no longer needed. The threads finish in the background. Closing the
-    /// supervisor waits for them, because they must reap `py-spy`, which is a child of this process.
+    /// supervisor waits for the threads, because they must reap `py-spy`, which is a child of this process.
     pub(super) fn cancel(&mut self, retired: &mut Retired) {
         if let Some(mut gathering) = self.gathering.take() {
             gathering.limit.is_cancelled.store(true, Ordering::Relaxed);

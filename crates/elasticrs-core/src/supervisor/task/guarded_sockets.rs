@@ -1,5 +1,5 @@
-//! Passes to the nursery what it holds for the agent: the connection of the agent's lease, the links to other agents,
-//! and the fence, which is the deadline for killing all workers.
+//! Gives the nursery the resources that it holds for the agent: the connection of the agent's lease, the links to other
+//! agents, and the fence, which is the deadline for killing all workers.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,7 +14,7 @@ use crate::supervisor::command::Guarded;
 use crate::supervisor::nursery_io::Nursery;
 use crate::supervisor::queue::Queue;
 
-/// Sockets that the nursery holds. This process keeps them, so that it can pass them to the next nursery.
+/// Sockets that the nursery holds. This process keeps them open as well, so that it can pass them to the next nursery.
 #[derive(Debug)]
 pub(super) struct GuardedSockets {
     connections: Connections,
@@ -27,7 +27,7 @@ impl GuardedSockets {
         Self { connections: Connections::default(), fence, queue }
     }
 
-    /// Changes the set of held sockets, here and in the nursery. If that fails, reports an event.
+    /// Changes the set of held sockets in this process and in the nursery. Reports an event if the change fails.
     pub(super) fn change(&mut self, guarded: Guarded, mut nursery: Option<&mut Nursery>) {
         match guarded {
             Guarded::Hold(socket) => {
@@ -38,8 +38,9 @@ impl GuardedSockets {
             }
             Guarded::Beside(socket, held) => {
                 if !self.hold(Held { socket, word: None }, true, nursery.as_deref_mut()) {
-                    // Release the newest socket here as well. Otherwise, a later request to release the newest socket
-                    // would close different sockets in this process and in the nursery.
+                    // Release the newest socket in this process, because the nursery does not hold it. Otherwise, a
+                    // later request to release the newest socket would close different sockets in this process and in
+                    // the nursery.
                     self.connections.release(Release::Newest);
                     let _ = held.send(false);
                 } else if let Some(nursery) = nursery {
@@ -83,7 +84,7 @@ impl GuardedSockets {
         self.queue.degraded(format!("the nursery cannot guard the connection to the store: {reason}"));
     }
 
-    /// Gives the nursery a socket to hold. If that fails, reports an event and returns false.
+    /// Makes the nursery hold a socket. If that fails, reports an event and returns false.
     fn hold(&mut self, held: Held, beside: bool, nursery: Option<&mut Nursery>) -> bool {
         let request = Request::Hold { beside, word: held.word };
         let copy = held.socket.try_clone().map(|copy| vec![copy]);
@@ -137,7 +138,7 @@ mod tests {
         guard.change(Guarded::Hold(socket()), None);
         guard.change(Guarded::Beside(socket(), sender), None);
         assert_eq!(guard.connections.all().len(), 2);
-        // The caller does not wait for a nursery that does not exist.
+        // No nursery exists, so the caller does not wait for one.
         assert!(receiver.blocking_recv().is_err());
         guard.change(Guarded::Release(Release::Older), None);
         assert_eq!(guard.connections.all().len(), 1);

@@ -17,8 +17,8 @@ use crate::supervisor::state::Snapshot;
 use crate::timer::hang::{Limits, RankState};
 use crate::timer::pages::HeartbeatPage;
 
-/// Preferred descriptor number of the heartbeat page in a worker. If it is taken, the next lower free number is used.
-/// It is high, to avoid conflicts with descriptors of the worker's program.
+/// Preferred descriptor number of the heartbeat page in a worker. If the number is taken, the next lower free number is
+/// used. The number is high, to avoid conflicts with descriptors of the worker's program.
 const PAGE_FD: i32 = 198;
 
 /// The workers' heartbeat pages.
@@ -97,8 +97,8 @@ impl Heartbeats {
 }
 
 fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::Result<Arc<HeartbeatPage>> {
-    // Only use numbers from the lower half of those that a worker may use. The upper half is needed during the start of
-    // the worker, which first moves the passed descriptors above all target numbers.
+    // Use only the lower half of the descriptor numbers that are allowed in the worker. The start of the worker needs
+    // the upper half, because it first moves the passed descriptors above all target numbers.
     let half = i32::try_from(limits::descriptors_of_workers() / 2).unwrap_or(i32::MAX);
     let page = HeartbeatPage::new(Stamp::now().0)?;
     let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);

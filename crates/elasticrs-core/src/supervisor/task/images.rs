@@ -22,12 +22,12 @@ impl Images {
         self.0.iter().any(is_warm)
     }
 
-    /// Removes the warm programs, so that every later nursery is cold.
+    /// Removes the programs for warm nurseries, so that every later nursery is cold.
     pub(super) fn forget_warm(&mut self) {
         self.0.retain(|image| !is_warm(image));
     }
 
-    /// Launches a nursery with the first program that can be executed.
+    /// Launches a nursery with the first program that can be executed on this machine.
     pub(super) fn launch(&self) -> Result<Nursery, LaunchError> {
         Nursery::launch(&self.0)
     }
@@ -38,7 +38,7 @@ impl Images {
         Nursery::launch(&self.fitting(spec))
     }
 
-    /// Launches a nursery that continues or repeats the module imports of an earlier one.
+    /// Launches a nursery that resumes or repeats the module imports of an earlier nursery.
     pub(super) fn launch_again(&self, import: &Import) -> Result<Nursery, LaunchError> {
         Nursery::launch_again(&self.0, import)
     }

@@ -1,4 +1,5 @@
-//! Handles a nursery that becomes ready, hangs, dies, or does not exit even after SIGKILL, and uses another one.
+//! Handles a nursery that becomes ready, hangs, dies, or does not exit even after SIGKILL, and switches to another
+//! nursery.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 
 impl Task {
-    /// Uses a new nursery from now on.
+    /// Switches to a new nursery.
     pub(super) fn use_nursery(&mut self, mut nursery: Nursery) {
         self.guard.equip(&mut nursery);
         if let Some(previous) = self.nursery.replace(nursery) {
@@ -29,7 +30,7 @@ impl Task {
         self.nursery.arm_import(&mut self.deadlines);
     }
 
-    /// Makes the second nursery take over from the first. Returns false if it cannot.
+    /// Makes the second nursery take over from the first. Returns false if it cannot take over.
     pub(super) fn take_over(&mut self) -> bool {
         if !self.current.is_idle() {
             return false;
@@ -60,8 +61,8 @@ impl Task {
     }
 
     /// Looks for workers that are dead although the nursery has not reported their exits. If a tracer holds such a
-    /// worker, reports the exit itself. Otherwise resumes the nursery, which may have been stopped by a signal. If the
-    /// nursery still has not reported the exit at the next check, it hangs and is killed.
+    /// worker, this function reports the exit. Otherwise, it resumes the nursery, which may have been stopped by a
+    /// signal. If the exit is still unreported at the next check, the nursery hangs and is killed.
     pub(super) fn check(&mut self) {
         if self.owns_process && std::process::id() == 1 {
             let nurseries: Vec<i32> = self.nursery.pid().into_iter().chain(self.second.pids()).collect();
@@ -72,8 +73,8 @@ impl Task {
         self.zombies.scan(running.zombie_subjects(self.owns_process));
         let adopted = running.adopted();
         let workers = running.group.living().filter(|pid| !adopted.contains(pid));
-        // Ignore workers that are traced by the nursery. They have asked their parent to trace them, and the nursery
-        // reaps them unless it is stopped itself.
+        // Ignore workers that are traced by the nursery. These workers have asked their parent to trace them, and the
+        // nursery reaps them unless it is stopped by a signal.
         let nursery = self.nursery.pid();
         let by_others = |pid: i32| held::by_tracer(pid).filter(|held| Some(held.tracer) != nursery);
         let held: Vec<_> = workers.filter_map(|pid| by_others(pid).map(|held| (pid, held))).collect();
@@ -93,9 +94,9 @@ impl Task {
         }
     }
 
-    /// Stops waiting for a nursery that does not exit after SIGKILL. Its workers do not die until it does, so they are
-    /// killed, and its descendants are swept as far as possible. The SIGKILL stays pending, so the nursery dies as soon
-    /// as the kernel can kill it.
+    /// Stops waiting for a nursery that does not exit after SIGKILL. Kills the workers, because they do not die by
+    /// themselves before the nursery does, and sweeps its descendants as far as possible. The SIGKILL for the nursery
+    /// stays pending, so the nursery dies as soon as the kernel can kill it.
     pub(super) fn give_up_nursery(&mut self) {
         if let Some(nursery) = self.nursery.get() {
             nursery.hung = false;
@@ -115,7 +116,7 @@ impl Task {
                 return;
             }
         } else if let Some(Guard { mut sentinel, .. }) = sentinel {
-            // Kill the sentinel, because this process cleans up in its place.
+            // Kill the sentinel, because this process cleans up instead.
             sentinel.kill();
             self.retired.add_nursery(*sentinel);
         }
@@ -124,8 +125,8 @@ impl Task {
             Current::Starting(starting) => {
                 starting.nursery_lost(exit);
                 if !starting.is_stopped() && self.has_fence_passed() {
-                    // The nursery hung, so the sentinel has killed it at the fence deadline. Report that the deadline
-                    // has passed.
+                    // Report that the fence deadline has passed. The nursery hung at the deadline, so the sentinel has
+                    // killed it.
                     self.on_fenced_start();
                 }
                 self.deadlines.disarm(Timer::Start);
@@ -133,11 +134,13 @@ impl Task {
                 self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
             }
             Current::Running(running) => {
-                // Watch the exits of the remaining workers from here, because the lost nursery no longer reports them.
+                // Watch the exits of the remaining workers from this process, because the lost nursery no longer
+                // reports them.
                 running.watch_exits();
                 let is_starting = running.group.is_running() && running.group.starting().next().is_some();
                 if is_starting && self.has_fence_passed() {
-                    // Report that the fence deadline has passed, as in the case above.
+                    // Report that the fence deadline has passed. The nursery was blocked in the start of a replacement,
+                    // so the sentinel has killed it.
                     self.on_fenced_start();
                 }
                 self.input(Input::NurseryLost(exit));
@@ -149,8 +152,8 @@ impl Task {
         matches!(self.shared.fence.look(), Ok(Look::Passed { .. }))
     }
 
-    /// Handles the death of a nursery during its imports. Returns false if no other nursery could be launched while a
-    /// group is being started.
+    /// Handles the death of a nursery during its imports. Returns false if a group is being started and no other
+    /// nursery could be launched.
     fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, exit: NurseryExit) -> bool {
         match import_rest(import, sentinel, exit, false, &self.images, &mut self.retired) {
             Some(nursery) => {
@@ -161,8 +164,8 @@ impl Task {
         }
     }
 
-    /// Replaces the warm nursery with a cold one for the rest of the job. Returns false if the cold one could not be
-    /// launched while a group is being started.
+    /// Replaces the warm nursery with a cold one for the rest of the job. Returns false if a group is being started and
+    /// the cold nursery could not be launched.
     fn go_on_cold(&mut self, exit: NurseryExit) -> bool {
         current_nursery::disarm_import(&mut self.deadlines);
         self.images.forget_warm();

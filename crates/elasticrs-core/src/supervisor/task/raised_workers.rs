@@ -2,8 +2,8 @@
 //!
 //! A notice is a datagram that the exception hook of a worker sends to an abstract Unix socket of the attempt. It
 //! contains the time and the last part of the traceback. The kernel adds the sender's pid, which must belong to a
-//! worker or to a descendant of one. The text is only for the user, and no decision of the core depends on it. Notices
-//! arrive even if a file system hangs, because no file is involved.
+//! worker or to a descendant of one. The traceback is only shown to the user, and no decision of the core depends on
+//! it. Notices arrive even if a file system hangs, because no file is involved.
 
 use std::collections::HashSet;
 use std::io::{self, IoSliceMut};
@@ -30,8 +30,9 @@ use crate::supervisor::watch;
 /// Maximum length of a notice in bytes. The hook never sends more. Longer notices are truncated.
 const MAX_TEXT: usize = 4096;
 
-/// Maximum number of notices to receive at once. There may be any number, because any process in the network namespace
-/// may send notices, and each is expensive: `/proc` must be read to find the worker that the sender descends from.
+/// Maximum number of notices to receive in one go. It is needed because any process in the network namespace may send
+/// notices, and because each notice is expensive: to find the worker from which the sender descends, `/proc` must be
+/// read.
 const SLICE: usize = 64;
 
 /// Maximum time to remember that a sender is not a worker. It is short, because the kernel may reuse the sender's pid
@@ -58,7 +59,8 @@ pub(super) struct RaisedWorkers {
     /// Processes that have recorded an uncaught exception.
     raised: Vec<Raised>,
     strangers: Strangers,
-    /// Samples in progress: the local rank of the worker, and its sample, or `None` if sampling timed out.
+    /// Samples in progress. The result is the local rank of the worker, and its sample, or `None` if sampling timed
+    /// out.
     sampling: JoinSet<(u32, Option<Sample>)>,
 }
 
@@ -84,13 +86,13 @@ struct Raised {
 #[derive(Debug, Default)]
 struct Strangers {
     pids: HashSet<i32>,
-    /// Time at which the first pid was added. `None` if there is no pid.
+    /// Time at which the oldest pid in the set was added. `None` if the set is empty.
     since: Option<Instant>,
 }
 
 impl Strangers {
-    /// Returns the local rank of the worker to which the process belongs. `None` if there is no such worker. Does not
-    /// call `look_up` for a known stranger, because finding the worker of a process requires reading `/proc`.
+    /// Returns the local rank of the worker to which the process belongs. `None` if there is no such worker. Calls
+    /// `look_up`, which reads `/proc`, only if the process is not already known to belong to no worker.
     fn worker_of(&mut self, pid: i32, now: Instant, look_up: impl FnOnce(i32) -> Option<u32>) -> Option<u32> {
         if self.since.is_some_and(|since| now.saturating_duration_since(since) >= STRANGER_LIFETIME) {
             *self = Self::default();
@@ -109,7 +111,7 @@ impl Strangers {
 
 impl RaisedWorkers {
     /// Starts to receive notices from the workers of the next group. `limit` is the time limit for the exit of a worker
-    /// that makes no progress. `None` if there is no limit.
+    /// that makes no progress, or `None` for no limit.
     pub(super) fn watch(&mut self, notices: OwnedFd, limit: Option<Duration>) -> io::Result<()> {
         let notices = register(notices, Interest::READABLE)?;
         *self = Self { limit, notices: Some(notices), ..Self::default() };
@@ -125,7 +127,7 @@ impl RaisedWorkers {
         let notices = async {
             match &self.notices {
                 Some(notices) => match notices.readable().await {
-                    // Keep the readiness. It is cleared when a receive finds no more notices.
+                    // Keep the readiness, which is cleared when a receive finds no more notices.
                     Ok(mut ready) => ready.retain_ready(),
                     // The runtime is shutting down.
                     Err(_) => std::future::pending().await,
@@ -150,8 +152,8 @@ impl RaisedWorkers {
         let Some(notices) = &self.notices else { return found };
         let own = getuid();
         for _ in 0..SLICE {
-            // First call `receive` directly, because a notice may have arrived that the reactor has not noticed yet. If
-            // there is none, call it again through `try_io`, which clears the readiness.
+            // First call `receive` directly, because a notice may have arrived that the reactor has not seen yet. If
+            // there is no notice, call `receive` again through `try_io`, which clears the readiness.
             let again = |_| notices.try_io(Interest::READABLE, |notices| Ok(receive(notices)?));
             match receive(notices.get_ref()).or_else(again) {
                 Ok(Some(notice))
@@ -173,8 +175,8 @@ impl RaisedWorkers {
         let Notice { pid, recorded, text, .. } = notice;
         let local_rank = self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))?;
         let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
-        // Only a living process has a time limit. If several processes of one worker record an exception, watch the
-        // first one until it has exited.
+        // Set a time limit only for a process that is still alive. If several processes of one worker record an
+        // exception, watch the first process until it has exited.
         let limit = match process {
             Some(process) if self.has_exited(local_rank) => {
                 self.forget(local_rank);
@@ -203,23 +205,24 @@ impl RaisedWorkers {
         self.raised.retain(|raised| raised.local_rank != local_rank);
     }
 
-    /// Returns true if the worker has made progress since its previous sample. `None` if that cannot be decided, for
-    /// example because this is the first sample.
+    /// Returns true if the worker has made progress since its previous sample. `None` if progress cannot be determined,
+    /// for example because this is the first sample.
     pub(super) fn progressed(&mut self, local_rank: u32, sample: Option<Sample>) -> Option<bool> {
         let raised = self.raised.iter_mut().find(|raised| raised.local_rank == local_rank)?;
         let is_first = !std::mem::replace(&mut raised.is_sampled, true);
         match (std::mem::replace(&mut raised.sample, sample), sample) {
             _ if is_first => None,
-            // Do not judge the worker by these samples. They are so far apart that the workers or the whole machine
-            // must have been suspended.
+            // Draw no conclusion from these samples. The workers or the whole machine must have been suspended, because
+            // the samples are so far apart.
             (Some(before), Some(after)) if after.since(&before) > self.limit? + exit_progress::LIMIT => None,
             (Some(before), Some(after)) => Some(progressed(&before, &after, ticks_per_second())),
             _ => Some(false),
         }
     }
 
-    /// Forgets which senders are not workers. Called when a process becomes a worker. The process may have the pid of
-    /// an earlier stranger, or may have sent a notice before it was adopted.
+    /// Forgets which senders are not workers. Called when a process becomes a worker, because its pid may be among
+    /// those of these senders: another process may have used the pid earlier, or the worker may have sent a notice
+    /// before it was adopted.
     pub(super) fn forget_strangers(&mut self) {
         self.strangers = Strangers::default();
     }
@@ -240,7 +243,7 @@ pub(super) struct Notice {
     /// Real user ID of the sender, as reported by the kernel.
     uid: u32,
     /// Time at which the exception was recorded, in nanoseconds of the monotonic clock. `None` if the sender did not
-    /// send a time. Failures are ordered by this time, because this thread may receive the notice much later.
+    /// send a time. Failures are ordered by this time, because notices may be received much later than they are sent.
     recorded: Option<u64>,
     text: String,
 }
@@ -336,7 +339,7 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(look_up(&mut strangers, 9, late, Some(1)), (Some(1), 1));
         }
-        // All strangers are forgotten at once, because each pid may belong to another process now.
+        // All strangers are forgotten at the same time, because each pid may belong to another process by now.
         let end = start + STRANGER_LIFETIME;
         for pid in [7, 8] {
             assert_eq!(look_up(&mut strangers, pid, end, Some(0)), (Some(0), 1));

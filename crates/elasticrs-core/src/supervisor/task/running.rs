@@ -29,11 +29,12 @@ const MAX_DEPTH: usize = 64;
 pub(super) struct Running {
     pub(super) group: Group,
     pub(super) terms: Terms,
-    /// Error to report once a replacement's start that hung and was killed has failed. `None` if no start hangs.
+    /// Error of a replacement whose start hung and was killed. It is reported once the start has failed. `None` if no
+    /// start hangs.
     pub(super) hung: Option<StartFailure>,
     pub(super) unreported: Unreported,
     members: Vec<Member>,
-    /// Exits of the members whose exits the nursery does not report.
+    /// Tasks that wait for the exits of members whose exits the nursery does not report.
     exits: JoinSet<MemberExit>,
 }
 
@@ -46,7 +47,7 @@ struct Member {
     leads_a_group: bool,
 }
 
-/// Way to send a signal to a member and its process group.
+/// Way to deliver a signal to a member or to its process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Delivery {
     /// Signal only the member.
@@ -80,7 +81,7 @@ impl Running {
     pub(super) fn replace(&mut self, local_rank: u32, pid: i32, pidfd: OwnedFd) {
         self.hung = None;
         for exited in self.members.iter_mut().filter(|member| member.pid == pid) {
-            // Forget the pid of a member that has exited, because the replacement has got the same pid from the kernel.
+            // Forget the pid of a member that has exited, because the kernel has reused it for the replacement.
             exited.pid = 0;
         }
         if let Some(member) = self.members.get_mut(local_rank as usize) {
@@ -176,7 +177,7 @@ impl Running {
             _ => {}
         }
         // Ignore errors. ESRCH means that the process has exited. After any other error, for example because the worker
-        // is a set-uid program, the worker keeps running and is reported by its rank later.
+        // is a set-uid program, the worker keeps running. It is reported later, by its local rank.
         let _ = match delivery {
             Delivery::GroupByNursery => Ok(()),
             Delivery::Group => pidfd::send_group_signal(&member.pidfd, signal.number()),
@@ -214,10 +215,10 @@ impl Member {
     }
 
     /// Kills the other processes in this member's process group, except those that clean up after the member. Does not
-    /// use the nursery, because Python started the member.
+    /// ask the nursery, because Python started the member.
     fn kill_rest_of_group(&self) {
         let rest = cleaner::others_in_groups(self.pid, |group| group == self.pid);
-        // Do not signal the processes if the member has exited, because its pid may identify another process group by
+        // If the member has exited, do not signal the processes, because its pid may identify another process group by
         // now.
         if watch::ended(&[self.pidfd.as_fd()]) == [false] {
             for target in rest {
@@ -241,7 +242,8 @@ mod tests {
         use Delivery::*;
         let (worker, adopted) = (member(false, true), member(true, true));
         let cases = [
-            // The member, the signal, whether the kernel has signals to groups, and whether there is a nursery.
+            // Each case: the member, the signal, true if the kernel supports signals to groups, and true if there is a
+            // nursery.
             (&worker, Signal::TERM, true, true, Group),
             (&worker, Signal::TERM, true, false, Group),
             (&worker, Signal::TERM, false, true, GroupByNursery),

@@ -1,7 +1,7 @@
 //! A second warm nursery. It imports modules again while the first nursery and its workers continue.
 //!
-//! There are at most two warm nurseries at any time. The second one has no workers, so it does not get the agent's
-//! connections and the fence until it takes over.
+//! There are at most two warm nurseries at any time. The second one has no workers, so it gets the agent's connections
+//! and the fence only when it takes over.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use crate::supervisor::event::{Event, NurseryExit};
 use crate::supervisor::nursery_io::{Nursery, NurseryEvent};
 use crate::supervisor::queue::Queue;
 
-/// The place for a second nursery.
+/// Holder of the second nursery, if there is one.
 #[derive(Debug)]
 pub(super) struct SecondNursery {
     running: Option<Second>,
@@ -48,8 +48,8 @@ impl SecondNursery {
         self.running.iter().flat_map(move |second| [second.nursery.pid].into_iter().chain(sentinel(&second.nursery)))
     }
 
-    /// Returns the next event from the nursery. Kills the nursery if its imports exceed their deadline. Never returns
-    /// if there is no second nursery. Cancel-safe.
+    /// Waits for the next event from the nursery and returns it. Kills the nursery if its imports exceed their
+    /// deadline. Never returns if there is no second nursery. Cancel-safe.
     pub(super) async fn next(&mut self) -> NurseryEvent {
         let Some(Second { nursery, until, .. }) = &mut self.running else { return std::future::pending().await };
         let limited = nursery.import.is_some() && !nursery.hung;
@@ -62,7 +62,7 @@ impl SecondNursery {
         nursery.next().await
     }
 
-    /// Starts a second nursery, whose imports may take until `limit` has passed. Stops an earlier one.
+    /// Starts a second nursery, and stops an earlier second nursery. `limit` is the time limit for the imports.
     pub(super) fn launch(&mut self, limit: Duration, images: &mut Images, retired: &mut Retired) {
         self.stop(retired);
         if !images.can_be_warm() {
@@ -75,8 +75,8 @@ impl SecondNursery {
                 self.running = Some(Second { nursery, until, nice });
                 return;
             }
-            // The warm program could not be executed. The nursery that was launched instead is a cold one, which is not
-            // needed.
+            // The warm program could not be executed, so a cold nursery was launched instead. A cold second nursery is
+            // not needed.
             Ok(nursery) => retired.add_nursery(nursery),
             Err(_) => {}
         }
@@ -90,17 +90,17 @@ impl SecondNursery {
         }
     }
 
-    /// Removes and returns the second nursery, so that it takes over from the first. `None` if its imports are not
+    /// Removes and returns the second nursery, so that it can take over from the first. `None` if its imports are not
     /// complete, or if it cannot take over.
     pub(super) fn take_over(&mut self, fence: &Fence, retired: &mut Retired) -> Option<Nursery> {
         let second = self.running.take_if(|second| second.nursery.import.is_none())?;
-        // If the nice value of this nursery cannot be restored, stop the nursery. Its workers would otherwise inherit
-        // the low priority.
+        // If the nice value of this nursery cannot be restored, stop the nursery, because its workers would inherit the
+        // low priority.
         if second.nice.is_some_and(|nice| priority::set_nice_of(second.nursery.pid, nice).is_err()) {
             retired.add_nursery(second.nursery);
             return None;
         }
-        // From here on, only the second nursery enforces the fence deadline, although the first one may still run
+        // From this point on, only the second nursery enforces the fence deadline, although the first one may still run
         // briefly.
         if !fence.hand_over() {
             self.running = Some(Second { nice: None, ..second });

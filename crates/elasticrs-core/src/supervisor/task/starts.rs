@@ -114,7 +114,7 @@ impl Task {
         self.deadlines.disarm(Timer::Start);
         self.deadlines.disarm(Timer::Fence);
         if starting.has_failed() {
-            // Kill the workers that were started, because a group starts completely or not at all (**SUP-1**).
+            // Kill the workers that were started, because either all workers of a group start, or none (**SUP-1**).
             return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
         }
         let Current::Starting(starting) = std::mem::replace(&mut self.current, Current::Idle) else { return };
@@ -153,8 +153,8 @@ impl Task {
         }
     }
 
-    /// Kills the nursery, because a stop was requested during the start and the grace period is over. All workers die
-    /// with the nursery, including those that are still being started.
+    /// Kills the nursery after a stop was requested during the start and the grace period is over. All workers die with
+    /// the nursery, including those that are still being started.
     pub(super) fn kill_start(&mut self) {
         if let (Current::Starting(starting), Some(nursery)) = (&self.current, self.nursery.get())
             && !starting.has_failed()
@@ -176,7 +176,7 @@ impl Task {
                 self.deadlines.arm(Timer::Fence, left + FENCE_SLACK, Instant::now());
             }
             // Do nothing, because no deadline is set, or because the nursery or its sentinel has already noticed that
-            // it has passed.
+            // the deadline has passed.
             Ok(Look::Passed { first: false } | Look::Unset | Look::HandedOver(_)) | Err(_) => {}
             Ok(Look::Passed { first: true }) => {
                 self.on_fenced_start();
@@ -190,7 +190,8 @@ impl Task {
         }
     }
 
-    /// Reports and handles a fence deadline that passed during a start, because the nursery does not report it then.
+    /// Reports and handles a fence deadline that passed during a start. The nursery does not report it, because it is
+    /// blocked in the start.
     pub(super) fn on_fenced_start(&mut self) {
         self.shared.queue.push(Event::Fenced { at: Stamp::now() });
         match &mut self.current {
@@ -267,8 +268,8 @@ impl Task {
     }
 
     /// Handles a replacement whose start has exceeded its deadline and blocks the nursery. Kills the hanging child
-    /// first. The start then fails, or, if the worker has started in the meantime, the worker fails. If that does not
-    /// help, kills the nursery, and all workers die with it.
+    /// first. The start then fails, or, if the worker has started in the meantime, the worker fails. If the nursery
+    /// stays blocked, kills the nursery, and all workers die with it.
     pub(super) fn on_hung_replace(&mut self, local_rank: u32) {
         let Current::Running(running) = &mut self.current else { return };
         let Some(nursery) = self.nursery.get() else { return };

@@ -16,7 +16,7 @@ use crate::supervisor::state::HOPELESS_SWEEP;
 pub(super) struct Sweeps {
     /// Number of the most recent request to the nursery.
     newest: u32,
-    /// Combined outcome of earlier sweeps. It is reported with the result of the most recent one.
+    /// Combined outcome of earlier sweeps, which is reported together with the result of the most recent sweep.
     combined: SweepOutcome,
     /// Number of the pending request to clean up after a failed worker, and the worker's local rank. `None` if there is
     /// no such request.
@@ -40,7 +40,8 @@ impl Default for Sweeps {
 }
 
 impl Sweeps {
-    /// Makes the nursery sweep the whole group. Earlier requests are complete only with this one.
+    /// Makes the nursery sweep the whole group. Earlier sweeps of the group that are still pending complete together
+    /// with this one.
     pub(super) fn request(&mut self, nursery: &mut Nursery, linger: Duration, grace: Duration, give_up: Duration) {
         let (linger_ms, grace_ms, give_up_ms) = (millis(linger), millis(grace), millis(give_up));
         nursery.send(&Request::Sweep { number: self.number(), linger_ms, grace_ms, give_up_ms }, Vec::new());
@@ -69,7 +70,8 @@ impl Sweeps {
         number
     }
 
-    /// Handles the nursery's answer to the request with this number. Returns `None` if a later request is pending.
+    /// Handles the nursery's answer to the request with this number. Returns `None` if the result of a later request is
+    /// needed, too.
     pub(super) fn answered(&mut self, number: u32, outcome: SweepOutcome) -> Option<Completed> {
         if let Some((_, local_rank)) = self.worker.take_if(|(pending, _)| *pending == number) {
             return Some(Completed::Worker(local_rank, outcome));
@@ -83,14 +85,14 @@ impl Sweeps {
         self.worker = None;
     }
 
-    /// Drops all pending requests, because the nursery was lost and answers none of them.
+    /// Drops all pending requests, because the lost nursery will not answer them.
     pub(super) fn nursery_lost(&mut self) {
         self.combined = SweepOutcome::default();
         self.worker = None;
     }
 
-    /// Makes later sweeps by this process give up soon, because the lost nursery could not be killed, and its workers
-    /// cannot exit before it does.
+    /// Makes later sweeps by this process give up early. The lost nursery could not be killed, and its workers cannot
+    /// exit before it does.
     pub(super) fn shorten_own(&mut self) {
         self.own_limit = HOPELESS_SWEEP;
     }
@@ -100,7 +102,7 @@ impl Sweeps {
         self.own_limit = Duration::MAX;
     }
 
-    /// Runs `sweep` on another thread. Passes `give_up` to it, or the maximum time limit if that is shorter.
+    /// Runs `sweep` on another thread. Passes `give_up` to `sweep`, or the maximum time limit if that is shorter.
     pub(super) fn start_own(
         &mut self,
         give_up: Duration,
@@ -110,7 +112,7 @@ impl Sweeps {
         self.own = Some(tokio::task::spawn_blocking(move || sweep(limit)));
     }
 
-    /// Waits for the sweep by this process. Never returns if there is none. Cancel-safe.
+    /// Waits for the sweep by this process. Never returns if there is no such sweep. Cancel-safe.
     pub(super) async fn own_completed(&mut self) -> SweepOutcome {
         let Some(own) = &mut self.own else { return std::future::pending().await };
         let outcome = own.await;
@@ -118,7 +120,7 @@ impl Sweeps {
         or_panic(outcome)
     }
 
-    /// Removes and returns the sweep by this process. `None` if there is none.
+    /// Removes and returns the sweep by this process. `None` if there is no such sweep.
     pub(super) fn take_own(&mut self) -> Option<JoinHandle<SweepOutcome>> {
         self.own.take()
     }

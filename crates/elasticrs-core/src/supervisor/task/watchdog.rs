@@ -36,11 +36,11 @@ use crate::timer::table::{Due, Terms, Timers, on_monotonic};
 /// Number of bytes to read at once. The clock is checked after each read.
 const PIECE: usize = libc::PIPE_BUF;
 /// Maximum time to read before other tasks of the runtime get their turn, so that reading does not delay the stop of a
-/// group. Only the last read may exceed it. This is a time and not a number of records, because the cost of a record
-/// depends on the process that wrote it.
+/// group. The last read may exceed this limit. The limit is a time and not a number of records, because the cost of a
+/// record depends on the process that wrote it.
 const SLICE: Duration = Duration::from_millis(1);
-/// Maximum number of bytes to read before expired timers are handled. Without it, a process that writes all the time
-/// could keep a hung worker alive.
+/// Maximum number of bytes to read before expired timers are handled. Without this limit, a process that writes all the
+/// time could prevent a hung worker from being killed.
 const MAX_DRAIN: usize = 2 * CAPACITY as usize;
 /// Maximum number of processes that may have timers at the same time. Each of them uses a descriptor.
 const MAX_PROCESSES: usize = 512;
@@ -80,8 +80,8 @@ pub(super) struct Watchdog {
     lines: Lines,
     timers: Timers,
     bound: HashMap<i32, Bound>,
-    /// Pids that were found not to belong to a worker during the current read, so that `/proc` is read only once for
-    /// each.
+    /// Pids that were found not to belong to a worker during the current read. They are kept so that `/proc` is read
+    /// only once for each pid.
     strangers: HashSet<i32>,
     exits: JoinSet<()>,
     complaints: Complaints,
@@ -124,7 +124,7 @@ impl Watchdog {
                     return WatchdogEvent::Due;
                 }
                 Some(exited) = exits.join_next() => {
-                    // An error means that the wait was cancelled, because the process was removed.
+                    // An error means that the wait was cancelled because the process was removed from the table.
                     if exited.is_ok() {
                         return WatchdogEvent::Exited;
                     }
@@ -186,7 +186,7 @@ impl Watchdog {
     pub(super) fn signal(&self, pid: i32, signal: Signal) {
         if let Some(bound) = self.bound.get(&pid) {
             // Ignore errors. ESRCH means that the process has exited. After any other error, for example because the
-            // process runs a set-uid program, the worker keeps running and is reported later.
+            // process runs a set-uid program, the process keeps running and is reported later.
             let _ = pidfd::send_signal(&bound.pidfd, signal.number());
         }
     }
@@ -217,15 +217,15 @@ impl Watchdog {
         self.armed = next;
         // Use at least one nanosecond, because zero would disarm the timer.
         let at = next.map(|at| Expiration::OneShot(TimeSpec::from_duration(Duration::from_nanos(at.0.max(1)))));
-        // Ignore an error, because the kernel rejects only times that are more than a human lifetime away.
+        // Ignore an error, because the kernel rejects only times that are many decades in the future.
         let _ = match at {
             Some(at) => self.alarm.set(at, TimerSetTimeFlags::TFD_TIMER_ABSTIME),
             None => self.alarm.unset(),
         };
     }
 
-    /// Reads the available data, at most about `limit` bytes. Stops early after the first read that ends later than
-    /// `slice` after the start. Reports rejected records to `report`.
+    /// Reads the available data, at most about `limit` bytes. Stops after the first read that ends at least `slice`
+    /// after the start of the call. Reports rejected records to `report`.
     fn read(&mut self, limit: usize, slice: Duration, running: Option<&Running>, report: &mut impl FnMut(String)) {
         self.forget_ended();
         self.strangers.clear();
@@ -300,8 +300,8 @@ impl Watchdog {
         };
         let local_rank = running.and_then(|running| running.worker_of(pid));
         let start_time = Stat::of(pid).and_then(|stat| stat.field(START_TIME));
-        // Check that the process is still alive. Otherwise, the data from `/proc` may be about another process that has
-        // got the same pid.
+        // Check that the process is still alive, because the data from `/proc` may otherwise be about another process
+        // with the same pid.
         if watch::ended(&[pidfd.as_fd()]) == [true] {
             return Ok(false);
         }

@@ -6,8 +6,8 @@ use crate::timer::hang::{Beat, Limits, RankState, RemoteHang, StepLimit};
 pub(super) const FOUR_SECONDS: Limits =
     Limits { step: StepLimit::Fixed(Duration::from_secs(4)), startup: Some(Duration::from_secs(4)), exit: None };
 
-/// Returns the input with the heartbeats at the time `now`. `beats` contains the time of each rank's last heartbeat.
-/// All times are in seconds.
+/// Returns the input with the heartbeats as of `now`. `beats` contains the time of each rank's last heartbeat. All
+/// times are in seconds.
 pub(super) fn snapshot(now: u64, beats: [Option<u64>; 4]) -> Input {
     let nanoseconds = |seconds| seconds * 1_000_000_000;
     let seen = beats.map(|last| match last {
@@ -31,8 +31,8 @@ fn after(group: &mut Group, input: Input, found: Vec<WorkerEvidence>) -> Vec<Eff
     group.on_input(Input::Evidence(found))
 }
 
-/// Returns a group in which rank 2 has been silent for four seconds and the other ranks for one second. This has not
-/// been checked yet.
+/// Returns a group that has not checked its heartbeats yet. Rank 2 has been silent for four seconds, and the other
+/// ranks for one second.
 fn silent() -> Group {
     let mut group = lingering();
     let _ = group.on_input(snapshot(0, [Some(0); 4]));
