@@ -1,7 +1,7 @@
 //! Chooses the thread on which a store client runs, and the destination of its messages to the user.
 //!
 //! A client that holds an agent's lease runs on the supervisor's thread, so that a busy store on the stores' thread
-//! delays neither signals nor keep-alives. Clients without a supervisor run on the stores' thread.
+//! cannot delay signals and keep-alives. Clients without a supervisor run on the stores' thread.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ impl Home {
     pub fn check_owner(&self) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.check_owner(),
-            // The supervisor checks this in its own methods.
+            // The methods of the supervisor raise this exception themselves.
             Self::Agent(_) => Ok(()),
         }
     }
@@ -54,8 +54,8 @@ impl Spawn for Home {
     }
 }
 
-/// Returns a function that delivers messages to the user. With a supervisor, the messages are its events. Otherwise,
-/// they are added to a list that the user fetches.
+/// Returns a function that delivers messages to the user. If there is a supervisor, it reports the messages as events.
+/// Otherwise, they are added to a list that the user fetches.
 pub fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> Tell {
     if let Some(supervisor) = supervisor {
         return Box::new(supervisor.get().inner.teller());

@@ -58,7 +58,7 @@ impl WarmNursery {
 fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
     let Some(path) = py.import("sys")?.getattr("executable")?.extract::<Option<OsString>>()? else { return Ok(None) };
     let extension: OsString = py.import("elasticrs._core")?.getattr("__file__")?.extract()?;
-    // Use `-I -S`, so that neither the user's environment nor the site packages affect the nursery. Load the extension
+    // Use `-I -S`, so that the user's environment and the site packages do not affect the nursery. Load the extension
     // by its path, because the package cannot be found without the site packages.
     let code = "import sys\n\
         from importlib.machinery import ExtensionFileLoader as Loader, ModuleSpec\n\
@@ -66,7 +66,7 @@ fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
         core = loader.create_module(ModuleSpec('elasticrs._core', loader, origin=sys.argv[1]))\n\
         loader.exec_module(core)\n\
         sys.exit(core.nursery_main(sys.argv[2]))";
-    // Keep the interpreter's own path as the first argument, because the interpreter uses this path to find its
+    // Pass the interpreter's own path as the first argument, because the interpreter uses this path to find its
     // library.
     let args = [path.as_os_str(), "-I".as_ref(), "-S".as_ref(), "-c".as_ref(), code.as_ref(), extension.as_os_str()];
     let args = args.map(OsStr::to_owned).to_vec();
@@ -87,13 +87,13 @@ pub fn warm_nursery_begin(start: &str) {
 
 type Strings = Vec<Py<PyBytes>>;
 
-/// Does the same as `nursery_main`, in an interpreter that has imported the modules that its workers need. The workers
-/// are forks of this process. The function returns only in the workers, and returns their arguments and environment.
+/// Runs a warm nursery, in an interpreter that has already imported the modules that the workers need. The workers are
+/// forks of this process. The function returns only in the workers, and returns their arguments and environment.
 #[pyfunction]
 pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Strings)> {
     let os = py.import("os")?;
     let fork = os.getattr("fork")?.unbind();
-    // Forking is safe, because this is the only thread of the process and it has released the interpreter.
+    // Forking is safe, because this thread is the only thread of the process and has released the interpreter.
     let forker: Forker = Box::new(move || {
         Python::attach(|py| {
             let forked = fork.call0(py).and_then(|pid| pid.extract::<i32>(py));
@@ -111,7 +111,7 @@ pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Stri
             };
             Ok((bytes(worker.argv), bytes(worker.env)))
         }
-        // Exit without running the exit handlers of libraries, because only workers may run them.
+        // Exit without running the exit handlers of libraries, because they must run only in the workers.
         Err(code) => Err(os.call_method1("_exit", (code,)).err().unwrap_or_else(|| PySystemExit::new_err(code))),
     }
 }

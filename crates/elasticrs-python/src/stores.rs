@@ -1,8 +1,8 @@
 //! The thread on which all stores of a process run.
 //!
-//! The thread exits when the last store is closed. An agent's stores release the thread only when the supervisor is
-//! closed, so that the next attempt can use the same thread. A forked child does not have this thread, and never waits
-//! for it.
+//! The thread exits when the last store is closed. The stores of an agent keep the thread running until the supervisor
+//! is closed, so that the next attempt can use the same thread. A forked child does not have this thread, and never
+//! waits for it.
 
 use std::io;
 use std::sync::{Arc, Mutex, Weak};
@@ -17,7 +17,7 @@ use crate::error::{SupervisorError, os_error};
 /// child may not use its parent's thread.
 static SHARED: Mutex<Option<(u32, Weak<Runtime>)>> = Mutex::new(None);
 
-/// A reference to the stores' thread, or room for one.
+/// An optional reference to the stores' thread, which keeps the thread running.
 pub struct Stores {
     runtime: Mutex<Option<Arc<Runtime>>>,
     owner: u32,
@@ -73,7 +73,8 @@ impl Stores {
         Ok(())
     }
 
-    /// Releases the reference to the thread. If it is the last reference, waits until the thread has exited.
+    /// Releases the reference to the thread, if there is one. If it is the last reference, waits until the thread has
+    /// exited.
     pub fn leave(&self) {
         let left = lock(&self.runtime).take();
         drop(left);

@@ -21,9 +21,10 @@ use crate::nursery::{self, WarmNursery};
 use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy, duration, signal};
 use crate::stores::Stores;
 
-/// Maximum time to wait before checking for Python's signals again. The check is needed because a signal does not
-/// interrupt the wait if it arrives between the last check and the system call, or if the kernel delivers it to another
-/// thread. The value equals the agent's own safety interval, so that the check causes no extra wake-ups.
+/// Maximum time to wait before checking for Python's signals again. The check is needed because two kinds of signals do
+/// not interrupt the wait: those that arrive between the last check and the system call, and those that the kernel
+/// delivers to another thread. The value equals the agent's own safety interval, so that the check causes no extra
+/// wake-ups.
 pub(crate) const LOOK: Duration = Duration::from_secs(5);
 
 #[pyclass(frozen, module = "elasticrs._core")]

@@ -24,8 +24,8 @@ enum PortOrRange {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct WorkerStore {
     inner: worker::WorkerStore,
-    /// Reference to the stores' thread. `None` if no store is served, or if a supervisor was given, which holds the
-    /// reference instead.
+    /// Reference to the stores' thread. `None` if no store is served, or if a supervisor was given. In the latter case,
+    /// the supervisor holds the reference.
     home: Mutex<Option<Stores>>,
     notices: Arc<List>,
 }

@@ -16,8 +16,8 @@ use elasticrs_nursery::tree::{Status, children_of_self, descendants, describe, n
 use elasticrs_sys::procfs;
 
 /// Minimum number of zombie children for which a process is reported. It is a quarter of 1024, the smallest process
-/// limit that is common for containers. A program that starts one helper for each CPU may briefly have that many
-/// zombies before it waits for them, but usually has fewer than this number.
+/// limit that is common for containers. A program that starts one helper for each CPU stays below it, even if all
+/// helpers are zombies until the program waits for them.
 const MANY: usize = 256;
 /// Scans take at most 1/`SHARE` of the time, regardless of the number of processes.
 const SHARE: u32 = 100;

@@ -36,8 +36,8 @@ impl Complaints {
     }
 }
 
-/// Maximum number of expired timers without a signal to report in each [`INTERVAL`]. A program may cause thousands of
-/// them within a second.
+/// Maximum number of expired timers without a signal to report individually in each [`INTERVAL`]. A program may cause
+/// thousands of them within a second.
 pub const MAX_REPORTED: u32 = 64;
 
 /// Returns a message with the number of expired timers that were not reported individually. `None` if that is zero.

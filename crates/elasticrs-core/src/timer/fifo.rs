@@ -11,8 +11,8 @@ use nix::fcntl::{FcntlArg, Flock, FlockArg, fcntl};
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 
-/// Capacity of the FIFO in bytes. It has room for about 5,000 records, so that workers do not block while the agent
-/// waits for a CPU. By default, a larger capacity requires privileges.
+/// Capacity of the FIFO in bytes. About 5,000 records fit into it, so that workers do not block while the agent waits
+/// for a CPU. Unprivileged processes cannot set a larger capacity by default.
 pub const CAPACITY: i32 = 1 << 20;
 
 /// A FIFO that only this process reads. Dropping it removes the file, and its directory if one was created for it.
@@ -20,24 +20,25 @@ pub const CAPACITY: i32 = 1 << 20;
 pub struct Fifo {
     path: PathBuf,
     directory: Option<PathBuf>,
-    /// The FIFO, opened for both reading and writing. Otherwise, a read would return the end of the file while no
-    /// process has the FIFO open for writing. The lock shows other instances of this program that the FIFO is in use.
+    /// The FIFO, opened for both reading and writing. If it were opened only for reading, a read would return the end
+    /// of the file while no process has the FIFO open for writing. The file is locked, so that other instances of this
+    /// program can see that the FIFO is in use.
     file: Flock<File>,
 }
 
 impl Fifo {
     /// Creates a FIFO at `path`, or in a new directory that only this user can enter.
     ///
-    /// If a FIFO at `path` was left behind by a killed process, takes it over. Such a FIFO belongs to this user, other
-    /// users have no access to it, and no process reads it. Otherwise, leaves an existing file unchanged and fails:
-    /// with `EBUSY` if another process reads the FIFO, and with `EEXIST` for any other file. Creating and dropping a
-    /// FIFO blocks if the file system hangs.
+    /// If a killed process has left a FIFO at `path`, takes over that FIFO. A FIFO counts as left behind if it belongs
+    /// to this user, other users have no access to it, and no process reads it. Otherwise, leaves an existing file
+    /// unchanged and fails: with `EBUSY` if another process reads the FIFO, and with `EEXIST` for any other file.
+    /// Creating and dropping a FIFO blocks if the file system hangs.
     pub fn create(path: Option<&Path>) -> io::Result<Self> {
         let Some(path) = path else {
             let directory = make_directory()?;
             let path = directory.join("timers");
             return Self::at(path, Some(directory.clone())).inspect_err(|_| {
-                // Ignore an error of the clean-up, because the caller needs the original error.
+                // Ignore an error of the clean-up, because the caller needs the error of the creation.
                 let _ = fs::remove_dir(&directory);
             });
         };
@@ -50,9 +51,9 @@ impl Fifo {
             made => {
                 made?;
                 take(&path).inspect_err(|error| {
-                    // If another process was the first to lock the FIFO, do not remove it.
+                    // Do not remove the FIFO if another process was the first to lock it.
                     if error.kind() != io::ErrorKind::ResourceBusy {
-                        // Ignore an error of the clean-up, because the caller needs the original error.
+                        // Ignore an error of the clean-up, because the caller needs the error of the creation.
                         let _ = fs::remove_file(&path);
                     }
                 })
@@ -108,7 +109,7 @@ fn in_use() -> io::Error {
 
 fn check_abandoned(path: &Path) -> io::Result<()> {
     let there = fs::symlink_metadata(path)?;
-    // Reject a FIFO that other users can open. It was not created by this program.
+    // Reject a FIFO to which other users have access, because this program did not create it.
     let is_ours = there.mode() == libc::S_IFIFO | 0o600 && there.uid() == nix::unistd::geteuid().as_raw();
     if !is_ours {
         return Err(Errno::EEXIST.into());

@@ -1,25 +1,26 @@
-//! Decides which ranks hang, from the heartbeats and output lines of the ranks. The result of a check is a verdict or
-//! the time of the next check. Uses no clock and no I/O.
+//! Decides which ranks hang, from the heartbeats and output lines of the ranks. The result of a check is either the
+//! ranks that hang, or the time of the next check. This module uses no clock and no I/O.
 //!
 //! A sign of activity of a rank is a heartbeat. If no rank sends heartbeats, an output line of any rank is a sign of
 //! activity of all ranks. All times are nanoseconds of the monotonic clock. Invariants, cited by the tests:
 //!
 //! - **HANG-1** a rank is hung only if its limit has passed since its last sign of activity. Before its first sign of
 //!   activity, it is hung only if there is a limit for the start and that limit has passed;
-//! - **HANG-2** time in which no rank could run does not count. This is the time for which the group was suspended. It
-//!   is also the delay of a late call of [`Watch::look`], because calls are due at least every [`LOOK_EVERY`];
-//! - **HANG-3** the next check is due no later than any rank can exceed its limit for steps, but at least
-//!   [`LEAST_WAIT`] later, so that a very short limit does not keep the caller busy;
+//! - **HANG-2** time in which no rank may have been able to run does not count. This is the time for which the group
+//!   was suspended. If a call of [`Watch::look`] is more than a second late, it is also the time since the previous
+//!   call. Calls are due at least every [`LOOK_EVERY`];
+//! - **HANG-3** the next check is due no later than the earliest time at which a rank can exceed its limit for steps.
+//!   It is never due sooner than after [`LEAST_WAIT`], so that a very short limit does not keep the caller busy;
 //! - **HANG-4** output lines count only while no rank has sent a heartbeat, and then only if all ranks are silent;
-//! - **HANG-5** no rank is blamed because of a check that was made before or while the group was suspended. The ranks
-//!   are checked again instead;
+//! - **HANG-5** no rank is blamed because of a check that was made before or during a suspension of the group. Instead,
+//!   the ranks are checked again;
 //! - **HANG-6** a rank that has given a sign of activity since the check is not hung, see [`still_late`];
 //! - **HANG-7** [`Watch::unwatched`] only returns ranks to which no limit applies, and only once for each group;
 //! - **HANG-8** time in which a rank is being replaced does not count for the other ranks, because they may be waiting
 //!   for that rank. A replacement lasts until the first sign of activity of the new process. For the other ranks, the
 //!   time from their last sign of activity to the start of the replacement does not count either. During a replacement,
 //!   at least [`LOOK_FOR_ABSENT`] passes between two checks;
-//! - **HANG-9** after the program of a rank has returned, only the limit for the exit applies to the rank, and not the
+//! - **HANG-9** once the program of a rank has returned, the limit for the exit applies to the rank instead of the
 //!   limit for steps. If another heartbeat follows, the limit for steps applies again, because a background thread is
 //!   still training.
 
@@ -34,7 +35,8 @@ pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 pub const LEAST_WAIT: Duration = Duration::from_millis(1);
 /// Minimum time between two calls of [`Watch::look`] while a rank is being replaced.
 pub const LOOK_FOR_ABSENT: Duration = Duration::from_millis(100);
-/// Delay of a call of [`Watch::look`] from which the agent or the whole machine must have been stopped for a while.
+/// Tolerated delay of a call of [`Watch::look`]. After a longer delay, the agent or the whole machine must have been
+/// stopped for a while.
 const SLACK: Duration = Duration::from_secs(1);
 /// Shortest limit that can be learned, unless the user sets another minimum.
 pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
@@ -48,8 +50,8 @@ pub const ENOUGH_STEPS: usize = 16;
 pub enum StepLimit {
     /// A fixed limit.
     Fixed(Duration),
-    /// A limit that is learned from the durations of the job's steps, see [`learned`]. The duration in this variant is
-    /// the minimum of the limit.
+    /// A limit that is learned from the durations of the job's steps, see [`learned`]. The field is the minimum of the
+    /// limit.
     Learned(Duration),
 }
 
@@ -70,7 +72,8 @@ pub struct Beat {
     pub last: u64,
     pub step: Option<u64>,
     pub section: Option<Section>,
-    /// True if the program has returned and the process is exiting. `last` is then the time of that return.
+    /// True if the program has returned and the process is exiting. In that case, `last` is the time at which the
+    /// program returned.
     pub is_exiting: bool,
     /// Time of the last heartbeat before the program returned. `None` if the process is not exiting, or if there was
     /// none.
@@ -105,15 +108,15 @@ pub enum Missed {
     Startup,
     /// The next heartbeat of the rank.
     Step,
-    /// The end of the section that the rank is in, or the next heartbeat in it.
+    /// The end of the rank's current section, or the next heartbeat in that section.
     Section,
     /// The exit of the rank's process after the program had returned.
     Exit,
-    /// The next output line of any rank. Used only if no rank sends heartbeats, and then missed by all ranks.
+    /// The next output line of any rank. Used only if no rank sends heartbeats. All ranks then miss it together.
     Line,
 }
 
-/// A rank that has been silent for at least half of its limit, or for at least half of the time given to
+/// A rank that has been silent for at least half of its limit, or for at least half of the `silence` passed to
 /// [`Watch::suspects`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overdue {
@@ -152,8 +155,9 @@ pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     Some(Duration::from_nanos(nanoseconds).max(least))
 }
 
-/// Time that does not count as silence of a rank, for example because the group was suspended. It is granted for the
-/// silence since one sign of activity, at the time `since`, and ends with the next sign of activity.
+/// Time that does not count as silence of a rank, for example because the group was suspended. It is subtracted only
+/// from the silence that follows the sign of activity at `since`, and no longer applies after the next sign of
+/// activity.
 #[derive(Debug, Clone, Copy, Default)]
 struct Credit {
     since: u64,
@@ -165,8 +169,8 @@ impl Credit {
         if self.since == since { self.amount } else { 0 }
     }
 
-    /// Adds `amount` to the credit for the silence since `since`. The credit never exceeds the time from `since` to
-    /// `now`.
+    /// Adds `amount` to the credit for the silence since `since`. The credit never exceeds the length of that silence,
+    /// from `since` to `now`.
     fn add(&mut self, since: u64, amount: u64, now: u64) {
         let amount = self.of(since).saturating_add(amount).min(now.saturating_sub(since));
         *self = Self { since, amount };
@@ -242,8 +246,8 @@ impl Watch {
         }
     }
 
-    /// Returns true if a check that was made at the time `looked` is still valid. It is not if the group has been
-    /// suspended since, because all processes were stopped then.
+    /// Returns true if a check that was made at the time `looked` is still valid. A check is invalid if the group was
+    /// suspended during the check or later, because all processes were stopped then.
     pub fn holds(&self, looked: u64) -> bool {
         self.frozen_at.is_none() && self.thawed <= looked
     }
@@ -263,14 +267,14 @@ impl Watch {
 
     /// Returns the local ranks that may be to blame for a rank on another node that has been silent for `silence`
     /// nanoseconds. These are the ranks that have been silent for at least half of `silence`, or for at least half of
-    /// their own limit. The one that has been silent the longest comes first.
+    /// their own limit. The rank that has been silent the longest comes first.
     pub fn suspects(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
 
-    /// Returns the unwatched ranks and the limit for steps. A rank is unwatched if it has been running for longer than
-    /// that limit without sending a heartbeat, and no other limit applies to it. `None` if there are no such ranks, or
-    /// if they were already returned.
+    /// Returns the unwatched ranks and the limit for steps. A rank is unwatched if no other limit applies to it, and it
+    /// has been running for longer than the limit for steps without sending a heartbeat. `None` if there are no such
+    /// ranks, or if they were already returned.
     pub fn unwatched(&mut self, now: u64, seen: &[RankState], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         if self.unwatched_reported || self.frozen_at.is_some() {
@@ -288,8 +292,8 @@ impl Watch {
         self.unwatched_reported.then_some((ranks, limit))
     }
 
-    /// Returns the ranks that are exiting although their program returned longer ago than the limit for steps, and that
-    /// limit. Each rank is returned only once. `None` if there are no such ranks.
+    /// Returns the ranks that are still exiting although the limit for steps has passed since their program returned.
+    /// Also returns the limit for steps. Each rank is returned only once. `None` if there are no such ranks.
     pub fn still_exiting(&mut self, now: u64, seen: &[RankState]) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         let is_late = |rank: usize, last: u64| {
@@ -306,8 +310,8 @@ impl Watch {
         (!ranks.is_empty() && self.frozen_at.is_none()).then_some((ranks, limit))
     }
 
-    /// Returns the ranks that have been silent for at least half of their limit or half of `silence`. Also returns the
-    /// earliest time at which a rank reaches its limit.
+    /// Returns the ranks that have been silent for at least half of their limit, or for at least half of `silence`.
+    /// Also returns the earliest time at which a rank reaches its limit.
     fn late(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
         let is_first = std::mem::take(&mut self.has_lost);
         let gap = if is_first { u64::MAX } else { now.saturating_sub(self.looked) };
@@ -366,7 +370,7 @@ impl Watch {
         }
     }
 
-    /// Returns the event that is expected from each rank, the time at which its limit starts, and the limit.
+    /// Returns, for each rank, the event that is expected from it, the time at which its limit starts, and the limit.
     fn terms(&self, seen: &[RankState], line: Option<u64>, step: Duration) -> Vec<Overdue> {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
         let mut terms = Vec::new();
@@ -403,15 +407,16 @@ impl Watch {
 /// Returns the ranks in `late` that have not given a sign of activity since they were found to be late. `seen` contains
 /// the current heartbeats, and `line` is the time of the last output line of any rank.
 ///
-/// A rank may recover while evidence is being gathered. A rank may also have been found late by mistake: if its worker
-/// was writing to the heartbeat page during the read, the read may have returned an old time and a new limit.
+/// A rank may recover while evidence is being gathered. A rank may also have been found late by mistake. If the worker
+/// was writing to its heartbeat page while the page was read, the result may have combined an old time with a new
+/// limit.
 pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>) -> Vec<Overdue> {
     let somebody_beats = seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
-        // If the program has returned, use the last heartbeat before the return. The return is no sign of activity,
-        // because the program may only have left the call in which it hung when it got the signal that requests its
-        // stacks.
+        // If the program has returned, use the last heartbeat before the return. The return itself is no sign of
+        // activity, because the signal that requests the stacks may have interrupted the call in which the program
+        // hung.
         (_, Some(RankState::Heartbeat(beat))) if beat.is_exiting => {
             beat.before_exit.is_none_or(|last| last <= overdue.since)
         }
@@ -452,16 +457,16 @@ pub enum Ground {
     Stopped,
     /// The rank is at an earlier step than all others.
     Behind,
-    /// All other ranks are at one place in the program or wait in torch, but this rank does not.
+    /// All other ranks are at the same place in the program or wait in torch, but this rank does not.
     Elsewhere,
-    /// The rank has been silent the longest, and no other late rank is at the same place in the program.
+    /// The rank has been silent the longest, and it is the only late rank at its place in the program.
     Apart,
     /// The rank has been silent the longest.
     Oldest,
 }
 
-/// Returns the index of the rank that the others are waiting for, and the reason for blaming it. Usually most of the
-/// late ranks hang only because they are waiting for that rank in a collective.
+/// Returns the index of the rank that the others are waiting for, and the reason for blaming it. Usually, most of the
+/// late ranks do not make progress only because they are waiting for that rank in a collective.
 ///
 /// The first criterion that applies decides: a rank that was stopped by a signal; the only rank at the earliest step;
 /// the only one of three or more ranks that is at a different place in the program; the only rank that is not waiting
@@ -475,7 +480,7 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     }
     let least = late().filter_map(|(_, suspect)| suspect.step).min();
     let behind: Vec<usize> = late().filter(|(_, suspect)| suspect.step == least).map(|(index, _)| index).collect();
-    // If a rank has not reported its step, the steps are not comparable, because that rank may be at an earlier step.
+    // If a rank has not reported its step, do not compare the steps, because that rank may be at an earlier step.
     let are_comparable = late().count() > 1 && late().all(|(_, suspect)| suspect.step.is_some());
     if let ([only], true) = (behind.as_slice(), are_comparable) {
         return Some((*only, Ground::Behind));
@@ -504,8 +509,8 @@ pub fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize,
     Some((index.checked_sub(1)?, ground))
 }
 
-/// Returns the rank that is at a different place in the program, if there are three or more ranks and all others are at
-/// the same place. Otherwise, returns the only rank that is not waiting in torch.
+/// Considers the late ranks whose place in the program is known. If there are three or more such ranks, and all but one
+/// are at the same place, returns that one. Otherwise, returns the only rank that is not waiting in torch.
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     let placed: Vec<(usize, &str)> =
@@ -516,8 +521,8 @@ fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
         let first = others.next();
         placed.len() >= 3 && others.all(|other| Some(other) == first)
     });
-    // Skip the second criterion if the frame of a late rank is unknown, because that rank may not be waiting in torch
-    // either.
+    // Skip the second criterion if the frame of a late rank is unknown, because that rank may also be running outside
+    // of torch.
     let are_known = placed.len() > 1 && placed.len() == late().count();
     odd.or_else(|| only(&placed, |frame| !waits(frame)).filter(|_| are_known)).map(|(index, _)| index)
 }

@@ -2,8 +2,8 @@
 
 use memchr::memchr;
 
-/// Maximum length of a record in bytes. This is `PIPE_BUF`, up to which writes to a pipe are atomic. Longer records of
-/// several writers could be interleaved.
+/// Maximum length of a record in bytes. It is `PIPE_BUF`, the maximum size of an atomic write to a pipe. Longer records
+/// of several writers could be interleaved.
 pub const MAX_LINE: usize = 4096;
 
 /// Holds the beginning of an incomplete line. If the line is too long, its bytes are discarded.
@@ -36,7 +36,7 @@ impl Lines {
             return;
         }
         if self.partial.len() + bytes.len() > MAX_LINE {
-            // Report the line now, because its newline may never arrive.
+            // Report the overlong line now, because its newline may never arrive.
             line(None);
             self.partial.clear();
             self.skipping = true;

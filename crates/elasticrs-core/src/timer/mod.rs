@@ -7,18 +7,18 @@
 //! The supervisor's runtime thread reads the FIFO, finds the process of each record, and signals processes whose timer
 //! has expired. All code for timers except [`fifo`] is pure: [`lines`] splits bytes into lines, [`record`] parses them,
 //! [`table`] keeps the deadlines, and [`complaints`] counts rejected records. The FIFO is created and removed on the
-//! thread that calls the supervisor, because that blocks if the file system hangs.
+//! thread that calls the supervisor, because these operations block if the file system hangs.
 //!
 //! Invariants, cited by the tests:
 //!
 //! - **TIM-1** A timer expires when its duration has passed on the *monotonic* clock. The duration starts when the
 //!   worker requests the timer or, if the record does not contain the monotonic deadline, when the record is read. Time
 //!   for which the group is suspended does not count.
-//! - **TIM-2** A record that was written before a deadline takes effect before it, because the FIFO is read until it is
-//!   empty before any process is killed.
+//! - **TIM-2** A record that was written before a deadline takes effect before the deadline is enforced, because the
+//!   FIFO is read until it is empty before any process is killed.
 //! - **TIM-3** Only workers of the running group and their descendants are ever signalled, through a pidfd that was
 //!   opened when their first record was read.
-//! - **TIM-4** Invalid input is only counted and reported, however much there is. Memory use is bounded by constants.
+//! - **TIM-4** Invalid input, however much, is only counted and reported. Memory use is bounded by constants.
 //! - **TIM-5** The timers of a process are removed when it exits.
 //!
 //! To detect hangs, a worker stores heartbeats in a page of memory ([`pages`]), and [`hang`] finds the workers that

@@ -1,8 +1,9 @@
 //! The memory page in which a worker stores its heartbeats.
 //!
-//! The page consists of 64-bit words in native byte order. `python/elasticrs/timer/heartbeats.py` writes it. Neither
-//! side ever waits for the other. A worker can write anything to its page, so this module ignores values that cannot be
-//! the time of a heartbeat of this worker. Otherwise, an invalid word could hide a hang, or distort a learned limit.
+//! The page consists of 64-bit words in native byte order. `python/elasticrs/timer/heartbeats.py` writes it. The writer
+//! and the reader never wait for each other. A worker can write anything to its page, so this module ignores values
+//! that cannot be the time of a heartbeat of this worker. Otherwise, an invalid word could hide a hang, or distort a
+//! learned limit.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -24,8 +25,8 @@ const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
 /// Value of the limit word in a section without a time limit.
 const UNLIMITED: u64 = u64::MAX;
-/// Number of nanoseconds by which a heartbeat may be later than the time of the read. The worker may store a heartbeat
-/// after the clock was read and before the page is read.
+/// Number of nanoseconds by which a heartbeat may be later than the time `now` that is passed to a read. The worker may
+/// store a heartbeat between reading the clock and reading the page.
 const SLACK: u64 = 1_000_000_000;
 
 /// Heartbeat page of one worker.
@@ -37,15 +38,14 @@ pub struct HeartbeatPage {
 
 impl HeartbeatPage {
     /// Creates an empty page for a worker that is started after the time `made`. Fails if the system cannot create
-    /// sealed memory. Without seals, the worker could truncate the page.
+    /// sealed memory, because the worker could truncate a page without seals.
     pub fn new(made: u64) -> io::Result<Self> {
         Page::sealed(c"elasticrs-heartbeats").map(|page| Self { page, made })
     }
 
     /// Returns a descriptor of the page for the worker, and the value of `ELASTICRS_HEARTBEAT`. The value contains a
     /// descriptor number, the device and the inode, so that the worker does not mistake another file for the page.
-    /// `number` is the number that the descriptor has in the worker. It is `None` if the worker inherits the descriptor
-    /// with the number that it has in this process.
+    /// `number` is the descriptor's number in the worker, or `None` if it is the same number as in this process.
     pub fn share(&self, number: Option<RawFd>) -> io::Result<(OwnedFd, String)> {
         let descriptor = self.page.as_fd().try_clone_to_owned()?;
         let facts = fstat(&descriptor)?;
@@ -65,9 +65,9 @@ impl HeartbeatPage {
         self.read_by(|index| words[index].load(Ordering::Acquire), now)
     }
 
-    /// Reads the page, using `load` to read a word. Reads the limit before the heartbeats. The worker stores them in
-    /// the opposite order, so the heartbeat that belongs to a limit is always seen with it. Otherwise, a long step
-    /// could be judged by the short limit of the section that follows it.
+    /// Reads the page, using `load` to read a word. Reads the limit before the heartbeats, and the worker stores them
+    /// in the opposite order. Therefore, a read that sees a limit also sees the heartbeat that belongs to it.
+    /// Otherwise, a long step could be judged by the short limit of the section that follows it.
     fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> RankState {
         let (limit, exit) = (load(LIMIT), load(EXIT));
         let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
@@ -150,12 +150,12 @@ mod tests {
         put(&page, TIMES + 3, 1001);
         put(&page, TIMES + 4, 1501);
         assert_eq!(page.read(2000), RankState::Heartbeat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
-        // In this read, the last heartbeat is later than the given time.
+        // The time passed to this read is before the last heartbeat.
         assert_eq!(page.read(1400), RankState::Heartbeat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
     }
 
-    /// Interleaves the stores of `heartbeats.py`, in their order, with a read of the page, starting at every possible
-    /// point.
+    /// Interleaves the stores of `heartbeats.py`, in their order, with a read of the page. Tries every possible
+    /// starting point.
     #[test]
     fn a_limit_is_never_seen_without_the_heartbeat_that_began_it() {
         const STARTED: u64 = 1001;
@@ -173,7 +173,7 @@ mod tests {
             let mut left = stores[before..].iter();
             let mut number = 0;
             let load = |index: usize| {
-                // Starting with the load that has the number `first`, apply one store before each load.
+                // From the load with the number `first` on, apply one store before each load.
                 if number >= first {
                     left.by_ref().take(1).for_each(|(index, value)| words[*index] = *value);
                 }

@@ -16,17 +16,17 @@ pub struct Record {
     /// Name of the timer, unique within its process.
     pub scope: Box<str>,
     pub request: Request,
-    /// Start time of the process that wrote the record, in clock ticks since boot. Distinguishes this process from a
-    /// later one with the same pid.
+    /// Start time of the process that wrote the record, in clock ticks since boot. Distinguishes the process from a
+    /// later process with the same pid.
     pub start_time: Option<u64>,
 }
 
 /// Operation on a timer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request {
-    /// Starts a timer. Replaces an earlier timer of the process with the same scope.
+    /// Starts a timer. If the process already has a timer with the same scope, replaces that timer.
     Acquire {
-        /// Expiration in seconds since 1970. Used in messages, and as the deadline if `deadline_ns` is `None`.
+        /// Expiration in seconds since 1970. Used in messages, and also as the deadline if `deadline_ns` is `None`.
         expires: f64,
         /// Deadline in nanoseconds on the monotonic clock.
         deadline_ns: Option<u64>,
@@ -77,11 +77,11 @@ struct Wire {
     at: Option<Box<str>>,
 }
 
-/// Start of each record, with both clients. A JSON string cannot contain it, because quotes are escaped in strings.
+/// Start of each record of both clients. A JSON string cannot contain this text, because quotes are escaped in strings.
 const BEGIN: &[u8] = br#"{"version""#;
 
 /// Parses one line. If a writer died in the middle of a record, the line also contains the record of the next writer.
-/// In that case, calls `found` for each of the two.
+/// In that case, calls `found` for the incomplete record and for the next one.
 pub fn read(line: &[u8], mut found: impl FnMut(Result<Record, Refusal>)) {
     let whole = parse(line);
     let rest = match whole {

@@ -31,8 +31,8 @@ pub struct Terms {
     pub at: Option<Box<str>>,
 }
 
-/// Key of a timer in the queue: its deadline in nanoseconds of the table's clock, and a number that is different for
-/// each timer, because deadlines may be equal.
+/// Key of a timer in the queue: the deadline in nanoseconds of the table's clock, and a unique number, because several
+/// timers may have the same deadline.
 type Position = (u64, u64);
 
 #[derive(Debug)]
@@ -68,8 +68,8 @@ impl Timers {
         self.by_process.contains_key(&pid)
     }
 
-    /// Starts a timer that expires at `deadline`. Replaces an earlier timer of the process with the same scope. Returns
-    /// false if there are too many timers.
+    /// Starts a timer that expires at `deadline`. If the process already has a timer with the same scope, replaces that
+    /// timer. Returns false if there are too many timers.
     pub fn acquire(&mut self, pid: i32, scope: &str, deadline: Stamp, terms: Terms) -> bool {
         let earlier = self.take(pid, scope);
         if self.queue.len() >= MAX_TIMERS {
@@ -137,7 +137,7 @@ impl Timers {
         self.frozen_at.get_or_insert(now.0);
     }
 
-    /// Resumes the clock. The deadlines of active timers move later by the length of the pause.
+    /// Resumes the clock. Postpones the deadlines of active timers by the length of the pause.
     pub fn thaw(&mut self, now: Stamp) {
         if let Some(since) = self.frozen_at.take() {
             self.paused += now.0.saturating_sub(since);
@@ -259,8 +259,7 @@ mod tests {
                 match step {
                     Step::Acquire(pid, scope, span) => {
                         let scope = scope.to_string();
-                        // Skip the request while the clock is paused, because no process runs and none can start a
-                        // timer.
+                        // Skip the request while the clock is paused, because no process runs that could start a timer.
                         if !frozen {
                             timers.acquire(pid, &scope, Stamp(now + span), terms());
                             model.insert((pid, scope), span);

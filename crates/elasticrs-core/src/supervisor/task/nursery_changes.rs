@@ -139,8 +139,8 @@ impl Task {
                 running.watch_exits();
                 let is_starting = running.group.is_running() && running.group.starting().next().is_some();
                 if is_starting && self.has_fence_passed() {
-                    // Report that the fence deadline has passed. The nursery was blocked in the start of a replacement,
-                    // so the sentinel has killed it.
+                    // Report that the fence deadline has passed. The nursery was starting a replacement and could not
+                    // report it.
                     self.on_fenced_start();
                 }
                 self.input(Input::NurseryLost(exit));

@@ -190,8 +190,8 @@ impl Task {
         }
     }
 
-    /// Reports and handles a fence deadline that passed during a start. The nursery does not report it, because it is
-    /// blocked in the start.
+    /// Reports and handles a fence deadline that passed during a start. The nursery does not report the deadline,
+    /// because it is blocked in the start or has died.
     pub(super) fn on_fenced_start(&mut self) {
         self.shared.queue.push(Event::Fenced { at: Stamp::now() });
         match &mut self.current {

@@ -70,8 +70,8 @@ impl Sweeps {
         number
     }
 
-    /// Handles the nursery's answer to the request with this number. Returns `None` if the result of a later request is
-    /// needed, too.
+    /// Handles the nursery's answer to the request with this number. Returns `None` if the answer to a later request is
+    /// still pending.
     pub(super) fn answered(&mut self, number: u32, outcome: SweepOutcome) -> Option<Completed> {
         if let Some((_, local_rank)) = self.worker.take_if(|(pending, _)| *pending == number) {
             return Some(Completed::Worker(local_rank, outcome));

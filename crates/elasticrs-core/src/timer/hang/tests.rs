@@ -17,7 +17,7 @@ fn section(at: u64, limit: Option<u64>) -> RankState {
     RankState::Heartbeat(Beat { last: at * SECOND, section, ..Beat::default() })
 }
 
-/// Calls `look` every second from `from` to `to`. Returns the first second in which a rank was reported as hung, and
+/// Calls `look` every second from `from` to `to`. Returns the second in which a rank was first reported as hung, and
 /// the ranks whose whole limit had passed.
 fn watch(watch: &mut Watch, from: u64, to: u64, seen: &[RankState], line: Option<u64>) -> Option<(u64, Vec<usize>)> {
     (from..=to).find_map(|now| match watch.look(now * SECOND, seen, line.map(|at| at * SECOND)) {
@@ -182,7 +182,7 @@ fn a_stopped_agent_or_machine_makes_nobody_hung() {
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 103, 200, &[beat(2)], None), Some((112, vec![0])));
-    // Only the agent was stopped. The rank kept running until second 50.
+    // Only the agent was stopped, while the rank kept running until second 50.
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 53, 200, &[beat(50)], None), Some((63, vec![0])));
@@ -347,7 +347,7 @@ fn any_seen() -> impl Strategy<Value = RankState> {
 }
 
 proptest! {
-    /// Checks HANG-1 and HANG-3 if no call of `look` is late.
+    /// Checks HANG-1 and HANG-3 when no call of `look` is late.
     #[test]
     fn nobody_is_hung_before_the_limit_or_long_after_it(
         seen in proptest::collection::vec(any_seen(), 1..6),
@@ -375,7 +375,7 @@ proptest! {
                         prop_assert!(seen[overdue.rank] != RankState::Exited);
                     }
                     let first = hung.iter().filter(|late| late.is_due).map(|o| o.since + nanoseconds(o.limit)).min().unwrap_or(0);
-                    // Allow limits that had already passed before the first call of `look`.
+                    // Accept limits that had already passed before the first call of `look`.
                     prop_assert!(first <= SECOND || now <= first || now <= planned);
                     return Ok(());
                 }
