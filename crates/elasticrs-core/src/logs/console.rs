@@ -210,7 +210,7 @@ impl Output {
         }
     }
 
-    /// Adds a mark: when all bytes accepted so far have been written, `taken` bytes of the stream have been shown.
+    /// Adds a mark: once all bytes accepted so far have been written, `taken` bytes of the stream have been shown.
     pub(super) fn mark(&mut self, stream: StreamId, taken: u64) {
         self.marks.push_back(Mark { end: self.accepted, stream, taken });
     }

@@ -263,7 +263,7 @@ impl Follower {
         }
     }
 
-    /// Queues all files that `is_wanted` accepts for reading, and returns their number.
+    /// Queues the files that `is_wanted` accepts, so that they are read next. Returns their number.
     fn enqueue_all(&mut self, is_wanted: impl Fn(&Followed) -> bool) -> usize {
         let wanted: Vec<StreamId> = self.files.iter().filter(|(_, f)| is_wanted(f)).map(|(id, _)| *id).collect();
         for id in &wanted {

@@ -4,8 +4,8 @@
 //! a destination. Invariants:
 //!
 //! - **LINES-1** A line ends only at `\n` (or `\r\n`). All bytes of a line are passed on unchanged and in order.
-//! - **LINES-2** The output does not depend on how the bytes were split into writes and reads, except for calls of
-//!   [`LineSplitter::tick`] during pauses of the writer.
+//! - **LINES-2** The output does not depend on how the bytes were split into writes and reads, unless
+//!   [`LineSplitter::tick`] was called during a pause of the writer.
 //! - **LINES-3** Every line on the console starts with the prefix of its stream and contains bytes of this stream only.
 //!   If the start of a line was shown before the line was complete (because no bytes arrived for a while, or because
 //!   the line is longer than [`MAX_LINE`]), its rest continues on the same console line unless another stream has

@@ -120,7 +120,7 @@ pub enum Notice {
 pub struct NotDrained {
     pub stream: LogStream,
     /// Number of bytes in the file that had not reached the console at the last count by the logs thread. If a block
-    /// (64 KiB) is only partly written, all of its bytes are counted.
+    /// (64 KiB) is only partly written, all of its bytes count as not written.
     pub bytes: u64,
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 pub enum Timer {
     /// Deadline by which all workers must be running.
     Start,
-    /// Next check of the fence deadline while workers are being started, because the nursery cannot check it while it
+    /// Next check of the fence deadline while workers are being started. The nursery cannot check the deadline while it
     /// is blocked in a start.
     Fence,
     /// Deadline for the imports of a warm nursery.
@@ -27,7 +27,7 @@ pub enum Timer {
     Hang,
     /// Next progress check of the worker with this local rank, which is exiting after an uncaught exception.
     Exit(u32),
-    /// Report that the worker with this local rank is paused, which means that it was stopped by a signal.
+    /// Notice to the user that the worker with this local rank is paused, which means that a signal has stopped it.
     Paused(u32),
     /// Deadline for the failed worker with this local rank to exit.
     Condemned(u32),

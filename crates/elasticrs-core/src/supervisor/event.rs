@@ -58,7 +58,7 @@ pub enum Event {
         local_rank: u32,
         /// Time at which the supervisor noticed the failure.
         seen: Stamp,
-        /// Time at which the stop signal had been sent to all of the other workers.
+        /// Time by which the stop signal had been sent to all other workers.
         signalled: Stamp,
         siblings: u32,
     },

@@ -9,7 +9,7 @@
 //!
 //! - **EVI-1** a process gets the signal only if it has a handler for the signal, and if the file that the hook opened
 //!   exists;
-//! - **EVI-2** all ranks are examined in parallel, each on its own thread, and the caller gets the evidence by its
+//! - **EVI-2** all ranks are examined in parallel, each on its own thread, and the caller gets the evidence by the
 //!   deadline. If access to the files of a rank hangs, only the evidence about that rank is missing;
 //! - **EVI-3** only regular files are opened, because a worker may have replaced its file with a FIFO, and opening a
 //!   FIFO could block;
@@ -108,7 +108,7 @@ impl GatheringLimit {
     }
 }
 
-/// Gathers the evidence about all subjects. Blocks until `limit` is over at the latest, unless a file system does not
+/// Gathers the evidence about all subjects. Returns when `limit` is over at the latest, unless a file system does not
 /// respond.
 pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &GatheringLimit) -> Vec<WorkerEvidence> {
     let mut examinations: Vec<Examination> = subjects.into_iter().map(Examination::begin).collect();
@@ -198,8 +198,8 @@ impl Examination {
             if !stacks.is_empty() || self.status.is_none() {
                 return Ok(None);
             }
-            // For a stopped or traced process, use the non-blocking mode of `py-spy`. In the other mode, `py-spy` would
-            // pause the process, which fails for a process that is already stopped.
+            // Use the non-blocking mode of `py-spy` for a stopped or traced process. Otherwise, `py-spy` would try to
+            // pause the process, which fails if the process is already stopped.
             let is_held = matches!(found.state, 'T' | 't');
             py_spy.map(|program| Spy::begin(program, self.target, is_held, file)).transpose()
         });

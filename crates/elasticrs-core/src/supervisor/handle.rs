@@ -56,7 +56,7 @@ impl Keeper {
     /// Gives the nursery a duplicate of a second connection, because the session is about to move to that connection.
     /// The future completes once the request is in the kernel's socket buffer, from where the nursery receives it even
     /// if this process is killed. If there is no nursery, the future completes immediately. The result of the future is
-    /// false if the nursery does not hold the connection, because no descriptor was free for the duplicate.
+    /// false if no descriptor was free for the duplicate. In that case, the nursery does not hold the connection.
     pub fn hold_beside(&self, connection: BorrowedFd<'_>) -> impl Future<Output = bool> + use<> {
         let (held, is_held) = oneshot::channel();
         let is_sent = self.send_duplicate(connection, false, |connection| Guarded::Beside(connection, held));
@@ -105,8 +105,8 @@ pub struct Supervisor {
     commands: UnboundedSender<Command>,
     shared: Shared,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// FIFO for timer records. The handle creates and removes the FIFO, because both can block. The runtime thread only
-    /// has a descriptor of the FIFO.
+    /// FIFO for timer records. The handle creates and removes the FIFO, because these operations can block. The runtime
+    /// thread only has a descriptor of the FIFO.
     timers: Mutex<Option<Fifo>>,
     owner: u32,
 }
@@ -159,8 +159,9 @@ impl Supervisor {
     ///
     /// `status` is needed only if the calling process is not the parent of the added process. In that case, it is a
     /// pipe to which the parent writes the four-byte status from `wait4`. `page` is the process's heartbeat page
-    /// ([`crate::timer::pages::HeartbeatPage::share`]). If it is given, the heartbeats are watched like those of other
-    /// workers. Processes with a page must be adopted before they start to work, in the order of their local ranks.
+    /// ([`crate::timer::pages::HeartbeatPage::share`]). With a page, the heartbeats of the process are watched like
+    /// those of other workers. Processes with a page must be adopted before they start to work, in the order of their
+    /// local ranks.
     pub fn adopt(
         &self,
         local_rank: u32,
@@ -205,7 +206,8 @@ impl Supervisor {
 
     /// Starts a second warm nursery that imports the modules again at the lowest priority. Call this after files of
     /// imported modules have changed. The new nursery replaces an earlier second nursery, but the first nursery and its
-    /// workers continue. [`super::Event::Warmed`] reports the end of the imports. Their time limit is `limit`.
+    /// workers continue. [`super::Event::Warmed`] reports the end of the imports. `limit` is the time limit for the
+    /// imports.
     ///
     /// # Errors
     /// [`SupervisorError::Closed`], [`SupervisorError::Forked`].
@@ -389,8 +391,8 @@ impl Supervisor {
     }
 }
 
-/// Runs the tasks that must not wait for a store on the runtime thread: the client that holds a lease, and the search
-/// for the first client.
+/// Runs tasks on the runtime thread, so that a busy store cannot delay them: the client that holds a lease, and the
+/// search for the first client.
 impl Spawn for Supervisor {
     fn spawn(&self, task: Task) -> bool {
         Self::spawn(self, task).is_ok()

@@ -181,8 +181,8 @@ impl Nursery {
         }
     }
 
-    /// Stops using the link after an error, and kills the nursery. Usually the nursery is already exiting, but if it is
-    /// not, it might never exit.
+    /// Stops using the link after an error, and kills the nursery. Usually, the nursery is already exiting. Otherwise,
+    /// it might never exit by itself.
     fn give_up(&mut self) {
         self.link_is_open = false;
         self.waiting.clear();
@@ -312,8 +312,8 @@ impl Nursery {
             self.kill();
         }
         let Self { link, pidfd, sentinel, .. } = self;
-        // Closing the link may drop a request to leave that is still unsent. In that case, the nursery hangs or is
-        // dead, so it could not handle the request.
+        // If the request to leave is still unsent, closing the link drops the request. The nursery then hangs or is
+        // dead, so it could not handle the request anyway.
         drop(link);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
             let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);

@@ -472,8 +472,8 @@ impl Group {
         }
     }
 
-    /// Kills the process groups of all workers. The nursery kills only the workers that it started itself, so the
-    /// workers that Python started need this, too.
+    /// Kills the process groups of all workers, including those that Python started. The nursery kills only the workers
+    /// that it started itself.
     fn on_fenced(&mut self, effects: &mut Vec<Effect>) {
         if matches!(self.phase, Phase::Running | Phase::Sweeping { lingering: true }) {
             self.outcome = Outcome::Stopped;
@@ -519,7 +519,7 @@ impl Group {
         if policy.is_hard() {
             return self.kill(effects);
         }
-        // Signal running members first, because the stop takes until they have exited.
+        // Signal running members first, because the stop lasts until they have exited.
         for ended in [false, true] {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
             for member in members.filter(|m| Some(m.pid) != but) {

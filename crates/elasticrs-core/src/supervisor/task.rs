@@ -354,8 +354,8 @@ impl Task {
         }
     }
 
-    /// Handles the notices that have arrived. Also called before an exit is recorded. Otherwise, a worker whose notice
-    /// has not been read yet would seem to have exited without an exception.
+    /// Handles the notices that have arrived. Also called before an exit is recorded, because a worker whose notice has
+    /// not been read yet would otherwise seem to have exited without an exception.
     fn on_notices(&mut self) {
         if self.current.is_starting() {
             // Leave the notices in the socket until the pids of all workers are known.

@@ -16,8 +16,8 @@ use elasticrs_nursery::tree::{Status, children_of_self, descendants, describe, n
 use elasticrs_sys::procfs;
 
 /// Minimum number of zombie children for which a process is reported. It is a quarter of 1024, the smallest process
-/// limit that is common for containers. A program that starts one helper for each CPU stays below it, even if all
-/// helpers are zombies until the program waits for them.
+/// limit that is common for containers. A program that starts one helper for each CPU usually stays below it, even if
+/// all of its helpers are zombies until it waits for them.
 const MANY: usize = 256;
 /// Scans take at most 1/`SHARE` of the time, regardless of the number of processes.
 const SHARE: u32 = 100;
@@ -45,8 +45,8 @@ pub(super) struct Scanner {
 struct Last {
     /// Newest pid at the start of the scan.
     newest: i32,
-    /// Number of descendants of the worker that had the most, or number of the agent's children if that was higher.
-    /// Both include zombies.
+    /// Largest number of descendants of any worker, or the number of the agent's children if it is larger. Zombies are
+    /// included.
     processes: usize,
 }
 

@@ -50,8 +50,8 @@ pub const ENOUGH_STEPS: usize = 16;
 pub enum StepLimit {
     /// A fixed limit.
     Fixed(Duration),
-    /// A limit that is learned from the durations of the job's steps, see [`learned`]. The field is the minimum of the
-    /// limit.
+    /// A limit that is learned from the durations of the job's steps, see [`learned`]. The field contains the minimum
+    /// of the limit.
     Learned(Duration),
 }
 
@@ -370,7 +370,8 @@ impl Watch {
         }
     }
 
-    /// Returns, for each rank, the event that is expected from it, the time at which its limit starts, and the limit.
+    /// Returns the event that is expected from each rank with a limit, the time at which the limit starts, and the
+    /// limit.
     fn terms(&self, seen: &[RankState], line: Option<u64>, step: Duration) -> Vec<Overdue> {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
         let mut terms = Vec::new();
@@ -466,7 +467,7 @@ pub enum Ground {
 }
 
 /// Returns the index of the rank that the others are waiting for, and the reason for blaming it. Usually, most of the
-/// late ranks do not make progress only because they are waiting for that rank in a collective.
+/// late ranks hang only because they are waiting in a collective for the rank to blame.
 ///
 /// The first criterion that applies decides: a rank that was stopped by a signal; the only rank at the earliest step;
 /// the only one of three or more ranks that is at a different place in the program; the only rank that is not waiting

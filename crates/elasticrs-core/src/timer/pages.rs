@@ -66,8 +66,8 @@ impl HeartbeatPage {
     }
 
     /// Reads the page, using `load` to read a word. Reads the limit before the heartbeats, and the worker stores them
-    /// in the opposite order. Therefore, a read that sees a limit also sees the heartbeat that belongs to it.
-    /// Otherwise, a long step could be judged by the short limit of the section that follows it.
+    /// in the opposite order. Therefore, a read that sees a limit also sees the heartbeat that belongs to it. Without
+    /// this order, a long step could be judged by the short limit of the section that follows it.
     fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> RankState {
         let (limit, exit) = (load(LIMIT), load(EXIT));
         let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
@@ -154,8 +154,8 @@ mod tests {
         assert_eq!(page.read(1400), RankState::Heartbeat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
     }
 
-    /// Interleaves the stores of `heartbeats.py`, in their order, with a read of the page. Tries every possible
-    /// starting point.
+    /// Interleaves the stores of `heartbeats.py`, in their order, with a read of the page. Starts the interleaving at
+    /// every possible point.
     #[test]
     fn a_limit_is_never_seen_without_the_heartbeat_that_began_it() {
         const STARTED: u64 = 1001;

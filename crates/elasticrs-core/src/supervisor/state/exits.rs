@@ -16,8 +16,8 @@ impl Group {
     /// Records a worker's uncaught exception and starts to watch the worker's exit. If a rank records several
     /// exceptions, only the last one counts, because a worker that is a shell may run its program again.
     ///
-    /// If the worker is already being stopped, its exception is not reported, because it is usually a consequence of
-    /// the first failure. The exit of the worker is still watched.
+    /// If the worker is already being stopped, its exception is not reported, because such an exception is usually a
+    /// consequence of the first failure. The exit of the worker is still watched.
     pub(super) fn on_raised(&mut self, raised: WorkerRaised, effects: &mut Vec<Effect>) {
         let local_rank = raised.local_rank;
         let is_working = self.working(local_rank).is_some();

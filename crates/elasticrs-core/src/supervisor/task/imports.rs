@@ -38,7 +38,7 @@ pub(super) fn import_rest(
 
 /// Kills a nursery that uses another version of the protocol. The job then continues as if an import had failed. Only a
 /// warm nursery can use another version, because its program is an installed file that may have been replaced since
-/// this process started. An embedded nursery is part of this program.
+/// this process started. The embedded nursery is part of this program.
 pub(super) fn refuse(nursery: &mut Nursery) {
     if let Some(import) = &nursery.import {
         report::fail(

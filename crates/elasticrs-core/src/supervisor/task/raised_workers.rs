@@ -30,9 +30,9 @@ use crate::supervisor::watch;
 /// Maximum length of a notice in bytes. The hook never sends more. Longer notices are truncated.
 const MAX_TEXT: usize = 4096;
 
-/// Maximum number of notices to receive in one go. It is needed because any process in the network namespace may send
-/// notices, and because each notice is expensive: to find the worker from which the sender descends, `/proc` must be
-/// read.
+/// Maximum number of notices to receive in one go. A limit is needed, because any process in the network namespace may
+/// send notices, and because each notice is expensive: to find the worker from which the sender descends, `/proc` must
+/// be read.
 const SLICE: usize = 64;
 
 /// Maximum time to remember that a sender is not a worker. It is short, because the kernel may reuse the sender's pid
@@ -220,9 +220,9 @@ impl RaisedWorkers {
         }
     }
 
-    /// Forgets which senders are not workers. Called when a process becomes a worker, because its pid may be among
-    /// those of these senders: another process may have used the pid earlier, or the worker may have sent a notice
-    /// before it was adopted.
+    /// Forgets which senders are not workers. Called when a process becomes a worker, because its pid may already be
+    /// known as that of a process that is no worker. Another process may have used the pid, or the worker may have sent
+    /// a notice before it was adopted.
     pub(super) fn forget_strangers(&mut self) {
         self.strangers = Strangers::default();
     }

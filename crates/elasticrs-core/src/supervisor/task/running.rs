@@ -34,7 +34,7 @@ pub(super) struct Running {
     pub(super) hung: Option<StartFailure>,
     pub(super) unreported: Unreported,
     members: Vec<Member>,
-    /// Tasks that wait for the exits of members whose exits the nursery does not report.
+    /// Tasks that wait for exits of members that the nursery does not report.
     exits: JoinSet<MemberExit>,
 }
 
@@ -242,8 +242,8 @@ mod tests {
         use Delivery::*;
         let (worker, adopted) = (member(false, true), member(true, true));
         let cases = [
-            // Each case: the member, the signal, true if the kernel supports signals to groups, and true if there is a
-            // nursery.
+            // Each case: the member, the signal, true if the kernel supports signals to groups, true if there is a
+            // nursery, and the expected delivery.
             (&worker, Signal::TERM, true, true, Group),
             (&worker, Signal::TERM, true, false, Group),
             (&worker, Signal::TERM, false, true, GroupByNursery),

@@ -20,7 +20,7 @@ use crate::supervisor::event::{Event, NurseryExit};
 use crate::supervisor::nursery_io::{Nursery, NurseryEvent};
 use crate::supervisor::queue::Queue;
 
-/// Holder of the second nursery, if there is one.
+/// Holds the second nursery, if there is one.
 #[derive(Debug)]
 pub(super) struct SecondNursery {
     running: Option<Second>,

@@ -153,8 +153,8 @@ impl Task {
         }
     }
 
-    /// Kills the nursery after a stop was requested during the start and the grace period is over. All workers die with
-    /// the nursery, including those that are still being started.
+    /// Kills the nursery, because a stop was requested during the start and the grace period has passed. All workers
+    /// die with the nursery, including those that are still being started.
     pub(super) fn kill_start(&mut self) {
         if let (Current::Starting(starting), Some(nursery)) = (&self.current, self.nursery.get())
             && !starting.has_failed()
