@@ -1,4 +1,4 @@
-//! `_core.CoordinationServer` and `_core.CoordinationClient`.
+//! The Python classes `_core.CoordinationServer` and `_core.CoordinationClient`.
 
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;

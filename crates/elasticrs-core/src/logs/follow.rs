@@ -167,7 +167,7 @@ impl Follower {
         follower
     }
 
-    /// Reports, on the first call, that this user cannot create more inotify instances or watches, so files are polled.
+    /// Reports once that files are polled, because this user cannot create more inotify instances or watches.
     fn report_polling(&mut self, errno: Errno) {
         if !std::mem::replace(&mut self.polling_reported, true) {
             (self.notify)(Notice::Polling { errno });

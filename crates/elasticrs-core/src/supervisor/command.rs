@@ -87,7 +87,7 @@ pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
     Adopt(Adopted, Reply<Result<(), SupervisorError>>),
     /// Start a replacement for a failed worker. The second field contains the descriptors that the replacement
-    /// inherits; `pass_fds` contains indices into it.
+    /// inherits. `pass_fds` contains indices into this field.
     Replace(Box<ProcessSpec>, Vec<OwnedFd>, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<RemoteHang>),
     Signal(Signal, Option<Vec<u32>>),

@@ -34,7 +34,7 @@ pub(super) struct Sample {
     at: Instant,
     /// CPU time in clock ticks.
     cpu: u64,
-    /// Time in nanoseconds that threads were ready to run but had no CPU.
+    /// Total time for which threads were ready to run but had no CPU, in nanoseconds.
     delayed: u64,
     read: u64,
     written: u64,

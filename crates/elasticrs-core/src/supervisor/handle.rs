@@ -284,7 +284,7 @@ impl Supervisor {
 
     /// Sets the evidence files of each worker, ordered by local rank, for all later groups. Evidence is written if a
     /// worker hangs, does not release a timer in time, or makes no progress with its exit. `py_spy` is the program that
-    /// inspects workers which do not write their stacks.
+    /// inspects workers that do not write their stacks.
     pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
         self.send(Command::KeepEvidence(files, py_spy))
     }
@@ -308,8 +308,8 @@ impl Supervisor {
     /// Gives the nursery a duplicate of the agent's connection to a store. Replaces an earlier connection.
     ///
     /// The nursery keeps the connection open as long as it runs. If the agent dies, the nursery runs until all
-    /// processes of the workers are gone, so the store sees the connection close only then. If the nursery is lost, its
-    /// replacement gets the connection, too. Later problems are reported as [`super::Event::Degraded`].
+    /// processes of the workers are gone. Only then does the store see the connection close. If the nursery is lost,
+    /// its replacement gets the connection, too. Later problems are reported as [`super::Event::Degraded`].
     pub fn guard_connection(&self, connection: OwnedFd) -> Result<(), SupervisorError> {
         self.send(Command::Guard(Guarded::Hold(connection)))
     }

@@ -222,8 +222,8 @@ impl Nursery {
 
     /// Kills a nursery that lost its link during the imports, unless it is already exiting. A nursery closes its link
     /// only when it exits. If it is not exiting, an imported module must have closed descriptors that it does not own,
-    /// or executed another program, which might run the script outside of any group. Records in [`Import::failure`] which
-    /// of the two has happened.
+    /// or executed another program. That program might run the script outside of any group. Records in
+    /// [`Import::failure`] what the module has done.
     #[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
     fn end_what_it_executes(&mut self) {
         let Some(import) = &mut self.import else { return };

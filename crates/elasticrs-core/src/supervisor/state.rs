@@ -126,7 +126,7 @@ pub enum Effect {
     ReportFailure {
         local_rank: u32,
         seen: Stamp,
-        /// Number of other workers that the preceding effects send signals to.
+        /// Number of other workers to which the preceding effects send signals.
         siblings: u32,
     },
     /// Report an event to Python.
@@ -213,7 +213,7 @@ impl Group {
         self.members.iter().find(|m| m.pid == pid && m.runs() && m.condemned.is_none()).map(|m| m.local_rank)
     }
 
-    /// Returns true if the group has not started to stop.
+    /// Returns true until the group starts to stop.
     pub fn is_running(&self) -> bool {
         self.phase == Phase::Running
     }

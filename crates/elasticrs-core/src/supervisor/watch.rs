@@ -30,7 +30,7 @@ pub(super) struct MemberExit {
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
 
 /// Waits for the exit of a process. If it is a child of this process, its status is read without reaping it, because
-/// Python reaps the children that it started. The status of any other process is read from `status`. It is unknown if
+/// Python reaps the children that it started. The status of any other process is read from `status`, and is unknown if
 /// `status` is `None`.
 pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<OwnedFd>) -> MemberExit {
     let seen_by_epoll = match register(Arc::clone(&pidfd), Interest::READABLE) {

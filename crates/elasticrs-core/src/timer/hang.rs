@@ -123,7 +123,7 @@ pub struct Overdue {
     /// Index of the rank in the group.
     pub rank: usize,
     pub missed: Missed,
-    /// Time of the rank's last sign of activity. The time of its start if there was none.
+    /// Time of the rank's last sign of activity. If there was none, the start time of the rank.
     pub since: u64,
     pub limit: Duration,
     /// True if the whole limit has passed.

@@ -83,7 +83,7 @@ impl HeartbeatPage {
         let section =
             (limit != 0).then(|| Section { name: name_of(&name), limit: (limit != UNLIMITED).then_some(limit) });
         // When the program returns, the worker sends a heartbeat and then stores the same time as the time of its exit.
-        // If the last heartbeat is later, the worker is still training.
+        // If there is a later heartbeat, the worker is still training.
         let is_exiting = exit == last;
         let before_exit = times.iter().rev().nth(1).copied().filter(|_| is_exiting);
         RankState::Heartbeat(Beat {

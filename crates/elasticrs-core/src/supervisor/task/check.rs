@@ -13,7 +13,7 @@ use crate::supervisor::zombies::{Scanner, Subjects};
 /// Time between two checks of the workers, the nursery and the sentinel.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Workers of a group that the last check found dead without a reported exit.
+/// Workers of a group that were dead at the last check although their exits had not been reported.
 #[derive(Debug, Default)]
 pub(super) struct Unreported {
     /// Pids of the workers that the nursery should have reaped.

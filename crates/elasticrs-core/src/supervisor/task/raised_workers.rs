@@ -227,8 +227,8 @@ impl RaisedWorkers {
         self.strangers = Strangers::default();
     }
 
-    /// Returns true if the process of this worker that recorded an exception has exited. If it was only a descendant of
-    /// the worker, the worker itself may continue.
+    /// Returns true if the process of this worker that recorded an exception has exited. The worker itself may still be
+    /// running, because that process may have been a descendant.
     pub(super) fn has_exited(&self, local_rank: u32) -> bool {
         let raised = self.raised.iter().find(|raised| raised.local_rank == local_rank);
         raised.is_none_or(|raised| watch::ended(&[raised.process.as_fd()]) == [true])

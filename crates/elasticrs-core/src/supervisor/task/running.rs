@@ -118,8 +118,8 @@ impl Running {
         self.pids().find(|pid| self.group.rank_of(*pid) == Some(local_rank))
     }
 
-    /// Returns the local rank of the worker to which this process belongs: the process itself, its closest ancestor
-    /// that is a worker, or, for an orphan, the worker that leads its session.
+    /// Returns the local rank of the worker to which this process belongs. That worker is the process itself, or its
+    /// closest ancestor that is a worker. For an orphan, it is the worker that leads the orphan's session.
     pub(super) fn worker_of(&self, pid: i32) -> Option<u32> {
         let mut ancestor = pid;
         for _ in 0..MAX_DEPTH {
@@ -151,8 +151,8 @@ impl Running {
         }
     }
 
-    /// Waits for the exit of a member whose exit the nursery does not report. `None` if there is no such member.
-    /// Cancel-safe.
+    /// Waits for the next exit of a member whose exit the nursery does not report. Returns `None` if there is no such
+    /// member. Cancel-safe.
     pub(super) async fn next_exit(&mut self) -> Option<MemberExit> {
         self.exits.join_next().await.map(or_panic)
     }
@@ -209,7 +209,7 @@ impl Member {
             Delivery::GroupByNursery
         } else {
             // Signal only the member, because the nursery does not know members that Python started. When the member
-            // exits, its parent, a keeper process, kills the processes that it leaves behind.
+            // exits, its parent, a keeper process, kills the processes that the member leaves behind.
             Delivery::Member
         }
     }

@@ -25,7 +25,7 @@ use crate::supervisor::start::{Starting, Terms};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 
-/// Time limit for a hanging start to fail after the starting process was sent SIGKILL.
+/// Time limit for a hanging start to fail, after SIGKILL was sent to the starting process.
 const KILL_LIMIT: Duration = Duration::from_secs(5);
 const FENCED: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 
@@ -165,7 +165,8 @@ impl Task {
 
     // --- the fence --------------------------------------------------------------------------------------------
 
-    /// Checks the fence deadline on behalf of the nursery, which cannot check it while it is blocked in a start.
+    /// Checks the fence deadline on behalf of the nursery, which cannot check the deadline while it is blocked in a
+    /// start.
     pub(super) fn fence_start(&mut self) {
         if !self.current.starts_a_worker() {
             return;
