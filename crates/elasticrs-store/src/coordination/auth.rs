@@ -5,8 +5,8 @@ use sha2::Sha256;
 
 use super::protocol::{Digest, Secret};
 
-/// The side that makes a proof. It is part of the data of the proof, so that one side's proof is not valid for the
-/// other.
+/// The side that makes a proof. Its name is part of the data from which the proof is computed, so one side cannot reuse
+/// the other side's proof.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     /// The client answers the store's challenge.
@@ -15,7 +15,7 @@ pub(super) enum Direction {
     Store,
 }
 
-/// Returns an HMAC-SHA256 that is keyed with this token and has no data yet.
+/// Starts the computation of an HMAC-SHA256 with this token as the key.
 pub(super) fn keyed(token: &[u8]) -> Hmac<Sha256> {
     Hmac::new_from_slice(token).expect("HMAC takes a key of any length")
 }
@@ -31,7 +31,7 @@ fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> 
     mac
 }
 
-/// Returns the proof that answers a challenge.
+/// Returns the proof for a challenge.
 pub(super) fn proof(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Digest {
     mac(token, challenge, run_id, direction).finalize().into_bytes().into()
 }

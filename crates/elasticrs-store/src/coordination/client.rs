@@ -2,9 +2,9 @@
 //!
 //! - **CLIENT-1** requests are sent in the order in which they were made, and nothing is sent after the session has
 //!   ended;
-//! - **CLIENT-2** the client gives up its session one interval before the store would end it. This deadline is on the
-//!   boot clock and is computed from the time at which the last answered keep-alive was sent. Messages that arrive
-//!   after the deadline are ignored;
+//! - **CLIENT-2** the client gives up its session one interval before the store would end it. The client measures this
+//!   deadline on the boot clock, from the time at which it sent the last answered keep-alive. It ignores messages that
+//!   arrive after the deadline;
 //! - **CLIENT-3** the end of the session is reported once, as the last event;
 //! - **CLIENT-4** a session with [`Options::resume`] survives the loss of its connection until its lease expires.
 
@@ -40,8 +40,8 @@ fn encode(request: Request, resume: bool) -> Result<Asked, Unsendable> {
         Request::Watch { watch, .. } if resume && watch.from_revision.is_some() => return Err(Unsendable::Past),
         Request::Watch { tag, watch } => {
             let kind = Kind::Watch { watch: watch.watch.clone(), wants_snapshot: watch.snapshot };
-            // Always request the snapshot if the session can be resumed, because the client needs it to compute which
-            // changes it missed while the connection was broken.
+            // Request a snapshot for every watch of a resumable session. After a reconnect, the client compares it with
+            // the new snapshot to find the changes that it missed.
             (kind, Message::Watch { tag, watch: WatchFrom { snapshot: watch.snapshot || resume, ..watch } })
         }
         Request::Unwatch(watch) => (Kind::Unwatch(watch.clone()), Message::Unwatch(watch)),

@@ -29,8 +29,7 @@ pub struct Options {
     pub run_id: String,
     /// The token of `scope`, or the store's token if `scope` is `None`.
     pub token: Option<Vec<u8>>,
-    /// The keys that this client may use. The client sends them to the store together with the proof that it knows the
-    /// token.
+    /// The keys that this client may use. The client sends this scope to the store along with its proof.
     pub scope: Scope,
     pub interval: Duration,
     /// Number of intervals without a keep-alive after which the session ends.
@@ -39,11 +38,11 @@ pub struct Options {
     pub connect_timeout: Duration,
     /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
     pub stall_timeout: Option<Duration>,
-    /// True if the session survives a broken connection. The client then reconnects until the lease expires, and may
-    /// send a request twice.
+    /// True if the session survives a broken connection. In that case, the client reconnects until the lease expires,
+    /// and may send a request twice.
     pub resume: bool,
-    /// Store that this user connected to before. Connecting fails if a different store answers, unless it has restored
-    /// this store's state.
+    /// Store to which this user was connected before. `None` if there was none. Connecting fails if a different store
+    /// answers, unless that store has restored the state of the earlier one.
     pub met: Option<MetStore>,
 }
 
@@ -63,7 +62,7 @@ pub(super) struct Opened {
     pub(super) met: Met,
 }
 
-/// Session that the handshake should open or resume.
+/// Parameters of the handshake: the session to open or resume, and the store that the client expects.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted {
     /// Session ID and secret to resume. `None` to open a new session.
@@ -79,7 +78,8 @@ pub(super) struct Met {
     pub(super) store: StoreId,
     pub(super) revision: u64,
     pub(super) pace: Pace,
-    /// Time at which the hello was sent, in nanoseconds of the boot clock. The store starts counting later.
+    /// Time at which the hello was sent, in nanoseconds of the boot clock. The store starts the session's time to live
+    /// later than this.
     pub(super) sent: u64,
 }
 
@@ -141,8 +141,8 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, S
     };
     let met = match met {
         Ok(met) => met,
-        // A `TCPStore` closes the connection without an answer, but so does an agent that hosts the store and is
-        // exiting. Probe the port to tell them apart.
+        // A `TCPStore` closes the connection without an answer. An agent that hosts the store does the same while it is
+        // exiting. Probe the port to distinguish the two cases.
         Err(error) if error.kind == LostKind::Closed && greeter.frames.is_untouched() => {
             return Err(if is_tcp_store(peer).await { not_ours(options, TCP_STORE) } else { error });
         }
@@ -177,8 +177,8 @@ pub(super) async fn reopen(
     match met {
         Ok(Ok(met)) => Ok(Opened { stream, frames, local, peer, met }),
         Ok(Err(error)) | Err(error) => {
-            // Reset the connection, because the store may already treat it as the session's connection. If it were
-            // closed normally, the store would conclude that the client has exited and end the session.
+            // Reset the connection, because the store may already use it for the session. After a normal close, the
+            // store would conclude that the client has exited, and would end the session.
             let _ = stream.set_zero_linger();
             guard.not_resumed();
             Err(error)
@@ -289,7 +289,7 @@ impl Greeter<'_> {
             match stream::read(&self.stream, &mut chunk).await {
                 Ok(0) if self.frames.is_untouched() => {
                     // The peer may be another program, or a proxy whose store is not running yet. Report `Closed`,
-                    // because a retry may succeed if it is a proxy.
+                    // because in the case of a proxy, a retry may succeed.
                     let what =
                         "closed the connection during the handshake: another program, or a proxy without a store";
                     return Err(StoreError::new(LostKind::Closed, format!("{} {what}", self.options.endpoint())));
@@ -311,8 +311,8 @@ fn not_ours(options: &Options, why: &str) -> StoreError {
     StoreError::new(LostKind::NotOurs, message)
 }
 
-/// Probes the peer after a delay. Returns if the peer is a `TCPStore`, and otherwise waits forever. The probe is needed
-/// because most releases of torch send no answer to an unknown client.
+/// Returns if a probe, sent after a delay, shows that the peer is a `TCPStore`. Otherwise waits forever. The probe is
+/// needed because in most releases of torch, a `TCPStore` does not answer an unknown client.
 async fn until_suspicious(options: &Options, peer: SocketAddr) {
     tokio::time::sleep((options.connect_timeout / 4).min(Duration::from_secs(1))).await;
     if !is_tcp_store(peer).await {

@@ -26,19 +26,19 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Time for which a refused connection stays open, so that the client can read the reason.
 const PARTING: Duration = Duration::from_secs(2);
 
-/// Maximum number of bytes that are read and discarded from a refused client. They were already in transit when the
-/// client was refused.
+/// Maximum number of bytes to read and discard from a refused client. The client may have sent them before it was
+/// refused.
 const MAX_DROPPED: usize = 4 * MAX_REQUEST;
 
 /// Reason why the store stops serving a connection.
 enum Disconnect {
-    /// The peer closed the connection, or this side has told the peer why it closes the connection.
+    /// The peer closed the connection, or the store has already queued its last message for the peer.
     Gone,
-    /// The connection was reset or timed out, so the state of the peer is unknown.
+    /// The connection was reset or timed out, so it is unknown whether the peer is still running.
     Broken,
-    /// The first bytes are not those of this protocol, so the peer is another program.
+    /// The first bytes are not those of this protocol, so the peer is not a client of this store.
     Foreign,
-    /// This side will send the reason and then close the connection.
+    /// The store will send this reason to the client and then close the connection.
     Refused(Refusal),
 }
 
@@ -63,7 +63,7 @@ impl From<Broken> for Disconnect {
     }
 }
 
-/// Time limit for receiving the rest of a request that has partly arrived.
+/// Deadline for the rest of a request that has partly arrived.
 #[derive(Clone, Copy)]
 struct Begun {
     until: Instant,
@@ -102,7 +102,7 @@ pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
     connection.part(end).await;
 }
 
-/// Guard of a session's connection. Dropping it, which happens whenever the connection ends, notifies the hub.
+/// Notifies the hub when it is dropped, which happens whenever the connection ends.
 struct User {
     hub: Rc<Hub>,
     outbox: Rc<Outbox>,
@@ -162,7 +162,7 @@ impl Connection {
         self.ready(&hello, Some(own))
     }
 
-    /// Returns the client's run, or the reason to refuse the client.
+    /// Returns the ID of the client's run, or the reason to refuse the client.
     fn check(&self, hello: &Hello) -> Result<String, Disconnect> {
         if !Leases::is_allowed(hello.interval_ms, hello.attempts) {
             let (interval, attempts) = (hello.interval_ms, hello.attempts);
@@ -203,7 +203,7 @@ impl Connection {
                 match self.frames.cut() {
                     Ok(Some(frame)) => {
                         begun = None;
-                        // The request is complete, so its bytes are no longer counted as unparsed.
+                        // The request is complete, so stop counting its bytes as those of an incomplete request.
                         self.outbox.set_unparsed(0);
                         let done = Request::decode(frame).map_err(Disconnect::from).and_then(|request| {
                             if !allows(self.scope.as_deref(), &request) {
@@ -229,8 +229,8 @@ impl Connection {
         }
     }
 
-    /// Waits for more bytes. The rest of an incomplete request has to arrive within the request timeout. The timeout is
-    /// measured in two halves, so that a jump of the clock while this process was stopped uses up at most one half.
+    /// Waits for more bytes. If a request is incomplete, the rest must arrive within the request timeout. The timeout
+    /// is measured in two halves. If the clock jumps while this process is stopped, the jump uses up at most one half.
     async fn read_on(&mut self, begun: &mut Option<Begun>) -> Result<(), Disconnect> {
         self.frames.rest();
         self.hub.hold(&self.outbox, self.frames.capacity());
@@ -267,8 +267,8 @@ impl Connection {
             self.hub.settled().await;
             let is_sent = match self.outbox.flush(&self.stream, pushed) {
                 Ok(is_sent) => is_sent,
-                // A broken pipe means that the client had closed the connection before it was reset. Continue, because
-                // the client's last requests and the end of its stream can still be read.
+                // A broken pipe means that the client has closed the connection. Continue, because the client's last
+                // requests can still be read.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => true,
                 Err(error) => return Err(error.into()),
             };
@@ -282,7 +282,8 @@ impl Connection {
             }
             if let Some(is_more) = self.receive()? {
                 if is_more {
-                    // Yield, so that a client that sends without a pause does not keep the other clients waiting.
+                    // Yield, because a client that sends without a pause would otherwise keep the other clients
+                    // waiting.
                     yield_now().await;
                 }
                 return Ok(());
@@ -304,12 +305,12 @@ impl Connection {
         }
     }
 
-    /// Closes the connection. If there is a reason, sends it first and gives the client time to read it.
+    /// Closes the connection. If the client was refused, first sends the reason and gives the client time to read it.
     async fn part(mut self, end: Disconnect) {
         match end {
             Disconnect::Gone | Disconnect::Broken => {}
-            // Do not report this peer. It is a client of this store that received no answer while the store was paused,
-            // and that now probes for a `TCPStore`.
+            // Do not report this peer. It is a client of this store. It received no answer while the store was paused,
+            // and now probes whether the port belongs to a `TCPStore`.
             Disconnect::Foreign if self.frames.unread() == QUESTION => {}
             Disconnect::Foreign => {
                 let what = describe(self.frames.unread());
@@ -322,7 +323,7 @@ impl Connection {
         }
         if self.outbox.is_closing() {
             self.frames = Frames::new(0);
-            // Close the connection after this time even if the client has not read the reason.
+            // Close the connection after `PARTING`, even if the client has not read the reason by then.
             let _ = timeout(PARTING, self.say_why()).await;
         }
     }

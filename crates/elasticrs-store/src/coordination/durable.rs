@@ -1,16 +1,15 @@
-//! The file with the state of a store, from which a restarted store continues.
+//! The file in which a store keeps its state. A restarted store restores its state from this file.
 //!
-//! The file has a head, followed by records. A record is a batch of changes, and the first records contain a whole
-//! state. Each commit appends a record. At each start, and when the file has doubled in size, the store replaces the
-//! file with a new one that contains only the current state. The store keeps its file locked, and it locks a new file
-//! before moving it into place.
+//! The file consists of a head and records. The first records contain a whole state, and each later record contains a
+//! batch of changes. Each commit appends a record. At each start, and when the file has doubled in size, the store
+//! replaces the file with a new one that contains only the current state. The store keeps its file locked, and it locks
+//! a new file before moving it into place.
 //!
-//! - **DISK-1** a change survives any crash of the process or the machine once `StateFile::commit` has returned; if
-//!   the file was damaged after that, it is refused, or the loss is reported;
+//! - **DISK-1** once `StateFile::commit` has returned, the change survives any crash of the process or the machine. If
+//!   the file is damaged later, the store refuses it or reports the loss;
 //! - **DISK-2** a batch is read as a whole or not at all;
 //! - **DISK-3** a file that is damaged, truncated, in use or not a state file is left unchanged;
-//! - **DISK-4** the store does not read or write a file that another user owns, or a file in a folder where any user
-//!   may replace it.
+//! - **DISK-4** the store does not read or write a file that another user owns, or that any user may replace.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, Permissions, canonicalize, metadata, remove_file, rename};
@@ -37,17 +36,17 @@ const HEAD_LENGTH: usize = 20;
 const HEAD: u64 = HEAD_LENGTH as u64;
 /// Offset of the synced length in the head.
 const SYNCED_AT: u64 = 12;
-/// Number of bytes that a record takes besides its contents: its length and its digest.
+/// Number of bytes that the length and the digest of a record take.
 const AROUND: u64 = 4 + 32;
 
 /// Maximum number of bytes that the sessions in one record may take.
 const MAX_SESSIONS: u64 = 16 << 20;
 /// Approximate number of bytes per record when a whole state is written.
 const CHUNK: usize = 1 << 20;
-/// A file is replaced when it has at least doubled in size and has grown by more than this number of bytes.
+/// Minimum growth of a file before it is replaced, in bytes. The file must also have doubled in size.
 const GROWTH: u64 = 4 << 20;
 
-/// Error when the state file is opened, read or written.
+/// Error while the state file is opened, read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     #[error("cannot {doing} the state {path}: {why}", path = path.display(), why = words(source))]
@@ -78,7 +77,7 @@ fn run(run_id: Option<&str>) -> String {
     run_id.map_or_else(|| "any run".into(), |run_id| format!("run {run_id}"))
 }
 
-/// The secret and the keep-alive settings that the store granted to a session.
+/// The secret of a session, and the keep-alive settings that the store granted to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Granted {
     pub(super) secret: Secret,
@@ -88,7 +87,7 @@ pub(super) struct Granted {
     pub(super) ttl_ms: u32,
 }
 
-/// An item of a record in the state file: a part of the store's state, or a change to it.
+/// An item of a record: a part of the store's state, or a change to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Item {
     /// The run that the store serves (`None` for any run), and the IDs of the store and its predecessors, newest first.
@@ -148,7 +147,7 @@ impl Image {
         }
     }
 
-    /// Returns the whole state as items of the state file. The keys come from `entries`, not from this image.
+    /// Returns the whole state as items of the state file. Takes the keys from `entries` instead of from this image.
     pub(super) fn items(&self, entries: &BTreeMap<Arc<str>, Stored>) -> impl Iterator<Item = Item> {
         let store = Item::Store { run_id: self.run_id.clone(), ids: self.ids.clone() };
         let session = |(id, granted): (&SessionId, &Granted)| Item::Session { id: *id, granted: Some(granted.clone()) };
@@ -172,7 +171,8 @@ fn set<K: Ord, V>(map: &mut BTreeMap<K, V>, key: K, value: Option<V>) {
 /// Sticky bit of a folder: users may remove or replace only their own files in it.
 const STICKY: u32 = 0o1000;
 const WRITABLE: u32 = 0o0002;
-/// Only the owner may read the file, because anyone who knows its secrets can resume the sessions.
+/// Permissions of the file. Only the owner may read it, because it contains the secrets with which sessions can be
+/// resumed.
 const MODE: u32 = 0o600;
 
 /// Outcome of [`StateFile::replace`].
@@ -189,7 +189,8 @@ pub(super) struct StateFile {
     path: PathBuf,
     file: Flock<File>,
     end: u64,
-    /// Number of bytes of an incomplete record at the end of the previous file. They were not copied to this file.
+    /// Length of an incomplete record at the end of the previous file, in bytes. The record was not copied to this
+    /// file.
     pub(super) dropped: u64,
     /// Chained digest of all records written so far.
     digest: Digest,
@@ -206,7 +207,7 @@ impl StateFile {
         id: StoreId,
         limit: usize,
     ) -> Result<(Self, Image), StateError> {
-        // Resolve symbolic links, because the rename would otherwise replace the link instead of its target.
+        // Resolve symbolic links, because the rename would otherwise replace the link itself.
         let path = match canonicalize(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => path.to_owned(),
             real => real.map_err(|source| failed("open", path, source))?,
@@ -233,8 +234,8 @@ impl StateFile {
     /// Appends these items as one batch, and returns when they are on disk. If this fails, the store has to stop,
     /// because the contents of the file are unknown.
     pub(super) fn commit(&mut self, items: &[Item]) -> Result<(), StateError> {
-        // Raise the synced length last. If the store crashes before that, the incomplete record begins at the synced
-        // length, so `load` drops it instead of reporting damage.
+        // Write the synced length last. If the store crashes before that, the record begins at the synced length, so
+        // `load` drops an incomplete record instead of reporting damage.
         let written = self.append(items).and_then(|()| self.file.sync_data()).and_then(|()| self.note_synced());
         written.map_err(|source| self.failed(source))
     }
@@ -245,11 +246,10 @@ impl StateFile {
     }
 
     /// Replaces the file with a new one that contains this whole state, and returns when the new file is on disk. If
-    /// the new file cannot be written, the old file stays in use until it has doubled in size, which is when the next
-    /// attempt is due.
+    /// the new file cannot be written, keeps using the old file. The next attempt is due when that file has doubled in
+    /// size.
     ///
-    /// # Errors
-    /// Fails if the old file is no longer at its path, or if it is unknown which file is at that path.
+    /// # Errors Fails if the old file is no longer at its path, or may no longer be there.
     pub(super) fn replace(&mut self, whole: impl Iterator<Item = Item>) -> Result<Replaced, StateError> {
         match Self::begin(self.path.clone(), Some(&self.file), whole) {
             Ok(new) => {
@@ -264,8 +264,8 @@ impl StateFile {
         }
     }
 
-    /// Writes the final synced length to disk. If a copy of the file lacks the last record, this length shows that the
-    /// copy is truncated.
+    /// Writes the final synced length to disk. If a copy of the file lacks the last record, a comparison with this
+    /// length shows that the copy is truncated.
     pub(super) fn finish(&mut self) -> Result<(), StateError> {
         self.note_synced().and_then(|()| self.file.sync_data()).map_err(|source| self.failed(source))
     }
@@ -279,17 +279,16 @@ impl StateFile {
     ) -> Result<Self, (StateError, Harm)> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let next = path.with_file_name(format!(".{name}.elasticrs-new"));
-        // Another user may have created this path before. `O_NOFOLLOW` refuses a symbolic link, and `fill` resets the
-        // permissions.
+        // Another user may have created a file at this path before. `O_NOFOLLOW` refuses a symbolic link, and `fill`
+        // resets the permissions.
         let mut options = OpenOptions::new();
         options.create(true).mode(MODE).custom_flags(OFlag::O_NOFOLLOW.bits());
         let Some(file) = lock(&next, &path, &mut options).map_err(|error| (error, Harm::None))? else {
-            // The file is created if it is missing, so only its folder can be missing.
+            // `lock` creates the file if it is missing, so `None` means that the folder is missing.
             return Err((failed("write", &path, Errno::ENOENT.into()), Harm::Unknown));
         };
         let mut begun = Self { path, file, dropped: 0, end: HEAD, digest: Digest::default(), begun: HEAD };
-        // This store now holds the lock on the new file. No other store can replace the file at `path`, because it
-        // would need the same lock.
+        // The new file is now locked. No other store can replace the file at `path`, because it would need this lock.
         let is_there = match held {
             Some(held) => stands_at(&begun.path, held),
             None => begun.path.try_exists().map(|is_there| !is_there),
@@ -300,14 +299,15 @@ impl StateFile {
                 .fill(whole)
                 .map_err(harm(Harm::None))
                 .and_then(|()| put_in_place(&next, &begun.path).map_err(harm(Harm::Unknown))),
-            // Another file is at `path`. It replaced `held`, or it was created after the store had found no file there.
+            // Another file is at `path`. If `held` is `None`, that file was created after the store had looked for one.
+            // Otherwise it has replaced `held`.
             Ok(false) if begun.path.exists() => Err((Errno::EWOULDBLOCK.into(), Harm::Unknown)),
             // There is no file at `path`, because the file `held` was removed.
             Ok(false) => Err((Errno::ENOENT.into(), Harm::Unknown)),
             Err(error) => Err((error, Harm::Unknown)),
         };
         let Err((source, harm)) = written else { return Ok(begun) };
-        // Remove the unusable new file. Ignore a failure to do so, because the first error matters more.
+        // Remove the unusable new file. Ignore a failure to remove it, because the first error is the one to report.
         let _ = remove_file(&next);
         Err((begun.failed(source), harm))
     }
@@ -356,11 +356,11 @@ impl StateFile {
     }
 }
 
-/// Effect of a failed replacement on the file that should have been replaced.
+/// State of the old file after a failed replacement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Harm {
     None,
-    /// The old file is no longer at its path, or it is unknown whether it is.
+    /// The old file is no longer at its path, or may no longer be there.
     Unknown,
 }
 
@@ -375,8 +375,8 @@ fn chained(before: &Digest, record: &[u8]) -> Digest {
     Sha256::new().chain_update(before).chain_update(record).finalize().into()
 }
 
-/// Opens and locks the file at `at`. Retries if another process replaces the file in between. Returns `None` if there
-/// is no file. Error messages contain the path `state`.
+/// Opens and locks the file at `at`. Retries if another process replaces the file before it is locked. Returns `None`
+/// if there is no file. Error messages name the path `state` instead of `at`.
 fn lock(at: &Path, state: &Path, options: &mut OpenOptions) -> Result<Option<Flock<File>>, StateError> {
     loop {
         let file = match options.read(true).write(true).open(at) {
@@ -392,7 +392,7 @@ fn lock(at: &Path, state: &Path, options: &mut OpenOptions) -> Result<Option<Flo
     }
 }
 
-/// Refuses a file of another user, because that user may still have it open.
+/// Refuses a file of another user, because that user could still change it through an open descriptor.
 fn check_owner(path: &Path, file: &File) -> io::Result<Result<(), StateError>> {
     let (about, own) = (file.metadata()?, geteuid().as_raw());
     let owner = about.uid();
@@ -400,12 +400,12 @@ fn check_owner(path: &Path, file: &File) -> io::Result<Result<(), StateError>> {
     Ok(if is_ours { Ok(()) } else { Err(StateError::Stranger { path: path.to_owned(), owner, own }) })
 }
 
-/// Refuses a folder that all users may write to, because any of them could replace the file. A folder with the sticky
-/// bit is accepted, because there users may replace only their own files.
+/// Refuses a folder that all users may write to, because any user could replace the file. Accepts a folder with the
+/// sticky bit, because in such a folder users may replace only their own files.
 fn check_folder(path: &Path) -> Result<(), StateError> {
     let folder = folder_of(path);
     let Ok(about) = metadata(folder) else {
-        // A missing folder is reported when the file is opened.
+        // If the folder is missing, opening the file reports that.
         return Ok(());
     };
     if about.mode() & (STICKY | WRITABLE) == WRITABLE {
@@ -431,8 +431,8 @@ fn put_in_place(next: &Path, path: &Path) -> io::Result<()> {
     File::open(folder_of(path))?.sync_all()
 }
 
-/// Reads the state from a file. Also returns the number of bytes after the last complete record. Returns `None` if the
-/// file is empty. `limit` is the approximate maximum number of bytes that the keys take.
+/// Reads the state from a file. Returns the state and the number of bytes after the last complete record, or `None` if
+/// the file is empty. `limit` is the approximate maximum number of bytes that the keys take.
 fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, StateError> {
     let cannot_read = |source| failed("read", path, source);
     let foreign = || StateError::Foreign(path.to_owned());
@@ -458,15 +458,15 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
     }
     let mut image = Image::default();
     let mut digest = Digest::default();
-    // A record contains each key at most once, either with its value or, if the key was deleted, only by name.
+    // A record contains each key at most once. A deleted key has no value.
     let most = u64::try_from(limit).unwrap_or(u64::MAX).saturating_mul(2).saturating_add(MAX_SESSIONS);
     let mut at = HEAD;
     loop {
         let damaged = || StateError::Damaged { path: path.to_owned(), at };
         let left = about.len() - at;
         let Some(record) = next_record(&mut reader, left, most, &mut digest).map_err(cannot_read)? else {
-            // The file ends with an incomplete record. Ignore it: the store stopped before it had written the whole
-            // commit, so it has not confirmed these changes to any client.
+            // The file ends with an incomplete record. Ignore it: the store crashed during this commit, so it has not
+            // confirmed these changes to any client.
             return if at < synced { Err(damaged()) } else { Ok(Some((image, left))) };
         };
         image.apply(Cursor::whole::<Vec<Item>>(&record).map_err(|Malformed(_)| damaged())?);
@@ -474,8 +474,8 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
     }
 }
 
-/// Reads the next record. `left` is the number of bytes that remain in the file. Returns `None` if they do not start
-/// with an intact record of at most `most` bytes.
+/// Reads the next record. `left` is the number of bytes that remain in the file. Returns `None` if the next record is
+/// damaged, incomplete, or longer than `most` bytes.
 fn next_record(reader: &mut impl Read, left: u64, most: u64, digest: &mut Digest) -> io::Result<Option<Vec<u8>>> {
     let mut length = [0; 4];
     if left < AROUND {

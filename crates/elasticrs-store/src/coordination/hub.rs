@@ -1,12 +1,13 @@
-//! State that all connections of a server share: the keys, the watches, and the sessions with their leases.
+//! State that all connections of a server share: keys, watches, sessions and leases.
 //!
-//! - **HUB-1** the changes of a revision are queued for all watching clients before the reply of that revision is
-//!   queued;
-//! - **HUB-2** all sessions that end in one wake-up end in one revision;
-//! - **HUB-3** the memory that the server holds for clients stays below its limit. If it would exceed the limit, the
+//! - **HUB-1** the changes of a revision are queued for all watching clients before the reply to the transaction that
+//!   made the changes;
+//! - **HUB-2** if several sessions end in the same wake-up of the server's thread, their keys are deleted in one
+//!   revision;
+//! - **HUB-3** the memory that the server holds for clients stays within its limit. When the limit is exceeded, the
 //!   server ends the session that holds the most memory;
-//! - **HUB-4** a session lasts as long as its lease, not as long as its connection. If the current connection is
-//!   closed, the session ends, because only the exit of the client's process closes it. If the connection breaks, the
+//! - **HUB-4** a session lasts as long as its lease, not as long as its connection. If the client closes the current
+//!   connection, the session ends, because a client does so only when its process exits. If the connection breaks, the
 //!   session is absent until it is resumed or its time to live expires.
 
 use std::cell::RefCell;
@@ -41,13 +42,13 @@ const MAX_WATCHES: usize = 1024;
 /// Bytes that an absent session takes in addition to its keys.
 const ABSENT_COST: usize = 512;
 
-/// Time for which the allocator keeps freed memory, because it may be needed again soon.
+/// Delay before freed memory is returned to the kernel, because it may be needed again soon.
 const TRIM_AFTER: Duration = Duration::from_millis(100);
 
 /// Configuration of a server.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// The only run that the server serves. `None` to serve any run. In that case, all runs share the same keys.
+    /// ID of the only run that the server serves. `None` to serve any run. In that case, all runs share the same keys.
     pub run_id: Option<String>,
     pub token: Option<Vec<u8>>,
     pub max_connections: usize,
@@ -59,12 +60,12 @@ pub struct Config {
     pub state: Option<Durable>,
 }
 
-/// Configuration of a store that keeps its state in a file, from which a restarted store continues.
+/// Configuration of the state file, from which a restarted store restores its state.
 #[derive(Debug, Clone)]
 pub struct Durable {
     /// Path of the state file.
     pub file: PathBuf,
-    /// Minimum time to live of a session. Sessions survive an outage of the store that is shorter than this.
+    /// Minimum time to live of a session, so that sessions survive a shorter outage of the store.
     pub grace: Duration,
 }
 
@@ -80,7 +81,7 @@ impl Durable {
 pub const MAX_CONNECTIONS: usize = 16_384;
 /// Default of [`Config::max_bytes`].
 pub const MAX_BYTES: usize = 256 << 20;
-/// Default of [`Config::request_timeout`]. It is long enough to transfer the largest request at 0.2 Mbit/s.
+/// Default of [`Config::request_timeout`]. It is long enough for the largest request at 0.2 Mbit/s.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A session that has not ended.
@@ -110,11 +111,11 @@ struct Shared {
     /// Sessions that have ended but whose keys have not been deleted yet.
     ended: Vec<SessionId>,
     next_session: SessionId,
-    /// Highest memory use since freed memory was last returned to the kernel.
+    /// Highest memory use since [`Hub::trim`] was last requested, in bytes.
     peak: usize,
 }
 
-/// Shared state of a server. It stays on the server's thread.
+/// Shared state of a server. Only the server's thread uses it.
 #[derive(Debug)]
 pub(super) struct Hub {
     pub(super) config: Config,
@@ -165,11 +166,11 @@ impl Hub {
         }
     }
 
-    /// Restores the state of a previous store. None of its sessions has a connection. Each session has its full time to
-    /// live, starting now, to reconnect.
+    /// Restores the state of a previous store. The restored sessions have no connections. Each client has the session's
+    /// full time to live, starting now, to reconnect.
     pub(super) fn going_on_with(mut self, file: StateFile, mut image: Image) -> Self {
         self.shared.get_mut().next_session = image.next_session;
-        // Use the same start time for all sessions, so that those that do not reconnect expire together, in one
+        // Use the same start time for all sessions, so that sessions that are not resumed expire together, in one
         // revision.
         let now = boot_now();
         self.shared.get_mut().leases.look(now);
@@ -260,8 +261,8 @@ impl Hub {
     }
 
     /// Handles the end of a connection. Does nothing if the session has moved to another connection. If the connection
-    /// broke and there is room, the session becomes absent. Otherwise the session ends, and its keys are deleted
-    /// together with those of all sessions that end in the same wake-up.
+    /// broke and there is room, the session becomes absent. Otherwise the session ends. Its keys are deleted later, in
+    /// one revision with those of other sessions that end in the same wake-up.
     pub(super) fn leave(&self, session: SessionId, outbox: &Rc<Outbox>, is_broken: bool) {
         let mut shared = self.shared.borrow_mut();
         let uses = |known: &Session| known.outbox.as_ref().is_some_and(|current| Rc::ptr_eq(current, outbox));
@@ -278,13 +279,13 @@ impl Hub {
         self.keep_within_limit(&mut shared);
     }
 
-    /// Returns true if there is room for one more absent session. The limit prevents clients that only connect and
-    /// disconnect from ending the sessions of others.
+    /// Returns true if there is room for one more absent session. Without this limit, clients that only connect and
+    /// disconnect could use up the memory and so end the sessions of others.
     fn may_wait(&self, shared: &Shared) -> bool {
         shared.absent < self.config.max_connections && self.has_room_in(shared)
     }
 
-    /// Notifies all clients that the store is closing and will not come back.
+    /// Notifies all clients that the store was closed.
     pub(super) fn say_farewell(&self) {
         for outbox in self.shared.borrow().sessions.values().filter_map(|session| session.outbox.as_ref()) {
             outbox.refuse(LostKind::Closed, "the store was closed".into());
@@ -292,7 +293,7 @@ impl Hub {
     }
 
     /// Returns true if there is room for one more connection. An eighth of the memory is reserved for the requests of
-    /// open connections, so that strangers cannot end a session merely by connecting.
+    /// open connections, because new connections alone must not cause a session to end.
     pub(super) fn has_room(&self) -> bool {
         self.has_room_in(&self.shared.borrow())
     }
@@ -311,8 +312,8 @@ impl Hub {
         self.held.get() + shared.watches.bytes() + shared.state.entry_bytes() + shared.absent * ABSENT_COST
     }
 
-    /// Ends sessions until the memory is within the limit of HUB-3. Ending sessions is always enough, because the keys
-    /// have a lower limit of their own.
+    /// Ends sessions until the memory is within the limit of HUB-3. This always succeeds, because the keys have a lower
+    /// limit of their own.
     fn keep_within_limit(&self, shared: &mut Shared) {
         let limit = shared.state.shared_limit();
         while self.used(shared) > limit {
@@ -399,7 +400,7 @@ impl Hub {
         let revision = shared.state.revision();
         let first = from_revision.unwrap_or(revision + 1);
         let Some(history) = shared.state.history_from(first) else {
-            // The requested revision is no longer in the history. Reply with the oldest revision that is.
+            // The history no longer contains the requested revision. Reply with the oldest revision that it contains.
             let results = vec![OpResult::Count(shared.state.oldest())];
             return answer_to(outbox, &Answer::Reply { tag, ok: false, revision, results });
         };
@@ -441,12 +442,12 @@ impl Hub {
         }
     }
 
-    /// Deletes the keys of ended sessions, one batch at a time. Never returns.
+    /// Deletes the keys of ended sessions. Sessions that end in the same wake-up are handled together. Never returns.
     pub(super) async fn reap(self: Rc<Self>) {
         loop {
             self.reap.notified().await;
-            // Yield first, so that the tasks of all connections that ended in this wake-up have run, and the keys of
-            // their sessions are deleted together.
+            // Yield first, so that the tasks of all connections that ended in this wake-up run before the keys of their
+            // sessions are deleted.
             yield_now().await;
             let mut shared = self.shared.borrow_mut();
             let ended = std::mem::take(&mut shared.ended);
@@ -460,14 +461,15 @@ impl Hub {
         }
     }
 
-    /// Waits until the queued messages may be sent, which is when the changes made before them are on disk (JOURNAL-1).
+    /// Waits until all earlier changes are on disk, because only then may the queued messages be sent (JOURNAL-1).
     pub(super) async fn settled(&self) {
         if let Some(journal) = &self.journal {
             journal.settled().await;
         }
     }
 
-    /// Saves changes to disk, one batch at a time, until a save fails. The store has to stop after such a failure.
+    /// Saves changes to disk, one batch at a time. Returns the error when a save fails, after which the store has to
+    /// stop.
     pub(super) async fn save(self: Rc<Self>) -> StateError {
         let Some(journal) = &self.journal else { return pending().await };
         loop {
@@ -481,7 +483,7 @@ impl Hub {
         }
     }
 
-    /// Saves the last changes and marks the state file as complete. Nothing may change after this call.
+    /// Saves the last changes and marks the state file as complete. After this call, the state may not change.
     pub(super) fn finish(&self) {
         let shared = self.shared.borrow();
         if let Some(journal) = &self.journal
@@ -500,7 +502,7 @@ impl Hub {
         }
     }
 
-    /// Ends sessions when their keep-alive deadline has passed. Never returns.
+    /// Ends sessions whose keep-alive deadline has passed. Never returns.
     pub(super) async fn expire(self: Rc<Self>) {
         loop {
             let now = boot_now();
@@ -510,7 +512,8 @@ impl Hub {
                 () = tokio::time::sleep(Duration::from_nanos(planned.map_or(0, |at| at.saturating_sub(now)))), if planned.is_some() => {}
             }
             self.shared.borrow_mut().leases.look(boot_now());
-            // Yield before expiring sessions, so that keep-alives that have already arrived are read.
+            // Yield before expiring sessions, so that the tasks of the connections can read keep-alives that have
+            // already arrived.
             yield_now().await;
             yield_now().await;
             let mut shared = self.shared.borrow_mut();

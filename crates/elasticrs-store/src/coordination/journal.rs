@@ -1,4 +1,4 @@
-//! Tracks which changes are not on disk yet, and lets tasks wait until they are.
+//! Tracks the changes that are not on disk yet, and lets tasks wait until those changes are saved.
 //!
 //! - **JOURNAL-1** the store sends a message only when all changes made before it are on disk, so a crash loses only
 //!   changes that no client has seen.
@@ -17,7 +17,7 @@ use super::state::{Revision, SessionId, State};
 #[derive(Debug)]
 pub(super) struct Journal {
     kept: RefCell<Kept>,
-    /// Number of changes recorded so far. `on_disk` counts those that are on disk.
+    /// Number of changes recorded so far. `on_disk` is the number of changes that are on disk.
     noted: Cell<u64>,
     on_disk: Cell<u64>,
     changed: Notify,
@@ -55,7 +55,7 @@ impl Journal {
         });
     }
 
-    /// Records the time to live that is announced to a session if it is longer than all earlier ones.
+    /// Records a time to live that is announced to a session, if it is the longest so far.
     pub(super) fn extend(&self, session: SessionId, ttl_ms: u32) {
         let is_longer = |kept: &Kept| kept.image.sessions.get(&session).is_some_and(|granted| granted.ttl_ms < ttl_ms);
         if is_longer(&self.kept.borrow()) {
@@ -87,15 +87,15 @@ impl Journal {
         self.changed.notify_one();
     }
 
-    /// Waits until there is a change that is not on disk. Then yields once, so that other tasks that are ready can add
-    /// their changes to the same save.
+    /// Waits until there is an unsaved change. Then yields once, so that other tasks that are ready can add changes to
+    /// the same save.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
         yield_now().await;
     }
 
-    /// Waits until all changes made before this call are on disk. Does not wait for later changes, because in a busy
-    /// store there would always be more of them.
+    /// Waits until all changes made before this call are on disk. Does not wait for later changes, because a busy store
+    /// always has unsaved changes.
     pub(super) async fn settled(&self) {
         let noted = self.noted.get();
         while self.on_disk.get() < noted {
@@ -103,8 +103,8 @@ impl Journal {
         }
     }
 
-    /// Writes all unsaved changes to disk. If the state file was due to be replaced but the new file could not be
-    /// written, the store continues with the old file, and a message for the user is returned.
+    /// Writes all unsaved changes to disk. Also replaces the state file if it has grown too much. If the new file
+    /// cannot be written, continues with the old file and returns a message for the user.
     pub(super) fn save(&self, state: &State, next_session: SessionId) -> Result<Option<String>, StateError> {
         let Kept { file, image, keys, sessions } = &mut *self.kept.borrow_mut();
         (image.revision, image.next_session) = (state.revision(), next_session);
@@ -127,7 +127,7 @@ impl Journal {
         })
     }
 
-    /// Saves the remaining changes and marks the file as complete. Nothing may be saved after this call.
+    /// Saves the remaining changes and marks the state file as complete. After this call, nothing may be saved.
     pub(super) fn finish(&self, state: &State, next_session: SessionId) -> Result<(), StateError> {
         if self.on_disk.get() < self.noted.get() {
             self.save(state, next_session)?;

@@ -1,7 +1,8 @@
-//! Leases of sessions: decides when sessions without keep-alives end, and how often clients have to send keep-alives.
+//! Leases of sessions: when a session without keep-alives expires, and how often clients have to send keep-alives.
 //! Pure: the time is an argument.
 //!
-//! - **LEASE-1** no session ends before its time to live has passed since its last keep-alive was read;
+//! - **LEASE-1** a session does not expire until its time to live has passed since the store last read a keep-alive of
+//!   it;
 //! - **LEASE-2** time during which the store itself did not run is not counted.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -9,8 +10,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use super::protocol::Pace;
 use super::state::SessionId;
 
-/// Maximum number of keep-alives per second that the store answers. If there are too many sessions for this, clients
-/// are asked to send keep-alives less often.
+/// Maximum number of keep-alives per second that the store answers. If there are too many sessions for this rate, the
+/// store lengthens the keep-alive intervals of the clients.
 pub(super) const MAX_PER_SECOND: u64 = 5_000;
 
 /// Keep-alive intervals that a client may request.
@@ -54,8 +55,8 @@ impl Leases {
         pace
     }
 
-    /// Adds a session of a previous store. Its time to live starts anew. It is at least `ttl_ms`, the longest one that
-    /// the previous store granted.
+    /// Adds a session of a previous store. Its time to live starts anew, and is at least `ttl_ms`, the longest time to
+    /// live that the previous store granted to it.
     pub(super) fn restore(&mut self, session: SessionId, interval_ms: u32, attempts: u16, ttl_ms: u32, now: u64) {
         let pace = self.begin(session, interval_ms, attempts, now);
         if let Some(lease) = self.held.get_mut(&session) {
@@ -95,12 +96,13 @@ impl Leases {
         }
     }
 
-    /// Returns the time at which [`Self::look`] has to be called next: at the first deadline, or after the shortest
-    /// interval of any session if that is earlier. Calling it that often limits the error in measuring how long the
-    /// store did not run. Remembers the returned time, so that the next call can measure its delay.
+    /// Returns the time at which [`Self::look`] has to be called next: at the first deadline, or one interval from now
+    /// if that is earlier. The interval is the shortest of any session. The frequent calls limit the error in measuring
+    /// how long the store did not run. Remembers the returned time, so that the next call of `look` can measure its
+    /// delay.
     ///
-    /// Call this right after [`Self::look`]. If the last look was longer ago than that interval, the store did not run
-    /// in between.
+    /// Call this right after [`Self::look`]. If more than one interval has passed since that call, all of this time
+    /// counts as time during which the store did not run.
     pub(super) fn plan(&mut self, now: u64) -> Option<u64> {
         let (deadline, _) = self.deadlines.first()?;
         let (&shortest, _) = self.wishes.first_key_value()?;
@@ -122,7 +124,7 @@ impl Leases {
         self.looked = now;
     }
 
-    /// Returns the sessions whose deadline had passed at the last call of [`Self::look`].
+    /// Returns the sessions that had expired at the last call of [`Self::look`].
     pub(super) fn expired(&self) -> Vec<SessionId> {
         let now = self.looked.saturating_sub(self.late);
         self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now).map(|(_, session)| *session).collect()

@@ -1,4 +1,4 @@
-//! Accounting of the memory that a server holds for clients in addition to the keys.
+//! Accounting for the memory that a server holds for clients in addition to the keys.
 //!
 //! - **MEM-1** each charge is released exactly once, when its owner is dropped. Memory that several clients share is
 //!   counted once.
@@ -7,15 +7,15 @@ use std::cell::Cell;
 use std::ops::Deref;
 use std::rc::Rc;
 
-/// Bytes that a connection takes without its messages: its task, its socket, and its places in the tables.
+/// Bytes that a connection takes in addition to its messages: its task, its socket, and its entries in the tables.
 pub(super) const CONNECTION_COST: usize = 2048;
 /// Bytes that a message takes in addition to its contents.
 const MESSAGE_COST: usize = 96;
 
-/// Number of bytes that are held for all connections of a server.
+/// Number of bytes that a server holds for all its connections.
 pub(super) type Held = Cell<usize>;
 
-/// Bytes that one owner has added to a [`Held`] counter. Dropping this subtracts them again.
+/// Bytes that one owner has added to a [`Held`] counter. Dropping the charge subtracts these bytes.
 #[derive(Debug)]
 pub(super) struct Charge {
     all: Rc<Held>,
@@ -58,8 +58,8 @@ impl Message {
         Rc::new(Self { bytes, _charge: charge })
     }
 
-    /// Creates a message with the reason why a connection ends. Such a message is short and is dropped soon. It is not
-    /// counted, because ending a connection is meant to free memory.
+    /// Creates a message with the reason why the store closes a connection. The message is not counted, because closing
+    /// a connection is meant to free memory, and because the message is short and soon dropped.
     pub(super) fn last(all: &Rc<Held>, bytes: Vec<u8>) -> Rc<Self> {
         Rc::new(Self { bytes, _charge: Charge::new(all, 0) })
     }

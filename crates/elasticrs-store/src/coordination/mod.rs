@@ -1,14 +1,14 @@
 //! The coordination store, through which the agents of a job coordinate.
 //!
 //! The store has keys with revisions, transactions, watches that push changes to clients, and sessions. A session has a
-//! lease. When the session ends, the store deletes the keys that it leased. The pure functions of `state`, `watches`
-//! and [`leases`] make the decisions; [`server`] and [`client`] do the I/O. [`protocol`] and [`wire`] define the
-//! messages between them.
+//! lease. When a session ends, the store deletes the keys that are attached to its lease. The pure functions of
+//! `state`, `watches` and [`leases`] make the decisions; [`server`] and [`client`] do the I/O. [`protocol`] and
+//! [`wire`] define the messages between them.
 //!
-//! A server's hub owns the keys, watches and leases. The task of a connection owns its socket and shares only its
-//! unsent messages with the hub. The task of a client owns its socket and its deadline, and the user of the client owns
-//! the list of events. Each module states its invariants: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server,
-//! `CLIENT` and `ASKED` for the client, `WIRE` and `PROTO` for the messages.
+//! A server's hub owns the keys, watches and leases. A connection's task owns its socket and shares only its unsent
+//! messages with the hub. A client's task owns its socket and its deadline, and the client's user owns the list of
+//! events. Each module states its invariants: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server, `CLIENT` and
+//! `ASKED` for the client, `WIRE` and `PROTO` for the messages.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 

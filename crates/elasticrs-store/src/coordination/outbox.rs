@@ -1,4 +1,4 @@
-//! Queue of the messages that have not been sent to a client yet.
+//! Queue of the unsent messages to a client.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -14,7 +14,8 @@ use super::protocol::Answer;
 use super::wire::MAGIC;
 use crate::types::LostKind;
 
-/// A client with more than this number of unread bytes is dropped. One message that is longer than this is not counted.
+/// Maximum number of unread bytes of a client. The store drops a client that exceeds it. One longer message may be
+/// queued in addition.
 const MAX_UNREAD: usize = 8 << 20;
 
 /// Maximum number of messages per system call.
@@ -24,16 +25,16 @@ const BATCH: usize = 64;
 #[derive(Debug)]
 pub(super) struct Outbox {
     pub(super) peer: SocketAddr,
-    /// Each message with its number, in order.
+    /// The messages and their numbers, in order.
     queue: RefCell<VecDeque<(u64, Rc<Message>)>>,
     /// Number that the next message will get.
     next: Cell<u64>,
-    /// Number of bytes of the first message that have been sent.
+    /// Number of bytes of the first message that were already sent.
     sent: Cell<usize>,
     unread: Cell<usize>,
-    /// Number of unread bytes of the only queued message that is longer than [`MAX_UNREAD`].
+    /// Number of unread bytes of the queued message that is longer than [`MAX_UNREAD`]. There is at most one.
     unread_of_long: Cell<usize>,
-    /// True if the kernel has accepted at least one byte.
+    /// True if at least one byte was sent on this connection.
     has_begun: Cell<bool>,
     is_closing: Cell<bool>,
     pub(super) wake: Notify,
@@ -64,7 +65,7 @@ impl Outbox {
         Message::new(&self.all, bytes)
     }
 
-    /// Queues a message. Returns false, without queueing it, if the client has too many unread bytes.
+    /// Queues a message. If the client has too many unread bytes, returns false and does not queue the message.
     pub(super) fn push(&self, message: Rc<Message>) -> bool {
         if self.is_closing.get() {
             return true;
@@ -88,7 +89,7 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Returns the number of messages queued so far. To send only these messages, pass it to [`Self::flush`].
+    /// Returns the number of messages queued so far. [`Self::flush`] takes this number and sends only these messages.
     pub(super) fn pushed(&self) -> u64 {
         self.next.get()
     }
@@ -99,29 +100,28 @@ impl Outbox {
     }
 
     /// Returns the approximate number of bytes that the store holds for this client. Messages shared with other clients
-    /// are counted in full.
+    /// count in full.
     pub(super) fn holds(&self) -> usize {
         self.connection.bytes() + self.unread.get()
     }
 
-    /// Replaces the unsent messages with the reason why the connection ends, and drops all later messages.
+    /// Replaces the unsent messages with the reason why the store closes the connection. Later messages are dropped.
     pub(super) fn refuse(&self, kind: LostKind, message: String) {
         if self.is_closing.replace(true) {
             return;
         }
-        // Keep a message that was partly sent, because the client would otherwise take the next message for the rest of
-        // it.
+        // Keep a partly sent message, because the client would otherwise take the next message for the rest of it.
         self.queue.borrow_mut().truncate(usize::from(self.sent.get() > 0));
         let mut last = if self.has_begun.get() { Vec::new() } else { MAGIC.to_vec() };
         last.extend(Answer::Refused { kind, message: message.into() }.encode());
         self.append(Message::last(&self.all, last));
     }
 
-    /// Same as [`Self::refuse`], but frees the memory at once. The client does not receive the reason if a message was
-    /// partly sent.
+    /// Same as [`Self::refuse`], but frees the memory immediately. If a message was partly sent, the client does not
+    /// receive the reason.
     pub(super) fn abandon(&self, kind: LostKind, message: String) {
-        // Stop counting this connection, because it is about to be closed. Otherwise it could cause the server to end
-        // other sessions.
+        // Stop counting the memory of this connection, because it is about to be closed. Otherwise the server could end
+        // other sessions to free this memory.
         self.connection.set(0);
         if self.sent.get() == 0 {
             return self.refuse(kind, message);
@@ -143,8 +143,8 @@ impl Outbox {
         self.is_closing.get()
     }
 
-    /// Writes the messages with numbers below `pushed`, as far as the kernel accepts them. Returns true if all of them
-    /// have been sent.
+    /// Writes the messages with numbers below `pushed` until the kernel accepts no more bytes. Returns true if all of
+    /// these messages have been sent.
     pub(super) fn flush(&self, stream: &TcpStream, pushed: u64) -> io::Result<bool> {
         let mut queue = self.queue.borrow_mut();
         while queue.front().is_some_and(|(number, _)| *number < pushed) {
@@ -177,7 +177,7 @@ impl Outbox {
                 Err(error) => return Err(error),
             }
         }
-        // Free the memory of a queue that had grown large.
+        // Free the memory of a queue that has grown large.
         if queue.capacity() > 2 * BATCH {
             queue.shrink_to(BATCH);
         }
@@ -208,7 +208,7 @@ mod tests {
         let outbox = Outbox::new(&all, peer);
         let push = |length| outbox.push(Message::new(&all, vec![0; length]));
         assert!(push(50 << 20) && push(MAX_UNREAD));
-        // The kernel accepts only part of the messages.
+        // The socket buffer has room for only part of the messages.
         assert!(!outbox.flush(&stream, u64::MAX).unwrap());
         assert!(push(1) && !push(1));
         drop(client);

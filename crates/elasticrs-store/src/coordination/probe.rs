@@ -1,4 +1,4 @@
-//! Checks whether a port that does not answer like a coordination store belongs to a `TCPStore` of torch.
+//! Checks whether a port belongs to a `TCPStore` of torch instead of to a coordination store.
 
 use std::io;
 use std::net::SocketAddr;

@@ -16,10 +16,10 @@ use crate::types::{
 /// Protocol version of this code. Versions with different first numbers are incompatible.
 pub const VERSION: (u16, u16) = (3, 0);
 
-/// A challenge or a proof. Has the length of a SHA-256 digest.
+/// A challenge or a proof, as long as a SHA-256 digest.
 pub type Digest = [u8; 32];
 
-/// Secret that a client sends, together with the number of its session, to resume the session.
+/// Secret that a client sends, together with its session's ID, to resume the session.
 pub type Secret = [u8; 32];
 
 /// The first message of a client.
@@ -34,8 +34,8 @@ pub struct Hello {
     pub challenge: Digest,
     /// Session to resume. `None` to open a new session.
     pub resume: Option<(u64, Secret)>,
-    /// Store that this client connected to before. A store refuses the client unless it is that store or has restored
-    /// that store's state.
+    /// Store to which this client was connected before. `None` if there was none. Any other store refuses the client,
+    /// unless it has restored that store's state.
     pub confirmed: Option<StoreId>,
 }
 
@@ -52,18 +52,18 @@ pub struct Pace {
 pub enum Request {
     /// Always the first message of a client.
     Hello(Hello),
-    /// Answers the store's challenge. The proof is made with the token of `scope`, or with the store's own token if
+    /// Answer to the store's challenge. The proof is made with the token of `scope`, or with the store's own token if
     /// `scope` is `None`.
     Prove { proof: Digest, scope: Scope },
-    /// A transaction. Its reads and writes are carried out together or not at all.
+    /// A transaction. The store carries out all its reads and writes together, or none of them.
     Txn { tag: u64, txn: Txn },
     /// Starts a watch: the store reports changes from now on.
     Watch { tag: u64, watch: WatchFrom },
-    /// Ends a watch. The store stops reporting changes of the watched keys.
+    /// Stops a watch. The store no longer reports changes of the watched keys.
     Unwatch(Watch),
     /// Extends the lease of the session.
     KeepAlive {
-        /// Client's clock when it sent this message. The answer contains the same value.
+        /// Time on the client's clock when the client sent this message. The answer contains the same value.
         sent: u64,
     },
 }
@@ -133,7 +133,7 @@ impl Request {
         Cursor::whole(frame)
     }
 
-    /// Reads the version of a hello. Works for hellos of all protocol versions.
+    /// Reads the version of a hello, which is at the same place in all protocol versions.
     pub fn version_of(frame: &[u8]) -> Result<(u16, u16), Malformed> {
         let mut c = Cursor::new(frame);
         match c.u8()? {
@@ -155,7 +155,7 @@ impl Answer {
     }
 }
 
-/// Encodes an [`Answer::Changes`] from borrowed changes, so that the caller does not have to build a list.
+/// Encodes an [`Answer::Changes`] from borrowed changes, so that the caller does not have to copy them into a list.
 pub fn encode_changes<'a>(revision: u64, changes: impl ExactSizeIterator<Item = &'a Change>) -> Vec<u8> {
     Writer::frame(|w| {
         w.u8(CHANGES);

@@ -1,8 +1,8 @@
 //! Scopes. A scope is a key prefix. A session with a scope may use only keys with this prefix. Each scope has its own
-//! token, which can open only sessions with that scope.
+//! token. A client with that token can open only sessions with that scope.
 //!
-//! The token of a scope is derived from the store's token. So the store needs no list of scopes, and anyone who has the
-//! store's token can create a scope.
+//! The token of a scope is derived from the store's token. Therefore the store needs no list of scopes, and anyone who
+//! has the store's token can create a scope.
 //!
 //! - **SCOPE-1** a session with a scope cannot read, write or watch a key outside of the scope;
 //! - **SCOPE-2** the token of a scope reveals neither the store's token nor the token of another scope.
@@ -18,8 +18,8 @@ use crate::types::{Compare, Op, Txn};
 /// Derives the token of a scope, as hexadecimal text.
 pub fn scoped_token(token: &[u8], scope: &str) -> String {
     let mut mac = keyed(token);
-    // Start with this constant, so that no scope token equals a proof in the handshake. Proofs are also computed with
-    // the store's token, but their data starts with a random challenge.
+    // Start with this constant, because no scope token may equal a proof in the handshake. Proofs are also computed
+    // with the store's token, but their data starts with a random challenge.
     mac.update(b"scope\0");
     mac.update(scope.as_bytes());
     mac.finalize().into_bytes().iter().fold(String::new(), |mut text, byte| {
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
     use crate::types::{Watch, WatchFrom};
 
-    /// Returns one request for each field that holds a key or a prefix. In each request, that field is set to `key`,
+    /// Returns one request for each field that contains a key or a prefix. In each request, that field is set to `key`,
     /// and all other keys are inside the scope.
     fn requests(key: &str) -> Vec<Request> {
         let (name, inside): (Arc<str>, Arc<str>) = (key.into(), "/own/x".into());

@@ -55,8 +55,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Binds and listens on the named addresses, then starts the server. `tell` is called with a line for the user when
-    /// the server refuses a client or when another program connects.
+    /// Binds and listens on the named addresses, then starts the server. The server calls `tell` with a line for the
+    /// user when it refuses a client or when another program connects.
     pub fn start(
         runtime: &dyn Spawn,
         named: &[(String, u16)],
@@ -99,20 +99,21 @@ impl Server {
         self.sessions.load(Ordering::Relaxed)
     }
 
-    /// Returns true if the server has stopped: it was closed, its thread has exited, or one of its tasks has failed.
+    /// Returns true if the server has stopped, because it was closed, its thread has exited, or one of its tasks has
+    /// failed.
     pub fn has_ended(&self) -> bool {
         self.commands.is_closed()
     }
 
     /// Closes the listening sockets and blocks until they are closed. Open connections are not affected.
     pub fn stop_listening(&self) {
-        // Ignore the result, because a server that has stopped has no open sockets.
+        // Ignore the result, because a server that has stopped has no open listening sockets.
         ask(&self.commands, Command::StopListening);
     }
 
-    /// Listens on the same addresses again.
+    /// Listens on the same addresses as before.
     pub fn listen_again(&self) -> Result<(), ServerError> {
-        // Close the old sockets first, because a port cannot be bound twice.
+        // Close the old sockets first, because they still occupy the ports.
         self.stop_listening();
         let listeners = listen_at_all(&self.addresses)?;
         ask(&self.commands, |reply| Command::Listen(listeners, reply))
@@ -129,7 +130,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let (reply, _) = sync_channel(1);
-        // Close the server as `close` does, but without waiting.
+        // Close the server as `close` does, but do not wait.
         let _ = self.commands.send(Command::Close(reply));
     }
 }
@@ -150,8 +151,8 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
         let command = tokio::select! {
             biased;
             command = inbox.recv() => command,
-            // These tasks finish only after a panic or a disk error. Stop the store in that case, because a store that
-            // can no longer save changes, expire sessions or accept connections is worse than none.
+            // These tasks finish only after a panic or a disk error. Stop the store in that case, because it could no
+            // longer save changes, expire sessions or accept connections.
             Some(ended) = keepers.join_next() => break tell_end(&hub, &mut inbox, ended.err()),
             Some(ended) = accepting.join_next() => break tell_end(&hub, &mut inbox, ended.err()),
             Some(ended) = saving.join_next() => {
@@ -162,7 +163,7 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
         match command {
             Some(Command::StopListening(reply)) => {
                 accepting.shutdown().await;
-                // Sending fails only if the caller no longer waits for the reply.
+                // Sending fails only if the caller is no longer waiting for the reply.
                 let _ = reply.send(());
             }
             Some(Command::Listen(listeners, reply)) => {
@@ -175,17 +176,17 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
     accepting.shutdown().await;
     if closed.is_some() && hub.journal.is_none() {
         hub.say_farewell();
-        // Let the task of each connection run once, so that it sends the farewell. A client that does not receive it
-        // waits until its lease expires.
+        // Yield once, so that the task of each connection sends the farewell. A client that does not receive the
+        // farewell waits until its lease expires.
         yield_now().await;
     }
-    // Stop these tasks first, because otherwise closing the connections would end their sessions.
+    // Stop these tasks before the connections, because they would otherwise end the sessions of the closed connections.
     keepers.shutdown().await;
     saving.shutdown().await;
     if closed.is_some() {
         hub.finish();
     }
-    // Move the tasks out of the hub first, because the connections access the hub while they are dropped.
+    // Move the tasks out of the hub before dropping them, because each connection accesses the hub while it is dropped.
     let mut tasks = std::mem::take(&mut *hub.tasks.borrow_mut());
     tasks.shutdown().await;
     if let Some(reply) = closed {
@@ -193,7 +194,7 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
     }
 }
 
-/// Closes the command channel, so that [`Server::has_ended`] returns true. Reports the error, if any, to the user.
+/// Closes the command channel, so that [`Server::has_ended`] returns true. Also reports the error, if any, to the user.
 fn tell_end(
     hub: &Hub,
     inbox: &mut UnboundedReceiver<Command>,
@@ -231,8 +232,8 @@ fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
     let said = if tasks.len() >= limit {
         format!("the store has reached its limit of {limit} connections")
     } else if hub.has_room() {
-        // Create the outbox here instead of in the task, so that its memory is counted before the next connection is
-        // accepted.
+        // Create the outbox here instead of in the task, because its memory must be counted before the next connection
+        // is accepted.
         let outbox = Rc::new(Outbox::new(&hub.held, peer));
         tasks.spawn_local(connection::serve(Rc::clone(hub), stream, outbox));
         return;

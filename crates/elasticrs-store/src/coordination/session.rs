@@ -1,5 +1,5 @@
-//! The protocol of this store, as a session uses it: sends requests and keep-alives, receives answers, and resumes the
-//! session on a new connection.
+//! The protocol of the coordination store, for use by a session: sends requests and keep-alives, receives answers, and
+//! resumes the session on a new connection.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -26,7 +26,7 @@ use crate::session::watched::ChangeSet;
 use crate::session::{Backend, Dialing, Session};
 use crate::types::{LostKind, OpResult};
 
-/// A request of the user, encoded as a frame.
+/// A user's request, encoded as a frame.
 pub(super) type Asked = (Kind, Vec<u8>);
 
 /// A connection of the session. It stays open until the session has moved to a new one, because closing it would end
@@ -44,7 +44,7 @@ pub(super) struct OwnStore<'a> {
     secret: Secret,
     /// Bytes to send on the current connection.
     unsent: Vec<u8>,
-    /// Unanswered requests and the state of the watches. `None` if the session cannot outlive its connection.
+    /// Unanswered requests and the state of the watches. `None` if the session ends with its connection.
     unanswered: Option<Unanswered>,
     chunk: Box<[u8]>,
 }
@@ -61,7 +61,7 @@ const PAUSES: Pauses =
     Pauses { first: Duration::ZERO, second: Duration::from_millis(20), last: Duration::from_millis(250) };
 
 impl Pace {
-    /// Returns the times for the client. It gives up the session one interval before the store would end it.
+    /// Returns the client's time limits. The client gives up the session one interval before the store would end it.
     fn terms(self) -> Terms {
         let Self { interval_ms, ttl_ms } = self;
         let milliseconds = |count: u32| Duration::from_millis(count.into());
@@ -123,7 +123,8 @@ impl<'a> Backend<'a> for OwnStore<'a> {
         core.check_closed()?;
         self.take_frames(core, connection)?;
         if now >= self.overdue(core) {
-            // Read the answers that arrived while this process was stopped.
+            // If this process was stopped, answers may have arrived in the meantime. Read them before checking the time
+            // limit again.
             while self.read(connection)? {}
             self.take_frames(core, connection)?;
         }
@@ -194,8 +195,8 @@ impl<'a> Backend<'a> for OwnStore<'a> {
             ConnectionEnd::Broken(error) if self.unanswered.is_none() => error.into(),
             ConnectionEnd::Session(SessionEnd::Closed(_)) => {
                 self.flush(connection);
-                // End the session, even if another process holds a duplicate of the socket. Ignore the error, because
-                // it means that the socket is no longer connected.
+                // Shut down the socket, because another process may hold a duplicate of it, and closing it would then
+                // not end the session. Ignore the error, because it means that the socket is no longer connected.
                 let _ = shutdown(connection.stream.as_raw_fd(), Shutdown::Both);
                 end
             }
@@ -205,8 +206,8 @@ impl<'a> Backend<'a> for OwnStore<'a> {
 }
 
 impl OwnStore<'_> {
-    /// Returns the time at which the client leaves the connection because a keep-alive was not answered. `u64::MAX`
-    /// while the event queue is full, because then the client reads no answers.
+    /// Returns the time at which the client abandons the connection because a keep-alive was not answered. `u64::MAX`
+    /// if the session cannot be resumed, or while the event queue is full, because the client then reads no answers.
     fn overdue(&self, core: &Core<'_>) -> u64 {
         if self.unanswered.is_some() && !self.events.is_full() { core.lease.overdue() } else { u64::MAX }
     }
@@ -220,7 +221,7 @@ impl OwnStore<'_> {
                 Ok(count) => sent += count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => {
-                    // Drop the unsent bytes. Reading from the connection will show why it broke.
+                    // Drop the unsent bytes. The next read from the connection reports the error.
                     sent = unsent.len();
                 }
             }

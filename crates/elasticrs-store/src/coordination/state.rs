@@ -1,8 +1,8 @@
 //! Keys, revisions, transactions and sessions of the store. Pure: uses no clock and no socket.
 //!
 //! - **STATE-1** a transaction is applied completely, at one revision, or not at all;
-//! - **STATE-2** the revision rises by one when a transaction or the end of sessions changes at least one key, and
-//!   never otherwise;
+//! - **STATE-2** the revision rises by one when a transaction, or the end of sessions, changes at least one key. It
+//!   does not change otherwise;
 //! - **STATE-3** a leased key exists only as long as the session that most recently leased it;
 //! - **STATE-4** the stored bytes, including the history, never exceed the limit;
 //! - **STATE-5** a transaction visits a bounded number of keys in addition to those that it changes or returns.
@@ -18,14 +18,15 @@ use crate::types::{Change, Compare, Entry, Op, OpResult, Txn, Watch};
 /// ID of a session. IDs are never reused.
 pub(super) type SessionId = u64;
 
-/// Bytes that a key takes in addition to its name and value: its places in two trees, and the place of its last change
-/// in the history.
+/// Bytes that a key takes in addition to its name and value: its entries in two trees, and its last change in the
+/// history.
 const ENTRY_COST: usize = 256;
 /// Bytes that a revision takes in the history, not counting its changes.
 const REVISION_COST: usize = 64;
 
-/// Maximum number of steps that the searches of one transaction may take. They take about 100 ms, during which no other
-/// client is served. A single search reaches the limit only if the store has more than twice this number of keys.
+/// Maximum number of steps for all searches of one transaction. This many steps take about 100 ms, during which the
+/// store serves no other client. A single search reaches the limit only if the store has more than twice this number of
+/// keys.
 const MAX_SEARCHED: usize = 1 << 20;
 
 /// A revision with all its changes.
@@ -41,18 +42,18 @@ pub(super) enum Exceeded {
     /// The transaction would make the store too large. Nothing was changed.
     #[error("the store is full: it holds {held} of at most {limit} bytes")]
     Full { held: usize, limit: usize },
-    /// The transaction was applied, but its results exceed the limit for an answer, which is this number of bytes.
+    /// The transaction was applied, but its results exceed the limit for an answer. The field is the limit in bytes.
     #[error("the answer is larger than {0} bytes")]
     Answer(usize),
-    /// The transaction was applied, but its searches were stopped at the limit, so its results are incomplete.
+    /// The transaction was applied, but its searches reached the limit and were stopped, so its results are incomplete.
     #[error("the searches of the transaction went through more than {MAX_SEARCHED} keys")]
     Searched,
 }
 
-/// What remains of a transaction's limits. `None` means that the limit was exceeded.
+/// The unused part of a transaction's limits. `None` means that the limit was exceeded.
 #[derive(Debug)]
 struct Budget {
-    /// Bytes that the answer may still take.
+    /// Number of bytes that may still be added to the answer.
     room: Option<usize>,
     most: usize,
     searched: Option<usize>,
@@ -108,8 +109,8 @@ impl State {
         Self { max_bytes, ..Self::default() }
     }
 
-    /// Restores the entries of a previous store at this revision. The sessions must already have been restored. The
-    /// history stays empty.
+    /// Restores the entries of a previous store, which had this revision. Restore the sessions before. The history
+    /// stays empty.
     pub(super) fn restore(&mut self, revision: u64, entries: BTreeMap<Arc<str>, Stored>) {
         (self.revision, self.compacted, self.entries) = (revision, revision, entries);
         self.entry_bytes = cost_of_entries(&self.entries);
@@ -143,9 +144,9 @@ impl State {
         self.entry_bytes
     }
 
-    /// Returns the limit for the keys and everything else that the server holds for clients, except the history, which
-    /// may take the rest of `max_bytes`. The keys alone may take at most three quarters of this limit, so that there is
-    /// always room for messages.
+    /// Returns the limit for everything that the server holds for clients, except the history. The rest of `max_bytes`
+    /// is for the history. The keys may take at most three quarters of this limit, so that there is always room for
+    /// messages.
     pub(super) fn shared_limit(&self) -> usize {
         self.max_bytes - self.max_bytes / 5
     }
@@ -169,7 +170,7 @@ impl State {
         self.commit(changes)
     }
 
-    /// Executes a transaction. [`Exceeded::Full`] means that nothing was changed.
+    /// Executes a transaction. If the error is [`Exceeded::Full`], nothing was changed.
     pub(super) fn txn(&mut self, session: SessionId, txn: &Txn) -> Result<Done, Exceeded> {
         let ok = txn.compares.iter().all(|compare| self.holds(compare));
         let ops = if ok { &txn.then } else { &txn.otherwise };
@@ -200,13 +201,14 @@ impl State {
         if room.is_some() { Ok(found) } else { Err(Exceeded::Answer(most)) }
     }
 
-    /// Returns all revisions from `first` on. `None` if some of them are no longer in the history, or if `first` is
+    /// Returns `first` and all later revisions. `None` if some of them are no longer in the history, or if `first` is
     /// after the next revision.
     pub(super) fn history_from(&self, first: u64) -> Option<impl Iterator<Item = &Rc<Revision>>> {
         if first <= self.compacted || first > self.revision + 1 {
             return None;
         }
-        // Revision numbers are consecutive, so the difference of two revisions is the number of revisions to skip.
+        // Skip the revisions before `first`. Their number is a difference of revisions, because revision numbers are
+        // consecutive.
         let skip = usize::try_from(first - self.compacted - 1).ok()?;
         Some(self.history.iter().skip(skip))
     }
@@ -245,7 +247,7 @@ impl State {
     }
 
     fn put(&mut self, key: &Arc<str>, value: &Arc<[u8]>, lease: Option<SessionId>, changes: &mut Vec<Change>) -> bool {
-        // Ignore a leased put of a session that has ended, because nothing would ever delete the key.
+        // Ignore a leased put if its session has ended, because nothing would ever delete the key.
         if lease.is_some_and(|session| !self.sessions.contains_key(&session)) {
             return false;
         }
@@ -257,7 +259,7 @@ impl State {
             create_revision = stored.create_revision;
             self.entry_bytes -= cost(&known, &stored.value);
             self.unlease(&known, stored.lease);
-            // Keep the lease when a write without a lease overwrites a leased key, so that the key does not outlive its
+            // If a write without a lease overwrites a leased key, keep the lease, so that the key does not outlive its
             // session.
             lease = lease.or(stored.lease);
             key = known;
@@ -305,9 +307,9 @@ impl State {
         self.under(prefix).take(limit).map_while(|(key, stored)| entry_within(key, stored, room)).collect()
     }
 
-    /// Runs two searches alternately and returns the result of the first one that finishes. The first visits all keys
-    /// from newest to oldest, which is fast if many keys have the prefix. The second visits the keys with the prefix,
-    /// which is fast if there are few of them.
+    /// Finds the newest key with this prefix that is older than `key`. Runs two searches alternately and returns the
+    /// result of the one that finishes first. One visits all keys from newest to oldest, which is fast if many keys
+    /// have the prefix. The other visits only the keys with the prefix, which is fast if there are few of them.
     fn predecessor(&self, prefix: &str, key: &str, searched: &mut Option<usize>) -> Option<Arc<str>> {
         let own = self.entries.get(key)?.create_revision;
         let mut by_age = self.by_creation.range(..(own, Arc::from(""))).rev().map(|(_, key)| key);

@@ -1,10 +1,10 @@
-//! State from which a session continues on a new connection: its unanswered requests, and the keys that its watches
+//! State that a session needs to continue on a new connection: its unanswered requests, and the keys that its watches
 //! have already reported. Pure.
 //!
 //! - **ASKED-1** every request is answered once, in the order in which the requests were made. A request may be
 //!   *executed* twice, because a request without an answer is sent again after the connection breaks;
-//! - **ASKED-2** a watch reports each change once and in order. After the connection broke, it reports the differences
-//!   from the state that it last reported ([`crate::session::watched`]). A reply is reported only after all changes up to its
+//! - **ASKED-2** a watch reports each change once and in order. After a reconnect, it reports the differences from the
+//!   state that it last reported ([`crate::session::watched`]). A reply is reported only after all changes up to its
 //!   revision.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -17,11 +17,11 @@ use crate::types::{Entry, OpResult, Watch, WatchFrom};
 /// Kind of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A request that only has to be answered.
+    /// A request for which nothing is tracked except its answer.
     Plain,
     /// Starts a watch. `wants_snapshot` is true if the user asked for the current entries.
     Watch { watch: Watch, wants_snapshot: bool },
-    /// Stops a watch. The store sends no answer, and the watch is not restored on a new connection.
+    /// Stops a watch. The store does not answer this request. The watch is not restored on a new connection.
     Unwatch(Watch),
 }
 
@@ -29,7 +29,7 @@ pub(super) enum Kind {
 struct Asked {
     kind: Kind,
     frame: Vec<u8>,
-    /// True if this request starts a watch that was stopped before the store answered.
+    /// True if this request starts a watch and the user stopped the watch before the store answered.
     is_over: bool,
 }
 
@@ -45,8 +45,8 @@ pub(super) enum AnswerEffect {
 pub(super) struct Unanswered {
     asked: VecDeque<Asked>,
     watches: BTreeMap<Watch, Watched>,
-    /// Watches that were restored on this connection. The store's first answers are for these, each with the current
-    /// entries.
+    /// Watches that were restored on this connection. The first answers on the connection are for these watches, and
+    /// contain their current entries.
     again: VecDeque<Watch>,
 }
 
@@ -104,8 +104,8 @@ impl Unanswered {
         Ok(AnswerEffect::Reply(results))
     }
 
-    /// Removes the stop requests at the front of the queue. A stop request has to be sent again only if a request that
-    /// starts the watch is sent again before it.
+    /// Removes requests to stop a watch from the front of the queue. They do not have to be sent again, because no
+    /// unanswered request before them starts the watch.
     fn forget_ends(&mut self) {
         while self.asked.front().is_some_and(|asked| matches!(asked.kind, Kind::Unwatch(_))) {
             self.asked.pop_front();

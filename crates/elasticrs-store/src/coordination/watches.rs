@@ -1,9 +1,9 @@
-//! Index of watches: finds the clients that a change must be sent to. Pure.
+//! Index of watches: finds the clients to which a change must be sent. Pure.
 //!
 //! - **WATCH-1** a client receives each revision at most once, with every change that any of its watches covers, in
 //!   order;
 //! - **WATCH-2** clients that receive the same changes share one message;
-//! - **WATCH-3** the memory that all watches use is known.
+//! - **WATCH-3** the index tracks the memory that all watches use.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -11,15 +11,15 @@ use std::sync::Arc;
 use super::state::{Revision, SessionId};
 use crate::types::{Change, Watch};
 
-/// Bytes that a watch takes in addition to its prefix: its places in three tables.
+/// Bytes that a watch takes in addition to its prefix: its entries in three tables.
 const WATCH_COST: usize = 192;
 
 /// All watches of all clients.
 #[derive(Debug, Default)]
 pub(super) struct Watches {
     exact: HashMap<Arc<str>, Vec<SessionId>>,
-    /// Prefix watches, grouped by the length of the prefix. Finding the watchers of a key takes one lookup per length,
-    /// and there are few different lengths, no matter how many watches there are.
+    /// Prefix watches, grouped by the length of the prefix. Finding the watchers of a key takes one lookup per length.
+    /// There are only a few different lengths, even if there are many watches.
     prefixes: BTreeMap<usize, HashMap<Arc<str>, Vec<SessionId>>>,
     of_client: HashMap<SessionId, Vec<Watch>>,
     bytes: usize,
@@ -84,14 +84,14 @@ impl Watches {
         }
     }
 
-    /// Returns the clients to notify of a revision, grouped by the changes that their watches cover. A change is
-    /// identified by its position in the revision, and positions are in ascending order.
+    /// Returns the clients to notify of a revision, grouped by the changes that their watches cover. The changes are
+    /// given as their positions in the revision, in ascending order.
     pub(super) fn deliveries(&self, revision: &Revision) -> BTreeMap<Vec<usize>, Vec<SessionId>> {
         let mut of_client: BTreeMap<SessionId, Vec<usize>> = BTreeMap::new();
         for (position, change) in revision.changes.iter().enumerate() {
             for client in self.watchers(&change.key) {
                 let seen = of_client.entry(client).or_default();
-                // Add a position only once, because two watches of a client may cover the same key.
+                // Do not add a position twice if two watches of a client cover the same key.
                 if seen.last() != Some(&position) {
                     seen.push(position);
                 }
@@ -115,7 +115,7 @@ fn cost(watch: &Watch) -> usize {
     WATCH_COST + watch.prefix.len()
 }
 
-/// Returns the changes in a past revision that a new watch covers.
+/// Returns the changes of a revision that are covered by a watch.
 pub(super) fn covered<'a>(revision: &'a Revision, watch: &Watch) -> Vec<&'a Change> {
     revision.changes.iter().filter(|change| watch.covers(&change.key)).collect()
 }

@@ -1,23 +1,23 @@
 //! Frames and fields, the building blocks of the protocol's messages.
 //!
-//! A frame consists of a length (u32) and that number of bytes, of which the first is the kind. All numbers are
+//! A frame consists of a length (u32) and that number of bytes. The first of these bytes is the kind. All numbers are
 //! little-endian. A string consists of a length (u16) and UTF-8; a blob consists of a length (u32) and bytes.
 //!
 //! - **WIRE-1** memory is allocated only as bytes arrive, regardless of the length that the peer announces;
-//! - **WIRE-2** every byte of a frame must be used: extra bytes are an error.
+//! - **WIRE-2** extra bytes in a frame are an error.
 
 use std::sync::Arc;
 
-/// First bytes that each side sends. The first byte is not ASCII, because no text protocol starts with such a byte.
+/// First bytes that each side sends. They start with a non-ASCII byte, because text protocols never do.
 pub const MAGIC: [u8; 8] = *b"\x93ERS\r\n\x1a\n";
 
 /// Maximum length of a frame before the peer is authenticated, in bytes.
 pub const MAX_UNPROVEN: usize = 1024;
 /// Maximum length of a request, in bytes.
 pub const MAX_REQUEST: usize = 1 << 20;
-/// Maximum length of an answer, in bytes. A snapshot of all keys with a prefix has to fit.
+/// Maximum length of an answer, in bytes. It has to be enough for a snapshot of all keys with a prefix.
 pub const MAX_ANSWER: usize = 64 << 20;
-/// Maximum number of IDs that a store sends: its own, and those of its predecessors.
+/// Maximum number of IDs that a store sends: its own ID and those of its predecessors.
 pub const MAX_IDS: usize = 64;
 
 /// Error for bytes that are not a message of this protocol.
@@ -98,12 +98,13 @@ impl Writer {
         self.bytes.push(value);
     }
 
-    /// Writes a count or a length. It always fits in 32 bits, because requests and answers are limited to much less.
+    /// Writes a count or a length as 32 bits. This always suffices, because the limits for requests and answers are
+    /// much lower.
     fn count(&mut self, count: usize) {
         u32::try_from(count).unwrap_or(u32::MAX).write(self);
     }
 
-    /// Writes a string. Truncates it to 65,535 bytes, which is never necessary because the length was checked before.
+    /// Writes a string. Truncates it to 65,535 bytes, although the callers never pass a longer one.
     pub(super) fn text(&mut self, text: &str) {
         let mut end = text.len().min(usize::from(u16::MAX));
         while !text.is_char_boundary(end) {
@@ -134,7 +135,7 @@ impl Writer {
     }
 }
 
-/// A part of a message that can be read and written. Each type implements both in one place.
+/// A part of a message that can be encoded and decoded. Each type implements both in one place.
 pub(super) trait Field: Sized {
     /// Maximum length of a list of this type.
     const MOST: usize = usize::MAX;
@@ -325,7 +326,7 @@ pub enum Broken {
     Length(usize),
 }
 
-/// Capacity that the buffer of an idle stream may keep, in bytes.
+/// Maximum capacity that the buffer of an idle stream keeps, in bytes.
 const MAX_IDLE: usize = 4096;
 
 fn length_of(bytes: [u8; 4]) -> usize {
@@ -356,7 +357,7 @@ impl Frames {
         self.rest();
         let needed = self.buffer.len() + bytes.len();
         if needed > self.buffer.capacity() {
-            // Double the capacity, but do not exceed the length of the current frame.
+            // Double the capacity, but not beyond the length of the current frame.
             let whole = self.buffer.first_chunk().map_or(0, |length| length_of(*length).saturating_add(4));
             let most = (2 * self.buffer.capacity()).min(whole);
             self.buffer.reserve_exact(needed.max(most) - self.buffer.len());
@@ -402,7 +403,7 @@ impl Frames {
         Ok(Some(&self.buffer[begin..begin + length]))
     }
 
-    /// Drops the frames that were already returned, and frees most of the buffer if the stream is idle.
+    /// Drops the frames that were already returned. If the stream is idle, also frees most of the buffer.
     pub(super) fn rest(&mut self) {
         self.buffer.drain(..self.start);
         self.start = 0;

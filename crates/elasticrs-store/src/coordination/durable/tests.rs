@@ -1,4 +1,4 @@
-//! Tests with a state file that is truncated, damaged or locked, or whose writer is killed.
+//! Tests with a truncated, damaged or locked state file, and with a killed writer.
 
 use std::env::{current_exe, var, var_os};
 use std::io::{BufRead, BufReader, Write};
@@ -53,7 +53,7 @@ fn an_item() -> impl Strategy<Value = Item> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Simulates a crash of the process or the machine during a write: the file ends in a part of the batch, or in
+    /// Simulates a crash of the process or the machine during a write: the file ends with part of the batch, or with
     /// wrong bytes.
     #[test]
     fn of_what_was_on_its_way_nothing_is_left_and_of_the_rest_nothing_is_missing(
@@ -82,8 +82,8 @@ proptest! {
             flipped
         };
         prop_assert_eq!(read(&bytes).unwrap(), kept(&image, 0));
-        // Simulate a crash during the last commit. The head still contains the synced length of the second-to-last
-        // commit, so the state is the one after that commit.
+        // Simulate a crash during the last commit. The head still contains the synced length of the commit before that,
+        // so the restored state is that of the earlier commit.
         let (noted, before) = &states[states.len() - 2];
         let synced = usize::try_from(*noted).unwrap();
         let mut on_its_way = bytes.clone();
@@ -92,7 +92,7 @@ proptest! {
         prop_assert_eq!(read(&on_its_way[..at]).unwrap(), kept(before, at - synced));
         prop_assert_eq!(read(&flip(&on_its_way, at)).unwrap(), kept(before, bytes.len() - synced));
         // DISK-1: damage in the records of a finished commit is detected, because the synced length covers these
-        // records. It is also detected if a later commit was interrupted.
+        // records. An interrupted later commit does not hide the damage.
         let earlier = HEAD_LENGTH + flipped.index(synced - HEAD_LENGTH);
         for damaged in [
             bytes[..at].to_vec(),
@@ -340,7 +340,7 @@ fn writes_until_it_is_killed() {
     let Some(path) = var_os(KILLED) else { return };
     let (mut file, mut image) = open(Path::new(&path)).unwrap();
     let begun = image.revision;
-    // Write more commits than the reader waits for.
+    // The reader kills this process long before the last of these commits.
     for revision in begun + 1..begun + 100_000 {
         let value = vec![u8::try_from(revision % 251).unwrap(); usize::try_from(revision % 7 * 5000).unwrap()];
         image.revision = revision;

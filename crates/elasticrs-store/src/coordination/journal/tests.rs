@@ -35,7 +35,7 @@ fn a_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Keys and sessions of a store, as its hub holds them, without connections.
+/// The keys and sessions of a store, without the connections.
 struct Life {
     state: State,
     sessions: BTreeMap<SessionId, u32>,
@@ -104,7 +104,7 @@ proptest! {
         let path = folder.path().join("state");
         let mut kept = Life::from(&path);
         let mut plain = Life::new();
-        // Changes that are not on disk, so that no client has seen them.
+        // These changes are not on disk, so no client has seen them.
         let mut unsaved = Vec::new();
         for step in steps {
             if let Step::Save = step {

@@ -135,7 +135,7 @@ fn a_list_cannot_name_more_than_its_frame_holds() {
 
 #[test]
 fn a_message_has_one_spelling() {
-    // Found by the fuzz target: the frame has a revision, but the flag for it is not set.
+    // Found by the fuzz target: the frame contains a revision, although the flag says that it does not.
     let watch = Watch { prefix: "k".into(), exact: true };
     let watch = WatchFrom { watch, snapshot: false, from_revision: None };
     let mut frame = Request::Watch { tag: 1, watch }.encode()[4..].to_vec();

@@ -1,4 +1,4 @@
-//! Compares the store with a naive implementation that searches whole lists.
+//! Compares the store with a naive implementation that keeps everything in lists.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -226,8 +226,8 @@ proptest! {
         }
     }
 
-    /// A client receives every change that its watches cover, once and in order, and all changes of a revision
-    /// together. Clients start and stop watches in between.
+    /// A client receives every change that its watches cover, exactly once and in order. It receives all changes of a
+    /// revision together. Watches are started and stopped between the changes.
     #[test]
     fn watchers_miss_nothing_and_hear_nothing_twice(
         schedule in vec(prop_oneof![

@@ -19,11 +19,11 @@ enum Step {
     Elsewhere(usize, bool),
     Watch(usize, bool),
     Unwatch(usize),
-    /// The store reads this number of the requests in transit.
+    /// The store executes this number of requests in transit.
     Serve(usize),
-    /// The client reads this number of the answers in transit.
+    /// The client reads this number of answers in transit.
     Read(usize),
-    /// The connection breaks, the messages in transit are lost, and the session is resumed.
+    /// The connection breaks, all messages in transit are lost, and the session is resumed on a new connection.
     Break,
 }
 
@@ -39,7 +39,7 @@ fn a_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Returns one of three watches. Only the first and the last cover the same key.
+/// Returns one of three watches. The first and the third watch have a key in common.
 fn watch(index: usize) -> Watch {
     let (prefix, exact) = [("a/", false), ("b", true), ("a/1", true)][index];
     Watch { prefix: prefix.into(), exact }
@@ -51,7 +51,7 @@ fn write(key: usize, is_put: bool) -> Txn {
     Txn { then: vec![op], ..Txn::default() }
 }
 
-/// A store, its connection to the client, and the events that the client's user has received.
+/// A store, its connection to a client, and the events that the client's user has received.
 struct World {
     state: State,
     watches: Watches,
@@ -191,7 +191,7 @@ proptest! {
                 prop_assert!(before < Some(change.mod_revision), "{} was told twice", change.key);
             }
         }
-        // Each watch knows the current entries.
+        // The user knows the current entries of each watch.
         for (watch, watched) in &mut world.unanswered.watches {
             let there = world.state.snapshot(watch).unwrap();
             prop_assert_eq!(watched.catch_up(world.state.revision(), there), None);
