@@ -1,4 +1,5 @@
-//! Data that a session publishes for its links: its card in etcd, and the first message on a link. Pure functions.
+//! Data that a session publishes for its links: its card, which is stored in etcd, and the first message on a link.
+//! Pure functions.
 
 use std::fmt::Write;
 
@@ -9,14 +10,14 @@ use super::messages as pb;
 
 /// Prefix of the keys for session cards, below the store's prefix. It sorts after all keys of users.
 const CARDS: &str = "~sessions/links/";
-/// Secret of a session, known to all sessions that can read etcd.
+/// Secret of a session. Other sessions that can read etcd find it in the session's card.
 pub(super) type Nonce = [u8; 16];
-/// Secret that is sent on a session's links when no process that depends on the session is running anymore.
+/// Secret that is sent on a session's links once all processes that depend on the session have exited.
 pub(super) type LastWord = [u8; 32];
 /// SHA-256 hash of a [`LastWord`].
 pub(super) type Seal = [u8; 32];
 
-/// Returns the hash that is published for this word.
+/// Returns the hash to publish for a last word.
 pub(super) fn seal_of(word: &LastWord) -> Seal {
     Sha256::digest(word).into()
 }
@@ -27,7 +28,7 @@ pub(super) struct Card {
     pub(super) lease: i64,
     pub(super) nonce: Nonce,
     pub(super) port: u16,
-    /// Hash of the session's [`LastWord`], with which other sessions recognize that secret.
+    /// Hash of the session's [`LastWord`], against which other sessions check the word.
     pub(super) seal: Seal,
     /// Host names or addresses of the session's machine.
     pub(super) hosts: Vec<String>,
@@ -40,7 +41,7 @@ impl Card {
         format!("{} {nonce} {seal} {}", self.port, self.hosts.join(" ")).into_bytes()
     }
 
-    /// Decodes a card. Returns `None` if the bytes are not a card, because any program may write to etcd.
+    /// Decodes a card. Returns `None` if the bytes are not a card, because other programs may also write to etcd.
     pub(super) fn decode(lease: i64, value: &[u8]) -> Option<Self> {
         let mut words = str::from_utf8(value).ok()?.split(' ');
         let port = words.next()?.parse().ok()?;
@@ -79,7 +80,7 @@ fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
 pub(super) const HELLO: usize = MAGIC.len() + 8 + 16;
 const MAGIC: [u8; 8] = *b"\x93ERSLNK\x01";
 
-/// First message on a link, from the session that opens it. The other session answers with its nonce.
+/// First message on a link. The session that opens the link sends it, and the other session answers with its nonce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) lease: i64,
@@ -115,7 +116,7 @@ impl Keys {
         Region::key(self.card(scope, lease)).range()
     }
 
-    /// Returns the request for the newest card that was created before this revision.
+    /// Returns the request for the newest card that was created before the revision `created`.
     pub(super) fn card_before(&self, scope: &str, created: u64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,

@@ -38,12 +38,12 @@ pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> 
 fn check_size(request: Request) -> Result<Request, Unsendable> {
     match &request {
         Request::Txn { txn, .. } if size(txn) > MAX_REQUEST => Err(Unsendable::TooLarge(size(txn))),
-        // A watch request contains only a key or prefix, which is always short enough.
+        // A watch request is always short enough, because it contains only a key or prefix.
         _ => Ok(request),
     }
 }
 
-/// Returns the number of bytes of user data in a transaction. The limit is two thirds of etcd's own limit for a
+/// Returns the number of bytes of user data in a transaction. The limit for it is two thirds of etcd's own limit for a
 /// request.
 fn size(txn: &Txn) -> usize {
     let compares = txn.compares.iter().map(|compare| match compare {
@@ -102,8 +102,8 @@ async fn run(
     end.report(events, guard.as_ref());
 }
 
-/// Opens the session's links. Returns `None` for a session without a nursery, because no process could send its last
-/// word. Also returns `None` if opening the links fails. The session works without them, because its lease still
+/// Opens the session's links. Returns `None` for a session without a nursery, because there is no process that could
+/// send its last word. Also returns `None` on failure, because the session works without links: its lease still
 /// expires.
 fn open_links(
     options: &Options,

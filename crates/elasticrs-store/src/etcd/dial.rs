@@ -33,7 +33,8 @@ use crate::types::LostKind;
 /// Certificates, and the user's name and password, with which this client authenticates.
 #[derive(Debug, Clone)]
 pub(super) struct Credentials {
-    /// The files are read for each connection, because certificates are renewed in place.
+    /// Paths of the certificate files. They are read again for each connection, because certificates are renewed in
+    /// place.
     pub(super) tls: Option<Files>,
     /// Name and password.
     pub(super) user: Option<(String, String)>,
@@ -47,7 +48,7 @@ pub(super) struct Link {
     pub(super) at: String,
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
-    /// Task that drives the connection. It finishes when the connection ends. Dropping it closes the connection.
+    /// Task that runs the connection. It finishes when the connection ends. Dropping this set closes the connection.
     driver: JoinSet<Result<(), h2::Error>>,
     record: Rc<RefCell<PeerRecord>>,
     tls: Option<Arc<Identity>>,
@@ -72,8 +73,8 @@ impl Link {
         StoreError::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
     }
 
-    /// Returns the TLS error of the connection if there is one, and otherwise `error`, that of a call. A server may
-    /// reject a certificate only after the handshake. In that case, the call reports only a broken connection.
+    /// Returns the TLS error of the connection if there is one. Otherwise returns `error`, the error of a call. If a
+    /// server rejects a certificate only after the handshake, `error` says only that the connection broke.
     pub(super) async fn explain(&mut self, error: StoreError) -> StoreError {
         if error.kind != LostKind::Closed {
             return error;
@@ -89,7 +90,7 @@ impl Link {
         self.driver.shutdown().await;
     }
 
-    /// Finds the reason why the first call on this connection failed, which may be that the peer is another program.
+    /// Finds the reason why the first call on this connection failed. For example, the peer may be another program.
     pub(super) async fn judge(&mut self, error: CallError) -> Failure {
         let CallError::Broken(_) = error else { return Failure::of(error, &self.at) };
         // Prefer the connection's error, because it is more specific than the call's.
@@ -112,14 +113,14 @@ impl Link {
 }
 
 impl Link {
-    /// Returns true if the connection is not encrypted and no byte has been received on it.
+    /// Returns true if the connection does not use TLS and no byte has been received on it.
     fn is_dumb(&self) -> bool {
         self.tls.is_none() && self.record.borrow().opening.is_empty()
     }
 }
 
-/// Hint that is added to etcd's space alarm. It is needed because a member reports the alarm even if it has enough
-/// space itself.
+/// Hint that is added to etcd's space alarm, because a member reports the alarm even if another member is the one
+/// without space.
 const NO_SPACE: &str = ". One of the members has raised this alarm (`etcdctl alarm list`), and all refuse writes until it is \
                         disarmed: free space there (compact, defrag), then `etcdctl alarm disarm`";
 
@@ -133,9 +134,9 @@ impl Failure {
             CallError::Broken(why) | CallError::Reset(why) => {
                 return Self::retryable(LostKind::Closed, format!("the connection to etcd at {at} broke: {why}"));
             }
-            // Retry, because a proxy may send such an answer while the member behind it is not running.
+            // Retry, because a proxy may send such an answer while the member behind it is down.
             CallError::Foreign(why) => return Self::Retryable(not_ours(at, &why)),
-            // Do not retry, because the next answer would also be too large.
+            // Do not retry, because the next answer would be too large as well.
             CallError::TooLarge(length) => {
                 let why = format!("etcd at {at} sent an answer of {length} bytes; the limit is {MAX_ANSWER}");
                 return Self::fatal(LostKind::Limit, why);
@@ -153,12 +154,12 @@ impl Failure {
             code::INVALID_ARGUMENT | code::NOT_FOUND | code::FAILED_PRECONDITION | code::OUT_OF_RANGE => {
                 LostKind::Protocol
             }
-            // Retry after all other codes. They report a missing or new leader, or a slow or stopping member. Also
-            // retry after codes that no version of etcd sends so far.
+            // Retry after all other codes. They mean that the leader is missing or has changed, or that the member is
+            // slow or stopping. A code that no known version of etcd sends is also retried.
             _ => LostKind::Timeout,
         };
         let error = StoreError::new(kind, format!("etcd at {at}: {message}{hint}"));
-        // Retry `UNAUTHENTICATED`, because the token may have expired, and a new connection gets a new token.
+        // Retry `UNAUTHENTICATED`, because the token may have expired and a new connection gets a new token.
         if kind == LostKind::Timeout || code == code::UNAUTHENTICATED {
             Self::Retryable(error)
         } else {
@@ -189,7 +190,7 @@ pub(super) async fn dial(
     let at = endpoint(host, *port);
     stage.set(Stage::Files);
     let identity = match &credentials.tls {
-        // Retry, because the files may be only partly written at the moment.
+        // Retry, because another program may be writing the files at the moment.
         Some(files) => Some(tls::load(files).await.map_err(|why| Failure::retryable(LostKind::Tls, why))?),
         None => None,
     };
@@ -251,7 +252,7 @@ async fn encrypted(
     TlsConnector::from(Arc::clone(&identity.config)).connect(name, stream).await.map_err(|error| {
         match tls_error(&error) {
             Some(error) => Failure::Fatal(tls_failure(at, error, identity)),
-            // Retry, because a member that is stopping at this moment looks the same as one without TLS.
+            // Retry, because a member that is stopping at this moment fails in the same way as one without TLS.
             None => Failure::retryable(
                 LostKind::Closed,
                 format!("etcd at {at} broke off the TLS handshake: {}", plain(&error)),
@@ -279,14 +280,14 @@ async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), 
     }
 }
 
-/// Returns the error for certificates that were not read within `patience`.
+/// Returns the error for certificate files that could not be read within `patience`.
 pub(super) fn unread(files: &Files, patience: Duration) -> StoreError {
     let seconds = patience.as_secs_f64();
     let why = format!("could not read {files} within {seconds} s: their file system does not answer");
     StoreError::new(LostKind::Timeout, why)
 }
 
-/// Returns the error for a connection attempt that was in this stage when it timed out.
+/// Returns the error for a connection attempt that timed out in this stage.
 pub(super) async fn too_late(
     (host, port): &(String, u16),
     credentials: &Credentials,
@@ -317,7 +318,8 @@ fn not_ours(at: &str, why: &str) -> StoreError {
     StoreError::new(LostKind::NotOurs, format!("no etcd with API v3 at {at}: {why}"))
 }
 
-/// Describes the program that sent these first bytes. `None` if it may be an HTTP/2 server, or sent nothing.
+/// Describes the program that sent these first bytes. `None` if there are no bytes, or if the program may be an HTTP/2
+/// server.
 fn stranger(opening: &[u8]) -> Option<&'static str> {
     match opening {
         [] => None,
@@ -329,23 +331,24 @@ fn stranger(opening: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// Data that is recorded from a connection, because the HTTP/2 library's error messages are not specific enough.
+/// Data recorded from a connection for error messages, because the messages of the HTTP/2 library are not specific
+/// enough.
 #[derive(Debug, Default)]
 struct PeerRecord {
     /// The first bytes that the peer sent.
     opening: Vec<u8>,
     tls: Option<TlsError>,
-    /// Text of the first error of a write.
+    /// Text of the first write error.
     unwritten: Option<String>,
 }
 
-/// A stream that records data for error messages while it is read and written.
+/// A stream that records data for error messages while it is in use.
 struct Recorder<S> {
     stream: S,
     record: Rc<RefCell<PeerRecord>>,
 }
 
-/// Maximum number of first bytes to record. This is the length of an HTTP/2 frame header.
+/// Maximum number of first bytes to record, which is the length of an HTTP/2 frame header.
 const OPENING: usize = 9;
 
 impl<S: AsyncRead + Unpin> AsyncRead for Recorder<S> {

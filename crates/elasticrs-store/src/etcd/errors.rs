@@ -1,8 +1,8 @@
 //! Errors that etcd reports to its clients. Pure.
 //!
-//! gRPC reports an error as a code and a text. etcd publishes its pairs of codes and texts, in `rpctypes` of its API,
-//! and keeps them the same in all versions. [`TABLE`] contains the pairs for which this client has a rule. All other
-//! errors are judged by their code only.
+//! gRPC reports an error as a code and a text. etcd publishes its pairs of code and text in the package `rpctypes` of
+//! its API. The pairs are the same in all versions. [`TABLE`] contains those that this client handles specially. For
+//! all other errors, the client considers only the code.
 
 /// Status codes of gRPC.
 pub(super) mod code {
@@ -17,14 +17,14 @@ pub(super) mod code {
     pub(in crate::etcd) const UNAUTHENTICATED: u32 = 16;
 }
 
-/// An error of etcd for which this client has a rule.
+/// An error of etcd that this client handles specially.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum EtcdError {
     /// etcd does not use authentication, so it issues no token.
     AuthDisabled,
     /// The user does not exist, or the password is wrong.
     AuthFailed,
-    /// A user or role was changed after this connection's token was issued.
+    /// A user or role was changed after the token of this connection had been issued.
     AuthRevisionOld,
     /// The requested revision is no longer in the history.
     Compacted,
@@ -32,7 +32,7 @@ pub(super) enum EtcdError {
     FutureRevision,
     LeaseExists,
     LeaseNotFound,
-    /// A member has no space, so all members refuse writes.
+    /// A member has run out of space, so all members refuse writes.
     NoSpace,
     PermissionDenied,
     RequestTooLarge,
@@ -59,7 +59,7 @@ const TABLE: [(EtcdError, u32, &str); 13] = [
     (EtcdError::UserEmpty, code::INVALID_ARGUMENT, "user name is empty"),
 ];
 
-/// Start of all texts in [`TABLE`], as etcd sends them.
+/// Prefix of every text in [`TABLE`], as etcd sends it.
 const PREFIX: &str = "etcdserver: ";
 
 /// A gRPC status that reports an error.
@@ -80,8 +80,8 @@ impl Status {
     }
 }
 
-/// Returns the error that is given as the reason for the end of a watch. etcd formats the reason as Go prints a gRPC
-/// status: `rpc error: code = NAME desc = TEXT`.
+/// Parses the reason for which etcd cancelled a watch. Returns the error if it is in [`TABLE`]. The reason has the form
+/// in which Go prints a gRPC status: `rpc error: code = NAME desc = TEXT`.
 pub(super) fn cancel_error(reason: &str) -> Option<EtcdError> {
     let (_, text) = reason.strip_prefix("rpc error: code = ")?.split_once(" desc = ")?;
     find(text.strip_prefix(PREFIX)?, |_| true)

@@ -19,7 +19,7 @@ pub(super) enum CallError {
     Status(Status),
     /// The answer is not valid gRPC.
     Foreign(String),
-    /// The answer is too large. It has this number of bytes, which exceeds [`MAX_ANSWER`].
+    /// The answer is larger than [`MAX_ANSWER`]. The field is its length in bytes.
     TooLarge(usize),
     /// The server has reset the stream of this call.
     Reset(String),
@@ -33,7 +33,7 @@ impl CallError {
         matches!(self, Self::Status(status) if status.error == Some(error))
     }
 
-    /// Returns true if the member does not have the requested revision: it was compacted, or does not exist yet.
+    /// Returns true if the member does not have the requested revision, because it was compacted or does not exist yet.
     pub(super) fn is_out_of_history(&self) -> bool {
         self.is(EtcdError::Compacted) || self.is(EtcdError::FutureRevision)
     }
@@ -49,7 +49,7 @@ impl From<h2::Error> for CallError {
     }
 }
 
-/// A connection on which calls can be made. Cheap to clone.
+/// A handle for making calls on a connection. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Channel {
     requests: SendRequest<Bytes>,
@@ -104,7 +104,7 @@ impl Channel {
     }
 }
 
-/// A stream of messages in both directions. It ends when either side closes it. Dropping it closes it.
+/// A stream of messages in both directions. It ends when either side closes it. Dropping it closes the stream.
 #[derive(Debug)]
 pub(super) struct Duplex<Q, A> {
     body: SendStream<Bytes>,
@@ -161,8 +161,8 @@ impl<A: Message + Default> Answers<A> {
                 Body::Open(stream) => match stream.data().await {
                     Some(bytes) => {
                         let bytes = bytes?;
-                        // Allow the server to send that number of bytes again, because these bytes are moved to the
-                        // buffer.
+                        // These bytes are moved to the buffer, so allow the server to send the same number of bytes
+                        // again.
                         stream.flow_control().release_capacity(bytes.len())?;
                         self.buffer.extend_from_slice(&bytes);
                     }
@@ -181,13 +181,12 @@ impl<A: Message + Default> Answers<A> {
     }
 }
 
-/// Encodes a message for gRPC. The message is preceded by a zero byte, which means that it is not compressed, and by
-/// its length.
+/// Encodes a message for gRPC: a zero byte, which means "not compressed", then the length and the message.
 fn framed(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(5 + length);
     bytes.put_u8(0);
-    // Requests are limited to much less than 4 GiB.
+    // The length always fits, because requests are limited to much less than 4 GiB.
     bytes.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
     bytes.put_slice(&message.encode_to_vec());
     bytes.freeze()
@@ -217,7 +216,7 @@ fn checked(response: Response<RecvStream>) -> Result<RecvStream, CallError> {
     if head.status != StatusCode::OK || !is_grpc {
         return Err(CallError::Foreign(format!("it answers by HTTP status {}", head.status.as_u16())));
     }
-    // If a call fails immediately, the status is in its headers, and there is no body.
+    // If a call fails immediately, the status is in the response headers and there is no body.
     if head.headers.contains_key(STATUS) {
         status(Some(&head.headers))?;
     }

@@ -1,5 +1,5 @@
-//! Executes the user's requests on one connection. If the connection breaks, the session may execute the same job again
-//! on the next one.
+//! Executes the user's requests on one connection. If the connection breaks, the session may execute a request again on
+//! the next connection.
 
 use std::rc::Rc;
 
@@ -14,11 +14,11 @@ use crate::session::watched::Watched;
 use crate::types::{Entry, LostKind, Op, OpResult, Txn, WatchFrom};
 use std::time::Duration;
 
-/// A unit of work for the session, executed with one or more calls.
+/// A unit of work for the session. It takes one or more calls.
 #[derive(Debug, Clone)]
 pub(super) enum Job {
     /// Checks, on a new connection, that etcd still has the session's marker and has not gone back to an older
-    /// revision. It goes back if it is restored from a backup.
+    /// revision, as it does when it is restored from a backup.
     Look,
     Txn {
         tag: u64,
@@ -28,7 +28,7 @@ pub(super) enum Job {
         tag: u64,
         watch: WatchFrom,
     },
-    /// Reads the current keys that a watch covers, because the history that the watch needs was compacted.
+    /// Reads the current keys that a watch covers, because etcd has compacted the history that the watch needs.
     CatchUp {
         number: i64,
         watch: crate::types::Watch,
@@ -44,23 +44,23 @@ pub(super) enum Done {
     CaughtUp { number: i64, revision: i64, there: Vec<Entry> },
 }
 
-/// Connection and session data for executing a job.
+/// Data of the connection and the session that a job needs.
 #[derive(Debug, Clone)]
 pub(super) struct Desk {
     pub(super) channel: Channel,
     pub(super) at: String,
     pub(super) keys: Rc<Keys>,
     pub(super) job_lease: Option<(i64, Duration)>,
-    /// Number and marker revision for the next transaction that writes.
+    /// Number of the next transaction that writes, and the current revision of the marker.
     pub(super) write: Write,
-    /// Highest revision known when the job started. While it runs, watches may report a higher one.
+    /// Highest revision known when the job started. Watches may report a higher revision while the job is running.
     pub(super) known: u64,
 }
 
 /// Reason why a job failed.
 enum JobError {
     Call(CallError),
-    /// The member's data is older than that of an earlier answer.
+    /// An earlier answer contained newer data than this member has.
     Behind(StoreError),
     Final(StoreError),
 }
@@ -80,7 +80,7 @@ impl From<Unexpected> for JobError {
 const GONE: &str = "the lease of this session is gone: etcd has not heard of it in time, or another client revoked it";
 
 impl Desk {
-    /// Executes a job. If it put the session's marker, also returns the revision at which that happened.
+    /// Executes a job. If the job put the session's marker, also returns the marker's new revision.
     pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Failure> {
         let done = match job {
             Job::Look => self.look().await.map(|()| (Done::Looked, None)),
@@ -96,8 +96,8 @@ impl Desk {
         };
         done.map_err(|stop| match stop {
             JobError::Call(error) => Failure::of(error, &self.at),
-            // Retry on another member. A member that was paused may answer reads from old data before it has received
-            // the newer data (etcd issue 20418, fixed in the versions of 2026).
+            // Retry on another member. A member that was paused may answer reads from old data until it has caught up
+            // (etcd issue 20418, fixed in the releases of 2026).
             JobError::Behind(error) => Failure::Retryable(error),
             JobError::Final(error) => Failure::Fatal(error),
         })
@@ -156,7 +156,7 @@ impl Desk {
         }
     }
 
-    /// Reconstructs the results of a transaction whose answer was lost when its connection broke.
+    /// Reconstructs the results of a transaction whose answer was lost because the connection broke.
     async fn recovered(&self, ops: &[Op], revision: i64) -> Result<Vec<OpResult>, JobError> {
         let mut results = Vec::new();
         for (at, op) in ops.iter().enumerate() {
@@ -191,8 +191,8 @@ impl Desk {
     }
 
     async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, JobError> {
-        // If etcd has compacted this revision, read the newest one instead. It contains the same keys from before
-        // `created`, except those that were deleted since.
+        // If etcd has compacted this revision, read the newest revision instead. It still has the keys that were
+        // created before `created`, except those that were deleted in the meantime.
         let (mut youngest, at) = match self.range(&self.keys.predecessor(prefix, created, revision)).await {
             Err(error) if error.is_out_of_history() => {
                 (self.range(&self.keys.predecessor(prefix, created, 0)).await?.1, 0)
@@ -210,15 +210,15 @@ impl Desk {
 
     async fn watch(&self, tag: u64, asked: WatchFrom) -> Result<Done, JobError> {
         let WatchFrom { watch, snapshot, from_revision } = asked;
-        // Also read the entries before the first revision to report. The watch needs them to report later deletions,
-        // and to report all differences if etcd compacts the history.
+        // Also read the entries as of the revision before the first one to report. The watch needs them to report the
+        // deletion of a key later. If etcd compacts the history, the watch also needs them to compute the differences.
         let revision = from_revision.map_or(0, |from| i64::try_from(from).unwrap_or(i64::MAX) - 1);
         let range = pb::RangeRequest { revision, keys_only: !snapshot, ..self.keys.region(&watch).range() };
         let (newest, kvs) = match self.range(&range).await {
             Err(error) if error.is_out_of_history() => {
                 let (revision, _) = self.newest(&pb::RangeRequest { revision: 0, count_only: true, ..range }).await?;
-                // etcd does not say which revision is the oldest in its history. Return the one after the newest,
-                // because it is certain to be available.
+                // etcd does not say which revision is the oldest in its history. Return the revision after the newest
+                // one, because a watch can certainly start there.
                 let results = vec![OpResult::Count(unsigned(revision) + 1)];
                 return Ok(Done::Replied { tag, ok: false, revision, results });
             }
@@ -233,14 +233,14 @@ impl Desk {
         Ok(Done::Watching { tag, watched, revision: newest, results })
     }
 
-    /// Same as [`Self::range`], but fails if the answer is older than the highest known revision.
+    /// Same as [`Self::range`], but fails if the revision of the answer is lower than the highest known one.
     async fn newest(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), JobError> {
         let found = self.range(asked).await?;
         not_behind(self.known, found.0).map_err(JobError::Behind)?;
         Ok(found)
     }
 
-    /// Reads a range. Returns the revision of the store and the entries.
+    /// Reads a range. Returns the store's revision and the entries.
     async fn range(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), CallError> {
         let answer: pb::RangeResponse = self.channel.call(RANGE, asked).await?;
         let header = answer.header.ok_or_else(|| CallError::Foreign("an answer without a revision".into()))?;
@@ -252,8 +252,8 @@ fn revision_of(header: Option<pb::Header>) -> Result<i64, Unexpected> {
     header.map(|header| header.revision).ok_or(Unexpected)
 }
 
-/// Fails if `revision` is before `known`. In that case, etcd has lost data that this session relies on, or the member
-/// has not received it yet.
+/// Fails if `revision` is lower than `known`. In that case, either etcd has lost data that this session relies on, or
+/// the member has not received that data yet.
 pub(super) fn not_behind(known: u64, revision: i64) -> Result<(), StoreError> {
     if unsigned(revision) >= known {
         return Ok(());

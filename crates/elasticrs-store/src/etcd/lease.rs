@@ -1,4 +1,4 @@
-//! Keep-alives of the session's lease and of the job's lease. Both use one stream of each connection.
+//! Keep-alives of the session's lease and of the job's lease. On each connection, both use the same stream.
 
 use std::time::Duration;
 
@@ -13,22 +13,22 @@ use crate::session::lease::Terms;
 use crate::types::LostKind;
 
 /// Number of keep-alive intervals in the lease's time to live. The client gives up the session one interval before the
-/// lease ends.
+/// lease expires.
 const BEATS: u32 = 5;
-/// Maximum interval between keep-alives. It also applies to long leases, because a missing answer is the only sign that
-/// etcd no longer responds.
+/// Maximum interval between keep-alives, even for a long lease. Only a missing answer shows that etcd no longer
+/// responds, and the interval limits the time until the client notices that.
 const MAX_INTERVAL: Duration = Duration::from_secs(15);
 /// Maximum time limit for answering a keep-alive.
 const MAX_PATIENCE: Duration = Duration::from_secs(3);
 /// Maximum interval between keep-alives of the job's lease.
 const MAX_JOB_INTERVAL: Duration = Duration::from_secs(600);
 
-/// Returns the interval in which etcd must receive a keep-alive, for a lease with this time to live.
+/// Returns the interval at which etcd must receive keep-alives for a lease with this time to live.
 pub(super) fn interval(ttl: Duration) -> Duration {
     ttl / BEATS
 }
 
-/// Returns the times for a lease with this time to live.
+/// Returns the client's time limits for a lease with this time to live.
 pub(super) fn terms(ttl: Duration) -> Terms {
     let interval = interval(ttl);
     Terms {
@@ -79,7 +79,7 @@ impl Leases {
         Ok(())
     }
 
-    /// Handles the answer to a keep-alive. Returns true if it renews the lease of the session.
+    /// Handles the answer to a keep-alive. Returns true if the answer renews the session's lease.
     pub(super) fn answer(
         &mut self,
         core: &mut Core<'_>,
@@ -92,7 +92,8 @@ impl Leases {
             return Err(StoreError::new(LostKind::NotOurs, why));
         }
         if answer.id != self.own && self.unanswered_job > 0 {
-            // Ignore it if the job's lease has expired. The next write that needs the lease creates it again.
+            // Ignore the answer, even if it says that the job's lease has expired. The next write that needs this lease
+            // creates it again.
             self.unanswered_job -= 1;
             return Ok(false);
         }
@@ -101,8 +102,8 @@ impl Leases {
                 "the lease of this session has ended: etcd did not hear of it in time, or another client revoked it";
             return Err(StoreError::new(LostKind::Silent, why));
         }
-        // Answers for one lease arrive in order. An answer for a lease that this session does not keep alive, for which
-        // there is no keep-alive, is an error.
+        // Answers for one lease arrive in order, so this answer is for the oldest unanswered keep-alive. If there is
+        // none, or if the answer is for an unknown lease, `core.answer` fails.
         let sent = core.lease.oldest().filter(|_| answer.id == self.own).unwrap_or_default();
         core.answer(sent, terms(Duration::from_secs(unsigned(answer.ttl))), None)?;
         Ok(true)

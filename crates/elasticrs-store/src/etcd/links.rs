@@ -2,14 +2,14 @@
 //! expires.
 //!
 //! Each session connects to the session that was opened just before it, and that session connects back. The session
-//! that opens a connection is its caller. It waits on the connection for the end of the other session, and reconnects
-//! when the connection closes. The other session's agent gives its nursery a duplicate of the connection. After the
-//! agent's death, the nursery cleans up the agent's processes and then sends the session's last word on all duplicates.
-//! The session's card in etcd contains a hash of the last word. The caller checks the word against this hash and then
-//! revokes the lease of the ended session.
+//! that opens a connection is the caller, and the other session is the peer. The caller waits on the connection for the
+//! end of the peer, and reconnects when the connection closes. The peer's agent gives its nursery a duplicate of the
+//! connection. When the agent dies, the nursery cleans up the agent's processes and then sends the peer's last word on
+//! all duplicates. The peer's card in etcd contains a hash of the last word. The caller checks the word against this
+//! hash and then revokes the peer's lease.
 //!
-//! The session of a worker or a plain program has no nursery. No process could send its last word, so it has no links.
-//! It ends when its program closes it or when its lease expires.
+//! The session of a worker or a plain program has no links, because it has no nursery that could send its last word. It
+//! ends when its program closes it or when its lease expires.
 //!
 //! - **LINK-1** a session revokes the lease of another session only after it has received that session's last word. A
 //!   refused or broken connection proves nothing, because a firewall or the network may be the cause;
@@ -47,10 +47,10 @@ use crate::session::network::resolve;
 
 /// Time limit for a connection attempt, and for the first message on a new connection.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Shortest and longest pause between two attempts to connect to a session. The pause between two attempts of a request
-/// to etcd also starts with the shortest one.
+/// Shortest and longest pause between two attempts to connect to a session. The shortest pause is also the first one
+/// between two attempts of a request to etcd.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(10));
-/// Interval at which a caller checks whether the other session's card still exists.
+/// Interval at which a caller checks whether the peer's card still exists.
 const LOOK: Duration = Duration::from_secs(60);
 /// Maximum number of incoming links at the same time. Normally there are at most two.
 const CALLERS: usize = 64;
@@ -64,15 +64,15 @@ pub(super) struct Links {
     /// Leases of the sessions that this session connects to.
     called: RefCell<BTreeSet<i64>>,
     guard: Rc<dyn Guard>,
-    /// Secret that the nursery sends on this session's links when the agent's processes are gone.
+    /// Secret that the nursery sends on this session's links when the agent has died and its processes are cleaned up.
     word: LastWord,
-    /// True if the guard has received at least one link of this session.
+    /// True if at least one link of this session was passed to the guard.
     is_guarded: Cell<bool>,
 }
 
 impl Links {
-    /// Starts to listen for links from other sessions. `link` is a connection to etcd. Its local address is published
-    /// in the session's card. `channel` always contains the connection to etcd that is currently in use.
+    /// Starts to listen for links from other sessions. `link` is a connection to etcd, whose local address is published
+    /// in the session's card. `channel` always contains the session's current connection to etcd, or `None`.
     pub(super) fn open(
         site: &Site,
         keys: Rc<Keys>,
@@ -92,7 +92,7 @@ impl Links {
         Ok((Self { keys, scope, own, channel, called, guard, word, is_guarded }, listener))
     }
 
-    /// Maintains the links for as long as the future is polled.
+    /// Maintains the links until the future is dropped.
     pub(super) async fn run(self, listener: TcpListener) -> Infallible {
         let links = Rc::new(self);
         tokio::join!(Box::pin(Rc::clone(&links).follow()), links.accept(listener)).1
@@ -107,8 +107,8 @@ impl Links {
                     Ok((stream, _)) if callers.len() < CALLERS => {
                         callers.spawn_local(Rc::clone(&self).answer(stream));
                     }
-                    // Close the link. The caller retries later, and until then notices the end of this session only by
-                    // its lease (LINK-2).
+                    // Close the link. The caller retries later. Until it succeeds, it notices the end of this session
+                    // only when the session's lease expires (LINK-2).
                     Ok(_) => {}
                     // Wait before retrying, because an error such as a lack of free file descriptors would otherwise
                     // cause a busy loop.
@@ -120,7 +120,7 @@ impl Links {
     }
 
     /// Publishes this session's card, then stays linked to the session that was opened just before this one. When that
-    /// session is gone, continues with the next older one.
+    /// session is gone, moves on to the next older one.
     async fn follow(self: Rc<Self>) {
         let _: pb::PutResponse = self.ask("/etcdserverpb.KV/Put", &self.keys.put_card(&self.scope, &self.own)).await;
         let own: pb::RangeResponse = self.ask(RANGE, &self.keys.get_card(&self.scope, self.own.lease)).await;
@@ -144,15 +144,16 @@ impl Links {
         }
     }
 
-    /// Stays connected to the session `peer` until its card is gone. If the peer's last word arrives, revokes the
-    /// peer's lease.
+    /// Stays connected to the session `peer` until its card is gone from etcd. If the peer's last word arrives, revokes
+    /// the peer's lease.
     async fn stay_linked(&self, peer: &Card) {
         if !self.called.borrow_mut().insert(peer.lease) {
             return;
         }
         tokio::select! {
             () = self.until_over(peer) => {
-                // Ignore a refusal, because a session that was closed normally has already revoked its lease.
+                // Ignore a refusal. It means that the lease no longer exists, for example because the session was
+                // closed normally.
                 let revoke = pb::LeaseRevokeRequest { id: peer.lease };
                 let _: pb::LeaseRevokeResponse = self.ask("/etcdserverpb.Lease/LeaseRevoke", &revoke).await;
             }
@@ -161,13 +162,13 @@ impl Links {
         self.called.borrow_mut().remove(&peer.lease);
     }
 
-    /// Stays connected to the session `peer`, and reconnects if necessary, until its last word arrives.
+    /// Stays connected to the session `peer` until its last word arrives. Reconnects if necessary.
     async fn until_over(&self, peer: &Card) {
         let mut met = None;
         let mut pause = PAUSES.0;
         loop {
             for address in addresses(peer, met).await {
-                // Ignore a failed connection. The peer may only be unreachable, and if it has ended, its lease expires.
+                // Ignore a failed connection. The peer may only be unreachable. If it has ended, its lease expires.
                 let Ok(Ok(mut stream)) = timeout(LIMIT, TcpStream::connect(address)).await else { continue };
                 if self.meet(&mut stream, peer, met.is_some()).await {
                     (met, pause) = (Some(address), PAUSES.0);
@@ -181,8 +182,8 @@ impl Links {
         }
     }
 
-    /// Waits until the card of the session `peer` is gone from etcd. This is the only sign of the peer's end if the
-    /// peer cannot be reached.
+    /// Waits until the card of the session `peer` is gone from etcd. If the peer cannot be reached, there is no other
+    /// sign of its end.
     async fn gone(&self, peer: &Card) {
         loop {
             sleep(LOOK).await;
@@ -192,9 +193,9 @@ impl Links {
         }
     }
 
-    /// Exchanges greetings on a new link. Returns true if the peer answered with the nonce from its card. There is no
-    /// time limit if the peer has answered before (`is_known`), because its agent may have died. In that case, its port
-    /// accepts connections until the nursery exits, but no process answers on them.
+    /// Exchanges greetings on a new link. Returns true if the peer answered with the nonce from its card. If the peer
+    /// has answered before (`is_known`), waits for the answer without a time limit, because its agent may have died. In
+    /// that case, the port still accepts connections until the nursery exits, but no process answers.
     async fn meet(&self, stream: &mut TcpStream, peer: &Card, is_known: bool) -> bool {
         let hello = Hello { lease: self.own.lease, nonce: self.own.nonce };
         let mut nonce = Nonce::default();
@@ -211,8 +212,8 @@ impl Links {
         self.keys.card_of(&self.scope, &answer)
     }
 
-    /// Sends a request to etcd and returns the answer. Retries after a temporary error, such as a missing leader or a
-    /// broken connection. Returns the default value if etcd refuses the request.
+    /// Sends a request to etcd and returns the answer. Retries after a temporary error, for example a missing leader or
+    /// a broken connection. If etcd refuses the request, returns the default value of the answer's type.
     async fn ask<A: Message + Default>(&self, path: &str, question: &impl Message) -> A {
         let mut channel = self.channel.clone();
         let mut pause = PAUSES.0;
@@ -225,16 +226,16 @@ impl Links {
                     Err(Failure::Fatal(_)) => return A::default(),
                 }
             }
-            // Retry on the session's next connection, or on the same one if there is no new one within `pause`. The
-            // first pauses are short for the request that revokes the lease of a killed agent: other sessions wait for
-            // it, and etcd usually has a new leader soon after the old one has exited.
+            // Retry on the session's next connection. If there is no new connection within `pause`, retry on the
+            // current one. The first pauses are short, because other sessions wait until the lease of a killed agent is
+            // revoked, and etcd usually elects a new leader soon after the old one has exited.
             let _ = timeout(pause, channel.changed()).await;
             pause = (pause * 2).min(LIMIT);
         }
     }
 }
 
-/// Returns the address at which the peer has answered before. If it never has, returns all addresses of its machine.
+/// Returns the address at which the peer has answered before, or all addresses of its machine if it never has.
 async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
     if let Some(met) = met {
         return vec![met];
@@ -248,7 +249,7 @@ async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
     found
 }
 
-/// Reads from a link until the peer's [`LastWord`] arrives or the link closes. Returns true if the word arrived.
+/// Reads from a link until the peer's [`LastWord`] arrives or the link closes. Returns true if the last word arrived.
 async fn says_last_word(stream: &mut TcpStream, peer: &Card) -> bool {
     let mut word = LastWord::default();
     let came = stream.read_exact(&mut word).await.is_ok();
@@ -278,8 +279,8 @@ mod tests {
         Links { keys, scope, own, channel, called, guard, word, is_guarded }
     }
 
-    /// Serves one connection. Answers the first call with the error that there is no leader, and all further calls with
-    /// an empty message.
+    /// Serves one connection. Answers the first call with the error "no leader", and all further calls with an empty
+    /// message.
     async fn serve_after_an_election(stream: tokio::io::DuplexStream) {
         let mut connection = h2::server::handshake(stream).await.unwrap();
         let mut has_leader = false;
@@ -301,8 +302,7 @@ mod tests {
 
     #[test]
     fn a_request_is_retried_on_the_same_connection_soon_after_an_election() {
-        // The clock of this runtime advances only while all tasks are waiting, so `elapsed` is exactly the time spent
-        // waiting.
+        // The clock of this runtime advances only while all tasks are waiting, so `elapsed` contains only waiting time.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let (own, other) = tokio::io::duplex(1 << 16);
@@ -327,7 +327,7 @@ mod tests {
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
-            // Without a connection to etcd, no caller's card can be read, so every caller has to wait.
+            // There is no connection to etcd, so the caller's card cannot be read and every caller has to wait.
             let (_connections, channel) = watch::channel(None);
             let answering = tokio::task::spawn_local(links(channel).run(listener));
             let calls = tokio::task::spawn_blocking(move || {

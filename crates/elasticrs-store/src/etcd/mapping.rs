@@ -1,6 +1,6 @@
-//! Translates transactions into etcd's requests, and etcd's answers back. Pure.
+//! Translates transactions into requests to etcd, and etcd's answers into results. Pure.
 //!
-//! - **MAP-1** etcd executes a transaction as a whole and at one revision, even if it is encoded as nested
+//! - **MAP-1** etcd executes each transaction as a whole and at one revision, even if the encoding contains nested
 //!   transactions;
 //! - **MAP-2** a transaction that writes is executed only once, no matter how often it is sent, because it checks and
 //!   updates the session's marker.
@@ -23,8 +23,8 @@ use super::messages as pb;
 use super::messages::{CompareResult, CompareTarget, Operand, Request, RequestOp, Response, ResponseOp};
 use crate::types::{Compare, Entry, Op, OpResult, Txn, Watch};
 
-/// Prefix of the keys for session markers, below the store's prefix. It sorts after all keys of users, so that the keys
-/// with any user's prefix are a single range without markers.
+/// Prefix of the keys for session markers, below the store's prefix. It sorts after all keys of users, so that one
+/// range can contain all keys of users without the markers.
 const SESSIONS: &str = "~sessions/";
 
 /// Error for an answer that does not match its request.
@@ -62,15 +62,15 @@ pub(super) struct Write {
 /// Outcome of a transaction that writes.
 #[derive(Debug, PartialEq)]
 pub(super) enum Written {
-    /// etcd has executed the transaction now.
+    /// etcd executed this copy of the transaction.
     Now { ok: bool, revision: i64, responses: Vec<ResponseOp> },
-    /// etcd had already executed an earlier copy of the transaction. `revision` is that of the earlier execution.
+    /// etcd had already executed an earlier copy of the transaction, at this revision.
     Before { ok: bool, revision: i64 },
-    /// etcd has not executed any copy, because the marker is missing or has an unexpected value.
+    /// etcd has executed no copy of the transaction, because the marker is missing or has an unexpected value.
     Never,
 }
 
-/// Prefix of a session's keys, and the leases to which they are attached.
+/// Prefix of a session's keys, and the leases to which the keys are attached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Keys {
     /// Prefix that is prepended to each key.
@@ -86,7 +86,7 @@ impl Keys {
         [self.prefix.as_bytes(), key.as_bytes()].concat()
     }
 
-    /// Removes the store's prefix from a key. `None` if the key is not a user's key in this store.
+    /// Removes the store's prefix from a key. `None` if the key is outside this store or is not a key of a user.
     fn strip(&self, key: &[u8]) -> Option<Arc<str>> {
         let key = str::from_utf8(key.strip_prefix(self.prefix.as_bytes())?).ok()?;
         (key < SESSIONS).then(|| key.into())
@@ -102,7 +102,7 @@ impl Keys {
         let mut key = self.full(prefix);
         if SESSIONS.starts_with(prefix) {
             if key.is_empty() {
-                // In etcd's encoding, a range from the first possible key starts with a zero byte.
+                // A range in etcd cannot start with an empty key. A single zero byte is the first possible key.
                 key.push(0);
             }
             return Region { key, end: self.full(SESSIONS) };
@@ -115,7 +115,7 @@ impl Keys {
         Region { key, end }
     }
 
-    /// Converts a key and its value to an entry. `None` if the key is not a user's key in this store.
+    /// Converts a key and its value to an entry. `None` if the key is outside this store or is not a key of a user.
     pub(super) fn entry(&self, kv: pb::KeyValue) -> Option<Entry> {
         Some(Entry {
             key: self.strip(&kv.key)?,
@@ -144,7 +144,8 @@ impl Keys {
         Request::Put(put).into()
     }
 
-    /// Returns the request that puts the marker for the first time. The answer's revision is that of the marker.
+    /// Returns the request that puts the marker for the first time. The revision in the answer is the marker's
+    /// revision.
     pub(super) fn begin(&self) -> pb::TxnRequest {
         pb::TxnRequest { success: vec![self.put_marker(0, true)], ..pb::TxnRequest::default() }
     }
@@ -220,8 +221,8 @@ impl Keys {
         }
     }
 
-    /// Returns the region that an op reads or changes. For [`Op::Predecessor`], this is only the key whose predecessor
-    /// is to be found.
+    /// Returns the region that an op reads or changes. For [`Op::Predecessor`], this is only `key`, not its
+    /// predecessor.
     fn region_of(&self, op: &Op) -> Region {
         match op {
             Op::Put { key, .. } | Op::Delete(key) | Op::Get(key) | Op::Predecessor { key, .. } => {
@@ -237,8 +238,8 @@ impl Keys {
         if leased {
             return Request::Put(pb::PutRequest { lease: self.lease, ..put }).into();
         }
-        // Keep the lease when a put without a lease overwrites a leased key, so that the key does not outlive its
-        // session. Use a nested transaction, because etcd refuses `ignore_lease` for a missing key.
+        // If a put without a lease overwrites a leased key, keep the lease, so that the key does not outlive its
+        // session. This takes a nested transaction, because etcd refuses `ignore_lease` for a missing key.
         let kept = pb::PutRequest { ignore_lease: true, ..put.clone() };
         let made = pb::PutRequest { lease: self.job_lease, ..put };
         let nested = pb::TxnRequest {
@@ -249,8 +250,8 @@ impl Keys {
         Request::Txn(nested).into()
     }
 
-    /// Returns the results of the ops. For [`Op::Predecessor`], the result is the key itself, for which
-    /// [`Self::predecessor`] finds the predecessor in a second step.
+    /// Returns the results of the ops. The result for [`Op::Predecessor`] is the entry of `key` itself. The caller then
+    /// uses [`Self::predecessor`] to find the predecessor.
     pub(super) fn results(&self, ops: &[Op], responses: Vec<ResponseOp>) -> Result<Vec<OpResult>, Unexpected> {
         if ops.len() != responses.len() {
             return Err(Unexpected);
@@ -272,9 +273,9 @@ impl Keys {
         }
     }
 
-    /// Returns the request for the two newest keys with this prefix that were created before `created`. It reads the
-    /// state at `revision`, where 0 is the newest. Two keys are needed to detect that they were created at the same
-    /// revision.
+    /// Returns the request for the two newest keys with this prefix that were created before `created`. Two keys are
+    /// requested, to detect that both were created at the same revision. The request reads the state at `revision`, or
+    /// the newest state if `revision` is 0.
     pub(super) fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 2,
@@ -286,8 +287,8 @@ impl Keys {
         }
     }
 
-    /// Returns the request for the last key by name among those with this prefix that were created at the revision
-    /// `created`.
+    /// Returns the request for a key with this prefix that was created at the revision `created`. If there are several,
+    /// the request is for the last one by name.
     pub(super) fn last_made(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,
@@ -298,8 +299,8 @@ impl Keys {
         }
     }
 
-    /// Returns the requests for the data from which [`Self::recovered`] reconstructs the result of an op. Its
-    /// transaction was executed at `revision`.
+    /// Returns the requests for the entries that [`Self::recovered`] needs to reconstruct the result of an op.
+    /// `revision` is the one at which the op's transaction was executed.
     pub(super) fn recover(&self, op: &Op, revision: i64) -> Vec<pb::RangeRequest> {
         let at = |revision| pb::RangeRequest { revision, ..self.region_of(op).range() };
         match op {
@@ -309,8 +310,8 @@ impl Keys {
         }
     }
 
-    /// Reconstructs the result of an op from the entries before and after its transaction. `before` are the preceding
-    /// ops of the transaction. In a transaction, a key may be written more than once only by deletions.
+    /// Reconstructs the result of an op from the entries before and after its transaction. `before` are the ops before
+    /// it in the transaction. A transaction cannot write a key more than once, except with deletions.
     pub(super) fn recovered(&self, before: &[Op], op: &Op, mut there: Vec<Vec<pb::KeyValue>>) -> OpResult {
         let is_touched = |entry: &Entry| before.iter().any(|op| writes(op) && covers(op, &entry.key));
         let mut after = self.entries(there.pop().unwrap_or_default());
@@ -361,12 +362,12 @@ fn marker_of(value: &[u8]) -> Option<(u64, bool)> {
     Some((number.parse().ok()?, ok.parse().ok()?))
 }
 
-/// Converts a revision or count from etcd, which is never negative.
+/// Converts a revision or a count from etcd. They are never negative.
 pub(super) fn unsigned(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
 }
 
-/// Converts a revision to etcd's type. If it is too large, returns the maximum, which etcd never reaches.
+/// Converts a revision to etcd's type. A revision that is too large becomes the maximum, which etcd never reaches.
 pub(super) fn signed(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }

@@ -1,4 +1,4 @@
-//! Messages of etcd's v3 API that this client uses, with etcd's field numbers.
+//! The messages of etcd's v3 API that this client uses, with etcd's field numbers.
 //!
 //! Fields that are neither sent nor read are omitted, because protobuf skips unknown fields.
 
@@ -80,7 +80,7 @@ pub(super) struct PutRequest {
     pub(super) value: Vec<u8>,
     #[prost(int64, tag = "3")]
     pub(super) lease: i64,
-    /// Keeps the current lease of the key, which must exist.
+    /// True to keep the current lease of the key. The key must exist.
     #[prost(bool, tag = "6")]
     pub(super) ignore_lease: bool,
 }
@@ -292,7 +292,7 @@ pub(super) struct WatchResponse {
     pub(super) watch_id: i64,
     #[prost(bool, tag = "4")]
     pub(super) canceled: bool,
-    /// Oldest available revision. Set together with `canceled` if the watch asked for older ones.
+    /// Oldest available revision. etcd sets it together with `canceled` if the watch asked for older revisions.
     #[prost(int64, tag = "5")]
     pub(super) compact_revision: i64,
     #[prost(string, tag = "6")]

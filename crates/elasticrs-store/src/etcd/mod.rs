@@ -1,19 +1,20 @@
-//! Client for etcd v3 as an alternative to the coordination store, for sites that run etcd. The clients of both stores
+//! Client for etcd v3, an alternative to the coordination store for sites that run etcd. The clients of both stores
 //! accept the same requests and report the same events.
 //!
 //! `mapping` translates requests and answers, and `watching` tracks which events a watch has received; both consist of
-//! pure functions. `grpc` makes calls to one member, and
-//! `errors` identifies the errors that etcd sends. `dial` and [`tls`] connect to a member, and `open` opens a
-//! session. `session` and `jobs` execute requests, which wait in `tasks`. `messages` has the part of etcd's API that is
-//! used. `retries` limits how long a failing request is retried. Through `links`, sessions detect each other's end, and
-//! `cards` has the data that they publish for that.
+//! pure functions. `grpc` makes calls to one member, and `errors` identifies the errors that etcd sends. `dial` and
+//! [`tls`] connect to a member, and `open` opens a session. `tasks` is the queue of requests, and `session` and `jobs`
+//! execute them. `messages` defines the messages of etcd's API that are used. `retries` limits how long a failing
+//! request is retried. With `links`, sessions detect each other's end, and `cards` defines the data that they publish
+//! for that.
 //!
 //! - **ETCD-1** requests are executed one at a time, in the order in which they were made;
 //! - **ETCD-2** a request that writes is executed only once, even if the connection breaks before its answer arrives;
-//! - **ETCD-3** the client ends its session after four fifths of the lease, before etcd would end it. This time is
-//!   measured on the boot clock, from the moment at which the client sent the last answered keep-alive. Messages that
-//!   arrive later are ignored;
-//! - **ETCD-4** `close` leaves no task and no file descriptor behind and, if etcd can be reached, no lease.
+//! - **ETCD-3** the client gives up its session after four fifths of the lease's time to live, before etcd would end
+//!   it. The client measures this time on the boot clock, from the time at which it sent the last answered keep-alive.
+//!   It ignores messages that arrive later;
+//! - **ETCD-4** `close` leaves no task and no file descriptor behind. If etcd can be reached, it leaves no lease behind
+//!   either.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 

@@ -33,12 +33,12 @@ pub(super) struct Opened {
     pub(super) marker: i64,
 }
 
-/// The connection and the lease's ID, once etcd has granted the lease. With them, the lease can be revoked if opening
-/// is cancelled.
+/// The connection and the lease's ID, once etcd has granted the lease. They are needed to revoke the lease if opening
+/// the session is cancelled.
 pub(super) type Granted = RefCell<Option<(Channel, i64)>>;
 
-/// Kinds of failures, in the order in which they are reported if every endpoint failed. Those that the user has to fix
-/// come first.
+/// Kinds of failures. If every endpoint failed, the first kind in this list is reported. Failures that the user has to
+/// fix come first.
 const PREFERENCE: [LostKind; 9] = [
     LostKind::Denied,
     LostKind::Tls,
@@ -51,15 +51,16 @@ const PREFERENCE: [LostKind; 9] = [
     LostKind::Unreachable,
 ];
 
-/// Opens a session with the first endpoint that accepts one. Starts at a random endpoint, so that agents spread over
-/// the endpoints.
+/// Opens a session with the first endpoint that accepts it. Starts with a random endpoint, so that the agents are
+/// spread over the endpoints.
 pub(super) async fn open(
     options: &Options,
     credentials: &Credentials,
     granted: &Granted,
 ) -> Result<Opened, StoreError> {
     if let Some(files) = &credentials.tls {
-        // Read the certificates first, so that unusable files are reported only once, not for every endpoint.
+        // Read the certificates before connecting, so that unusable files are reported once instead of for every
+        // endpoint.
         match timeout(options.connect_timeout, tls::load(files)).await {
             Ok(read) => read.map_err(|why| StoreError::new(LostKind::Tls, why))?,
             Err(_) => return Err(unread(files, options.connect_timeout)),
@@ -68,7 +69,7 @@ pub(super) async fn open(
     let count = options.endpoints.len();
     let share = options.connect_timeout / u32::try_from(count).unwrap_or(u32::MAX).max(1);
     let mut errors = Vec::new();
-    // Without random bytes, all agents start at the same endpoint, which does no harm.
+    // If no random bytes are available, all agents start with the same endpoint, which does no harm.
     let first = getrandom::u32().map_or(0, |random| random as usize) % count.max(1);
     for member in (first..count).chain(0..first) {
         match attempt(options, credentials, granted, member, share).await {
@@ -172,7 +173,7 @@ pub(super) async fn revoke(channel: &Channel, id: i64) -> Result<(), CallError> 
     channel.call::<pb::LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", &asked).await.map(drop)
 }
 
-/// Opens another connection of a session, to the endpoint with the index `member`.
+/// Opens a new connection for a session, to the endpoint with the index `member`.
 pub(super) async fn again(
     options: &Options,
     credentials: &Credentials,

@@ -15,26 +15,26 @@ pub struct Options {
     pub tls: Option<tls::Files>,
     /// Name and password of the etcd user. `None` to connect without authentication.
     pub user: Option<(String, String)>,
-    /// Requested time to live of the lease without a keep-alive. etcd may grant more.
+    /// Time to live to request for the lease. etcd may grant a longer one.
     pub ttl: Duration,
     /// ID and time to live of the lease for keys that outlive the session. `None` to put these keys without a lease.
     pub job_lease: Option<(i64, Duration)>,
     /// Time limit for opening the session, including name lookups, for all endpoints together.
     pub connect_timeout: Duration,
-    /// Time limit for a request, for all its attempts together.
+    /// Time limit for a request, including all its retries.
     pub read_timeout: Duration,
     /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
     pub stall_timeout: Option<Duration>,
-    /// Settings of the links to other sessions. They are used only if the guard sends last words. `None` for no links.
+    /// Settings of the links to other sessions. `None` for no links. Only used if the guard sends last words.
     pub links: Option<Site>,
 }
 
 /// Settings for the links of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Site {
-    /// Name of the group of sessions that are linked with one another.
+    /// Name of a group of sessions. Only sessions of the same group are linked.
     pub scope: String,
-    /// Host name or address at which other sessions can reach this machine. It is published together with the address
-    /// from which this machine connects to etcd.
+    /// Host name or address at which other sessions can reach this machine. `None` if none is configured. The local
+    /// address of the connection to etcd is published in any case.
     pub host: Option<String>,
 }

@@ -1,10 +1,10 @@
 //! Limits how long a failing request is retried. Pure functions.
 //!
-//! - **RETRY-1** a request that never succeeds ends the session when its time limit is over, regardless of how many
-//!   connections it was tried on;
+//! - **RETRY-1** if a request never succeeds, the session ends when the request's time limit has passed, no matter on
+//!   how many connections the request was tried;
 //! - **RETRY-2** time during which etcd is unreachable does not count toward the limit, because the lease limits the
 //!   wait during an outage;
-//! - **RETRY-3** the user is notified once of each request that keeps failing.
+//! - **RETRY-3** the user receives one notice about each request that keeps failing.
 
 use std::time::Duration;
 
@@ -17,13 +17,14 @@ const UNNOTICED: u64 = 1_000_000_000;
 /// Nanoseconds without a failure after which a watch counts as working again.
 const CALM: u64 = 30_000_000_000;
 
-/// State of one request that is retried: when to give up, and why the last attempt failed.
+/// Retry state of one request: its deadline, and its last failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Retries {
     limit: Duration,
-    /// Time of the first attempt. It is moved forward by the duration of each outage that does not count.
+    /// Time of the first attempt, in nanoseconds of the boot clock. Moved forward by the duration of each excluded
+    /// outage.
     since: u64,
-    /// Time and reason of the last failure.
+    /// Time and reason of the last failure. `None` if there was none.
     failed: Option<(u64, String)>,
     is_reported: bool,
 }
@@ -33,12 +34,12 @@ impl Retries {
         Self { limit, since: now, failed: None, is_reported: false }
     }
 
-    /// Returns the time on the boot clock at which the request is abandoned.
+    /// Returns the time at which the request is abandoned, in nanoseconds of the boot clock.
     pub(super) fn deadline(&self) -> u64 {
         self.since.saturating_add(nanoseconds(self.limit))
     }
 
-    /// Records a failed attempt. Returns a message for the user, once, if the request keeps failing.
+    /// Records a failed attempt. If the request keeps failing, returns a message for the user, but only once.
     pub(super) fn fail(&mut self, now: u64, why: &str) -> Option<String> {
         self.failed = Some((now, why.to_owned()));
         if self.is_reported || now.saturating_sub(self.since) < UNNOTICED {
@@ -48,8 +49,8 @@ impl Retries {
         Some(format!("a request to etcd keeps failing and is retried for up to {} s: {why}", self.limit.as_secs_f64()))
     }
 
-    /// Excludes an outage from the request's time limit, except for the pause before the first reconnect, because a
-    /// request that breaks its connection causes an outage with each attempt.
+    /// Excludes an outage from the request's time limit. The pause before the first reconnect still counts, because a
+    /// request that breaks its connection causes an outage with every attempt and would otherwise be retried forever.
     pub(super) fn skip(&mut self, outage: PastOutage) {
         let begun = outage.begun.max(self.since).saturating_add(outage.pause);
         let skipped = outage.ended.saturating_sub(begun);
@@ -59,7 +60,7 @@ impl Retries {
         }
     }
 
-    /// True if the last failure was so long ago that it is unrelated to a new one.
+    /// True if the last failure was so long ago that a new failure is unrelated to it.
     pub(super) fn is_over(&self, now: u64) -> bool {
         self.failed.as_ref().is_some_and(|(failed, _)| now.saturating_sub(*failed) > CALM)
     }
@@ -84,8 +85,8 @@ mod tests {
     const LIMIT: u64 = 60_000;
     const MS: u64 = 1_000_000;
 
-    /// Generates a failing attempt as three numbers of milliseconds: the time until it fails, the length of the outage
-    /// that follows, and the pause before the first reconnect.
+    /// Generates a failing attempt as three durations in milliseconds: the time until the failure, the length of the
+    /// outage that follows, and the pause before the first reconnect.
     fn an_attempt() -> impl Strategy<Value = (u64, u64, u64)> {
         let pause = 5..1000_u64;
         (0..3000_u64, pause, prop_oneof![Just(0), 0..3_600_000_u64])

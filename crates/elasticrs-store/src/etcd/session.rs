@@ -1,4 +1,4 @@
-//! The protocol of etcd, as a session uses it: runs requests in order, and resumes watches after a reconnect.
+//! The protocol of etcd, for use by a session: executes requests in order, and resumes watches after a reconnect.
 
 use std::pin::Pin;
 use std::rc::Rc;
@@ -32,7 +32,7 @@ use crate::session::{Backend, Dialing, Session};
 use crate::types::LostKind;
 
 type Boxed<T> = Pin<Box<dyn Future<Output = T>>>;
-/// Result of a job. If the job put the marker, also the marker's revision.
+/// Result of a job, and the marker's new revision if the job put the marker.
 type JobResult = Result<(Done, Option<i64>), Failure>;
 
 /// A connection of the session, and the calls that run on it.
@@ -41,7 +41,7 @@ pub(super) struct Connection {
     beats: Beats,
     watching: Option<Duplex<pb::WatchRequest, pb::WatchResponse>>,
     running: Option<Boxed<JobResult>>,
-    /// Check that the other endpoints belong to the same cluster.
+    /// Check that the other endpoints belong to the same cluster. `None` if it is done.
     comparing: Option<Boxed<Result<(), StoreError>>>,
 }
 
@@ -54,7 +54,7 @@ pub(super) enum CallEvent {
     Compared(Result<(), StoreError>),
 }
 
-/// Time limit for `close`, for executing earlier requests and revoking the lease.
+/// Time limit for executing the pending requests and revoking the lease after `close` was called.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Pauses between the attempts to reconnect.
@@ -75,11 +75,11 @@ pub(super) struct Etcd<'a> {
     write: Write,
     watches: Watches,
     member: usize,
-    /// Highest revision in any answer.
+    /// Highest revision in an answer so far.
     seen: i64,
-    /// Highest revision that a watch has reported. It may be higher than `seen`, which covers only answers.
+    /// Highest revision that a watch has reported. It may be higher than `seen`, because `seen` does not cover watches.
     reported: u64,
-    /// Tells the links which connection to use. `None` while there is no connection.
+    /// Publishes the current connection to the links. `None` while there is no connection.
     channels: watch::Sender<Option<Channel>>,
 }
 
@@ -138,7 +138,7 @@ impl<'a> Backend<'a> for Etcd<'a> {
     }
 
     fn prepare(&mut self, core: &mut Core<'a>, connection: &mut Connection, now: u64) -> Step<u64> {
-        // The lease limits the wait during an outage.
+        // Ignore the time limits of requests during an outage, because the lease already limits the wait.
         let limit = if core.is_away() { None } else { self.tasks.attempted().min_by_key(|retries| retries.deadline()) };
         if let Some(retries) = limit.filter(|retries| now >= retries.deadline()) {
             return Err(StoreError::new(LostKind::Timeout, retries.why()).into());
@@ -194,8 +194,8 @@ impl<'a> Backend<'a> for Etcd<'a> {
                 Ok(())
             }
             CallEvent::Watch(message) => {
-                // Count only errors that etcd itself sent as failures of the watch, because the watch does not cause a
-                // broken connection.
+                // A broken connection does not count as a failure of the watch, because the watch did not cause it.
+                // Count only errors that etcd itself sent.
                 let is_answer = !matches!(message, Err(CallError::Broken(_)));
                 match message.map_err(|error| Failure::of(error, at)) {
                     Ok(message) => self.update(core, message),
@@ -248,7 +248,7 @@ impl<'a> Backend<'a> for Etcd<'a> {
         Ok(connection)
     }
 
-    /// Closes a connection. Revokes the session's lease first if the user closed the session.
+    /// Closes a connection. If the user closed the session, first revokes its lease.
     async fn leave(&mut self, core: &mut Core<'a>, connection: &mut Connection, end: ConnectionEnd) -> ConnectionEnd {
         self.channels.send_replace(None);
         let Connection { link, watching, running, comparing, .. } = connection;
@@ -305,7 +305,7 @@ impl Etcd<'_> {
     async fn done(&mut self, connection: &mut Connection, done: Done) -> Step {
         match done {
             // Do not record the revision of the check. The next answer may be for a write that was executed before the
-            // connection broke, and therefore have an older revision.
+            // connection broke, so it may have an older revision.
             Done::Looked => Ok(()),
             Done::Replied { tag, ok, revision, results } => {
                 self.advance(revision)?;
@@ -327,7 +327,7 @@ impl Etcd<'_> {
         }
     }
 
-    /// Requests all events that a watch has not reported yet.
+    /// Creates a watch on this connection, with which etcd sends all events that the watch has not reported yet.
     async fn create(&mut self, connection: &mut Connection, number: i64) -> Step {
         let Some(request) = self.watches.create(number, &self.keys) else { return Ok(()) };
         let failure = |error| Failure::of(error, &connection.link.at);
@@ -348,8 +348,8 @@ impl Etcd<'_> {
                     self.tasks.insert_behind_attempted(Job::CatchUp { number, watch });
                 }
             }
-            // Reconnect after the first denial, because the connection's token may have expired. A denial with a new
-            // token is final.
+            // After the first denial, reconnect, because the connection's token may have expired. If a new connection
+            // is denied as well, the denial is final.
             WatchUpdate::Canceled(why) => {
                 let is_denied = cancel_error(&why) == Some(EtcdError::PermissionDenied);
                 let kind = if is_denied { LostKind::Denied } else { LostKind::Closed };
@@ -383,13 +383,13 @@ impl Etcd<'_> {
         Ok(())
     }
 
-    /// Excludes an outage from the time limits of the attempted tasks and of the watches.
+    /// Excludes an outage from the time limits of the watches and of the tasks that have been attempted.
     fn skip(&mut self, outage: PastOutage) {
         self.tasks.attempted_mut().chain(&mut self.watch_retries).for_each(|retries| retries.skip(outage));
     }
 
     /// Records that an attempt at the first task failed because the connection broke. Records nothing during an outage,
-    /// because the task is then not the cause.
+    /// because the task did not cause it.
     fn note_failure(&mut self, core: &Core<'_>, why: &str) {
         if core.is_away() {
             return;
@@ -400,8 +400,8 @@ impl Etcd<'_> {
         }
     }
 
-    /// Records that etcd answered a watch with an error. Returns `ConnectionEnd::Broken` for a retry on a new connection or, if
-    /// the watches have failed for too long, the loss of the session.
+    /// Records that etcd answered a watch with an error. Returns `ConnectionEnd::Broken` to retry on a new connection,
+    /// or the end of the session if the watches have failed for too long.
     fn watch_failed(&mut self, error: StoreError) -> ConnectionEnd {
         let now = boot_now();
         if self.watch_retries.as_ref().is_some_and(|retries| retries.is_over(now)) {
@@ -419,7 +419,7 @@ impl Etcd<'_> {
     }
 }
 
-/// Replaces the error of a call by the error of the connection, if that is more specific.
+/// Replaces the error of a call with the TLS error of the connection, if there is one.
 async fn explained(link: &mut Link, end: ConnectionEnd) -> ConnectionEnd {
     match end {
         ConnectionEnd::Broken(error) => ConnectionEnd::Broken(link.explain(error).await),

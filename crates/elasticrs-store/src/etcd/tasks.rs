@@ -8,14 +8,14 @@ use super::jobs::Job;
 use super::retries::Retries;
 use crate::types::Watch;
 
-/// Maximum number of attempted but unfinished tasks. There are two if the session checks a new connection before it
-/// repeats the task that was interrupted.
+/// Maximum number of attempted but unfinished tasks: the interrupted task, and the check of a new connection, which
+/// runs before that task is repeated.
 const MOST_ATTEMPTED: usize = 2;
 
 /// A pending request of the user, or a job of the session itself.
 pub(super) struct Task {
     pub(super) what: What,
-    /// State of its attempts. `None` before the first attempt.
+    /// Retry state of the task. `None` before the first attempt.
     pub(super) retries: Option<Retries>,
 }
 
@@ -30,7 +30,7 @@ impl From<What> for Task {
     }
 }
 
-/// Pending requests, in the order in which the session executes them. Only the first one can be running.
+/// Pending tasks, in the order in which the session executes them. Only the first task can be running.
 #[derive(Default)]
 pub(super) struct Tasks {
     queue: VecDeque<Task>,
@@ -53,21 +53,21 @@ impl Tasks {
         self.queue.push_back(what.into());
     }
 
-    /// Adds a check of the new connection, to run before all other tasks. Does nothing if it is already in the queue.
+    /// Adds a check of the new connection in front of all other tasks. Does nothing if such a check is already there.
     pub(super) fn check_connection(&mut self) {
         if !matches!(self.queue.front(), Some(Task { what: What::Job(Job::Look), .. })) {
             self.queue.push_front(What::Job(Job::Look).into());
         }
     }
 
-    /// Adds a job of the session itself, to run as early as possible. It is inserted behind the attempted tasks,
-    /// because these are repeated first.
+    /// Adds a job of the session itself, to run as early as possible. The job is inserted behind the attempted tasks,
+    /// because these must be repeated first.
     pub(super) fn insert_behind_attempted(&mut self, job: Job) {
         let last = self.queue.iter().take(MOST_ATTEMPTED).rposition(|task| task.retries.is_some());
         self.queue.insert(last.map_or(0, |last| last + 1), What::Job(job).into());
     }
 
-    /// Returns the retries of all tasks that have been attempted.
+    /// Returns the retry states of all tasks that have been attempted.
     pub(super) fn attempted(&self) -> impl Iterator<Item = &Retries> {
         self.queue.iter().take(MOST_ATTEMPTED).filter_map(|task| task.retries.as_ref())
     }

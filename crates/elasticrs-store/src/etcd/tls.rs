@@ -42,22 +42,22 @@ const SYSTEM: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// Contents of [`Files`]: the configuration for connections, and the certificates. When a server refuses the
-/// connection, the certificates are examined to find the reason.
+/// Contents of [`Files`]: the configuration for connections, and the certificates, which are examined if a server
+/// refuses the connection.
 #[derive(Debug)]
 pub(super) struct Identity {
     pub(super) config: Arc<ClientConfig>,
     roots: Arc<RootCertStore>,
-    /// This client's certificate chain, and the file from which it was read.
+    /// This client's certificate chain, and the path of its file. `None` if this client has no certificate.
     client: Option<(PathBuf, Vec<CertificateDer<'static>>)>,
 }
 
 thread_local! {
-    /// Reads of certificate files that are in progress, by the files' paths.
+    /// Reads of certificate files that are in progress, keyed by the paths of the files.
     static READS: Rc<BlockingCalls<Files, Result<Arc<Identity>, String>>> = Rc::default();
 }
 
-/// Reads the files on a separate thread, because their file system may hang. An error is a message for the user.
+/// Reads the files on a separate thread, because their file system may hang. The error is a message for the user.
 pub(super) async fn load(files: &Files) -> Result<Arc<Identity>, String> {
     let owned = files.clone();
     let read = READS.with(Rc::clone).run("elasticrs-tls", files.clone(), move || identity(&owned).map(Arc::new)).await;
@@ -117,7 +117,7 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
 
 /// Returns a message for the user if this client's certificate has expired or is not valid yet.
 ///
-/// The client has to check this itself, because many servers send the same alert for every problem with a certificate.
+/// The client checks this itself, because many servers send the same alert for every problem with a certificate.
 fn out_of_time(identity: &Identity) -> Option<String> {
     let (cert, chain) = identity.client.as_ref()?;
     let roots = Arc::clone(&identity.roots);

@@ -1,7 +1,7 @@
-//! State of a session's watches. A watch survives a change of the connection and a compaction of etcd's history. Pure.
+//! State of a session's watches. A watch survives a reconnect and a compaction of etcd's history. Pure.
 //!
-//! - **RESUME-1** a watch reports revisions once, in order, each with all changes that it covers. After a compaction it
-//!   reports the differences, see [`crate::session::watched`].
+//! - **RESUME-1** a watch reports each revision once and in order, with all changes to the watched keys. After a
+//!   compaction, it reports the differences from its last report instead, see [`crate::session::watched`].
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use super::messages as pb;
 use crate::session::watched::{ChangeSet, Watched};
 use crate::types::{Entry, Watch};
 
-/// Returns the changes in these events that the watch has not reported yet.
+/// Returns the changes that the watch has not reported yet, grouped by revision, and marks them as reported.
 fn change_sets(watched: &mut Watched, keys: &Keys, events: Vec<pb::WatchEvent>) -> Vec<ChangeSet> {
     let mut sets = Vec::<ChangeSet>::new();
     for event in events {
@@ -36,9 +36,10 @@ fn change_sets(watched: &mut Watched, keys: &Keys, events: Vec<pb::WatchEvent>) 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum WatchUpdate {
     Changes(Vec<ChangeSet>),
-    /// etcd no longer has the history that this watch needs. Call [`Watches::catch_up`] with the current entries.
+    /// etcd no longer has the history that the watch with this ID needs. Call [`Watches::catch_up`] with the current
+    /// entries.
     Compacted(i64),
-    /// etcd cancelled the watch, for this reason.
+    /// etcd cancelled the watch for this reason.
     Canceled(String),
 }
 
@@ -76,7 +77,7 @@ impl Watches {
         self.watches.keys().copied().collect()
     }
 
-    /// Returns the request after which etcd sends all events that the watch has not reported yet.
+    /// Returns the request that creates a watch, starting with the first event that the watch has not reported yet.
     pub(super) fn create(&self, number: i64, keys: &Keys) -> Option<pb::WatchRequest> {
         let watched = self.watches.get(&number)?;
         let region = keys.region(&watched.watch);
@@ -101,8 +102,8 @@ impl Watches {
         WatchUpdate::Changes(change_sets(watched, keys, message.events))
     }
 
-    /// Updates a watch to the current entries, which were read at `revision`, instead of replaying the history. Returns
-    /// the watch's new ID and the differences to report.
+    /// Updates a watch to the current entries, which were read at `revision`. Used when the history is not available.
+    /// Returns the watch's new ID and the differences to report.
     pub(super) fn catch_up(
         &mut self,
         number: i64,

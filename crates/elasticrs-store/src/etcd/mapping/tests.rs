@@ -15,7 +15,7 @@ struct Stored {
 
 type Content = BTreeMap<Vec<u8>, Stored>;
 
-/// Model of the etcd operations that are used here. It keeps the contents of each revision.
+/// Model of the etcd operations that this client uses. It stores the contents at each revision.
 struct Etcd {
     revisions: Vec<Content>,
 }
@@ -122,7 +122,7 @@ fn holds(compare: &pb::Compare, content: &Content) -> bool {
     }
 }
 
-/// Executes a transaction directly, without encoding it for etcd. Keys are without the store's prefix.
+/// Executes a transaction directly, without the encoding for etcd. The keys do not have the store's prefix.
 fn plain(keys: &Keys, txn: &Txn, etcd: &Etcd) -> (bool, Vec<OpResult>, BTreeMap<Arc<str>, Stored>) {
     let named = |(key, stored): (&Vec<u8>, &Stored)| Some((keys.strip(key)?, stored.clone()));
     let mut content: BTreeMap<Arc<str>, Stored> = etcd.newest().iter().filter_map(named).collect();
@@ -245,7 +245,7 @@ enum Fate {
     Answered,
     Unanswered,
     Dropped,
-    /// etcd executes the copy after this number of later transactions.
+    /// etcd executes the copy only after this number of later transactions.
     Late(usize),
 }
 
@@ -254,8 +254,8 @@ fn fate() -> impl Strategy<Value = Fate> {
 }
 
 proptest! {
-    /// A write is executed once, no matter how often it is sent and what happens to each copy. The answer is that of
-    /// the execution.
+    /// A write is executed once, no matter how often it is sent and what happens to each copy. The answer describes
+    /// this execution.
     #[test]
     fn a_write_is_done_once_and_answered_rightly(steps in vec((any_txn(), vec(fate(), 0..4)), 0..12)) {
         let mut etcd = Etcd::new();

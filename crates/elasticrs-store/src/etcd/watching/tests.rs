@@ -6,10 +6,10 @@ use crate::session::watched::{Ages, ages};
 
 const KEYS: [&str; 4] = ["w/a", "w/b", "w/c", "x"];
 
-/// Changes of one revision: the index of each changed key, and whether it is put or deleted.
+/// Changes of one revision: the index of each changed key, and true if the key is put or false if it is deleted.
 type Step = BTreeMap<usize, bool>;
 
-/// The events of each revision, and the keys that exist after it.
+/// The events of each revision, and the keys that exist at that revision.
 struct Store {
     events: Vec<Vec<pb::WatchEvent>>,
     content: Vec<BTreeMap<String, Ages>>,
@@ -65,17 +65,17 @@ fn keys() -> Keys {
     Keys { prefix: "/".into(), lease: 7, job_lease: 0 }
 }
 
-/// Next message or failure of the simulated etcd.
+/// Next action of the simulated etcd.
 #[derive(Debug, Clone)]
 enum Sent {
-    /// One message with the events of this number of revisions, starting at the watch's position.
+    /// etcd sends one message with the events of this number of revisions, starting at the watch's position.
     Some(usize),
-    /// The previous message again, which a correct etcd never sends.
+    /// etcd sends the previous message again, which a correct etcd never does.
     Again,
     /// The connection breaks, and the watch is created again.
     Break,
-    /// The history up to the watch's position is compacted. The current entries are read this number of revisions
-    /// later.
+    /// etcd compacts the history up to the watch's position. The client reads the current entries this number of
+    /// revisions later.
     Compacted(usize),
 }
 
@@ -120,7 +120,7 @@ proptest! {
             let ours = |e: &&pb::WatchEvent| watch.covers(str::from_utf8(&e.kv.as_ref().unwrap().key[1..]).unwrap());
             events.filter(ours).cloned().collect()
         };
-        // The next revision whose events etcd sends, and the last revision that was reported to the user.
+        // `at` is the next revision whose events etcd sends. `last` is the last revision that was reported to the user.
         let (mut at, mut last) = (begin + 1, begin as u64);
         let mut previous = 0..0;
         for sending in sendings.iter().chain(&[Sent::Some(usize::MAX)]) {
@@ -159,8 +159,7 @@ proptest! {
                 prop_assert!(sets.revision > last);
                 last = sets.revision;
                 apply(&mut known, &sets)?;
-                // Each reported revision is complete: the user now knows exactly the keys that existed at that
-                // revision.
+                // Each reported revision is complete: the user now knows exactly the keys that exist at this revision.
                 let there = store.there(&watch, usize::try_from(sets.revision).unwrap());
                 let there: BTreeMap<_, _> = there.iter().map(|e| (e.key.to_string(), ages(e))).collect();
                 prop_assert_eq!(&known, &there);
