@@ -1,4 +1,4 @@
-//! Types for the contents of the store and for the requests of clients.
+//! Types for the contents of the store and for the clients' requests.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ pub const MAX_KEY: usize = 1024;
 /// Maximum length of a run ID, in bytes of UTF-8.
 pub const MAX_RUN_ID: usize = 512;
 
-/// Maximum number of conditions in a transaction, and of ops in each of its branches.
+/// Maximum number of conditions in a transaction. Also the maximum number of ops in each of its two branches.
 pub const MAX_STEPS: usize = 4096;
 
 /// Random ID of a store. A restarted store has a new ID.
@@ -64,15 +64,16 @@ pub enum Op {
         /// Maximum number of keys. 0 means no limit.
         limit: u32,
     },
-    /// Reads the newest key with this prefix that is older than `key`, by create revision. If several keys were created
-    /// at that revision, reads the last of them by name. The result is empty if `key` does not exist.
+    /// Reads the newest key with this prefix that was created at an earlier revision than `key`. If several such keys
+    /// were created at the same revision, reads the last one by name. The result is empty if `key` does not exist.
     Predecessor { prefix: Arc<str>, key: Arc<str> },
 }
 
 /// Result of an [`Op`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OpResult {
-    /// Number of keys that the op changed.
+    /// Number of keys that the op changed. In a reply that rejects a watch, the first revision at which a watch can
+    /// start.
     Count(u64),
     /// Result of [`Op::Get`] and [`Op::Predecessor`].
     Entry(Option<Entry>),
@@ -80,7 +81,7 @@ pub enum OpResult {
     Entries(Vec<Entry>),
 }
 
-/// A transaction: runs `then` if all conditions hold, and `otherwise` if not.
+/// A transaction: executes `then` if all conditions hold, and otherwise executes `otherwise`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Txn {
     pub compares: Vec<Compare>,
@@ -107,13 +108,13 @@ impl Watch {
     }
 }
 
-/// A watch, and the revision from which its client needs changes.
+/// A watch, and the revision at which it starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WatchFrom {
     pub watch: Watch,
     /// True if the reply should contain the current entries.
     pub snapshot: bool,
-    /// Revision whose changes are reported first. `None` to start with the next revision.
+    /// First revision whose changes are reported. `None` to start with the next revision.
     pub from_revision: Option<u64>,
 }
 
@@ -146,11 +147,12 @@ named_enum! {
         Protocol = "protocol",
         /// A limit of the store was reached.
         Limit = "limit",
-        /// The store has ended the session that the client wanted to resume.
+        /// The session that the client wanted to resume has ended.
         Gone = "gone",
-        /// This is a different store from the one that the client connected to before.
+        /// This is not the store to which the client was connected before.
         Other = "other",
-        /// TLS failed: a certificate was rejected, or one side does not speak TLS. Only reported for etcd.
+        /// TLS failed, because a certificate was rejected or because one side does not speak TLS. Only reported for
+        /// etcd.
         Tls = "tls",
         /// The store denied access to this user, or access to the requested keys.
         Denied = "denied",
@@ -162,7 +164,7 @@ impl LostKind {
         self as u8
     }
 
-    /// Returns the kind for a code. A code that only a newer store sends counts as a protocol violation.
+    /// Returns the kind for a code. An unknown code, which only a newer store can send, becomes [`Self::Protocol`].
     pub(crate) fn of_code(code: u8) -> Self {
         Self::ALL.get(usize::from(code)).copied().unwrap_or(Self::Protocol)
     }

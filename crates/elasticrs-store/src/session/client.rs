@@ -1,4 +1,4 @@
-//! The user's handle for a session with either store, and the handling of a session's end.
+//! The user's handle for a session with a store, and the code that ends a session.
 
 use std::fmt;
 use std::pin::Pin;
@@ -16,8 +16,8 @@ use super::guard::Guard;
 use crate::coordination::wire::MAX_REQUEST;
 use crate::types::{LostKind, Txn, Watch, WatchFrom};
 
-/// Time limit for [`Client::close`]. A session takes at most 2 s to close. The rest allows for a runtime thread that is
-/// late.
+/// Time limit for [`Client::close`]. Closing a session takes at most 2 s. The rest is a reserve in case the runtime
+/// thread is late.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Error for a request that cannot be sent.
@@ -37,7 +37,7 @@ pub(crate) enum Request {
     Unwatch(Watch),
 }
 
-/// A command that a caller sends to the client's background task. `R` is an encoded request.
+/// A command from a caller to the client's background task. `R` is an encoded request.
 #[derive(Debug)]
 pub(crate) enum Command<R> {
     Request(R),
@@ -46,15 +46,15 @@ pub(crate) enum Command<R> {
 
 pub(crate) type Inbox<R> = UnboundedReceiver<Command<R>>;
 
-/// Sends commands to the task of a session. A session that has ended ignores them. It has already reported its end as an
-/// event.
+/// Sends commands to the task of a session. After the end of the session, commands are ignored, because the end is
+/// reported as an event.
 trait Commands: Send + Sync {
     fn request(&self, request: Request) -> Result<(), Unsendable>;
     /// Ends the session. Blocks until it has ended, or until [`CLOSE_LIMIT`] elapses.
     fn close(&self);
 }
 
-/// The commands of a session, and the function that encodes its requests.
+/// The command channel of a session, and the function that encodes requests for it.
 struct Sender<R, E>(UnboundedSender<Command<R>>, E);
 
 impl<R: Send, E: Fn(Request) -> Result<R, Unsendable> + Send + Sync> Commands for Sender<R, E> {
@@ -64,19 +64,20 @@ impl<R: Send, E: Fn(Request) -> Result<R, Unsendable> + Send + Sync> Commands fo
     }
 
     fn close(&self) {
-        // Ignore a missing answer. Either the session has already ended, or it hangs and ends when its lease expires.
+        // Ignore a missing answer. It means that the session has already ended, or that it hangs and will end when its
+        // lease expires.
         ask_within(&self.0, Command::Close, CLOSE_LIMIT);
     }
 }
 
 impl<R, E> Drop for Sender<R, E> {
     fn drop(&mut self) {
-        // Close the session as `close` does, but without waiting.
+        // Close the session as `close` does, but do not wait.
         let _ = self.0.send(Command::Close(sync_channel(1).0));
     }
 }
 
-/// A session with a store. Dropping it closes it.
+/// A session with a store. Dropping the client closes the session.
 pub struct Client {
     commands: Box<dyn Commands>,
     events: Arc<Events>,
@@ -89,8 +90,8 @@ impl fmt::Debug for Client {
 }
 
 impl Client {
-    /// Starts the task of the session. When the task ends for any reason, this is reported as an event. `encode`
-    /// prepares a request on the caller's thread.
+    /// Starts the task of the session. The end of the task is always reported as an event, whatever the cause. `encode`
+    /// encodes a request on the caller's thread.
     pub(crate) fn start<R, E, S>(runtime: &dyn Spawn, encode: E, session: S) -> std::io::Result<Self>
     where
         R: Send + 'static,
@@ -110,30 +111,32 @@ impl Client {
         &self.events
     }
 
-    /// Sends a transaction. Its reply has the same tag.
+    /// Sends a transaction. The reply has the same tag.
     pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
         self.commands.request(Request::Txn { tag, txn })
     }
 
-    /// Starts a watch. Its reply has the same tag.
+    /// Starts a watch. The reply has the same tag.
     pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
         self.commands.request(Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
     }
 
-    /// Stops a watch. Changes that the store has already sent are still delivered.
+    /// Stops a watch. Changes that the store has already sent are still reported.
     pub fn unwatch(&self, watch: Watch) -> Result<(), Unsendable> {
         self.commands.request(Request::Unwatch(watch))
     }
 
-    /// Ends the session, even if another process holds a duplicate of its socket. An etcd client first finishes the
-    /// pending requests. No event follows. Blocks until the session has ended, or until [`CLOSE_LIMIT`] elapses.
+    /// Ends the session, even if another process holds a duplicate of its socket. A client of etcd first finishes the
+    /// pending requests. Blocks until the session has ended, or until [`CLOSE_LIMIT`] elapses. No event is reported
+    /// after that.
     pub fn close(&self) {
         self.commands.close();
         self.events.finish();
     }
 }
 
-/// Reports the end of the session when it is dropped, even if the runtime has stopped or the task has panicked.
+/// Reports the end of the session when it is dropped. This also happens if the runtime has stopped or the task has
+/// panicked.
 pub(crate) struct EndReporter(pub(crate) Arc<Events>);
 
 impl Drop for EndReporter {
@@ -155,14 +158,14 @@ impl SessionEnd {
     }
 }
 
-/// Stops the events of a session that the user closed, and notifies the caller, if it is waiting.
+/// Finishes the event queue of a session that the user closed, and notifies the caller of `close` if it is waiting.
 pub(crate) fn finish(events: &Events, reply: Option<SyncSender<()>>) {
     events.finish();
-    // Ignore the error, because no caller waits if the client was dropped.
+    // Ignore the error. It means that no caller is waiting, because the client was dropped.
     let _ = reply.map(|reply| reply.send(()));
 }
 
-/// Collects early requests in `early` until the user closes the client, then returns.
+/// Waits until the user closes the client. Meanwhile, collects the requests in `early`.
 pub(crate) async fn until_close<R>(inbox: &mut Inbox<R>, early: &mut Vec<R>) -> Option<SyncSender<()>> {
     loop {
         match inbox.recv().await {

@@ -1,4 +1,5 @@
-//! State that a session has with any store: its lease, the current outage, and the user's request to close it.
+//! State of a session that does not depend on the kind of store: its lease, the current outage, and the user's request
+//! to close it.
 
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
@@ -12,27 +13,28 @@ use super::lease::{Lease, Terms};
 use super::outage::{Backoff, Outage, Pauses};
 use crate::types::LostKind;
 
-/// Minimum time limit for opening a new connection, because a handshake takes time even if the lease is short.
+/// Minimum time limit for opening a new connection, because a handshake takes some time even if the lease is short.
 const MIN_DIAL: Duration = Duration::from_secs(1);
 
-/// Rules that differ between the stores, and settings of the user.
+/// Rules that depend on the kind of store, and settings of the user.
 #[derive(Debug)]
 pub(crate) struct Policy {
     /// Name of the store in messages, such as "the store at HOST:PORT".
     pub(crate) store: String,
     pub(crate) pauses: Pauses,
-    /// Time for which a closed session may execute earlier requests.
+    /// Time limit for finishing the pending requests after the user has closed the session.
     pub(crate) close_limit: Duration,
-    /// Time after which keep-alives stop if the user takes no events. `None` if they never stop.
+    /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
     pub(crate) stall_timeout: Option<Duration>,
-    /// True if a new connection renews the lease. The session then does not reconnect while the user takes no events.
+    /// True if a new connection renews the lease. Such a session does not reconnect while the user does not fetch
+    /// events.
     pub(crate) renews_by_reconnect: bool,
 }
 
 /// The user's request to close the session.
 struct Closing {
     reply: Option<SyncSender<()>>,
-    /// Time on the boot clock at which the session ends even if requests are unfinished.
+    /// Time at which the session ends even if requests are unfinished, in nanoseconds of the boot clock.
     until: u64,
 }
 
@@ -61,7 +63,7 @@ pub(crate) struct Core<'a> {
 }
 
 impl<'a> Core<'a> {
-    /// Creates the state of a session whose handshake was sent at `sent`.
+    /// Creates the state of a session. `sent` is the send time of the handshake.
     pub(crate) fn new(policy: Policy, events: &'a Events, guard: &'a dyn Guard, sent: u64, terms: Terms) -> Self {
         let backoff = Backoff::new(policy.pauses);
         let lease = Lease::new(sent, terms);
@@ -76,13 +78,14 @@ impl<'a> Core<'a> {
         self.events.renewed(self.lease.deadline(), wall.map(|wall| (self.lease.answered(), boot_now(), wall)));
     }
 
-    /// Extends the lease after a new handshake, which was sent at `sent`.
+    /// Extends the lease after a new handshake. `sent` is the send time of the handshake.
     pub(crate) fn renew(&mut self, sent: u64, terms: Terms) {
         self.lease.renew(sent, terms);
         self.publish_deadline(None);
     }
 
-    /// Extends the lease after the answer to a keep-alive. `wall` is the store's wall clock, if the store reports it.
+    /// Extends the lease after a keep-alive was answered. `wall` is the time on the store's wall clock, if the store
+    /// reports it.
     pub(crate) fn answer(&mut self, sent: u64, terms: Terms, wall: Option<u64>) -> Result<(), StoreError> {
         if !self.lease.answer(sent, boot_now(), terms) {
             let message = format!("{} answered a keep-alive that was never sent", self.policy.store);
@@ -92,7 +95,7 @@ impl<'a> Core<'a> {
         Ok(())
     }
 
-    /// Returns true if a keep-alive has to be sent now, and records it.
+    /// Returns true if a keep-alive is due, and records it as sent.
     pub(crate) fn beat(&mut self, now: u64) -> bool {
         self.lease.beat(now, || self.events.is_stalled(self.policy.stall_timeout))
     }
@@ -102,7 +105,7 @@ impl<'a> Core<'a> {
         self.lease.terms().patience.max(MIN_DIAL)
     }
 
-    /// Fails if the session is over: its deadline has passed, or the time to close it.
+    /// Fails if the deadline of the lease has passed, or if the time limit for closing the session has elapsed.
     pub(super) fn check(&mut self, now: u64) -> Result<(), SessionEnd> {
         if now >= self.lease.deadline() || self.events.is_over() {
             return Err(self.error().into());
@@ -131,7 +134,7 @@ impl<'a> Core<'a> {
         self.closing = Some(Closing { reply, until: boot_now() + nanoseconds(self.policy.close_limit) });
     }
 
-    /// Returns the time that is left for closing the session.
+    /// Returns the remaining time for closing the session.
     pub(crate) fn time_to_close(&self) -> Duration {
         Duration::from_nanos(self.closing.as_ref().map_or(0, |closing| closing.until.saturating_sub(boot_now())))
     }
@@ -140,17 +143,17 @@ impl<'a> Core<'a> {
         self.closing.is_some()
     }
 
-    /// Fails if the user has closed the session. The caller has no unfinished requests.
+    /// Fails if the user has closed the session. Call this when there are no unfinished requests.
     pub(crate) fn check_closed(&mut self) -> Result<(), SessionEnd> {
         self.closing.as_mut().map_or(Ok(()), |closing| Err(SessionEnd::Closed(closing.reply.take())))
     }
 
-    /// Returns the next time at which this state needs attention.
+    /// Returns the time of the next keep-alive or deadline.
     pub(super) fn wake(&self) -> u64 {
         self.until(self.lease.wake())
     }
 
-    /// Returns the next time at which this state needs attention while there is no connection.
+    /// Returns the time of the next outage notice or deadline, for use while there is no connection.
     pub(super) fn wake_in_outage(&self) -> u64 {
         let notice = self.outage.as_ref().map_or(u64::MAX, Outage::next_notice);
         self.until(self.lease.deadline()).min(notice)
@@ -161,7 +164,7 @@ impl<'a> Core<'a> {
     }
 
     /// Records that a connection, or an attempt to open one, has failed. Starts an outage if there is none. Returns the
-    /// pause before the next attempt. `reason` returns the error to report if the session is lost in the outage.
+    /// pause before the next attempt. `reason` returns the error to report if the session is lost during the outage.
     pub(super) fn disconnected(&mut self, now: u64, reason: impl FnOnce(&Outage, u64) -> StoreError) -> Duration {
         let pause = self.backoff.pause(now);
         if self.outage.is_none() {
@@ -185,7 +188,7 @@ impl<'a> Core<'a> {
         self.outage.is_some()
     }
 
-    /// Ends the current outage, because the store has answered. Returns the outage, if there was one.
+    /// Ends the current outage, because the store has answered. Returns the outage. `None` if there was none.
     pub(crate) fn is_back(&mut self, now: u64) -> Option<PastOutage> {
         self.events.set_outage_reason(None);
         let outage = self.outage.take()?;

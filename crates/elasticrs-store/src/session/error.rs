@@ -1,10 +1,10 @@
-//! Outcomes: of a call to a store, of a connection, and of a session.
+//! Error types for calls, connections and sessions.
 
 use std::sync::mpsc::SyncSender;
 
 use crate::types::LostKind;
 
-/// Reason why a store cannot be used: a kind for programs, and a message for the user.
+/// Reason why a store cannot be used. It consists of a kind for programs and a message for the user.
 #[derive(Debug, Clone)]
 pub(crate) struct StoreError {
     pub(crate) kind: LostKind,
@@ -20,7 +20,7 @@ impl StoreError {
 /// A failed call or connection attempt. The variant says whether a retry can succeed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// A retry may succeed, later or with another server.
+    /// A retry may succeed, perhaps later or with another server.
     Retryable(StoreError),
     Fatal(StoreError),
 }
@@ -43,7 +43,7 @@ impl Failure {
 /// Reason for the end of a session.
 pub(crate) enum SessionEnd {
     Error(StoreError),
-    /// The user closed the session. If a caller waits for this, the sender notifies it.
+    /// The user closed the session. The sender notifies the caller of `close`. `None` if no caller is waiting.
     Closed(Option<SyncSender<()>>),
 }
 
@@ -55,7 +55,7 @@ impl From<StoreError> for SessionEnd {
 
 /// Reason why a session stops using its connection.
 pub(crate) enum ConnectionEnd {
-    /// The connection failed. The session may continue on another one.
+    /// The connection failed. The session may continue on another connection.
     Broken(StoreError),
     Session(SessionEnd),
 }
@@ -66,7 +66,7 @@ impl ConnectionEnd {
     }
 }
 
-/// Result of a step of a session that uses a connection.
+/// Result of one step of a session on its connection.
 pub(crate) type Step<T = ()> = Result<T, ConnectionEnd>;
 
 impl From<SessionEnd> for ConnectionEnd {

@@ -1,4 +1,4 @@
-//! Queue of events that a client reports to its user.
+//! Queue of the events that a client reports to its user.
 
 use std::collections::VecDeque;
 use std::io;
@@ -34,7 +34,7 @@ pub enum Event {
     Reply { tag: u64, ok: bool, revision: u64, results: Vec<OpResult> },
     /// Changes that one revision made to watched keys.
     Changes { revision: u64, changes: Vec<Change> },
-    /// Message for the user that the store does not answer, or that it answers again.
+    /// Message for the user, for example that the store does not answer, or that it answers again.
     Notice { message: String },
     /// The session has ended. Always the last event.
     ConnectionLost { kind: LostKind, message: String },
@@ -43,18 +43,18 @@ pub enum Event {
 #[derive(Debug, Default)]
 struct State {
     events: VecDeque<Event>,
-    /// Total length in bytes of the messages from which these events were decoded.
+    /// Total length of the messages from which the queued events were decoded, in bytes.
     bytes: usize,
     /// Time at which the client gives up the session, in nanoseconds of the boot clock.
     deadline: Option<u64>,
     is_over: bool,
     offset: Offset,
-    /// Reason why the store does not answer. It is reported if the deadline passes.
+    /// Reason why the store does not answer. It is reported if the session is lost.
     outage_reason: Option<StoreError>,
     met: Option<MetStore>,
 }
 
-/// ID of the store that the client last connected to, and the highest revision received from it.
+/// ID of the store to which the client last connected, and the highest revision received from it.
 pub type MetStore = (StoreId, u64);
 
 /// Event queue between the runtime thread and the user's threads.
@@ -66,14 +66,14 @@ pub struct Events {
     asked: AtomicU64,
     /// Number of threads that are currently in [`Self::wait`].
     waiting: AtomicUsize,
-    /// Wakes the client's task because this side has ended the session, or because the queue has room again.
+    /// Wakes the client's task because the session has ended on the user's side, or because the queue has room again.
     pub(crate) wake_task: Notify,
 }
 
-/// Number of bytes of queued events above which the client stops reading.
+/// Maximum number of bytes of queued events. If there are more, the client stops reading.
 const MAX_UNTAKEN: usize = 64 << 20;
 
-/// Message to the user after the store did not answer in time.
+/// Message to the user if the session is lost because the store did not answer in time.
 pub(crate) const SILENT: &str = "the store did not answer keep-alives in time: its host or the network may be down";
 
 impl Events {
@@ -93,7 +93,8 @@ impl Events {
         self.wake.as_fd()
     }
 
-    /// Adds an event, unless the session is over. `bytes` is the length of the message that contained the event.
+    /// Adds an event, unless the session is over. `bytes` is the length of the message from which the event was
+    /// decoded.
     pub(crate) fn push(&self, event: Event, bytes: usize) {
         let mut state = lock(&self.state);
         if state.is_over {
@@ -110,13 +111,13 @@ impl Events {
         self.wake.set();
     }
 
-    /// Returns true if the queue is full, so that the client should stop reading from its socket.
+    /// Returns true if the queue is full, which means that the client should stop reading from its socket.
     pub(crate) fn is_full(&self) -> bool {
         lock(&self.state).bytes > MAX_UNTAKEN
     }
 
-    /// Records that the session now lasts at least until `deadline`. `clock` contains the times at which a keep-alive
-    /// was sent and its answer was received, on the boot clock, and the store's wall clock.
+    /// Records that the session lasts at least until `deadline`. `clock` describes the last keep-alive: its send time
+    /// and the time of its answer, both on the boot clock, and the time on the store's wall clock.
     pub(crate) fn renewed(&self, deadline: u64, clock: Option<(u64, u64, u64)>) {
         let mut state = lock(&self.state);
         state.deadline = Some(deadline);
@@ -125,12 +126,12 @@ impl Events {
         }
     }
 
-    /// Records the store that the client is connected to.
+    /// Records the store to which the client is connected.
     pub(crate) fn meet(&self, store: StoreId, revision: u64) {
         lock(&self.state).met = Some((store, revision));
     }
 
-    /// Returns the last store that the client connected to.
+    /// Returns the store to which the client last connected.
     pub fn met(&self) -> Option<MetStore> {
         lock(&self.state).met
     }
@@ -140,7 +141,7 @@ impl Events {
         lock(&self.state).outage_reason = reason;
     }
 
-    /// Returns the reason that was passed to [`Self::set_outage_reason`].
+    /// Returns the reason why the store does not answer. `None` if it is unknown.
     pub(crate) fn outage_reason(&self) -> Option<StoreError> {
         lock(&self.state).outage_reason.clone()
     }
@@ -150,16 +151,16 @@ impl Events {
         lock(&self.state).is_over
     }
 
-    /// Stops the queue, because the user has closed the client.
+    /// Ends the queue, because the user has closed the client.
     pub(crate) fn finish(&self) {
         lock(&self.state).is_over = true;
-        // Wake waiting threads, because no event will follow.
+        // Wake the waiting threads, because no further event will wake them.
         self.wake.set();
         self.wake_task.notify_one();
     }
 
-    /// Returns all queued events without blocking. If the deadline of the session has passed, adds [`Event::ConnectionLost`]
-    /// here, so that the user is notified even if the runtime thread has not run since.
+    /// Returns all queued events without blocking. If the session's deadline has passed, also adds
+    /// [`Event::ConnectionLost`]. The user is therefore notified even if the runtime thread hangs.
     pub fn take(&self) -> VecDeque<Event> {
         let now = boot_now();
         self.asked.store(now, Ordering::Relaxed);
@@ -208,21 +209,20 @@ impl Events {
         }
     }
 
-    /// Returns true if the session is over and all events were taken.
+    /// Returns true if the session is over and the user has taken all events.
     pub fn has_nothing_to_come(&self) -> bool {
         let state = lock(&self.state);
         state.is_over && state.events.is_empty()
     }
 
-    /// Returns true if the user has not taken events for longer than `limit` and is not waiting for any.
+    /// Returns true if the user has not fetched events for longer than `limit` and is not waiting for any.
     pub(crate) fn is_stalled(&self, limit: Option<Duration>) -> bool {
         let Some(limit) = limit else { return false };
         let since = boot_now().saturating_sub(self.asked.load(Ordering::Relaxed));
         self.waiting.load(Ordering::Relaxed) == 0 && u128::from(since) > limit.as_nanos()
     }
 
-    /// Returns how far the store's wall clock is ahead of the local one, and the maximum error of this estimate, in
-    /// nanoseconds.
+    /// Returns the store's wall clock minus the local one, and the maximum error of this estimate, both in nanoseconds.
     pub fn clock(&self) -> Option<(i64, u64)> {
         lock(&self.state).offset.estimate(boot_now(), wall_now())
     }

@@ -1,40 +1,42 @@
-//! A hook with which the owner of a session lets another process act for it when this process has died.
+//! Hook through which the owner of a session prepares another process to act for it after its own death.
 
 use std::os::fd::BorrowedFd;
 use std::pin::Pin;
 
-/// Receives the sockets and the deadline of a client's session. The methods are called on the runtime thread.
+/// Receives the sockets and the deadline of a client's session. Its methods are called on the runtime thread.
 pub trait Guard: Send {
     /// The session has started on this socket. If another process holds a duplicate of the socket, the session stays
     /// alive until that duplicate is closed, even if this process dies. [`super::client::Client::close`] ends the
     /// session in any case.
     fn connected(&self, socket: BorrowedFd<'_>);
     /// The session is about to be resumed on this socket. The future completes when another process holds a duplicate
-    /// of this socket in addition to that of the previous one. From then on, the store may use either socket for the
-    /// session. [`Self::resumed`] or [`Self::not_resumed`] follows, unless the session is lost or closed first.
+    /// of this socket, in addition to its duplicate of the previous one. From then on, the store may use either socket
+    /// for the session. Afterwards [`Self::resumed`] or [`Self::not_resumed`] is called, unless the session is lost or
+    /// closed first.
     fn resuming(&self, socket: BorrowedFd<'_>) -> Pin<Box<dyn Future<Output = ()>>>;
     /// The session was resumed on the new socket. The previous socket is no longer used.
     fn resumed(&self);
-    /// The session was not resumed, and the new socket will not be used.
+    /// The session was not resumed. The new socket will not be used.
     fn not_resumed(&self);
-    /// Another session has opened this socket, a link, to detect the end of this session. The guard passes a duplicate
-    /// of the socket to a process that outlives this one. When nothing that depends on this session is running anymore,
-    /// that process sends `word` on the duplicate. If `is_first`, this link replaces the links of the previous session.
+    /// Another session has opened a link on this socket, to detect the end of this session. The guard passes a
+    /// duplicate of the socket to a process that outlives this one. That process sends `word` on the duplicate once all
+    /// processes that depend on this session have exited. If `is_first`, this link replaces the links of the previous
+    /// session.
     fn linked(&self, _socket: BorrowedFd<'_>, _word: [u8; 32], _is_first: bool) {}
-    /// Returns true if this guard arranges for the words passed to [`Self::linked`] to be sent. Otherwise the session
-    /// has no links, so other sessions notice its death only when its lease expires.
+    /// Returns true if this guard ensures that the words passed to [`Self::linked`] are sent. If it returns false, the
+    /// session has no links, so other sessions notice its death only when its lease expires.
     fn says_words(&self) -> bool {
         false
     }
-    /// The session will last at least until this time, in nanoseconds of the boot clock.
+    /// The session lasts at least until this time, in nanoseconds of the boot clock.
     fn deadline(&self, boot_ns: u64);
-    /// The owner closed the session, so nothing depends on it anymore. Not called if the session is lost. In that case
-    /// the last deadline and the duplicate of the socket remain until the owner has handled the loss, because the store
-    /// must not see the end of the connection before that.
+    /// The owner closed the session, so nothing depends on it anymore. Not called if the session is lost. In that case,
+    /// the last deadline and the duplicate of the socket remain in force until the owner has handled the loss, because
+    /// the store must not see the end of the connection earlier.
     fn closed(&self);
 }
 
-/// Guard that does nothing, for a client on which nothing depends.
+/// Guard that does nothing, for a session on which nothing depends.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NoGuard;
 

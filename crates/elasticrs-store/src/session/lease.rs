@@ -1,23 +1,24 @@
-//! The lease of a session: when a keep-alive is due, and until when the session lasts for certain. Pure.
+//! The lease of a session: the times of its keep-alives, and the deadline until which the session certainly lasts.
+//! Pure.
 //!
-//! - **RENEW-1** only the answer to an unanswered keep-alive, or a new handshake, extends the deadline, and the new
-//!   deadline is counted from the time at which the message was sent;
-//! - **RENEW-2** no keep-alive is sent while the user takes no events.
+//! - **RENEW-1** only the answer to an unanswered keep-alive, or a new handshake, extends the deadline. The new
+//!   deadline is counted from the send time of the keep-alive or handshake;
+//! - **RENEW-2** no keep-alive is sent while the user does not fetch events.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use elasticrs_sys::clock::nanoseconds;
 
-/// Times that a store has granted to a session.
+/// Durations that apply to a session, derived from what the store has granted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Terms {
     /// Time between two keep-alives.
     pub(crate) interval: Duration,
-    /// Time for which the session lasts for certain after an answered keep-alive was sent. It is shorter than the time
-    /// after which the store would end the session, so the client gives up first.
+    /// Time for which the session certainly lasts, counted from the send time of an answered keep-alive. The store
+    /// would end the session only later, so the client gives up first.
     pub(crate) lasts: Duration,
-    /// Time limit for answering a keep-alive. If it is exceeded, the client reconnects.
+    /// Time limit for answering a keep-alive. The client reconnects when it is exceeded.
     pub(crate) patience: Duration,
 }
 
@@ -32,12 +33,12 @@ pub(crate) struct Lease {
     answered: u64,
     /// Send times of the unanswered keep-alives on this connection.
     unanswered: VecDeque<u64>,
-    /// True if keep-alives were stopped because the user takes no events.
+    /// True if keep-alives were stopped because the user does not fetch events.
     pub(crate) is_stalled: bool,
 }
 
 impl Lease {
-    /// Creates the lease of a session whose handshake was sent at `sent`.
+    /// Creates the lease of a session. `sent` is the send time of the handshake.
     pub(crate) fn new(sent: u64, terms: Terms) -> Self {
         let deadline = sent + nanoseconds(terms.lasts);
         Self { terms, deadline, next_beat: 0, answered: sent, unanswered: VecDeque::new(), is_stalled: false }
@@ -60,24 +61,25 @@ impl Lease {
         self.unanswered.front().copied()
     }
 
-    /// Returns the time at which a keep-alive on this connection has been unanswered for too long.
+    /// Returns the deadline for answering the oldest unanswered keep-alive on this connection. `u64::MAX` if there is
+    /// none.
     pub(crate) fn overdue(&self) -> u64 {
         self.oldest().map_or(u64::MAX, |sent| sent + nanoseconds(self.terms.patience))
     }
 
-    /// Returns the next time at which the lease needs attention.
+    /// Returns the time of the next keep-alive, or the deadline of the session if that is earlier.
     pub(crate) fn wake(&self) -> u64 {
         self.next_beat.min(self.deadline)
     }
 
-    /// Prepares for a new connection. A keep-alive is due immediately, because only an answer shows that the store
+    /// Prepares for a new connection. A keep-alive is due immediately, because only its answer shows that the store
     /// responds.
     pub(crate) fn begin_connection(&mut self) {
         self.unanswered.clear();
         self.next_beat = 0;
     }
 
-    /// Returns true if a keep-alive has to be sent now, and records it.
+    /// Returns true if a keep-alive is due, and records it as sent.
     pub(crate) fn beat(&mut self, now: u64, is_stalled: impl FnOnce() -> bool) -> bool {
         if now < self.next_beat {
             return false;
@@ -90,8 +92,8 @@ impl Lease {
         !self.is_stalled
     }
 
-    /// Records the answer to the keep-alive that was sent at `sent`. Earlier ones count as answered. Returns false if
-    /// no such keep-alive is unanswered.
+    /// Records the answer to the keep-alive that was sent at `sent`. All earlier keep-alives then count as answered.
+    /// Returns false if there is no unanswered keep-alive with this send time.
     pub(crate) fn answer(&mut self, sent: u64, now: u64, terms: Terms) -> bool {
         let Some(at) = self.unanswered.iter().position(|beat| *beat == sent) else { return false };
         self.unanswered.drain(..=at);
@@ -100,8 +102,8 @@ impl Lease {
         true
     }
 
-    /// Extends the deadline after a new handshake. The deadline cannot be too late, because the store starts counting
-    /// only after `sent`.
+    /// Extends the deadline after a new handshake, counted from its send time `sent`. The deadline is never too late,
+    /// because the store's own time limit starts after `sent`.
     pub(crate) fn renew(&mut self, sent: u64, terms: Terms) {
         self.answered = sent;
         self.terms = terms;
@@ -128,7 +130,7 @@ mod tests {
             is_stalled: bool,
         },
         Answer(usize),
-        /// An answer to a keep-alive that was not sent at this time.
+        /// An answer with the send time of a keep-alive that was never sent.
         Forge(u64),
         Connect,
     }

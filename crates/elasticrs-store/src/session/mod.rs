@@ -1,14 +1,14 @@
-//! The session of a client with either store: runs requests, keeps the lease alive, and moves to a new connection when
-//! one breaks. [`Backend`] is the part that differs between the stores.
+//! The session of a client with a store: executes requests, keeps the lease alive, and moves to a new connection when
+//! one breaks. [`Backend`] is the part that depends on the kind of store.
 //!
-//! - **SESSION-1** the deadline of the lease is checked before anything that arrived is handled, because this process or
-//!   the machine may have been stopped, and messages that arrive after the deadline do not count;
+//! - **SESSION-1** the session checks the deadline of the lease before it handles a message, because this process or
+//!   the machine may have been stopped in the meantime. Messages that arrive after the deadline do not count;
 //! - **SESSION-2** the session ends once: with an error, or because the user closed it. A session that has ended is
 //!   never resumed;
 //! - **SESSION-3** a broken connection does not end the session. The session reconnects until its lease expires, unless
-//!   a store identifies it and refuses it;
-//! - **SESSION-4** a connection is dropped only after the session has moved to another one. The backend may close it
-//!   earlier, in [`Backend::leave`].
+//!   the store refuses to resume it;
+//! - **SESSION-4** the session keeps a broken connection until it has moved to another one. The backend may close the
+//!   broken connection earlier, in [`Backend::leave`].
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
@@ -34,13 +34,13 @@ use self::core::Core;
 use self::error::{ConnectionEnd, Failure, SessionEnd, Step, StoreError};
 use self::outage::Outage;
 
-/// Pause between two checks whether the user takes events again.
+/// Interval between checks whether the user fetches events again.
 const STALL_PAUSE: Duration = Duration::from_millis(250);
 
 /// An attempt to open a connection.
 pub(crate) type Dialing<'a, L> = Pin<Box<dyn Future<Output = Result<L, Failure>> + 'a>>;
 
-/// The protocol of a store, as a session uses it.
+/// The protocol of a store, for use by a session.
 pub(crate) trait Backend<'a> {
     /// A request of the user.
     type Request;
@@ -51,14 +51,15 @@ pub(crate) trait Backend<'a> {
     /// An event on the connection.
     type Event;
 
-    /// Adds a request, to be executed after all earlier ones.
+    /// Adds a request. It is executed after all earlier requests.
     fn request(&mut self, request: Self::Request);
 
-    /// Sends what is due, including keep-alives. Returns the next time at which that is necessary.
+    /// Sends the requests and keep-alives that are due. Returns the time of the next call, unless an event makes a call
+    /// necessary earlier.
     fn prepare(&mut self, core: &mut Core<'a>, connection: &mut Self::Connection, now: u64) -> Step<u64>;
 
-    /// Waits for the next event. No event is lost if the future is dropped. If `is_full`, the user's event queue is
-    /// full, and the function does not read messages that would add to it.
+    /// Waits for the next event. No event is lost if the future is dropped. `is_full` is true if the user's event queue
+    /// is full. In that case, does not read messages that would be added to the queue.
     async fn next(&self, connection: &mut Self::Connection, is_full: bool) -> Self::Event;
 
     /// Handles an event.
@@ -67,15 +68,16 @@ pub(crate) trait Backend<'a> {
     /// Opens another connection.
     fn dial(&mut self, core: &Core<'a>) -> Dialing<'a, Self::Link>;
 
-    /// Returns the reason to report if the session is lost in this outage. `answered` is the send time of the last
+    /// Returns the reason to report if the session is lost during this outage. `answered` is the send time of the last
     /// answered keep-alive, and `error` is the last failure.
     fn outage_reason(outage: &Outage, answered: u64, error: &StoreError) -> StoreError;
 
     /// Starts or continues the session on a new connection.
     async fn enter(&mut self, core: &mut Core<'a>, link: Self::Link) -> Step<Self::Connection>;
 
-    /// Stops using a connection. Returns the reason, which may be more specific than `end`. Called again with the same
-    /// connection if the session ends, or the next connection fails, before the session has moved.
+    /// Stops using a connection. Returns the reason, which may be more specific than `end`. May be called again with
+    /// the same connection if the session ends, or a new connection fails, before the session has moved to another
+    /// connection.
     async fn leave(
         &mut self,
         core: &mut Core<'a>,
@@ -98,7 +100,7 @@ pub(crate) struct Session<'a, B> {
 }
 
 impl<'a, B: Backend<'a>> Session<'a, B> {
-    /// Runs the session until it ends. `early` contains the requests that were made before it was open.
+    /// Runs the session until it ends. `early` contains the requests that were made while the session was being opened.
     pub(crate) async fn run(
         mut self,
         link: B::Link,
@@ -209,7 +211,7 @@ impl<'a, B: Backend<'a>> Session<'a, B> {
         }
     }
 
-    /// Handles a command, and all others that are already queued, so that their requests are sent together.
+    /// Handles a command and all commands that are queued behind it, so that their requests are sent together.
     fn commands(&mut self, first: Option<Command<B::Request>>, inbox: &mut Inbox<B::Request>) {
         self.command(first);
         while !self.core.is_closing()

@@ -23,7 +23,7 @@ thread_local! {
 }
 
 /// Returns all addresses of the host. The lookup runs on its own thread, because a resolver may hang for longer than
-/// the caller can wait.
+/// the caller is willing to wait.
 pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, StoreError> {
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);
@@ -43,15 +43,15 @@ pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, St
     }
 }
 
-/// Connects to the first address that accepts, with the time limit `patience` for all addresses together. Calls `begun`
-/// before each attempt.
+/// Connects to the first address that accepts a connection. Divides the time limit `patience` among the addresses. If
+/// there is only one address, sets no time limit, because every caller has its own. Calls `begun` before each attempt.
 pub(crate) async fn connect(
     at: &str,
     addresses: &[SocketAddr],
     patience: Duration,
     begun: impl Fn(SocketAddr),
 ) -> Result<(TcpStream, SocketAddr), StoreError> {
-    // Limit the time for each address, so that an address that does not answer leaves time for the others.
+    // Limit the time for each address, because one that does not answer must leave time for the others.
     let share = patience / u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
     let share = if addresses.len() == 1 { Duration::MAX } else { share };
     let mut kinds = Vec::new();
@@ -66,7 +66,7 @@ pub(crate) async fn connect(
         kinds.push(kind);
         said.push(format!("{}: {why}", address.ip()));
     }
-    // Prefer a refusal over a timeout, because it shows that the host is up.
+    // Prefer a refusal over other errors, because it shows that the host is up.
     let kind = kinds.iter().find(|kind| **kind == LostKind::Refused).or(kinds.first()).copied();
     let message = format!("could not connect to {at} ({})", said.join("; "));
     Err(StoreError::new(kind.unwrap_or(LostKind::Resolve), message))

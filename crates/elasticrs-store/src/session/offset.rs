@@ -5,14 +5,14 @@
 
 use std::collections::VecDeque;
 
-/// Measurement of the clock offset from one answered keep-alive.
+/// Measurement of the difference between the clocks, taken from one answered keep-alive.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     /// The store's wall clock minus the local boot clock, in nanoseconds.
     offset: i128,
-    /// Half of the round-trip time, in nanoseconds.
+    /// Maximum error of `offset`: half of the round-trip time, in nanoseconds.
     error: u64,
-    /// Time at which the answer arrived, on the local boot clock.
+    /// Time at which the answer arrived, in nanoseconds of the local boot clock.
     taken: u64,
 }
 
@@ -28,13 +28,14 @@ pub(super) struct Offset {
 }
 
 impl Offset {
-    /// Adds a sample. `sent` and `received` are times on the local boot clock, and `wall` is a time on the store's wall
-    /// clock between the two.
+    /// Adds a sample. `sent` and `received` are times on the local boot clock. `wall` is the time on the store's wall
+    /// clock at some point between the two.
     pub(super) fn add(&mut self, sent: u64, received: u64, wall: u64) {
         let error = received.saturating_sub(sent) / 2;
         let offset = i128::from(wall) - i128::from(received) + i128::from(error);
         let sample = Sample { offset, error, taken: received };
-        // Drop older samples that contradict the new one, because the store's clock must have been set in between.
+        // Drop older samples that contradict the new one. A contradiction means that the store's clock was set in the
+        // meantime.
         self.samples
             .retain(|old| old.offset.abs_diff(offset) <= u128::from(error_at(old, received)) + u128::from(error));
         if self.samples.len() == SAMPLES {

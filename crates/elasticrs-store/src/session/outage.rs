@@ -5,30 +5,31 @@ use std::time::Duration;
 use super::error::StoreError;
 use crate::types::LostKind;
 
-/// Shortest outage that is reported to the user, in nanoseconds.
+/// Minimum duration of an outage before it is reported to the user, in nanoseconds.
 const UNNOTICED: u64 = 1_000_000_000;
 /// Minimum time between two outage notices, in nanoseconds, so that an unstable store does not flood the user. A notice
-/// is sent earlier if half of the time until the session expires has passed.
+/// is sent earlier when half of the time until the session's deadline has passed.
 const QUIET: u64 = 60_000_000_000;
 
-/// An outage of the store. It starts when the connection is lost. All times are nanoseconds of the boot clock.
+/// An outage of the store. It starts when the client notices the loss of the connection. All times are nanoseconds of
+/// the boot clock.
 #[derive(Debug)]
 pub(crate) struct Outage {
     /// Name of the store in messages, such as "the store at HOST:PORT".
     store: String,
     begun: u64,
-    /// Time of the first unanswered request. It may be earlier than `begun`, because the loss of the connection may be
-    /// noticed late.
+    /// Time of the first unanswered request. It may be earlier than `begun`, because the client may notice the loss of
+    /// the connection late.
     silent: u64,
     deadline: u64,
     is_reported: bool,
-    /// Time of the last outage notice to the user, for this or an earlier outage. `None` if there was none.
+    /// Time of the last outage notice to the user, about this outage or an earlier one. `None` if there was none.
     reported: Option<u64>,
 }
 
 impl Outage {
-    /// Starts an outage. `unanswered` is the time at which the oldest unanswered request was sent. `reported` is the time
-    /// of the last notice about an earlier outage.
+    /// Starts an outage. `unanswered` is the send time of the oldest unanswered request. `reported` is the time of the
+    /// last notice about an earlier outage.
     pub(crate) fn new(store: String, now: u64, unanswered: Option<u64>, deadline: u64, reported: Option<u64>) -> Self {
         let silent = unanswered.map_or(now, |sent| sent.min(now));
         Self { store, begun: now, silent, deadline, is_reported: false, reported }
@@ -44,14 +45,14 @@ impl Outage {
         self.reported
     }
 
-    /// Returns the reason to report if the session is lost in this outage. `answered` is the send time of the last
+    /// Returns the reason to report if the session is lost during this outage. `answered` is the send time of the last
     /// request that the store answered.
     pub(crate) fn reason(&self, kind: LostKind, why: &str, answered: u64) -> StoreError {
         let seconds = seconds(self.deadline - answered);
         StoreError::new(kind, format!("{} has not answered for {seconds} s ({why})", self.store))
     }
 
-    /// Returns the time at which a notice about this outage is due. `u64::MAX` if the user was already notified.
+    /// Returns the time at which a notice about this outage is due. `u64::MAX` if the user has already been notified.
     pub(crate) fn next_notice(&self) -> u64 {
         if self.is_reported {
             return u64::MAX;
@@ -79,24 +80,25 @@ impl Outage {
     }
 }
 
-/// Longest pauses before the attempts to reconnect.
+/// Maximum pauses before the attempts to reconnect.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pauses {
     pub(crate) first: Duration,
-    /// Pause before the second attempt. It doubles with each further attempt.
+    /// Maximum pause before the second attempt. It doubles with each further attempt, up to `last`.
     pub(crate) second: Duration,
     pub(crate) last: Duration,
 }
 
-/// Nanoseconds without a failure after which earlier failures no longer count.
+/// Nanoseconds without a failure after which earlier failures are forgotten.
 const CALM: u64 = 10_000_000_000;
 
-/// Computes the pauses between attempts to connect. Failures count across outages, because a store that accepts and
-/// then drops each connection would otherwise cause a busy loop.
+/// Computes the pauses between attempts to connect. Failures of earlier outages count as well, because a store that
+/// accepts and then drops every connection would otherwise cause a busy loop.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     pauses: Pauses,
-    /// Number of failures in quick succession, and the time of the last of them on the boot clock.
+    /// Number of failures in quick succession. `last` is the time of the last failure, in nanoseconds of the boot
+    /// clock.
     failures: u32,
     last: u64,
 }
@@ -106,7 +108,7 @@ impl Backoff {
         Self { pauses, failures: 0, last: 0 }
     }
 
-    /// Returns true if a failure at this time follows another one in quick succession.
+    /// Returns true if a failure at `now` would follow another failure in quick succession.
     pub(crate) fn is_repeated(&self, now: u64) -> bool {
         self.failures > 0 && now.saturating_sub(self.last) <= CALM
     }
@@ -144,8 +146,8 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     proptest! {
-        /// The notices are neither late nor too frequent, no matter how often the store fails and how rarely the client
-        /// checks whether a notice is due.
+        /// The notices are neither late nor too frequent. This holds for any times of the failures and of the client's
+        /// checks.
         #[test]
         fn the_user_is_reported_in_time_and_not_flooded(
             times in prop::collection::vec((0..20 * SECOND, 0..20 * SECOND), 1..100), lease in 10..100_u64,

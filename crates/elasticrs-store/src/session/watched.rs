@@ -1,7 +1,7 @@
-//! Records which keys a watch has reported, so that the watch can continue after it has missed changes. Pure.
+//! Records the keys that a watch has reported, so that the watch can continue after it has missed changes. Pure.
 //!
-//! - **WATCHED-1** a watch that has missed changes reports all differences from the state that it last reported,
-//!   including deletions, as one revision.
+//! - **WATCHED-1** after a watch has missed changes, it reports all differences from its last reported state, including
+//!   deletions, as one revision.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub(crate) struct Watched {
     pub(crate) watch: Watch,
     /// First revision that the watch has not reported.
     pub(crate) next: u64,
-    /// Keys that exist in the state that the watch last reported.
+    /// The watched keys that exist in the last reported state.
     known: BTreeMap<Arc<str>, Ages>,
 }
 
@@ -42,7 +42,7 @@ impl Watched {
         Self { watch, next: revision + 1, known }
     }
 
-    /// Records a change if the watch covers it.
+    /// Records a change if it is to a watched key.
     pub(crate) fn note(&mut self, change: &Change) {
         if !self.watch.covers(&change.key) {
             return;
@@ -54,7 +54,7 @@ impl Watched {
         }
     }
 
-    /// Records the new state of a key and returns the change to report.
+    /// Records the new state of a key. Returns the change to report.
     pub(crate) fn change(&mut self, entry: Entry, is_deleted: bool) -> Change {
         let Entry { key, value, create_revision, mod_revision } = entry;
         if is_deleted {
@@ -65,8 +65,8 @@ impl Watched {
         Change { key, value: Some(value), create_revision, mod_revision }
     }
 
-    /// Updates the watch to the entries at `revision`. Returns their differences from the state that the watch last
-    /// reported, or `None` if there are none.
+    /// Updates the watch to the entries at `revision`. Returns the differences from the last reported state. `None` if
+    /// there are none.
     pub(crate) fn catch_up(&mut self, revision: u64, there: Vec<Entry>) -> Option<ChangeSet> {
         let alive: BTreeSet<_> = there.iter().map(|entry| Arc::clone(&entry.key)).collect();
         let gone: Vec<_> = self.known.keys().filter(|key| !alive.contains(*key)).cloned().collect();

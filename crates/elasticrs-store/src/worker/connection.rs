@@ -18,12 +18,12 @@ use super::wire::{Parser, Request};
 
 /// Size in bytes of the read buffer that all connections share.
 pub(super) const CHUNK: usize = 128 * 1024;
-/// Number of unsent bytes above which no further requests are executed.
+/// Maximum number of unsent bytes. While there are more, no further requests are executed.
 const MAX_UNSENT: usize = 64 * 1024;
 /// Maximum capacity in bytes that each buffer of an idle connection keeps.
 const MAX_IDLE: usize = 16 * 1024;
 
-/// Event until which a connection is served.
+/// Event at which serving a connection stops.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
     Greeted,
@@ -37,19 +37,19 @@ pub(super) struct Connection {
     hub: Rc<RefCell<Hub>>,
     peer: Rc<Peer>,
     parser: Parser,
-    /// The start of an incomplete request, or requests that cannot be executed until the peer has accepted earlier
-    /// replies.
+    /// Received bytes that were not executed yet: the start of an incomplete request, or requests that have to wait
+    /// until the peer has accepted earlier replies.
     unparsed: Vec<u8>,
-    /// Number of bytes of the peer's output that have already been sent.
+    /// Number of bytes at the start of `peer.out` that have already been sent.
     sent: usize,
-    /// Bytes of this connection's buffers that are charged to the store's budget.
+    /// Number of bytes of this connection's buffers that are charged to the store's budget.
     charged: usize,
     woken: Vec<Id>,
     stall: Option<Stall>,
 }
 
-/// Timer that detects a peer that accepts no bytes. It consists of two intervals of half the limit, so that a clock
-/// jump while this process was stopped uses up at most one of them.
+/// Timer that detects a peer that accepts no bytes. It runs twice, each time for half of the limit. If the clock jumps
+/// while this process is stopped, the jump uses up at most one half.
 struct Stall {
     timer: Pin<Box<Sleep>>,
     is_second_half: bool,
@@ -57,7 +57,7 @@ struct Stall {
 
 impl Connection {
     pub(super) fn new(id: Id, stream: TcpStream, peer: Rc<Peer>, hub: Rc<RefCell<Hub>>) -> Self {
-        // Ignore an error, because the kernel refuses this only for a closed connection, which the next read reports.
+        // Ignore an error. It means that the connection is closed, which the next read reports.
         let _ = stream.set_nodelay(true);
         Self {
             id,
@@ -73,7 +73,7 @@ impl Connection {
         }
     }
 
-    /// Serves the connection until it ends. A client that disconnects between two requests is not an error.
+    /// Serves the connection until it ends. It is not an error if the client disconnects between two requests.
     pub(super) async fn serve(&mut self) -> Result<(), Closed> {
         let limit = self.hub.borrow().limits.greeting;
         match self.serve_within(limit).await {
@@ -114,7 +114,7 @@ impl Connection {
                 0 if self.unparsed.is_empty() => return Poll::Ready(Ok(Until::Left)),
                 0 => return Poll::Ready(Err(Closed::Truncated)),
                 CHUNK => {
-                    // Let other tasks run before the next read.
+                    // Let other tasks run before the next read, because more bytes may have arrived.
                     self.send(cx)?;
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
@@ -127,7 +127,7 @@ impl Connection {
     /// Reads once and executes the complete requests. Returns the number of bytes that were read.
     fn receive(&mut self, cx: &mut Context<'_>) -> Poll<Result<usize, Closed>> {
         let mut scratch = std::mem::take(&mut self.hub.borrow_mut().scratch);
-        // The buffer may be empty here, if another connection panicked while using it.
+        // Resize the buffer, because it is empty if another connection panicked while using it.
         scratch.resize(CHUNK, 0);
         let result = self.receive_into(&mut scratch, cx);
         self.hub.borrow_mut().scratch = scratch;
@@ -149,7 +149,7 @@ impl Connection {
         Poll::Ready(Ok(bytes.len()))
     }
 
-    /// Executes the requests that have been received in full. Returns true if there was at least one.
+    /// Executes the complete requests in `unparsed`. Returns true if there was at least one.
     fn work_off_unparsed(&mut self) -> Result<bool, Closed> {
         let mut unparsed = std::mem::take(&mut self.unparsed);
         let used = self.work_off(&unparsed)?;
@@ -162,8 +162,8 @@ impl Connection {
         Ok(used > 0)
     }
 
-    /// Executes the requests at the start of `bytes`, but stops when too many bytes of replies are unsent. Returns the
-    /// number of bytes of the executed requests.
+    /// Executes the requests at the start of `bytes`. Stops early if there are too many unsent bytes of replies.
+    /// Returns the length of the executed requests in bytes.
     fn work_off(&mut self, bytes: &[u8]) -> Result<usize, Closed> {
         let mut hub = self.hub.borrow_mut();
         let mut out = self.peer.out.borrow_mut();

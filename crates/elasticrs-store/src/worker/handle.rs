@@ -15,7 +15,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use super::hub::Limits;
 use super::server::{self, Question};
 
-/// Reason why a store cannot be served.
+/// Reason why serving a store failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     #[error("the store is served already")]
@@ -34,7 +34,7 @@ enum State {
 
 /// A store for the workers of one round.
 ///
-/// Dropping the store has the effect of [`Self::close`]. In a forked child, dropping does nothing, because the server
+/// Dropping the store closes it, as [`Self::close`] does. In a forked child, dropping does nothing, because the server
 /// belongs to the parent.
 pub struct WorkerStore {
     port: u16,
@@ -44,7 +44,7 @@ pub struct WorkerStore {
 }
 
 impl WorkerStore {
-    /// Binds and listens. Clients can connect from now on, but get no answer until [`Self::serve`] has been called.
+    /// Binds and listens. From now on, clients can connect, but they get no answer until [`Self::serve`] is called.
     ///
     /// Without a `host`, the store listens on all addresses.
     pub fn new(host: Option<&str>, port: Port, limits: Limits) -> Result<Self, ListenError> {
@@ -59,8 +59,9 @@ impl WorkerStore {
         self.port
     }
 
-    /// Serves clients on the thread `on` from now on. `tell` is called with a message for the user when a connection is
-    /// closed because of its behavior. Fails if the store is already served or closed, or if the thread has exited.
+    /// Starts to serve clients on the thread `on`. `tell` is called with a message for the user when the store closes a
+    /// connection because of the client's behavior. Fails if the store is already served or closed, or if the thread
+    /// has exited.
     pub fn serve(&self, on: &dyn Spawn, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();
@@ -68,8 +69,8 @@ impl WorkerStore {
         })
     }
 
-    /// Same as [`Self::serve`], but the clients are served on another thread. The thread `on` only waits for the first
-    /// client. When it connects, the task that serves the store is passed to `hand_over`.
+    /// Same as [`Self::serve`], but serves the clients on another thread. The thread `on` only waits for the first
+    /// client. When a client connects, the task that serves the store is passed to `hand_over`.
     pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();
@@ -101,14 +102,14 @@ impl WorkerStore {
         Ok(())
     }
 
-    /// Returns the waiting clients, each described by its address and pid, with the keys for which it waits. Long lists
-    /// are shortened. Empty if the store is not being served.
+    /// Returns the waiting clients and the keys for which each of them waits. A client is described by its address and
+    /// pid. Long lists are shortened. Empty if the store is not being served.
     pub fn waiting(&self) -> BTreeMap<String, Vec<String>> {
         let questions = match &*lock(&self.state) {
             State::Serving(questions) if self.is_ours() => questions.clone(),
             _ => return BTreeMap::new(),
         };
-        // A server that has ended has no waiting clients.
+        // If the server has stopped, there is no answer, and no client is waiting.
         ask(&questions, Question::Waiting).unwrap_or_default()
     }
 
@@ -119,12 +120,12 @@ impl WorkerStore {
         }
         let state = std::mem::replace(&mut *lock(&self.state), State::Closed);
         if let State::Serving(questions) = state {
-            // If the server has already ended, everything is closed.
+            // Ignore a missing answer. It means that the server has stopped, so everything is closed.
             ask(&questions, Question::Close);
         }
     }
 
-    /// True if this process created the store, false in a forked child.
+    /// True if this process created the store. False in a forked child.
     pub fn is_ours(&self) -> bool {
         std::process::id() == self.owner
     }

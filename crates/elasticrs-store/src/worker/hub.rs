@@ -1,4 +1,4 @@
-//! State that is shared by the tasks of a store.
+//! State that the tasks of a store share.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
@@ -14,18 +14,18 @@ use elasticrs_runtime::notices::Notices;
 use super::map::{Id, Map, Refused};
 use super::wire::WireError;
 
-/// Maximum number of clients in a report of waiting clients.
+/// Maximum number of clients that a report of waiting clients contains.
 const TOLD_WAITERS: usize = 256;
 const TOLD_KEYS: usize = 16;
 
-/// Limits on the use of the store by its peers.
+/// Limits for the clients of the store.
 #[derive(Debug, Clone)]
 pub struct Limits {
     /// Maximum number of bytes for all stored values, requests and replies.
     pub bytes: usize,
-    /// Time limit for a new connection to prove that its peer is a client. After that, the connection is closed.
+    /// Time limit for a peer to prove that it is a client. The store then closes the connection.
     pub greeting: Duration,
-    /// Time limit for a peer to accept at least one byte of its replies. After that, the connection is closed.
+    /// Time limit for a peer to accept at least one more byte of its replies. The store then closes the connection.
     pub stall: Duration,
 }
 
@@ -53,7 +53,7 @@ pub enum Closed {
     Socket(#[from] io::Error),
 }
 
-/// State that is shared by all tasks of a store. No task borrows it across an `await`.
+/// State that all tasks of a store share. No task borrows it across an `await`.
 pub(super) struct Hub {
     pub(super) map: Map,
     pub(super) peers: HashMap<Id, Rc<Peer>>,
@@ -63,7 +63,7 @@ pub(super) struct Hub {
     pub(super) notices: Rc<Notices>,
 }
 
-/// The part of a connection that the tasks of other connections may access.
+/// The part of a connection to which the tasks of other connections have access.
 pub(super) struct Peer {
     pub(super) address: SocketAddr,
     /// Pid of the client. Only clients of torch 2.5 and later send it.

@@ -1,7 +1,7 @@
-//! The contents of the store, the clients that wait for keys, and the effect of each request on both. Pure.
+//! The contents of the store, the waits of clients for keys, and the effect of each request on them. Pure.
 //!
-//! A request produces a reply for the connection that sent it, and a list of connections whose wait is over. A `READY`
-//! byte has to be sent to each of these. A connection has at most one wait at a time.
+//! A request produces a reply to the connection that sent it, and a list of connections whose wait is over. The caller
+//! has to send a `READY` byte to each connection in the list. A connection has at most one wait at a time.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io::Write as _;
@@ -9,12 +9,12 @@ use std::rc::Rc;
 
 use super::wire::{Keys, MAX_MESSAGE, Pairs, Request, put_bytes, put_number};
 
-/// Reply that ends a wait, or to a check that found all keys.
+/// Reply when a wait is over, or when a check has found all keys.
 pub(super) const READY: u8 = 0;
 const MISSING: u8 = 1;
 const CANCELLED: u8 = 1;
 
-/// Maximum length of a value that append requests can create, so that the value still fits in one reply.
+/// Maximum length of a value that append requests can create. Such a value still fits in one reply.
 pub const MAX_VALUE_STORED: usize = MAX_MESSAGE - 8;
 
 /// Approximate memory in bytes that an entry uses in addition to its key and value.
@@ -39,7 +39,7 @@ pub enum Refused {
     Value(usize),
 }
 
-/// Number of bytes in use for the peers' data, and the limit.
+/// Number of bytes that the clients' data takes, and its limit.
 #[derive(Debug, Default)]
 pub struct Budget {
     used: usize,
@@ -47,7 +47,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Adds to the number of bytes in use. If the limit would be exceeded, returns an error and changes nothing.
+    /// Adds to the number of bytes in use. Fails without a change if the limit would be exceeded.
     pub(super) fn charge(&mut self, bytes: usize) -> Result<(), Refused> {
         self.check(bytes)?;
         self.used += bytes;
@@ -77,7 +77,7 @@ enum What {
 #[derive(Debug)]
 struct Waiting {
     what: What,
-    /// Number that increases with each wait, so that waits can be ordered by their start.
+    /// Number of the wait. Later waits have higher numbers.
     ticket: u64,
     /// Keys that were missing when the wait started, without duplicates.
     keys: Vec<Key>,
@@ -93,7 +93,7 @@ pub struct Map {
     values: HashMap<Key, Vec<u8>>,
     queues: HashMap<Key, VecDeque<Vec<u8>>>,
     waiting: HashMap<Id, Waiting>,
-    /// Waiting clients, indexed by [`What`].
+    /// Waiting connections by key and ticket. The index of the array is [`What`].
     waiters: [Waiters; 2],
     tickets: u64,
     budget: Budget,
@@ -105,15 +105,15 @@ impl Map {
         Self { budget: Budget { used: 0, limit }, ..Self::default() }
     }
 
-    /// Returns the budget, to which the caller charges the bytes of requests and replies.
+    /// Returns the budget. The caller charges the bytes of requests and replies to it.
     pub fn budget(&mut self) -> &mut Budget {
         &mut self.budget
     }
 
     /// Executes a request of the connection `from`.
     ///
-    /// Appends the reply to `reply`, and the connections whose wait is over to `woken`. After an error, the request had
-    /// no effect, and the caller must close the connection.
+    /// Appends the reply to `reply`, and the connections whose wait is over to `woken`. If this fails, the request has
+    /// had no effect, and the caller must close the connection.
     pub fn apply(
         &mut self,
         from: Id,
@@ -157,7 +157,8 @@ impl Map {
         Ok(())
     }
 
-    /// Returns the waiting connections, oldest wait first, each with at most `most` of its missing keys.
+    /// Returns the waiting connections in the order in which their waits started. Each has a list of at most `most`
+    /// missing keys.
     pub(super) fn waiters(&self, most: usize) -> Vec<(Id, Vec<&[u8]>)> {
         let mut found: Vec<_> = self.waiting.iter().collect();
         found.sort_unstable_by_key(|(_, waiting)| waiting.ticket);
@@ -192,7 +193,7 @@ impl Map {
     }
 
     fn multi_set(&mut self, pairs: &Pairs<'_>, woken: &mut Vec<Id>) -> Result<(), Refused> {
-        // Check the budget for all pairs before storing any, so that the request has either its full effect or none.
+        // Check the budget for all pairs before storing any of them, so that a rejected request has no effect.
         self.budget.check(pairs.clone().map(|(key, value)| cost(key, value)).sum())?;
         for (key, value) in pairs.clone() {
             self.set(key, value, woken)?;
@@ -368,7 +369,7 @@ impl Map {
         Ok(())
     }
 
-    /// Updates all waits for this key, which exists now.
+    /// Updates all waits for this key, because it exists now.
     fn wake_all(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         for id in self.waiters[What::Keys as usize].remove(key).unwrap_or_default().into_values() {
             if self.has_found(id) {
@@ -377,8 +378,8 @@ impl Map {
         }
     }
 
-    /// Updates the waits for a queue to which a value was added, starting with the oldest. Stops when a wait is over,
-    /// because a value serves only one client.
+    /// Updates the waits for a queue after a value was added, oldest wait first. Stops when one wait is over, because a
+    /// value is only for one client.
     fn wake_one(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         while let Some(waiters) = self.waiters[What::Keys as usize].get_mut(key) {
             let Some((_, id)) = waiters.pop_first() else { break };
@@ -391,7 +392,7 @@ impl Map {
         }
     }
 
-    /// Records that one missing key of a connection's wait now exists. Returns true if it was the last one.
+    /// Records that one of the keys for which a connection waits now exists. Returns true if no key is missing anymore.
     fn has_found(&mut self, id: Id) -> bool {
         let waiting = self.waiting.get_mut(&id).expect("who is among the waiters of a key waits");
         waiting.still_missing -= 1;
@@ -409,7 +410,7 @@ impl Map {
         }
     }
 
-    /// Removes the wait of a connection that has ended or has cancelled its wait.
+    /// Removes the wait of a connection, because the connection has ended or its client has cancelled the wait.
     pub fn stop_waiting(&mut self, id: Id) {
         let Some(waiting) = self.waiting.remove(&id) else { return };
         self.budget.release(waiting.charged);

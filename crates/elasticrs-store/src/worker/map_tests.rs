@@ -1,5 +1,5 @@
-//! Tests of the map with single operations, and with random operations whose results are compared with those of a slow,
-//! simple model.
+//! Tests of the map. They check single operations, and compare the results of random operations with a slow, simple
+//! model.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -87,7 +87,7 @@ fn encode(op: &Op) -> Vec<u8> {
     out
 }
 
-/// Result of an operation: the reply, and the connections that were woken.
+/// Result of an operation: the reply, and the connections whose wait is over.
 type Done = Result<(Vec<u8>, Vec<Id>), Refused>;
 
 fn apply(map: &mut Map, from: Id, op: &Op) -> Done {
@@ -104,12 +104,12 @@ fn apply(map: &mut Map, from: Id, op: &Op) -> Done {
     Ok((reply, woken))
 }
 
-/// A simple model of the store. A wait is a set of keys, and each change searches all waits.
+/// A simple model of the store. Each wait is a set of keys, and each change searches all waits.
 #[derive(Default)]
 struct Model {
     values: BTreeMap<u8, Vec<u8>>,
     queues: BTreeMap<u8, VecDeque<Vec<u8>>>,
-    /// The waits, oldest first: the connection, true for a barrier, and the keys.
+    /// The waits, oldest first. Each consists of the connection, true for a barrier, and the missing keys.
     waits: Vec<(Id, bool, BTreeSet<u8>)>,
 }
 
@@ -294,7 +294,7 @@ proptest! {
                 }
                 (got, expected) => {
                     prop_assert_eq!(got.err(), expected.err());
-                    // The server would now close the connection.
+                    // The server would close the connection after an error.
                     map.stop_waiting(*from);
                     model.apply(*from, &Op::Gone).unwrap();
                 }

@@ -1,9 +1,9 @@
 //! Serves the store over sockets, with one task that accepts connections and one task per connection, all on one
 //! thread.
 //!
-//! Only a connection's own task uses its socket. To notify another connection that its wait is over, a task appends
-//! bytes to the output of that connection and wakes its task. No task waits for a peer. If a peer does not accept its
-//! output, the store stops reading from its connection, and closes the connection if that lasts too long.
+//! Only a connection's own task uses its socket. When a request ends the wait of another connection, the task appends a
+//! byte to the output of that connection and wakes the other task. No task waits for a peer. If a peer does not accept
+//! its output, the store stops reading from the connection, and eventually closes the connection.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -31,15 +31,15 @@ pub(super) enum Question {
     Close(SyncSender<()>),
 }
 
-/// Waits for the first client, so that an unused store needs no thread of its own. Returns `None` if the store is
-/// closed before a client connects.
+/// Waits for the first client. The store needs no thread of its own until then. Returns `None` if the store is closed
+/// before a client connects.
 pub(super) async fn first_client(
     listener: std::net::TcpListener,
     mut questions: UnboundedReceiver<Question>,
 ) -> Option<(std::net::TcpListener, UnboundedReceiver<Question>)> {
     let listener = Arc::new(OwnedFd::from(listener));
-    // If watching the listener fails, hand the store over at once. The thread that serves it then finds and reports the
-    // error.
+    // If the listener cannot be watched, hand the store over immediately. The thread that then serves the store finds
+    // and reports the error.
     if let Ok(watched) = register(Arc::clone(&listener), Interest::READABLE) {
         loop {
             let question = tokio::select! {
@@ -47,7 +47,7 @@ pub(super) async fn first_client(
                 question = questions.recv() => question?,
                 _ = watched.readable() => break,
             };
-            // Ignore send errors, because the caller may have stopped waiting.
+            // Ignore send errors, because the caller may no longer be waiting.
             match question {
                 Question::Waiting(reply) => drop(reply.send(BTreeMap::new())),
                 Question::Close(reply) => {
@@ -86,12 +86,13 @@ pub(super) async fn run(
     };
     connections.shutdown().await;
     if let Some(reply) = closed {
-        // Ignore send errors, because the caller may have stopped waiting.
+        // Ignore send errors, because the caller may no longer be waiting.
         let _ = reply.send(());
     }
 }
 
-/// Serves clients until the store is closed. Returns the sender that must be notified when everything is closed.
+/// Serves clients until the store is closed. Returns the sender to notify when everything is closed. `None` if the
+/// handle was dropped.
 async fn serve(
     door: &mut Door,
     hub: &Rc<RefCell<Hub>>,
@@ -104,7 +105,7 @@ async fn serve(
         tokio::select! {
             biased;
             question = questions.recv() => match question {
-                // Ignore send errors, because the caller may have stopped waiting.
+                // Ignore send errors, because the caller may no longer be waiting.
                 Some(Question::Waiting(reply)) => { let _ = reply.send(hub.borrow().waiting()); }
                 Some(Question::Close(reply)) => return Some(reply),
                 None => return None,
@@ -123,7 +124,8 @@ fn admit(hub: &Rc<RefCell<Hub>>, connections: &mut JoinSet<()>, id: Id, stream: 
     let hub = Rc::clone(hub);
     connections.spawn_local(async move {
         let mut connection = Connection::new(id, stream, Rc::clone(&peer), Rc::clone(&hub));
-        // Report the reason before closing the socket, so that it is known by the time the client notices.
+        // Report the reason before closing the socket, so that the user's notice exists by the time the client sees the
+        // end.
         if let Err(reason) = connection.serve().await {
             let notices = Rc::clone(&hub.borrow().notices);
             notices.say(format!("the workers' store has closed the connection from {peer}: {reason}"));

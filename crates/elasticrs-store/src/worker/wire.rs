@@ -1,7 +1,7 @@
 //! Parses requests and encodes replies of the workers' store. Pure.
 //!
 //! The protocol has no frames: a request is an opcode followed by its fields. Integers are little-endian. A key or
-//! value is a `u64` length and that many bytes. A list is a `u64` count and that many items.
+//! value consists of a length (`u64`) and its bytes. A list consists of a count (`u64`) and its items.
 
 /// Number that a client sends after the opcode of `VALIDATE`.
 pub const MAGIC: u32 = 0x3C85_F7CE;
@@ -11,8 +11,8 @@ pub const MAX_KEY: u64 = 8192;
 pub const MAX_VALUE: u64 = 8 * 1024 * 1024;
 /// Maximum number of keys in a request.
 pub const MAX_KEYS: u64 = 131_072;
-/// Maximum length of a request or reply, in bytes. Without this limit, a request with the maximum number of values,
-/// each of maximum length, could be a terabyte long.
+/// Maximum length of a request or reply, in bytes. A request with the maximum number of values of maximum length would
+/// otherwise take a terabyte.
 pub const MAX_MESSAGE: usize = 128 * 1024 * 1024;
 
 /// Error for bytes that are not a valid request.
@@ -32,7 +32,7 @@ pub enum WireError {
     Long,
 }
 
-/// A complete request, which borrows its keys and values from the buffer. The variants have the names of the protocol.
+/// A complete request. It borrows its keys and values from the buffer. The variants are named as in the protocol.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request<'a> {
     Validate,
@@ -56,7 +56,7 @@ pub enum Request<'a> {
     Barrier { key: &'a [u8], size: i64 },
 }
 
-/// The keys of a request, in their order in the request.
+/// The keys of a request, in the order in which they were sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Keys<'a>(Fields<'a>);
 
@@ -68,7 +68,7 @@ impl<'a> Iterator for Keys<'a> {
     }
 }
 
-/// The key-value pairs of a request, in their order in the request.
+/// The key-value pairs of a request, in the order in which they were sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pairs<'a>(Fields<'a>);
 
@@ -87,8 +87,8 @@ enum Field {
     Fixed(usize),
 }
 
-/// The fields that follow a request's opcode. In a list, they are preceded by a count and repeated that number of
-/// times.
+/// The fields after a request's opcode. For a list, the request contains a count, and then these fields once for each
+/// item.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     fields: &'static [Field],
@@ -109,12 +109,12 @@ fn shape(opcode: u8) -> Result<Shape, WireError> {
     Ok(Shape { fields, is_list: matches!(opcode, 5 | 6 | 10 | 11) })
 }
 
-/// Progress in checking whether the request at the start of a buffer is complete. No byte is checked twice, even if a
+/// Progress of the check whether the request at the start of a buffer is complete. No byte is checked twice, even if a
 /// large request arrives in many small pieces.
 #[derive(Debug)]
 struct Scan {
     shape: Shape,
-    /// Number of repetitions of the fields that remain to be checked. `None` until the count has been read.
+    /// Number of items that remain to be checked. `None` if the count of the list has not been read yet.
     left: Option<u64>,
     field: usize,
     at: usize,
@@ -127,7 +127,7 @@ impl Scan {
         Ok(Self { shape, left, field: 0, at: 1 })
     }
 
-    /// Returns true if the request is complete. In that case, its length is `self.at`.
+    /// Returns true if the request is complete. `self.at` is then its length.
     fn advance(&mut self, buffer: &[u8]) -> Result<bool, WireError> {
         let left = match self.left {
             Some(left) => left,
@@ -164,8 +164,8 @@ impl Scan {
         Ok(true)
     }
 
-    /// Returns the length of the current field in bytes, including its length prefix. `None` if the prefix is
-    /// incomplete.
+    /// Returns the length of the current field in bytes, including its length prefix. `None` if the prefix has not
+    /// arrived completely.
     fn length(&self, buffer: &[u8]) -> Result<Option<usize>, WireError> {
         let (limit, error): (u64, fn(u64) -> WireError) = match self.shape.fields[self.field] {
             Field::Fixed(length) => return Ok(Some(length)),
@@ -197,8 +197,8 @@ impl Parser {
         self.is_validated
     }
 
-    /// Returns the request at the start of `buffer` and its length. `None` if the request is incomplete. In that case,
-    /// the next call must pass the same bytes, followed by more. Fails if the bytes are not the start of a request.
+    /// Returns the request at the start of `buffer`, and its length. `None` if the request is incomplete. The next call
+    /// must then pass the same bytes followed by more. Fails if the bytes are not the start of a request.
     pub fn next<'a>(&mut self, buffer: &'a [u8]) -> Result<Option<(Request<'a>, usize)>, WireError> {
         let Some(&opcode) = buffer.first() else { return Ok(None) };
         if !self.is_validated {
@@ -218,7 +218,7 @@ impl Parser {
     }
 }
 
-/// Rejects bytes that are not the start of a `VALIDATE` request, as soon as one byte differs.
+/// Fails if the bytes are not the start of a `VALIDATE` request. Does not wait for the whole request.
 fn check_greeting(buffer: &[u8]) -> Result<(), WireError> {
     let magic = MAGIC.to_le_bytes();
     let greeting = [0, magic[0], magic[1], magic[2], magic[3]];
@@ -253,7 +253,7 @@ fn decode(opcode: u8, body: &[u8]) -> Result<Request<'_>, WireError> {
     })
 }
 
-/// Reads the fields of a request that is known to be complete.
+/// Reads the fields of a request. The request must be complete.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Fields<'a>(&'a [u8]);
 
@@ -271,14 +271,14 @@ impl<'a> Fields<'a> {
         head
     }
 
-    /// Skips the count of a list, so that the items follow.
+    /// Skips the count of a list. Only the items are left.
     fn list(mut self) -> Self {
         self.array::<8>();
         self
     }
 }
 
-/// Appends bytes, preceded by their length.
+/// Appends the length of the bytes, followed by the bytes.
 pub fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend_from_slice(&(bytes.len() as u64).to_le_bytes());
     out.extend_from_slice(bytes);

@@ -1,4 +1,4 @@
-//! Tests of the parser, with an encoder of their own.
+//! Tests of the parser. They use an encoder of their own.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ use super::*;
 
 const GREETING: [u8; 5] = [0, 0xCE, 0xF7, 0x85, 0x3C];
 
-/// A request to send. It consists of an opcode, keys and values, and in some requests a number.
+/// A request to send: an opcode, keys and values, and in some requests a number.
 #[derive(Debug, Clone, PartialEq)]
 struct Sent {
     opcode: u8,
@@ -77,7 +77,7 @@ fn sent() -> impl Strategy<Value = Sent> {
     })
 }
 
-/// Feeds the pieces to the parser as a connection would. Returns `Ok(true)` if the parsed requests equal the expected
+/// Passes the pieces to the parser as a connection does. Returns `Ok(true)` if the parsed requests are the expected
 /// ones.
 fn parse(pieces: &[&[u8]], expected: &[Sent]) -> Result<bool, WireError> {
     let mut parser = Parser::default();
