@@ -1,5 +1,5 @@
-//! The part of HTTP/1.1 that the health server needs: one `GET` or `HEAD` request per connection. Request bodies and
-//! most headers are ignored.
+//! The part of HTTP/1.1 that the health server needs: one `GET` or `HEAD` request per connection. Ignores request
+//! bodies and most headers.
 
 /// Maximum length of a request head in bytes.
 pub const MAX_HEAD: usize = 8 * 1024;
@@ -35,7 +35,7 @@ impl Response {
         Self { status, kind: TEXT, body: format!("{line}\n").into_bytes() }
     }
 
-    /// Returns the response in wire format. The server closes the connection after it.
+    /// Returns the bytes to send for the response. The server closes the connection after sending them.
     pub fn bytes(&self, head_only: bool) -> Vec<u8> {
         let Self { status, kind, body } = self;
         let allow = if *status == 405 { "Allow: GET, HEAD\r\n" } else { "" };
@@ -66,7 +66,7 @@ fn reason(status: u16) -> &'static str {
     }
 }
 
-/// Returns true if the request head is complete, which means that an empty line has ended the headers.
+/// Returns true if the request head is complete, which means that it contains the empty line after the headers.
 pub fn is_whole(bytes: &[u8]) -> bool {
     let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
     // Skip empty lines before the request line, as RFC 9112 recommends.
@@ -78,7 +78,7 @@ pub fn is_whole(bytes: &[u8]) -> bool {
     })
 }
 
-/// Parses a complete request head. If the request is invalid or not supported, the error is the response to it.
+/// Parses a complete request head. If the request is invalid or not supported, returns the response to it as the error.
 pub fn parse(head: &[u8]) -> Result<Request, Response> {
     let refused = || Response::text(400, "not an HTTP request");
     let line = head.split(|&byte| byte == b'\n').find(|line| !line.is_empty() && *line != b"\r").ok_or_else(refused)?;
@@ -109,7 +109,7 @@ fn host(head: &[u8]) -> Result<Option<String>, Response> {
     for line in fields {
         let Some(at) = line.iter().position(|&byte| byte == b':') else { continue };
         let (name, value) = (&line[..at], line[at + 1..].trim_ascii());
-        // Reject `Host : x`, because some programs read it as a `Host` field and others ignore it.
+        // Reject a header such as `Host : x`, because some programs accept it as `Host` and others ignore it.
         if name.iter().any(u8::is_ascii_whitespace) {
             return Err(Response::text(400, "white space in the name of a field"));
         }

@@ -1,16 +1,16 @@
-//! Decides whether the agent's loop is alive. Pure: the result depends only on the questions, the answers and the time.
+//! Decides whether the agent is alive. Pure: the result depends only on the arguments, such as the time.
 
 use std::time::{Duration, Instant};
 
-/// Time for which an answer is reused, so that requests that arrive together ask the loop only once.
+/// Time for which an answer is reused, so that several requests in a short time wake the loop only once.
 pub const FRESH: Duration = Duration::from_millis(50);
 
-/// State of the liveness check: the question to the loop, if it is unanswered, and the last answer.
+/// State of the liveness check: the pending question to the agent's loop, if any, and the last answer.
 #[derive(Debug, Clone)]
 pub struct Liveness {
     limit: Duration,
     asked: Option<Instant>,
-    /// True if the agent's loop has answered the current question, but the supervisor's runtime has not.
+    /// True if the agent's loop has answered the pending question but the supervisor's runtime has not.
     is_passed_on: bool,
     answered: Option<Answer>,
 }
@@ -18,18 +18,18 @@ pub struct Liveness {
 #[derive(Debug, Clone)]
 struct Answer {
     at: Instant,
-    /// Time since the agent's last progress, as of this answer.
+    /// Time since the agent's last progress, at the time of the answer.
     age: Duration,
-    /// Activity of the agent at that time, if known.
+    /// Activity of the agent at the time of the answer. `None` if it is unknown.
     doing: Option<String>,
 }
 
-/// What a liveness request does next.
+/// Next step of a liveness request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NextStep {
     /// Wake the loop and wait for its answer.
     WakeLoop,
-    /// Wait for the answer to an earlier question.
+    /// Wait for the answer to the pending question.
     Wait,
     /// Use the last answer, because it is recent enough.
     Reuse,
@@ -39,14 +39,15 @@ pub enum NextStep {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
     pub alive: bool,
-    /// Time since the last known progress.
+    /// Time since the last known progress. If the agent does not answer or its loop is stuck, the time for which this
+    /// has lasted.
     pub age: Duration,
-    /// Reason why the agent is considered dead, or why it may be dead.
+    /// Reason why the agent is considered dead, or why it might be. `None` if there is no sign of a problem.
     pub reason: Option<String>,
 }
 
 impl Liveness {
-    /// Creates the initial state, in which no question has been asked.
+    /// Creates the initial state, without a question or an answer.
     pub fn new(limit: Duration) -> Self {
         Self { limit, asked: None, is_passed_on: false, answered: None }
     }
@@ -56,7 +57,7 @@ impl Liveness {
         self.limit
     }
 
-    /// Registers a liveness request, and returns its next step.
+    /// Registers a liveness request. Returns the next step of the request.
     pub fn ask(&mut self, now: Instant) -> NextStep {
         if self.asked.is_some() {
             return NextStep::Wait;
@@ -68,20 +69,20 @@ impl Liveness {
         NextStep::WakeLoop
     }
 
-    /// Records that the agent's loop has answered and has passed the question on to the supervisor's runtime.
+    /// Records that the agent's loop has answered. The supervisor's runtime has to answer as well.
     pub fn pass_on(&mut self) {
         self.is_passed_on = true;
     }
 
-    /// Records that the loop and the runtime have both answered. `age` is the time since the agent's last progress, and
-    /// `doing` is its activity.
+    /// Records a complete answer. `age` is the time since the agent's last progress, and `doing` is the agent's
+    /// activity.
     pub fn answer(&mut self, now: Instant, age: Duration, doing: Option<String>) {
         (self.asked, self.is_passed_on) = (None, false);
         self.answered = Some(Answer { at: now, age, doing });
     }
 
-    /// Returns the verdict at `now`. `at_work` is how long the loop has been busy with its current event. `None` if the
-    /// loop is waiting for events or is not watched.
+    /// Returns the verdict at `now`. `at_work` is the time for which the loop has been busy with its current event.
+    /// `None` if the loop is waiting for events or is not watched.
     pub fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
         let since = |at: Instant| now.saturating_duration_since(at);
         let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);
@@ -106,8 +107,8 @@ impl Liveness {
         Verdict { alive: age <= self.limit, age, reason: Some(reason) }
     }
 
-    /// Returns how long the loop has been busy with one event, if that exceeds the limit. The time starts anew when the
-    /// loop answers a question.
+    /// Returns the time for which the loop has been busy with one event, if it exceeds the limit. An answer of the loop
+    /// restarts this time.
     fn stuck(&self, now: Instant, at_work: Option<Duration>) -> Option<Duration> {
         let answered = self.answered.as_ref().map(|answer| now.saturating_duration_since(answer.at));
         let age = at_work?.min(answered.unwrap_or(Duration::MAX));
@@ -152,7 +153,8 @@ mod tests {
         let verdict = liveness.verdict(now, Some(LIMIT + SECOND));
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has taken no step for 61.0 s");
-        // An answer restarts the time, even if the loop is still busy with the same event.
+        // An answer restarts the time for which the loop counts as busy, even if the loop is still handling the same
+        // event.
         liveness.answer(now, Duration::ZERO, None);
         assert!(liveness.verdict(now + SECOND, Some(LIMIT * 2)).alive);
         assert!(!liveness.verdict(now + LIMIT + SECOND, Some(LIMIT * 3)).alive);

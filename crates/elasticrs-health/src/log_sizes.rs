@@ -1,13 +1,13 @@
-//! Counts the bytes that workers write to log files that no thread of the agent reads. To do so, a separate thread
+//! Counts the bytes that workers write to log files, for files that no thread of the agent reads. A separate thread
 //! checks the sizes of these files.
 //!
-//! Checking a file on a dead network mount may block forever, so only this thread does it. The thread sleeps until a
-//! scrape requests a check, or until an attempt starts or ends. A scrape waits for the thread only for a short time,
-//! and not at all if the thread has already been busy for longer than that.
+//! Only this thread checks files, because a check on a dead network mount may block forever. The thread sleeps until a
+//! scrape requests a check, or until an attempt starts or ends. A scrape waits for the thread only until the thread has
+//! been busy for [`PATIENCE`].
 //!
-//! - **SIZES-1** A count never decreases. If a file has become smaller, all bytes that it has now count as new.
-//! - **SIZES-2** No lock is held while a file is checked. If the check hangs, the known counts can still be read, and
-//!   further checks can be requested.
+//! - **SIZES-1** A count never decreases. If a file has become smaller, its whole current size counts as new bytes.
+//! - **SIZES-2** No lock is held while a file is checked. If a check hangs, other threads can still read the known
+//!   counts and request further checks.
 //! - **SIZES-3** Every file is checked once more after its attempt has ended, even without a scrape.
 
 use std::collections::BTreeMap;
@@ -24,17 +24,16 @@ use tokio::time::timeout_at;
 
 use crate::source::Stream;
 
-/// Time limit for a scrape to wait for the thread. A scrape does not wait if the thread has already been busy for
-/// longer.
+/// Maximum time for which the thread may have been busy before a scrape stops waiting for it.
 pub const PATIENCE: Duration = Duration::from_millis(200);
 
-/// Log file to which only one stream of one worker writes.
+/// A log file. Only one stream of one worker writes to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogFile {
     pub stream: Stream,
     pub path: PathBuf,
-    /// True if the file did not exist when the attempt was prepared. Otherwise, only bytes that are added after the
-    /// first check are counted.
+    /// True if the file did not exist when the attempt was prepared. If false and no earlier attempt wrote to the file,
+    /// only bytes that are added after the first check are counted.
     pub is_new: bool,
 }
 
@@ -42,7 +41,7 @@ pub struct LogFile {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileState {
     Absent,
-    /// A regular file, with its device and inode numbers and its size in bytes.
+    /// A regular file: its device and inode numbers, and its size in bytes.
     File((u64, u64), u64),
     /// The file is not a regular file, or checking it failed.
     Unknown,
@@ -57,7 +56,7 @@ fn stat(path: &Path) -> FileState {
     }
 }
 
-/// Byte counts. Pure: they are computed only from the results of checking the files.
+/// Byte counts. Pure: they depend only on the results of checking the files.
 #[derive(Debug, Default)]
 struct Tally {
     counts: BTreeMap<Stream, u64>,
@@ -68,13 +67,13 @@ struct Tally {
 struct WatchedFile {
     stream: Stream,
     last: FileState,
-    /// True if the file has not been found in this attempt yet.
+    /// True if no check in this attempt has returned a known state yet.
     is_first: bool,
 }
 
 impl Tally {
-    /// Starts another attempt with these files. If an earlier attempt wrote to the same file, continues counting at the
-    /// last known size.
+    /// Starts another attempt with these files. If the previous attempt wrote to the same file, counting continues at
+    /// the file's last known size.
     fn begin(&mut self, files: Vec<LogFile>) {
         let mut earlier = std::mem::take(&mut self.files);
         for LogFile { stream, path, is_new } in files {
@@ -84,8 +83,8 @@ impl Tally {
         }
     }
 
-    /// Processes the result of checking a file, as SIZES-1 requires. Returns the file's stream and the stream's new
-    /// count, or `None` if this result does not allow an update.
+    /// Processes the result of checking a file, as SIZES-1 requires. Returns the file's stream and the new count of the
+    /// stream. `None` if the count cannot be updated.
     fn update(&mut self, path: &Path, now: FileState) -> Option<(Stream, u64)> {
         let file = self.files.get_mut(path)?;
         let is_first = file.is_first;
@@ -95,10 +94,9 @@ impl Tally {
             (FileState::File(before, from), FileState::File(number, size)) if before == number => {
                 size.checked_sub(from).unwrap_or(size)
             }
-            // The worker's file was moved away or removed. If there is a file with this name now, it does not belong to
-            // the worker.
+            // The worker's file was moved or removed. A file that now has this name does not belong to the worker.
             (FileState::File(..), _) if !is_first => return None,
-            // The file is absent, or it is not known how many of its bytes the worker has written.
+            // The file is absent, or it is unknown how many of its bytes were written by the worker.
             (_, FileState::Absent | FileState::File(..)) => 0,
         };
         (file.last, file.is_first) = (now, false);
@@ -112,7 +110,8 @@ impl Tally {
     }
 }
 
-/// Request to the thread. `Some` starts another attempt with these files, and `None` checks the current files once more.
+/// Request to the thread. `Some` starts another attempt with these files. `None` requests one more check of the current
+/// files.
 type Request = Option<Vec<LogFile>>;
 
 #[derive(Default)]
@@ -120,25 +119,25 @@ struct State {
     requests: Option<mpsc::Sender<Request>>,
     counts: BTreeMap<Stream, u64>,
     is_watching: bool,
-    /// Number of requests that were sent to the thread. `begun` is the number of requests that it has started.
+    /// Number of requests that were sent to the thread. `begun` is the number of requests that the thread has started.
     wanted: u64,
     begun: u64,
-    /// Time since which the thread has not finished a request although it has at least one. `None` if all requests are
-    /// finished.
+    /// Start of the time for which the thread has been busy: when it last finished a request, or when it received one
+    /// while it was idle. `None` if all requests are finished.
     waiting_since: Option<Instant>,
     checked_at: Option<Instant>,
 }
 
 impl State {
     fn request(&mut self, request: Request, now: Instant) {
-        // Sending fails if the thread has panicked. The counts then stay unchanged.
+        // Ignore an error. It means that the thread has panicked, and the counts then stay unchanged.
         if self.requests.as_ref().is_some_and(|requests| requests.send(request).is_ok()) {
             self.wanted += 1;
             self.waiting_since.get_or_insert(now);
         }
     }
 
-    /// Requests a check of the files, unless one is already requested.
+    /// Requests a check of the files, unless the thread already has a request that it has not started.
     fn request_check(&mut self) {
         if self.wanted == self.begun {
             self.request(None, Instant::now());
@@ -151,11 +150,11 @@ impl State {
 pub struct StreamCounts {
     /// Bytes of each stream in all attempts.
     pub counts: BTreeMap<Stream, u64>,
-    /// Age of the counts. `None` if they are final.
+    /// Age of the counts. `None` if they are up to date, because no attempt is running and all checks are finished.
     pub age: Option<Duration>,
 }
 
-/// Handle of the thread that checks the files, with the counts that it has determined.
+/// Handle for the thread that checks the files, and for its counts.
 #[derive(Default)]
 pub struct LogSizes {
     shared: Arc<Shared>,
@@ -170,7 +169,7 @@ struct Shared {
 }
 
 impl LogSizes {
-    /// Starts an attempt whose workers write to these files. Like all methods that are not async, does not block.
+    /// Starts an attempt whose workers write to these files. Never blocks.
     pub fn begin(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.begin_with(files, stat)
     }
@@ -196,7 +195,7 @@ impl LogSizes {
         Ok(())
     }
 
-    /// Ends the attempt, and requests the final check of SIZES-3.
+    /// Ends the attempt and requests the final check of its files, see SIZES-3. Never blocks.
     pub fn end(&self) {
         let mut state = lock(&self.shared.state);
         if std::mem::take(&mut state.is_watching) {
@@ -204,7 +203,8 @@ impl LogSizes {
         }
     }
 
-    /// Waits until every file has been checked at least once since this call, or until [`PATIENCE`] has elapsed.
+    /// Waits until every file has been checked at least once since this call, or until the thread has been busy for
+    /// [`PATIENCE`].
     pub async fn ask(&self) {
         let (target, since) = {
             let mut state = lock(&self.shared.state);
@@ -215,7 +215,7 @@ impl LogSizes {
         };
         if let Some(since) = since {
             let mut done = self.shared.done.subscribe();
-            // Ignore a timeout, because the age of the counts shows that they are old.
+            // Ignore a timeout. The age of the counts then shows that they are old.
             let _ = timeout_at((since + PATIENCE).into(), done.wait_for(|done| *done >= target)).await;
         }
     }
@@ -261,7 +261,8 @@ impl Shared {
         let mut state = lock(&self.state);
         let now = Instant::now();
         state.checked_at = Some(now);
-        // The thread runs one task at a time, so the task that it has finished is the last one that it has started.
+        // The thread executes one request at a time, so the one that it has just finished is the last one that it has
+        // started.
         state.waiting_since = (state.wanted > state.begun).then_some(now);
         self.done.send_replace(state.begun);
     }

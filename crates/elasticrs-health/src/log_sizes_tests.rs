@@ -64,7 +64,7 @@ fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
     assert_eq!(counts, [Some(0), Some(500)]);
     tally.begin(vec![file(OUT, "out", false)]);
     assert_eq!(update(&mut tally, sized(2, 510)), Some(510));
-    // In the next attempt, another file has this name.
+    // In the next attempt, a different file has this name.
     tally.begin(vec![file(OUT, "out", false)]);
     assert_eq!([FileState::Absent, sized(3, 5)].map(|now| update(&mut tally, now)), [Some(510), Some(515)]);
     tally.begin(vec![file(OUT, "out", false)]);
@@ -72,7 +72,8 @@ fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
 }
 
 proptest! {
-    /// Checks SIZES-1, and that all bytes of files that only grow are counted, no matter when the files are checked.
+    /// Checks SIZES-1. Also checks that all bytes are counted if the files only grow, no matter when the files are
+    /// checked.
     #[test]
     fn counts_never_go_down(steps in prop::collection::vec((0u8..6, 0u64..1000), 1..80)) {
         let mut tally = begun(true);
@@ -132,12 +133,12 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
     sizes.begin(files("out")).unwrap();
     assert_eq!(until(&sizes, &[(OUT, 0), (ERR, 0)]).counts.len(), 2);
     fs::write(path("out"), "12345").unwrap();
-    // A file that is not a regular one has no size.
+    // The size of `link` is unknown, because it leads to a device instead of a regular file.
     std::os::unix::fs::symlink("/dev/null", path("link")).unwrap();
     assert!(until(&sizes, &[(OUT, 5), (ERR, 0)]).age.is_some());
     OpenOptions::new().append(true).open(path("out")).unwrap().write_all(b"6").unwrap();
     sizes.end();
-    // No age is reported when the counts can no longer change.
+    // Wait until no age is reported, which means that the final check is finished.
     while asked(&sizes).age.is_some() {}
     assert_eq!(asked(&sizes).counts[&OUT], 6);
     File::create(path("again")).unwrap().write_all(b"789").unwrap();
@@ -148,13 +149,13 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
     assert_eq!(asked(&sizes).counts[&OUT], 9);
 }
 
-/// Creates a file system in which each check waits for a message from the test.
+/// Creates counts whose checks hang until the test sends the result of the check.
 fn gated() -> (LogSizes, mpsc::Sender<FileState>, mpsc::Receiver<()>) {
     let (answer, answers) = mpsc::channel();
     let (looks, looking) = mpsc::channel();
     let sizes = LogSizes::default();
     let stat = move |_: &Path| {
-        // Sending fails after the end of the test.
+        // Ignore an error, because the test may have ended.
         let _ = looks.send(());
         answers.recv().unwrap_or(FileState::Unknown)
     };
@@ -167,11 +168,12 @@ fn who_asks_is_answered_while_a_look_hangs() {
     let (sizes, answer, looking) = gated();
     looking.recv().unwrap();
     answer.send(sized(1, 7)).unwrap();
-    // This answer is for the check that the scrape requests.
+    // This is the result of the check that the scrape will request.
     answer.send(sized(1, 8)).unwrap();
     until(&sizes, &[(OUT, 8)]);
     for _ in 0..2 {
-        // The first scrape waits until the time limit, and the second one does not wait.
+        // The first scrape waits until the time limit. The second scrape does not wait, because the limit has already
+        // passed.
         let known = asked(&sizes);
         assert_eq!(known.counts[&OUT], 8);
         assert!(known.age.is_some());
@@ -184,12 +186,12 @@ fn who_asks_is_answered_while_a_look_hangs() {
     assert!(state.waiting_since.unwrap() + PATIENCE <= before);
     assert!(state.wanted <= state.begun + 1, "questions pile up");
     drop(state);
-    // One attempt ends and another one begins, neither of which waits for the check that hangs.
+    // One attempt ends and another one begins. Neither call waits for the check that hangs.
     sizes.end();
     sizes.begin(vec![file(OUT, "again", true)]).unwrap();
     assert_eq!(asked(&sizes).counts[&OUT], 8);
-    // Results for the check that hangs, for the final check of the first attempt's file, and for the check of the new
-    // file.
+    // The results are for the check that hangs, for the final check of the first attempt's file, and for the check of
+    // the new file.
     for size in [sized(1, 9), sized(1, 10), sized(2, 5)] {
         answer.send(size).unwrap();
     }

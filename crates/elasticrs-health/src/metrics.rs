@@ -2,8 +2,8 @@
 //!
 //! - **METRICS-1** Names, types and labels are those in `docs/metrics.md`, and every metric family is present from the
 //!   start.
-//! - **METRICS-2** The user's own metrics have at most [`MAX_SERIES`] series. Values of further series are dropped, and
-//!   the number of dropped values is counted.
+//! - **METRICS-2** The user's own metrics have at most [`MAX_SERIES`] series. Values of further series are dropped and
+//!   counted.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -55,13 +55,14 @@ struct Series {
     count: u64,
 }
 
-/// Metrics that the agent reports when something happens, as opposed to values that are read at the time of a scrape.
+/// Metrics that the agent reports when something happens. All other values are read at the time of a scrape, see
+/// [`Moment`].
 #[derive(Debug)]
 pub struct Registry {
     /// Time spent on each activity.
     pub spans: Spans,
     restarts: [u64; Cause::ALL.len()],
-    /// Number of recoveries in each bucket. The last bucket is for times above all bounds.
+    /// Number of recoveries in each bucket. The last bucket is for recoveries that took longer than the highest bound.
     recoveries: [u64; BUCKETS.len() + 1],
     recovery_seconds: f64,
     put: BTreeMap<(String, String), Series>,
@@ -117,7 +118,7 @@ impl Registry {
         self.restarts[cause as usize] += 1;
     }
 
-    /// Records a recovery, with the time from the failure until the workers were running again.
+    /// Records a recovery. `span` is the time from the failure until the workers were running again.
     pub fn recovered(&mut self, span: Duration) {
         let seconds = span.as_secs_f64();
         let bucket = BUCKETS.iter().position(|limit| seconds <= *limit).unwrap_or(BUCKETS.len());
@@ -125,7 +126,7 @@ impl Registry {
         self.recovery_seconds += seconds;
     }
 
-    /// Records a value of the user's metric `name` in `group`. Limits the number of series, see METRICS-2.
+    /// Records a value of the user's metric `name` in `group`. The number of series is limited, see METRICS-2.
     pub fn put(&mut self, group: &str, name: &str, value: f64) {
         let key = (group.to_owned(), name.to_owned());
         if self.put.len() >= MAX_SERIES && !self.put.contains_key(&key) {
@@ -155,7 +156,8 @@ impl Registry {
     fn render_identity(&self, page: &mut Page) {
         let Some(Job { run_id, node, placed }) = &self.job else { return };
         let group_rank = placed.map_or_else(String::new, |(group_rank, _)| group_rank.to_string());
-        // Put these labels on a separate metric, because labels on every sample would start new series in each round.
+        // These labels have a metric of their own, because they change between rounds, and as labels of every sample
+        // they would start new series in each round.
         page.family("elasticrs_job_info", "gauge", "Always 1; the job, the machine and the group rank of this agent.");
         let labels = [("run_id", run_id.as_str()), ("node", node), ("group_rank", &group_rank)];
         page.sample("elasticrs_job_info", &labels, 1.0);
@@ -292,7 +294,7 @@ fn render_logs(page: &mut Page, moment: &Moment<'_>) {
 fn render_streams(page: &mut Page, name: &str, help: &str, counts: &BTreeMap<Stream, u64>, workers: &[Worker]) {
     page.family(name, "counter", help);
     for ((local_rank, output), count) in counts {
-        // Skip a stream whose worker is not known yet, because streams are registered shortly before their workers.
+        // Skip a stream if its worker is unknown, because streams are registered shortly before their workers.
         let Some(worker) = workers.iter().find(|worker| worker.local_rank == *local_rank) else { continue };
         let [rank, local_rank] = worker.labels();
         let labels = [(rank.0, rank.1.as_str()), (local_rank.0, local_rank.1.as_str()), ("stream", output.name())];

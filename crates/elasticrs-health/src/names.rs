@@ -1,18 +1,19 @@
-//! Checks the host name to which a request was sent.
+//! Checks the host name in the `Host` header of a request.
 //!
 //! A browser lets a web page read responses from the page's own host name. The owner of that name can make it resolve
-//! to this machine (DNS rebinding). The `Host` header of such a request still contains the foreign name. So data about
-//! the job is returned only if the header contains a name of this machine. IP addresses are accepted, because they are
-//! not resolved. Requests without a `Host` header are accepted, because browsers always send one.
+//! to this machine (DNS rebinding). The `Host` header of the page's requests still contains the foreign name. Therefore
+//! data about the job is returned only if the header contains a name of this machine. IP addresses are accepted,
+//! because they are not resolved. Requests without a `Host` header are accepted, because browsers always send this
+//! header.
 
 use std::fs;
 use std::net::{IpAddr, Ipv6Addr};
 
-/// Returns true if a request with this `Host` header was meant for this server. `listens_on` is the host on which the
-/// user lets the server listen.
+/// Returns true if this `Host` header contains a name or address of this machine, or if there is no header.
+/// `listens_on` is the host on which the server listens.
 ///
-/// Reads a few files unless the name is an address, `localhost` or `listens_on`. Does not resolve names, because that
-/// may take long and depends on other machines.
+/// Reads a few files, unless the name is an address, `localhost` or `listens_on`. Does not resolve names, because that
+/// may take a long time and depends on other machines.
 pub fn is_ours(host: Option<&str>, listens_on: &str) -> bool {
     let Some(name) = host.map(without_port).filter(|name| !name.is_empty()) else { return true };
     if is_address_or_loopback(&name) {
@@ -33,7 +34,7 @@ fn plain(name: &str) -> String {
 fn without_port(host: &str) -> String {
     let is_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit());
     plain(match host.rsplit_once(':') {
-        // An IPv6 address in brackets also contains colons.
+        // Check the text after the last colon, because an IPv6 address in brackets also contains colons.
         Some((name, port)) if is_port(port) => name,
         _ => host,
     })
@@ -43,14 +44,14 @@ fn is_address_or_loopback(name: &str) -> bool {
     let in_brackets = name.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
     let is_address = in_brackets.map_or_else(
         || name.parse::<IpAddr>().is_ok(),
-        // A link-local address may be followed by the name of an interface.
+        // A link-local address may end with the name of an interface.
         |address| address.split('%').next().unwrap_or_default().parse::<Ipv6Addr>().is_ok(),
     );
     is_address || matches!(name, "localhost" | "ip6-localhost" | "ip6-loopback") || name.ends_with(".localhost")
 }
 
-/// Returns true if `name` is the machine's name, an alias of it in `/etc/hosts`, or its name followed by a domain from
-/// `/etc/resolv.conf`.
+/// Returns true if `name` belongs to this machine: it is the machine's own name, an alias of that name in `/etc/hosts`,
+/// or that name followed by a domain from `/etc/resolv.conf`.
 fn is_of_machine(name: &str, machine: &str, hosts: &str, resolver: &str) -> bool {
     let short = machine.split('.').next().unwrap_or_default();
     if short.is_empty() {

@@ -23,8 +23,8 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Creates a worker. Must be called while its process is running, so that a later process with the same pid is not
-    /// mistaken for it.
+    /// Creates a worker. Call this while the worker's process is running, so that a later process with the same pid is
+    /// not mistaken for it.
     pub fn new(rank: u32, local_rank: u32, pid: i32) -> Self {
         Self { rank, local_rank, pid, started: usage(pid).map(|usage| usage.started) }
     }

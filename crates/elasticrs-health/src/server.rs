@@ -1,4 +1,4 @@
-//! The health server: its handle, its thread, and the responses to requests.
+//! The health server: its handle, its thread, and its responses.
 
 use std::collections::VecDeque;
 use std::io;
@@ -29,11 +29,12 @@ use crate::source::{Heartbeat, Readings, Source};
 
 /// Maximum number of connections at the same time. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
-/// Time limit for a client to send its request. The same limit applies again for reading the response. See HEALTH-1.
+/// Time limit for a client to send its request. The same limit applies to reading the response. See HEALTH-1.
 pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
-/// Maximum time that a request waits for the agent's loop. After that, the response contains what is known so far.
+/// Maximum time that a request waits for the agent's loop. If there is no answer by then, the response is based on what
+/// is known so far.
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-/// Maximum number of bytes after a request that are read and discarded.
+/// Maximum number of bytes that are read and discarded after the request.
 const MAX_DROPPED: usize = 256 * 1024;
 /// Time for which a page of metrics is reused.
 const PAGE_FRESH: Duration = Duration::from_millis(100);
@@ -41,8 +42,8 @@ const PAGE_FRESH: Duration = Duration::from_millis(100);
 /// Settings of a server.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Host to listen on. The default is loopback, so that other machines cannot connect. Requests may contain this
-    /// host in their `Host` header.
+    /// Host to listen on. By default, other machines cannot connect, because the host is the loopback address. This
+    /// host is also accepted in the `Host` header of requests.
     pub host: String,
     pub port: u16,
     pub limit: Duration,
@@ -66,14 +67,14 @@ struct Shared {
     published: Mutex<Published>,
     registry: Mutex<Registry>,
     source: Mutex<Option<Arc<dyn Source>>>,
-    /// Shows how long the agent's loop has been busy with one event. `None` if no loop is watched.
+    /// Source of the time for which the agent's loop has been busy with one event. `None` if no loop is watched.
     watched_loop: Mutex<Option<Arc<dyn Source>>>,
     sizes: LogSizes,
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
-/// Answer of the agent's loop, which is recorded after it has passed through the supervisor's runtime. It is recorded
-/// when this value is dropped, so that this also happens if the runtime stops before it runs the task.
+/// Answer of the agent's loop that passes through the supervisor's runtime. Dropping this value records the answer, so
+/// the answer is also recorded if the runtime stops before it runs the task.
 struct Answer {
     shared: Arc<Shared>,
     age: Duration,
@@ -86,7 +87,7 @@ impl Drop for Answer {
     }
 }
 
-/// The agent's handle for its health server. No method blocks, except that closing waits for the server's thread.
+/// The agent's handle for its health server. Only closing it blocks, until the server's thread has exited.
 pub struct Handle {
     port: u16,
     shared: Arc<Shared>,
@@ -95,7 +96,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Starts to listen and to answer requests. `tell` is called with a message for the user if a problem occurs.
+    /// Starts to listen and to answer requests. `tell` is called with a message for the user if there is a problem.
     pub fn start(settings: &Settings, tell: Tell) -> Result<Self, ListenError> {
         let port = Port::from(settings.port);
         let failed = |source: io::Error| ListenError { host: Some(settings.host.clone()), port, source };
@@ -126,7 +127,7 @@ impl Handle {
         self.port
     }
 
-    /// Returns a file descriptor that is readable while a client waits for a call of [`Self::answer`].
+    /// Returns a file descriptor that is readable while a client is waiting for the agent to call [`Self::answer`].
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.shared.wake.as_fd()
     }
@@ -137,12 +138,12 @@ impl Handle {
         self.shared.answer(age, doing);
     }
 
-    /// Same as [`Self::answer`], but passes the answer through the thread that supervises the workers, because that
-    /// thread may also hang.
+    /// Same as [`Self::answer`], but the answer passes through the thread that supervises the workers, so that a hang
+    /// of that thread is detected as well.
     pub fn answer_through(&self, supervisor: &impl Spawn, age: Duration, doing: Option<String>) {
         self.shared.wake.clear();
         lock(&self.shared.liveness).pass_on();
-        // Ignore an error. It means that the runtime has stopped, of which the loop is notified in another way.
+        // Ignore an error. It means that the runtime has stopped, which the loop learns in another way.
         let _ = supervisor.spawn(self.answer_of_runtime(age, doing));
     }
 
@@ -151,23 +152,23 @@ impl Handle {
         Box::new(move || Box::pin(async move { drop(answer) }))
     }
 
-    /// Sets the source of the core's values, which appear in the metrics and in the status.
+    /// Sets the source of the core's values. They appear in the metrics and in the status.
     pub fn show(&self, source: Arc<dyn Source>) {
         *lock(&self.shared.source) = Some(source);
     }
 
-    /// Watches the agent's loop, see [`Source::at_work`]. If the loop is busy with one event for too long, a liveness
-    /// request detects that without waiting for an answer.
+    /// Sets the source of the time for which the agent's loop has been busy, see [`Source::at_work`]. With this time, a
+    /// liveness request can detect a loop that is stuck without waiting for its answer.
     pub fn watch_loop(&self, source: Arc<dyn Source>) {
         *lock(&self.shared.watched_loop) = Some(source);
     }
 
-    /// Starts an attempt whose workers write to log files that no thread reads. See [`crate::log_sizes`].
+    /// Starts an attempt. Its workers write to these log files, which no thread reads. See [`crate::log_sizes`].
     pub fn watch_files(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.shared.sizes.begin(files)
     }
 
-    /// Ends the attempt that [`Self::watch_files`] started, because its workers have exited.
+    /// Ends the attempt that was started with [`Self::watch_files`]. Call this when the workers have exited.
     pub fn files_ended(&self) {
         self.shared.sizes.end();
     }
@@ -183,13 +184,13 @@ impl Handle {
         lock(&self.shared.page).take();
     }
 
-    /// Calls `counts` with the metrics registry, to update it, and with the current time.
+    /// Calls `counts` with the metrics registry and the current time, so that it can update the metrics.
     pub fn count<T>(&self, counts: impl FnOnce(&mut Registry, Instant) -> T) -> T {
         counts(&mut lock(&self.shared.registry), Instant::now())
     }
 
-    /// Stops the server and its threads, see HEALTH-5. Idempotent. Does nothing in a forked child, because the thread
-    /// belongs to the parent.
+    /// Stops the server and its threads, see HEALTH-5. Idempotent. In a forked child, does nothing, because the threads
+    /// exist only in the parent.
     pub fn close(&self) {
         if std::process::id() != self.owner {
             return;
@@ -243,7 +244,7 @@ async fn serve(stream: &TcpStream, shared: &Shared) {
     let _ = timeout(CLIENT_LIMIT, send(stream, &bytes)).await;
 }
 
-/// Reads the head of a request. `None` if it is too long.
+/// Reads the head of a request. `None` if the head is too long.
 async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
     let mut head = Vec::new();
     let mut block = [0; 1024];
@@ -261,16 +262,16 @@ async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Sends the response, then discards further bytes of the request before the connection is closed, because the client
-/// could lose the response otherwise. Stops if the client keeps sending.
+/// Sends the response. Then reads and discards further bytes from the client, up to a limit, because closing a
+/// connection with unread bytes could destroy the response before the client has read it.
 async fn send(stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     stream::write_all(stream, bytes).await?;
     stream::part(stream, MAX_DROPPED).await
 }
 
 async fn respond(request: &Request, shared: &Shared) -> Response {
-    // Do not check the host of probes, because their responses reveal next to nothing, and rejecting a probe may cause
-    // a healthy agent to be restarted.
+    // Do not check the host of health probes. Their responses reveal almost nothing, and a rejected probe may cause a
+    // restart of a healthy agent.
     let is_private = matches!(request.path.as_str(), "/metrics" | "/status");
     if is_private && !names::is_ours(request.host.as_deref(), &shared.host) {
         let said = "only by an address or a name of this machine, or the name that is given as --health-check-host";
@@ -281,7 +282,7 @@ async fn respond(request: &Request, shared: &Shared) -> Response {
         "/readyz" => shared.ready(),
         "/metrics" => shared.metrics().await,
         "/status" => {
-            // Ask the loop first, because it publishes some state only on request.
+            // Ask the loop first, because it publishes part of the state only when a client asks.
             shared.ask().await;
             shared.status()
         }
@@ -315,7 +316,7 @@ impl Shared {
         self.answered.send_replace(());
     }
 
-    /// Asks the loop whether it is alive, as HEALTH-3 requires. Returns the verdict after the answer, or after
+    /// Asks the loop for an answer, as HEALTH-3 requires. Returns the verdict after the answer, or after
     /// [`ANSWER_LIMIT`].
     async fn ask(&self) -> Verdict {
         let limit = ANSWER_LIMIT.min(lock(&self.liveness).limit());
@@ -327,7 +328,7 @@ impl Shared {
             self.wake.set();
         }
         if step != NextStep::Reuse {
-            // Ignore a timeout, because the verdict shows how long the loop has not answered.
+            // Ignore a timeout, because the verdict contains the time for which the loop has not answered.
             let _ = timeout_at(deadline.into(), answered.changed()).await;
         }
         self.verdict()
@@ -382,7 +383,8 @@ impl Shared {
         let mut page = self.fresh_page();
         if page.is_none() {
             self.sizes.ask().await;
-            // Look again, because only the first of several requests that waited together builds the page.
+            // Check for a page again. If several requests have waited together, the first one has already built the
+            // page.
             page = self.fresh_page();
         }
         let body = page.unwrap_or_else(|| self.new_page());
@@ -410,7 +412,7 @@ impl Shared {
             let left = published.status.get("restarts_left").and_then(Value::as_f64);
             (published.state, published.workers.clone(), left)
         };
-        // Read the usage before taking the lock, because other threads that update the metrics would have to wait.
+        // Read the usage before taking the lock, because other threads need the lock to update the metrics.
         let usages = usages(&workers);
         let moment = Moment {
             now,
@@ -436,7 +438,8 @@ mod tests {
         let limit = Duration::from_secs(60);
         let settings = Settings { host: "127.0.0.1".into(), port: 0, limit };
         let handle = Handle::start(&settings, Box::new(|_| ())).unwrap();
-        // The runtime drops the task before its first poll, or drops its whole queue.
+        // When the runtime stops, it drops a task that is still in its queue, or the future of a task before its first
+        // poll.
         let ends: [fn(Task); 2] = [drop, |task| drop(task())];
         for end in ends {
             *lock(&handle.shared.liveness) = Liveness::new(limit);

@@ -1,4 +1,4 @@
-//! Values that the core of the agent counts, in the form in which the server shows them.
+//! Values that the core of the agent counts, in the form in which the server reports them.
 
 use std::time::Duration;
 
@@ -14,15 +14,17 @@ named_enum! {
     }
 }
 
-/// A stream of a worker: its local rank, and standard output or standard error.
+/// A stream of a worker: the worker's local rank, and standard output or standard error.
 pub type Stream = (u32, Output);
 
-/// Source of the values. The server reads it on its own thread, so a call must not wait for the core.
+/// Source of the values. The server calls it on its own thread. A call may not wait for the core, because the core may
+/// hang.
 pub trait Source: Send + Sync {
     /// Returns the current values.
     fn read(&self) -> Readings;
 
-    /// Returns how long the agent's loop has been handling its current event. `None` if it is waiting for an event.
+    /// Returns the time for which the agent's loop has been handling its current event. `None` if it is waiting for an
+    /// event.
     fn at_work(&self) -> Option<Duration>;
 }
 
@@ -30,19 +32,19 @@ pub trait Source: Send + Sync {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Readings {
     pub timers: TimerCounts,
-    /// Numbers of bytes and newlines that were read from each stream that goes to the console.
+    /// The streams that go to the console, each with the numbers of bytes and newlines that were read from it.
     pub logs: Vec<(Stream, u64, u64)>,
-    /// The last heartbeat of each worker that has sent one.
+    /// The last heartbeat of each worker. Workers that have not sent one are missing.
     pub heartbeats: Vec<Heartbeat>,
 }
 
 /// Numbers of expiration timers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TimerCounts {
-    /// Timers that are neither released nor expired.
+    /// Number of timers that are neither released nor expired.
     pub live: u64,
     pub expired: u64,
-    /// Expired timers that were handled more than 10 ms after their deadline.
+    /// Number of expired timers that were handled more than 10 ms after their deadline.
     pub late: u64,
 }
 

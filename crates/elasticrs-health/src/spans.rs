@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 use elasticrs_runtime::named_enum;
 
 named_enum! {
-    /// Activities of a node's agent. Each has a name in the metrics.
+    /// Activities of a node's agent. The names are those in the metrics.
     pub enum Activity {
         /// The workers are being started for the first time.
         Starting = "starting",
-        /// The workers are running, and none is known to have failed.
+        /// The workers are running, and no failure is known.
         Productive = "productive",
         /// Workers have failed and are not running again yet.
         Restarting = "restarting",
@@ -29,7 +29,7 @@ pub struct Spans {
 }
 
 impl Spans {
-    /// Creates a breakdown that starts now, with [`Activity::Starting`].
+    /// Creates a breakdown that starts at `now` with [`Activity::Starting`].
     pub fn new(now: Instant) -> Self {
         Self { now: Activity::Starting, since: now, totals: Default::default() }
     }
@@ -40,8 +40,8 @@ impl Spans {
         (self.now, self.since) = (activity, now);
     }
 
-    /// Moves this duration from productive to hung time, because a worker that hung during it has only now been
-    /// detected.
+    /// Moves this duration from productive to hung time. It is called when a hung worker is detected, and `span` is the
+    /// time for which the worker has already hung.
     pub fn was_hung(&mut self, span: Duration, now: Instant) {
         self.enter(self.now, now);
         let moved = span.min(self.totals[Activity::Productive as usize]);

@@ -1,6 +1,6 @@
 //! Runs blocking calls, such as file reads and name lookups, for threads that run futures and therefore must not block.
 //!
-//! - **BLOCKING-1** the calling thread never blocks, because each call runs on its own thread, which is never joined;
+//! - **BLOCKING-1** the calling thread never blocks, because each call runs on a new thread that is never joined;
 //! - **BLOCKING-2** a call that hangs in the kernel occupies only one thread, however often its callers time out and
 //!   retry.
 
@@ -13,14 +13,13 @@ use tokio::sync::watch;
 
 use crate::threads;
 
-/// Maximum number of different calls that may hang at the same time.
+/// Maximum number of calls that may be running at the same time.
 pub const MAX_CALLS: usize = 8;
 
-/// The blocking calls that one thread has started and that are still running. Callers that pass equal keys at the same
-/// time share one call.
+/// The running blocking calls that one thread has started. Callers that pass the same key share one call.
 ///
-/// Callers should set their own timeouts. A call keeps running even if all its callers have timed out. The next caller
-/// with the same key then waits for that call.
+/// Callers should set their own timeouts. A call continues even if all its callers have timed out, and the next caller
+/// with the same key waits for it.
 #[derive(Debug)]
 pub struct BlockingCalls<K, V> {
     running: RefCell<BTreeMap<K, watch::Receiver<Option<V>>>>,
@@ -92,7 +91,7 @@ mod tests {
                 let (started, released) = (Arc::clone(&started), released.take());
                 let hang = move || {
                     started.fetch_add(1, Ordering::SeqCst);
-                    // Block until the sender is dropped. `recv` then returns an error.
+                    // Block until the sender is dropped, at which point `recv` returns an error.
                     let _ = released.map(|released| released.recv());
                     7
                 };

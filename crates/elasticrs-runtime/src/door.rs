@@ -1,8 +1,8 @@
-//! Accepts connections, but leaves enough file descriptors for other uses by the process.
+//! Accepts connections, but leaves enough file descriptors for the rest of the process.
 //!
-//! A store runs in an agent, which must also watch and restart workers. Connections to the store, whether from unknown
-//! clients or from a very large job, may use only a part of the descriptors. The rest is reserved for the agent itself
-//! and for health requests. Further connections wait in the kernel's queue.
+//! A store runs in an agent, which must also watch and restart workers. Connections to the store may use only a part of
+//! the descriptors, even if there are many unknown clients or the job is very large. The rest is reserved for the agent
+//! itself and for health requests. Further connections wait in the kernel's queue.
 //!
 //! - **DOOR-1** An error of `accept` does not stop the listener. `accept` is retried, and repeated errors are reported
 //!   only at intervals.
@@ -22,8 +22,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Minimum time between two error notices to the user.
 const SILENCE: Duration = Duration::from_secs(10);
 
-/// Purpose of a listener's connections. It determines how many descriptors they must leave for connections of higher
-/// priority and for the rest of the process.
+/// Purpose of a listener's connections. It determines the number of descriptors that are reserved for other uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     Health,
@@ -35,8 +34,8 @@ pub enum Purpose {
 pub struct Door {
     listener: tokio::net::TcpListener,
     purpose: Purpose,
-    /// A connection that exceeded this listener's share of descriptors when it was accepted. It waits here until
-    /// descriptors are free. Meanwhile, later connections wait in the kernel's queue.
+    /// A connection that was accepted when this listener had already used its share of descriptors. It waits here until
+    /// descriptors are free, and later connections wait in the kernel's queue.
     held: Option<(TcpStream, SocketAddr)>,
     reported: Option<Instant>,
 }
@@ -48,7 +47,7 @@ impl Door {
     }
 
     /// Accepts the next connection. Returns the stream and the peer's address, with IPv4-mapped addresses in IPv4 form.
-    /// Cancel-safe. While connections cannot be accepted, reports this to `notices` from time to time. `store` is the
+    /// Cancel-safe. While no connection can be accepted, reports the error to `notices` at intervals. `store` is the
     /// name of the server in these reports.
     pub async fn accept(&mut self, notices: &Notices, store: &str) -> (TcpStream, SocketAddr) {
         loop {
@@ -79,8 +78,9 @@ impl Door {
     }
 }
 
-/// Returns true if the listener may use this descriptor. Its number must be below the limit for this purpose. If it is
-/// not, the lowest free number must be, because descriptors may have been closed since.
+/// Returns true if a connection with this descriptor is within the share of this purpose, which means that the number
+/// of the descriptor is below a limit. If the number is too high, checks the lowest free number instead, because lower
+/// descriptors may have been closed after the connection was accepted.
 fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
     let below = soft.saturating_sub(kept(soft, purpose));
@@ -88,19 +88,20 @@ fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     is_below(fd.as_raw_fd()) || fd.try_clone_to_owned().is_ok_and(|lowest| is_below(lowest.as_raw_fd()))
 }
 
-/// Returns the number of descriptors that are reserved for other uses.
+/// Returns the number of descriptors that connections of this purpose must leave for other uses.
 fn kept(soft: u64, purpose: Purpose) -> u64 {
-    // These are enough to start, watch and stop the workers of a node.
+    // This number is enough to start, watch and stop the workers of a node.
     let own = (soft / 8).clamp(16, 64);
     match purpose {
         Purpose::Health => own,
-        // Reserve more descriptors for health requests, which are short and need only a few, and for the waiting
-        // connection that each store holds when its share is used up.
+        // Stores also leave descriptors for health requests, which are few and short, and for the waiting connection of
+        // each store that has used up its share.
         Purpose::Store => own + (soft / 16).clamp(8, 64),
     }
 }
 
-/// Returns true if this error concerns only one connection, which was closed before it was accepted.
+/// Returns true if this error concerns only one connection, for example because the peer closed it before it was
+/// accepted.
 fn is_of_one_connection(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)

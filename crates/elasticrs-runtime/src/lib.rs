@@ -1,4 +1,4 @@
-//! Code for this library's threads, which run inside the user's process.
+//! Building blocks for this library's threads, which run inside the user's process.
 //!
 //! [`threads`] starts threads, [`runtime`] runs futures on a thread, [`blocking`] makes blocking calls for futures, and
 //! [`wake`] wakes waiting threads. [`listen`] and [`door`] accept clients, [`stream`] transfers their bytes, and
@@ -21,7 +21,7 @@ pub mod wake;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Locks a mutex and ignores poisoning. Use it only for plain data that is always changed in a single step, because a
-/// panic cannot leave such data inconsistent.
+/// panic then leaves the data consistent.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,8 +1,9 @@
 //! Opens sockets that listen for clients.
 //!
-//! The caller owns the listening sockets. Connections wait in the kernel's queue until they are accepted.
+//! The caller owns the listening sockets. Connections wait in the kernel's queue until the caller accepts them.
 //!
-//! - **LISTEN-1** Without a host, the listener uses all addresses: IPv6 and IPv4 if the kernel supports both.
+//! - **LISTEN-1** Without a host, the socket listens on all addresses, IPv6 as well as IPv4 if the kernel supports
+//!   both.
 //! - **LISTEN-2** If a range of ports is given, the first free port is used. An error names the address and the port.
 
 use std::fmt;
@@ -19,7 +20,7 @@ use nix::sys::socket::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Port {
     Any,
-    /// The first free port of this range, including both ends.
+    /// The first free port of this range, which includes both ends.
     Range(u16, u16),
 }
 
@@ -30,10 +31,10 @@ impl From<u16> for Port {
     }
 }
 
-/// Error when listening on an address failed.
+/// Error of a failed attempt to listen on an address.
 #[derive(Debug)]
 pub struct ListenError {
-    /// The host as it was given, for messages. `None` for all addresses.
+    /// The host that the caller passed, for messages. `None` for all addresses.
     pub host: Option<String>,
     pub port: Port,
     pub source: io::Error,
@@ -60,7 +61,7 @@ impl std::error::Error for ListenError {
     }
 }
 
-/// Binds and listens on `host`, or on all addresses if it is `None`.
+/// Binds and listens on `host`, or on all addresses if `host` is `None`.
 pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError> {
     let failed = |source| ListenError { host: host.map(str::to_owned), port, source };
     let (first, last) = match port {
@@ -80,9 +81,8 @@ pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError
     Err(failed(error))
 }
 
-/// Listens on several addresses. An empty host means all addresses. If the port of the first address is 0, the kernel
-/// chooses one. If that of a later address is 0, it gets the same port as the address before it. If one address fails,
-/// none is kept open.
+/// Listens on several addresses. An empty host means all addresses. If the first port is 0, the kernel chooses a port.
+/// If a later port is 0, the port of the previous address is used. If this fails for one address, closes all sockets.
 pub fn listen_at_all(addresses: &[(String, u16)]) -> Result<Vec<TcpListener>, ListenError> {
     let mut listeners = Vec::new();
     let mut chosen = 0;
@@ -107,9 +107,9 @@ fn listen_at(host: Option<&str>, port: u16) -> io::Result<TcpListener> {
     let mut failed = io::Error::new(io::ErrorKind::NotFound, "no address of that name");
     for address in (host, port).to_socket_addrs()? {
         match open(address, true) {
-            // `localhost` resolves to `::1` first, even if the kernel has no IPv6, so try the next address in that
-            // case. If another program uses the port on `::1`, fail, because clients that connect to `localhost` would
-            // reach that program.
+            // Try the next address, because `localhost` resolves to `::1` first even if the kernel has no IPv6. Do not
+            // try it if another program uses the port on `::1`, because clients that connect to `localhost` would reach
+            // that program.
             Err(error) if is_no_address_of_ours(&error) => failed = error,
             result => return result,
         }
@@ -131,8 +131,8 @@ fn open(address: SocketAddr, is_v6_only: bool) -> io::Result<TcpListener> {
         setsockopt(&fd, sockopt::Ipv6V6Only, &is_v6_only)?;
     }
     bind(fd.as_raw_fd(), &SockaddrStorage::from(address))?;
-    // Use the longest possible queue, because thousands of clients may connect at once, and each refused connection
-    // costs a client of torch half a second. The kernel limits the queue to `net.core.somaxconn`.
+    // Use the longest possible queue, because thousands of clients may connect at once, and a refused connection delays
+    // a client of torch by half a second. The kernel limits the queue to `net.core.somaxconn`.
     begin_to_listen(&fd, Backlog::MAXALLOWABLE)?;
     Ok(TcpListener::from(fd))
 }

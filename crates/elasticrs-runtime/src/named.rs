@@ -1,6 +1,6 @@
-//! Enums whose variants have names outside of Rust, for example in Python or in metrics.
+//! Enums whose variants have names that are used outside of Rust, for example in Python or in metrics.
 
-/// Defines an enum with named variants. It has `ALL`, `name` and `of_name`.
+/// Defines an enum with named variants and with the members `ALL`, `name` and `of_name`.
 #[macro_export]
 macro_rules! named_enum {
     ($(#[$meta:meta])* pub enum $name:ident { $($(#[$doc:meta])* $variant:ident = $text:literal,)+ }) => {
@@ -17,7 +17,7 @@ macro_rules! named_enum {
                 match self { $(Self::$variant => $text),+ }
             }
 
-            /// Returns the variant with this name. `None` if there is none.
+            /// Returns the variant with this name. `None` if no variant has it.
             pub fn of_name(name: &str) -> Option<Self> {
                 Self::ALL.into_iter().find(|each| each.name() == name)
             }

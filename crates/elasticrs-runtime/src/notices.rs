@@ -1,12 +1,12 @@
-//! Notices to the user about requests that a server rejects, connections that it closes, and errors.
+//! A server's notices to the user: about rejected requests, closed connections, and errors.
 //!
 //! A server creates the notices on its own thread. The server's owner chooses the destination: the agent's events, or a
 //! [`List`] that the user reads from time to time.
 //!
-//! - **NOTICE-1** There are at most [`LINES`] lines in each [`WINDOW`]. Further lines are omitted, and the next line
-//!   contains their number.
-//! - **NOTICE-2** A list keeps a limited number of lines until it is read. Then it also reports the number of dropped
-//!   lines.
+//! - **NOTICE-1** There are at most [`LINES`] lines in each [`WINDOW`]. Further lines are omitted. The next line that
+//!   is not omitted contains their number.
+//! - **NOTICE-2** A list stores a limited number of lines and drops further ones. When it is read, it also reports the
+//!   number of dropped lines.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -21,7 +21,7 @@ use crate::wake::Wake;
 
 /// Maximum number of lines in each [`WINDOW`]. Further lines are only counted.
 pub const LINES: u32 = 10;
-/// Time window to which the limit [`LINES`] applies.
+/// Time window in which at most [`LINES`] lines are allowed.
 pub const WINDOW: Duration = Duration::from_secs(10);
 /// Maximum number of lines that are kept until the user fetches them.
 const KEPT: usize = 256;
@@ -29,7 +29,8 @@ const KEPT: usize = 256;
 /// Function that receives the lines.
 pub type Tell = Box<dyn Fn(String) + Send>;
 
-/// Passes lines on at a limited rate. If a peer repeatedly misbehaves, the user sees only a few lines and a count.
+/// Passes lines to the user at a limited rate. If a peer misbehaves repeatedly, the user sees only a few lines and a
+/// count.
 pub struct Notices {
     tell: Tell,
     rate: RefCell<Rate>,
@@ -46,12 +47,12 @@ pub struct Rate {
 }
 
 impl Notices {
-    /// Creates an object that passes lines on to `tell`.
+    /// Creates notices that are passed to `tell`.
     pub fn new(tell: Tell) -> Self {
         Self { tell, rate: RefCell::new(Rate::new(LINES, WINDOW)) }
     }
 
-    /// Passes the line on, or counts it if the limit is reached.
+    /// Passes the line to the user, or only counts it if the limit is reached.
     pub fn say(&self, line: String) {
         self.say_at(line, Instant::now());
     }
@@ -77,8 +78,8 @@ impl Rate {
         Self { most, window, since: None, admitted: 0, left_out: 0 }
     }
 
-    /// Admits or rejects an event. If it is admitted, returns the number of events that were rejected since the
-    /// previous one. `None` if it is rejected.
+    /// Admits or rejects an event. For an admitted event, returns the number of events that were rejected since the
+    /// previous admitted one. `None` for a rejected event.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         if self.since.is_none_or(|since| now.saturating_duration_since(since) >= self.window) {
             (self.since, self.admitted) = (Some(now), 0);
@@ -91,7 +92,7 @@ impl Rate {
         Some(self.take_left_out())
     }
 
-    /// Returns the number of events that were rejected since the last admitted one, and resets it to zero.
+    /// Returns the number of events that were rejected since the last admitted one, and resets this number to zero.
     pub fn take_left_out(&mut self) -> u64 {
         std::mem::take(&mut self.left_out)
     }
@@ -111,7 +112,7 @@ struct Inner {
 }
 
 impl List {
-    /// Adds a line. If the list is full, the line is only counted.
+    /// Adds a line. If the list is full, only counts the line.
     pub fn add(&self, line: String) {
         let mut inner = lock(&self.inner);
         if inner.lines.len() < KEPT {
@@ -148,7 +149,8 @@ impl List {
         if !inner.lines.is_empty() {
             wake.set();
         }
-        // No other thread can create the descriptor in between, because this thread holds the lock.
+        // This initializes the descriptor with `wake`, because this thread holds the lock and no other thread can
+        // create one.
         Ok(self.wake.get_or_init(|| wake).as_fd())
     }
 }

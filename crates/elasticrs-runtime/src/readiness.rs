@@ -7,31 +7,30 @@ use std::sync::Arc;
 use tokio::io::Interest;
 use tokio::io::unix::{AsyncFd, AsyncFdReadyGuard};
 
-/// Type that owns one file descriptor.
+/// A type that owns one file descriptor.
 ///
 /// # Safety
 /// `as_raw_fd` must return the same open descriptor for as long as the value lives.
 pub unsafe trait OwnsDescriptor: AsRawFd {}
 
-// SAFETY: an owned descriptor is open until it is dropped, and cannot be replaced.
+// SAFETY: an owned descriptor stays open until it is dropped, and it cannot be replaced.
 unsafe impl OwnsDescriptor for OwnedFd {}
-// SAFETY: as above. The reference count keeps the descriptor open.
+// SAFETY: as for `OwnedFd`. The reference count keeps the descriptor open.
 unsafe impl OwnsDescriptor for Arc<OwnedFd> {}
 
 /// Registers a file descriptor with the current runtime.
 ///
-/// # Errors
-/// Epoll does not support the descriptor, or the user's limit on epoll watches is reached.
+/// # Errors Fails if epoll does not support the descriptor, or if the user's limit on epoll watches is reached.
 pub fn register<T: OwnsDescriptor>(inner: T, interest: Interest) -> io::Result<AsyncFd<T>> {
-    // SAFETY: `OwnsDescriptor` guarantees the requirements of this call.
+    // SAFETY: `OwnsDescriptor` guarantees that the descriptor stays open and the same, as this call requires.
     unsafe { AsyncFd::register_with_interest(inner, interest) }.map_err(io::Error::from)
 }
 
-/// A value that reads and writes a file descriptor by itself, and the readiness of that descriptor.
+/// A value that reads and writes its own file descriptor, together with the readiness of that descriptor.
 #[derive(Debug)]
 pub struct Registered<T> {
-    /// A duplicate of the descriptor, because `inner` may be a type of which only its own crate knows that it never
-    /// replaces its descriptor. The kernel reports the same readiness for both.
+    /// A duplicate of the descriptor of `inner`. The type of `inner` may not guarantee that it keeps the same
+    /// descriptor, but the duplicate always stays the same. The kernel reports the same readiness for both descriptors.
     readiness: AsyncFd<OwnedFd>,
     inner: T,
 }
@@ -39,8 +38,7 @@ pub struct Registered<T> {
 impl<T: AsFd> Registered<T> {
     /// Registers the descriptor of `inner` with the current runtime.
     ///
-    /// # Errors
-    /// As for [`register`], or this process has reached its limit on file descriptors.
+    /// # Errors Fails as [`register`] does, or if this process has reached its limit on file descriptors.
     pub fn new(inner: T, interest: Interest) -> io::Result<Self> {
         Ok(Self { readiness: register(inner.as_fd().try_clone_to_owned()?, interest)?, inner })
     }

@@ -14,19 +14,19 @@ use crate::threads;
 /// never leaves that thread.
 pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 
-/// Function that passes one task to another thread. Returns `false` if that thread does not exist, so that the task
-/// will never run.
+/// Function that passes one task to another thread. Returns `false` if the thread does not exist. The task then never
+/// runs.
 pub type HandOver = Box<dyn FnOnce(Task) -> bool + Send>;
 
 /// A thread that runs tasks for other threads.
 pub trait Spawn {
-    /// Passes a task to the thread. Returns `false` if the thread has exited, so that the task will never run.
+    /// Passes a task to the thread. Returns `false` if the thread has exited. The task then never runs.
     fn spawn(&self, task: Task) -> bool;
 }
 
-/// Starts a thread that runs a future, together with the tasks that the future spawns with
-/// [`tokio::task::spawn_local`]. When the future completes or panics, the remaining tasks are dropped without running
-/// to completion. If it panics, `panicked` is called with the message.
+/// Starts a thread that runs a future, and the tasks that the future spawns with [`tokio::task::spawn_local`]. When the
+/// future completes or panics, unfinished tasks are dropped. If the future panics, `panicked` is called with the
+/// message of the panic.
 pub fn start<F: Future<Output = ()>>(
     builder: Builder,
     main: impl FnOnce() -> F + Send + 'static,
@@ -48,9 +48,9 @@ pub fn start<F: Future<Output = ()>>(
     })
 }
 
-/// A thread that runs the tasks that it is given. Dropping the value drops all tasks, which closes their sockets, and
-/// waits until the thread has exited. In a forked child, dropping does nothing, because the thread exists only in the
-/// parent.
+/// A thread that runs the tasks that are passed to it. Dropping the value drops all tasks, which closes their sockets,
+/// and waits until the thread has exited. In a forked child, dropping does nothing, because the thread exists only in
+/// the parent.
 #[derive(Debug)]
 pub struct Runtime {
     tasks: Option<UnboundedSender<Task>>,
@@ -64,7 +64,7 @@ impl Runtime {
         let (tasks, mut inbox) = unbounded_channel::<Task>();
         let serve = move || async move {
             while let Some(task) = inbox.recv().await {
-                // Spawn the task, so that a panic affects only this task.
+                // Run the task as a separate tokio task, so that a panic affects only this task.
                 tokio::task::spawn_local(async { task().await });
             }
         };
@@ -87,7 +87,7 @@ impl Drop for Runtime {
         }
         drop(tasks);
         if let Some(thread) = thread {
-            // Ignore the result, because this thread does not panic.
+            // Ignore the result. It cannot be an error, because this thread catches panics.
             let _ = thread.join();
         }
     }

@@ -1,4 +1,5 @@
-//! Reads from and writes to a connection without a buffer of its own, so that idle connections need little memory.
+//! Reads from and writes to a connection. A connection has no buffer of its own, so idle connections need little
+//! memory.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -31,9 +32,9 @@ pub async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Shuts down the sending side, then reads and discards up to `most` bytes until the peer closes the connection. This
-/// is needed because closing a socket with unread bytes resets the connection, and the peer could then lose the bytes
-/// that were sent last.
+/// Shuts down the sending side. Then reads and discards up to `most` bytes until the peer closes the connection.
+/// Without this, closing a socket with unread bytes would reset the connection, and the peer could lose the last bytes
+/// that were sent to it.
 pub async fn part(stream: &TcpStream, most: usize) -> io::Result<()> {
     shutdown(stream.as_raw_fd(), Shutdown::Write)?;
     let mut block = vec![0; 4096];
@@ -43,8 +44,8 @@ pub async fn part(stream: &TcpStream, most: usize) -> io::Result<()> {
             0 => break,
             count => left = left.saturating_sub(count),
         }
-        // Yield after each read, so that other tasks and the caller's timeout get a turn even if the peer never stops
-        // sending.
+        // Yield after each read, because the peer may never stop sending, and other tasks and the caller's timeout need
+        // their turn.
         yield_now().await;
     }
     Ok(())

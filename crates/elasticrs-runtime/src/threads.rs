@@ -9,18 +9,20 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::sync::mpsc::UnboundedSender;
 
-/// Interval at which a caller that waits for an answer checks whether the task has stopped.
+/// Interval at which a caller that waits for an answer checks that the task still exists.
 const LOOK: Duration = Duration::from_millis(100);
-/// Time for which [`Leavable::leave`] waits for a thread to exit.
+/// Maximum time that [`Leavable::leave`] waits for a thread to exit.
 const LEAVE_GRACE: Duration = Duration::from_millis(200);
 
-/// Starts a thread that blocks all signals, because Python's signal handlers belong on Python's own threads. SIGPIPE is
-/// also blocked. Writing to a closed connection therefore returns an error even in a program in which SIGPIPE is fatal.
+/// Starts a thread that blocks all signals, because Python's signal handlers should run only on Python's own threads.
+/// SIGPIPE is blocked as well, so writing to a closed connection returns an error even in a program in which SIGPIPE is
+/// fatal.
 pub fn start<T: Send + 'static>(
     builder: Builder,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    // Block the signals before the thread starts. The thread inherits the mask, so it never receives a signal.
+    // Block the signals before starting the thread, because the thread inherits the mask. In this way, it never
+    // receives a signal.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     let started = builder.spawn(body);
     before.thread_set_mask()?;
@@ -37,12 +39,13 @@ pub fn panic_message(panic: &(dyn Any + Send)) -> String {
 #[derive(Debug)]
 pub struct Leavable {
     handle: JoinHandle<()>,
-    /// Receiver that detects when the thread exits, even by a panic, because the thread then drops the sender.
+    /// Receiver that reports an error when the thread exits, because the thread owns the sender. This also works after
+    /// a panic.
     ended: Receiver<()>,
 }
 
 impl Leavable {
-    /// Starts the thread as [`start`] does. A panic of `body` has no further effect.
+    /// Starts the thread as [`start`] does. A panic of `body` only ends the thread.
     pub fn start(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
         let (alive, ended) = channel();
         let handle = start(Builder::new().name(name.to_owned()), move || {
@@ -52,7 +55,7 @@ impl Leavable {
         Ok(Self { handle, ended })
     }
 
-    /// Waits a short time for the thread to exit. A thread that hangs is abandoned and exits when it can.
+    /// Waits a short time for the thread to exit. If the thread hangs, it is abandoned and exits later on its own.
     pub fn leave(self) {
         if self.ended.recv_timeout(LEAVE_GRACE) == Err(RecvTimeoutError::Disconnected) {
             let _ = self.handle.join();
@@ -67,8 +70,8 @@ pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>
 
 /// Same as [`ask`], but also returns `None` if the task does not answer within `limit`, because its thread may hang.
 ///
-/// Checks regularly whether the task has stopped. It is not enough to wait until the request is dropped, because a
-/// request that is sent just as the task stops may stay in the channel for as long as the channel has a sender.
+/// Regularly checks that the task still exists. Waiting until the request is dropped is not enough, because a request
+/// that is sent just as the task stops stays in the channel until the channel has no sender.
 pub fn ask_within<Q, A>(
     inbox: &UnboundedSender<Q>,
     question: impl FnOnce(SyncSender<A>) -> Q,
@@ -81,7 +84,7 @@ pub fn ask_within<Q, A>(
         match answer.recv_timeout(LOOK) {
             Ok(answer) => return Some(answer),
             Err(RecvTimeoutError::Disconnected) => return None,
-            // Check for an answer once more, because the task may have answered just before it stopped.
+            // Check for an answer one last time, because the task may have answered just before it stopped.
             Err(RecvTimeoutError::Timeout) if inbox.is_closed() || asked.elapsed() >= limit => {
                 return answer.try_recv().ok();
             }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// A file descriptor that becomes readable with [`Self::set`] and stays so until [`Self::clear`].
+/// A file descriptor that becomes readable with [`Self::set`] and stays readable until [`Self::clear`].
 #[derive(Debug)]
 pub struct Wake(EventFd);
 
@@ -17,13 +17,13 @@ impl Wake {
 
     /// Wakes the waiting poll loop. Never blocks.
     pub fn set(&self) {
-        // Ignore EAGAIN, because it means that the counter is full, so the descriptor is readable already.
+        // Ignore EAGAIN. It means that the counter is full, so the descriptor is already readable.
         let _ = self.0.write(1);
     }
 
-    /// Makes the descriptor not readable again.
+    /// Clears the readiness of the descriptor. Never blocks.
     pub fn clear(&self) {
-        // Ignore EAGAIN, because it means that the descriptor was not readable.
+        // Ignore EAGAIN. It means that the descriptor was not readable.
         let _ = self.0.read();
     }
 }

@@ -376,7 +376,7 @@ fn chained(before: &Digest, record: &[u8]) -> Digest {
 }
 
 /// Opens and locks the file at `at`. Retries if another process replaces the file before it is locked. Returns `None`
-/// if there is no file. Error messages name the path `state` instead of `at`.
+/// if there is no file. I/O errors name the path `state` instead of `at`.
 fn lock(at: &Path, state: &Path, options: &mut OpenOptions) -> Result<Option<Flock<File>>, StateError> {
     loop {
         let file = match options.read(true).write(true).open(at) {

@@ -180,7 +180,8 @@ pub(super) enum Stage {
     Calls(SocketAddr),
 }
 
-/// Connects to an endpoint and authenticates. `patience` is the time limit for the TCP connection only.
+/// Connects to an endpoint and authenticates. `patience` is divided among the addresses of the endpoint. The caller
+/// limits the time of the whole call.
 pub(super) async fn dial(
     (host, port): &(String, u16),
     credentials: &Credentials,
