@@ -24,7 +24,7 @@ use tokio::time::timeout_at;
 
 use crate::source::Stream;
 
-/// Maximum time for which the thread may have been busy before a scrape stops waiting for it.
+/// Time limit for a scrape to wait for the thread, counted from the time at which the thread became busy.
 pub const PATIENCE: Duration = Duration::from_millis(200);
 
 /// A log file. Only one stream of one worker writes to it.
@@ -122,8 +122,8 @@ struct State {
     /// Number of requests that were sent to the thread. `begun` is the number of requests that the thread has started.
     wanted: u64,
     begun: u64,
-    /// Start of the time for which the thread has been busy: when it last finished a request, or when it received one
-    /// while it was idle. `None` if all requests are finished.
+    /// Time since which the thread has been busy: it last finished a request then, or it received a request while it
+    /// was idle. `None` if all requests are finished.
     waiting_since: Option<Instant>,
     checked_at: Option<Instant>,
 }

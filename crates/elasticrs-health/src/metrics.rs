@@ -1,7 +1,8 @@
 //! Metrics of a job, in Prometheus' text format 0.0.4.
 //!
-//! - **METRICS-1** Names, types and labels are those in `docs/metrics.md`, and every metric family is present from the
-//!   start.
+//! - **METRICS-1** Names, types and labels are those in `docs/metrics.md`. Every metric family is present from the
+//!   start, except those for values that are not known yet: `elasticrs_job_info`, `elasticrs_world_size` and
+//!   `elasticrs_restarts_left`.
 //! - **METRICS-2** The user's own metrics have at most [`MAX_SERIES`] series. Values of further series are dropped and
 //!   counted.
 
@@ -156,8 +157,8 @@ impl Registry {
     fn render_identity(&self, page: &mut Page) {
         let Some(Job { run_id, node, placed }) = &self.job else { return };
         let group_rank = placed.map_or_else(String::new, |(group_rank, _)| group_rank.to_string());
-        // These labels have a metric of their own, because they change between rounds, and as labels of every sample
-        // they would start new series in each round.
+        // Put these labels on a separate metric, because they change between rounds. If every sample had them, each
+        // round would start new series.
         page.family("elasticrs_job_info", "gauge", "Always 1; the job, the machine and the group rank of this agent.");
         let labels = [("run_id", run_id.as_str()), ("node", node), ("group_rank", &group_rank)];
         page.sample("elasticrs_job_info", &labels, 1.0);

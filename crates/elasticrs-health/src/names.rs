@@ -9,8 +9,8 @@
 use std::fs;
 use std::net::{IpAddr, Ipv6Addr};
 
-/// Returns true if this `Host` header contains a name or address of this machine, or if there is no header.
-/// `listens_on` is the host on which the server listens.
+/// Returns true if this `Host` header contains an IP address or a name of this machine, or if there is no header.
+/// `listens_on`, the host on which the server listens, also counts as a name of this machine.
 ///
 /// Reads a few files, unless the name is an address, `localhost` or `listens_on`. Does not resolve names, because that
 /// may take a long time and depends on other machines.

@@ -157,8 +157,8 @@ impl Handle {
         *lock(&self.shared.source) = Some(source);
     }
 
-    /// Sets the source of the time for which the agent's loop has been busy, see [`Source::at_work`]. With this time, a
-    /// liveness request can detect a loop that is stuck without waiting for its answer.
+    /// Sets the source of the time for which the agent's loop has been busy, see [`Source::at_work`]. With this time,
+    /// even the first liveness request detects a loop that is stuck.
     pub fn watch_loop(&self, source: Arc<dyn Source>) {
         *lock(&self.shared.watched_loop) = Some(source);
     }

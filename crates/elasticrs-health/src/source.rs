@@ -17,7 +17,7 @@ named_enum! {
 /// A stream of a worker: the worker's local rank, and standard output or standard error.
 pub type Stream = (u32, Output);
 
-/// Source of the values. The server calls it on its own thread. A call may not wait for the core, because the core may
+/// Source of the values. The server calls it on its own thread. A call never waits for the core, because the core may
 /// hang.
 pub trait Source: Send + Sync {
     /// Returns the current values.
@@ -34,7 +34,7 @@ pub struct Readings {
     pub timers: TimerCounts,
     /// The streams that go to the console, each with the numbers of bytes and newlines that were read from it.
     pub logs: Vec<(Stream, u64, u64)>,
-    /// The last heartbeat of each worker. Workers that have not sent one are missing.
+    /// The last heartbeat of each worker that has sent at least one.
     pub heartbeats: Vec<Heartbeat>,
 }
 

@@ -149,8 +149,8 @@ impl List {
         if !inner.lines.is_empty() {
             wake.set();
         }
-        // This initializes the descriptor with `wake`, because this thread holds the lock and no other thread can
-        // create one.
+        // `get_or_init` always stores `wake`, because this thread holds the lock and no other thread can create a
+        // descriptor.
         Ok(self.wake.get_or_init(|| wake).as_fd())
     }
 }

@@ -87,7 +87,7 @@ impl Drop for Runtime {
         }
         drop(tasks);
         if let Some(thread) = thread {
-            // Ignore the result. It cannot be an error, because this thread catches panics.
+            // Ignore the result. It is never an error, because this thread catches panics.
             let _ = thread.join();
         }
     }

@@ -33,7 +33,7 @@ pub async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Shuts down the sending side. Then reads and discards up to `most` bytes until the peer closes the connection.
-/// Without this, closing a socket with unread bytes would reset the connection, and the peer could lose the last bytes
+/// Otherwise, closing the socket with unread bytes would reset the connection, and the peer could lose the last bytes
 /// that were sent to it.
 pub async fn part(stream: &TcpStream, most: usize) -> io::Result<()> {
     shutdown(stream.as_raw_fd(), Shutdown::Write)?;

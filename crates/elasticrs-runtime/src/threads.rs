@@ -21,8 +21,7 @@ pub fn start<T: Send + 'static>(
     builder: Builder,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    // Block the signals before starting the thread, because the thread inherits the mask. In this way, it never
-    // receives a signal.
+    // Block the signals before starting the thread. The thread inherits the mask, so it never receives a signal.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     let started = builder.spawn(body);
     before.thread_set_mask()?;
@@ -39,13 +38,13 @@ pub fn panic_message(panic: &(dyn Any + Send)) -> String {
 #[derive(Debug)]
 pub struct Leavable {
     handle: JoinHandle<()>,
-    /// Receiver that reports an error when the thread exits, because the thread owns the sender. This also works after
+    /// Receiver that detects the exit of the thread. The thread owns the sender and drops it when it exits, even after
     /// a panic.
     ended: Receiver<()>,
 }
 
 impl Leavable {
-    /// Starts the thread as [`start`] does. A panic of `body` only ends the thread.
+    /// Starts the thread as [`start`] does. If `body` panics, only this thread ends.
     pub fn start(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
         let (alive, ended) = channel();
         let handle = start(Builder::new().name(name.to_owned()), move || {

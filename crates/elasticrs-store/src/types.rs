@@ -81,7 +81,7 @@ pub enum OpResult {
     Entries(Vec<Entry>),
 }
 
-/// A transaction: executes `then` if all conditions hold, and otherwise executes `otherwise`.
+/// A transaction. The store executes `then` if all conditions hold, and `otherwise` if they do not.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Txn {
     pub compares: Vec<Compare>,

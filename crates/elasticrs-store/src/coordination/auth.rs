@@ -5,8 +5,8 @@ use sha2::Sha256;
 
 use super::protocol::{Digest, Secret};
 
-/// The side that makes a proof. Its name is part of the data from which the proof is computed, so one side cannot reuse
-/// the other side's proof.
+/// The side that makes a proof. The data of the proof contains the name of this side, so the other side cannot reuse
+/// the proof.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     /// The client answers the store's challenge.

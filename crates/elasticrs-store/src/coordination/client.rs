@@ -40,8 +40,8 @@ fn encode(request: Request, resume: bool) -> Result<Asked, Unsendable> {
         Request::Watch { watch, .. } if resume && watch.from_revision.is_some() => return Err(Unsendable::Past),
         Request::Watch { tag, watch } => {
             let kind = Kind::Watch { watch: watch.watch.clone(), wants_snapshot: watch.snapshot };
-            // Request a snapshot for every watch of a resumable session. After a reconnect, the client compares it with
-            // the new snapshot to find the changes that it missed.
+            // Always request a snapshot if the session can be resumed. After a reconnect, the client needs these
+            // entries to compute the changes that it missed.
             (kind, Message::Watch { tag, watch: WatchFrom { snapshot: watch.snapshot || resume, ..watch } })
         }
         Request::Unwatch(watch) => (Kind::Unwatch(watch.clone()), Message::Unwatch(watch)),

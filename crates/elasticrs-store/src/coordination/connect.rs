@@ -78,8 +78,8 @@ pub(super) struct Met {
     pub(super) store: StoreId,
     pub(super) revision: u64,
     pub(super) pace: Pace,
-    /// Time at which the hello was sent, in nanoseconds of the boot clock. The store starts the session's time to live
-    /// later than this.
+    /// Time at which the hello was sent, in nanoseconds of the boot clock. In the store, the session's time to live
+    /// starts later.
     pub(super) sent: u64,
 }
 

@@ -203,7 +203,7 @@ impl Connection {
                 match self.frames.cut() {
                     Ok(Some(frame)) => {
                         begun = None;
-                        // The request is complete, so stop counting its bytes as those of an incomplete request.
+                        // The request is complete, so its bytes are no longer those of an incomplete request.
                         self.outbox.set_unparsed(0);
                         let done = Request::decode(frame).map_err(Disconnect::from).and_then(|request| {
                             if !allows(self.scope.as_deref(), &request) {
@@ -310,7 +310,7 @@ impl Connection {
         match end {
             Disconnect::Gone | Disconnect::Broken => {}
             // Do not report this peer. It is a client of this store. It received no answer while the store was paused,
-            // and now probes whether the port belongs to a `TCPStore`.
+            // and is now probing the port for a `TCPStore`.
             Disconnect::Foreign if self.frames.unread() == QUESTION => {}
             Disconnect::Foreign => {
                 let what = describe(self.frames.unread());

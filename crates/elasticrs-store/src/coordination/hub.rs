@@ -8,7 +8,7 @@
 //!   server ends the session that holds the most memory;
 //! - **HUB-4** a session lasts as long as its lease, not as long as its connection. If the client closes the current
 //!   connection, the session ends, because a client does so only when its process exits. If the connection breaks, the
-//!   session is absent until it is resumed or its time to live expires.
+//!   session has no connection (it is absent) until it is resumed or its time to live expires.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -70,7 +70,7 @@ pub struct Durable {
 }
 
 impl Durable {
-    /// Returns the number of keep-alive intervals that cover the grace period.
+    /// Returns the number of keep-alive intervals that are at least as long as `grace`.
     fn attempts_at(&self, interval_ms: u32) -> u16 {
         let attempts = self.grace.as_millis().div_ceil(u128::from(interval_ms));
         u16::try_from(attempts).unwrap_or(u16::MAX)

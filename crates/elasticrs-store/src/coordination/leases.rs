@@ -1,8 +1,8 @@
 //! Leases of sessions: when a session without keep-alives expires, and how often clients have to send keep-alives.
 //! Pure: the time is an argument.
 //!
-//! - **LEASE-1** a session does not expire until its time to live has passed since the store last read a keep-alive of
-//!   it;
+//! - **LEASE-1** a session does not expire before its time to live has passed since the store read the session's last
+//!   keep-alive;
 //! - **LEASE-2** time during which the store itself did not run is not counted.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};

@@ -30,7 +30,7 @@ pub struct Hello {
     pub interval_ms: u32,
     /// Number of intervals without a keep-alive after which the session ends.
     pub attempts: u16,
-    /// Challenge with which the store proves that it knows the token.
+    /// Challenge to the store. The store answers it to prove that it knows the token.
     pub challenge: Digest,
     /// Session to resume. `None` to open a new session.
     pub resume: Option<(u64, Secret)>,
@@ -75,22 +75,22 @@ pub enum Answer {
     Welcome {
         version: (u16, u16),
         run_id: String,
-        /// Challenge with which the client proves that it knows the token. `None` if the store does not require a
-        /// token.
+        /// Challenge to the client. The client answers it to prove that it knows the token. `None` if the store does
+        /// not require a token.
         challenge: Option<Digest>,
     },
     Ready {
         session: u64,
         revision: u64,
         pace: Pace,
-        /// Proof for the client's challenge. `None` if the store has no token.
+        /// Proof that answers the client's challenge. `None` if the store has no token.
         proof: Option<Digest>,
         /// Secret with which the client can resume the session after the connection breaks.
         secret: Secret,
         /// ID of this store, followed by the IDs of the stores whose state it restored, newest first.
         ids: Vec<StoreId>,
     },
-    /// The store closes the connection for this reason.
+    /// The store is about to close the connection for this reason.
     Refused { kind: LostKind, message: Box<str> },
     /// Reply to a transaction or a watch.
     Reply {

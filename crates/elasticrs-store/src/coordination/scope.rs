@@ -18,8 +18,8 @@ use crate::types::{Compare, Op, Txn};
 /// Derives the token of a scope, as hexadecimal text.
 pub fn scoped_token(token: &[u8], scope: &str) -> String {
     let mut mac = keyed(token);
-    // Start with this constant, because no scope token may equal a proof in the handshake. Proofs are also computed
-    // with the store's token, but their data starts with a random challenge.
+    // The data starts with this constant, because no scope token may equal a proof in the handshake. Proofs are also
+    // computed with the store's token, but their data starts with a random challenge.
     mac.update(b"scope\0");
     mac.update(scope.as_bytes());
     mac.finalize().into_bytes().iter().fold(String::new(), |mut text, byte| {

@@ -109,8 +109,8 @@ impl State {
         Self { max_bytes, ..Self::default() }
     }
 
-    /// Restores the entries of a previous store, which had this revision. Restore the sessions before. The history
-    /// stays empty.
+    /// Restores the revision and the entries of a previous store. The sessions must have been restored before. The
+    /// history stays empty.
     pub(super) fn restore(&mut self, revision: u64, entries: BTreeMap<Arc<str>, Stored>) {
         (self.revision, self.compacted, self.entries) = (revision, revision, entries);
         self.entry_bytes = cost_of_entries(&self.entries);

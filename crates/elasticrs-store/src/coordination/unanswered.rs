@@ -17,7 +17,7 @@ use crate::types::{Entry, OpResult, Watch, WatchFrom};
 /// Kind of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A request for which nothing is tracked except its answer.
+    /// A request that does not start or stop a watch.
     Plain,
     /// Starts a watch. `wants_snapshot` is true if the user asked for the current entries.
     Watch { watch: Watch, wants_snapshot: bool },

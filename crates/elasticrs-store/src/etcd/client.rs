@@ -43,7 +43,7 @@ fn check_size(request: Request) -> Result<Request, Unsendable> {
     }
 }
 
-/// Returns the number of bytes of user data in a transaction. The limit for it is two thirds of etcd's own limit for a
+/// Returns the number of bytes of user data in a transaction. The maximum is two thirds of etcd's own limit for a
 /// request.
 fn size(txn: &Txn) -> usize {
     let compares = txn.compares.iter().map(|compare| match compare {

@@ -33,8 +33,8 @@ use crate::types::LostKind;
 /// Certificates, and the user's name and password, with which this client authenticates.
 #[derive(Debug, Clone)]
 pub(super) struct Credentials {
-    /// Paths of the certificate files. They are read again for each connection, because certificates are renewed in
-    /// place.
+    /// Paths of the certificate files. The files are read again for each connection, because certificates are renewed
+    /// in place.
     pub(super) tls: Option<Files>,
     /// Name and password.
     pub(super) user: Option<(String, String)>,
@@ -48,7 +48,8 @@ pub(super) struct Link {
     pub(super) at: String,
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
-    /// Task that runs the connection. It finishes when the connection ends. Dropping this set closes the connection.
+    /// Task that runs the connection. It finishes when the connection ends. Dropping the `JoinSet` closes the
+    /// connection.
     driver: JoinSet<Result<(), h2::Error>>,
     record: Rc<RefCell<PeerRecord>>,
     tls: Option<Arc<Identity>>,

@@ -310,8 +310,8 @@ impl Keys {
         }
     }
 
-    /// Reconstructs the result of an op from the entries before and after its transaction. `before` are the ops before
-    /// it in the transaction. A transaction cannot write a key more than once, except with deletions.
+    /// Reconstructs the result of an op from the entries before and after its transaction. `before` contains the
+    /// preceding ops of the transaction. A transaction cannot write a key more than once, except with deletions.
     pub(super) fn recovered(&self, before: &[Op], op: &Op, mut there: Vec<Vec<pb::KeyValue>>) -> OpResult {
         let is_touched = |entry: &Entry| before.iter().any(|op| writes(op) && covers(op, &entry.key));
         let mut after = self.entries(there.pop().unwrap_or_default());

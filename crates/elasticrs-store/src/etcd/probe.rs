@@ -13,19 +13,19 @@ use crate::coordination::wire::MAGIC;
 /// Time limit for an answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Returns true if the peer speaks TLS, because it answers an empty client hello with an alert.
+/// Returns true if the peer speaks TLS. Sends an empty client hello, which a TLS server answers with an alert.
 pub(super) async fn speaks_tls(peer: SocketAddr) -> bool {
     matches!(answer(peer, &[0x16, 3, 1, 0, 4, 1, 0, 0, 0]).await, Some([0x15 | 0x16, 3, ..]))
 }
 
-/// Returns true if the peer speaks HTTP/2 without TLS, because it first sends a SETTINGS frame.
+/// Returns true if the peer speaks HTTP/2 without TLS. Such a server first sends a SETTINGS frame.
 pub(super) async fn speaks_plainly(peer: SocketAddr) -> bool {
     let greeting = [&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &[0, 0, 0, 4, 0, 0, 0, 0, 0]].concat();
     matches!(answer(peer, &greeting).await, Some([_, _, _, 4, ..]))
 }
 
-/// Returns true if the peer is a coordination store of this project, because it answers a frame of length zero with its
-/// magic bytes.
+/// Returns true if the peer is a coordination store of this project. Sends a frame of length zero, which such a store
+/// answers with its magic bytes.
 pub(super) async fn is_own_store(peer: SocketAddr) -> bool {
     answer(peer, &[&MAGIC[..], &[0; 4]].concat()).await == Some(MAGIC)
 }

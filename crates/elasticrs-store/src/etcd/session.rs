@@ -327,7 +327,7 @@ impl Etcd<'_> {
         }
     }
 
-    /// Creates a watch on this connection, with which etcd sends all events that the watch has not reported yet.
+    /// Creates a watch on this connection. etcd then sends all events that the watch has not reported yet.
     async fn create(&mut self, connection: &mut Connection, number: i64) -> Step {
         let Some(request) = self.watches.create(number, &self.keys) else { return Ok(()) };
         let failure = |error| Failure::of(error, &connection.link.at);

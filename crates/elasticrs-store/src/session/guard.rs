@@ -1,4 +1,4 @@
-//! Hook through which the owner of a session prepares another process to act for it after its own death.
+//! Hook with which the owner of a session enables another process to act for it after the owner's death.
 
 use std::os::fd::BorrowedFd;
 use std::pin::Pin;
@@ -31,8 +31,8 @@ pub trait Guard: Send {
     /// The session lasts at least until this time, in nanoseconds of the boot clock.
     fn deadline(&self, boot_ns: u64);
     /// The owner closed the session, so nothing depends on it anymore. Not called if the session is lost. In that case,
-    /// the last deadline and the duplicate of the socket remain in force until the owner has handled the loss, because
-    /// the store must not see the end of the connection earlier.
+    /// the last deadline stays valid and the duplicate of the socket stays open until the owner has handled the loss,
+    /// because the store must not see the end of the connection earlier.
     fn closed(&self);
 }
 

@@ -146,8 +146,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     proptest! {
-        /// The notices are neither late nor too frequent. This holds for any times of the failures and of the client's
-        /// checks.
+        /// The notices are neither late nor too frequent, for any sequence of outages and checks.
         #[test]
         fn the_user_is_reported_in_time_and_not_flooded(
             times in prop::collection::vec((0..20 * SECOND, 0..20 * SECOND), 1..100), lease in 10..100_u64,

@@ -42,7 +42,7 @@ impl Watched {
         Self { watch, next: revision + 1, known }
     }
 
-    /// Records a change if it is to a watched key.
+    /// Records a change of a watched key. Ignores changes of other keys.
     pub(crate) fn note(&mut self, change: &Change) {
         if !self.watch.covers(&change.key) {
             return;

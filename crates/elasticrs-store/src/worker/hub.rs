@@ -23,9 +23,10 @@ const TOLD_KEYS: usize = 16;
 pub struct Limits {
     /// Maximum number of bytes for all stored values, requests and replies.
     pub bytes: usize,
-    /// Time limit for a peer to prove that it is a client. The store then closes the connection.
+    /// Time limit for a peer to prove that it is a client. When it elapses, the store closes the connection.
     pub greeting: Duration,
-    /// Time limit for a peer to accept at least one more byte of its replies. The store then closes the connection.
+    /// Time limit for a peer to accept at least one more byte of its replies. When it elapses, the store closes the
+    /// connection.
     pub stall: Duration,
 }
 

@@ -197,8 +197,8 @@ impl Parser {
         self.is_validated
     }
 
-    /// Returns the request at the start of `buffer`, and its length. `None` if the request is incomplete. The next call
-    /// must then pass the same bytes followed by more. Fails if the bytes are not the start of a request.
+    /// Returns the request at the start of `buffer`, and its length. `None` if the request is incomplete. In that case,
+    /// the next call must pass the same bytes followed by more. Fails if the bytes are not the start of a request.
     pub fn next<'a>(&mut self, buffer: &'a [u8]) -> Result<Option<(Request<'a>, usize)>, WireError> {
         let Some(&opcode) = buffer.first() else { return Ok(None) };
         if !self.is_validated {
