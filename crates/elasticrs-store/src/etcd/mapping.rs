@@ -274,8 +274,8 @@ impl Keys {
     }
 
     /// Returns the request for the two newest keys with this prefix that were created before `created`. Two keys are
-    /// requested, to detect that both were created at the same revision. The request reads the state at `revision`, or
-    /// the newest state if `revision` is 0.
+    /// needed to detect keys that were created at the same revision. The request reads the state at `revision`, or the
+    /// newest state if `revision` is 0.
     pub(super) fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 2,

@@ -1,5 +1,5 @@
-//! State of a session that does not depend on the kind of store: its lease, the current outage, and the user's request
-//! to close it.
+//! The part of a session's state that is the same for all stores: the lease, the current outage, and the user's request
+//! to close the session.
 
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
