@@ -1,9 +1,9 @@
-//! The current activity of a nursery, which the nursery shares with its sentinel in a page of memory.
+//! The current activity of a nursery. The nursery writes it to a page of memory that its sentinel can read.
 //!
 //! A nursery that starts a worker runs third-party code (`fork` handlers) and system calls that can block, such as
-//! `exec` on a network file system. While a nursery hangs there, it notices neither the death of its agent nor the
-//! fence deadline. Nursery and sentinel therefore share a timer, which the nursery sets before the first step of a
-//! start and stops after the last step. As a result, the sentinel wakes up only if a start takes longer than
+//! `exec` on a network file system. A nursery that hangs in such code notices neither the death of its agent nor the
+//! fence deadline. The nursery and its sentinel therefore share a timer, which the nursery sets before the first step
+//! of a start and stops after the last step. As a result, the sentinel wakes up only if a start takes longer than
 //! [`PATIENCE_MS`].
 //!
 //! The page holds one number: an activity (`IMPORTS`, `WAITS`, `DONE`), or the number of the current step of a
@@ -20,8 +20,8 @@ use elasticrs_sys::timer;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
-/// Time in milliseconds after which an unfinished step of a start is considered hung. The time is short, because all
-/// processes must be killed within 100 ms of the agent's death.
+/// Milliseconds after which an unfinished step of a start is considered hung. The limit is short, because all processes
+/// must be killed within 100 ms of the agent's death.
 pub const PATIENCE_MS: u16 = 50;
 
 const IMPORTS: u64 = 0;
@@ -43,7 +43,8 @@ pub enum Doing {
     /// The nursery is importing modules. It does not watch its agent yet, but the kernel kills the nursery when the
     /// agent dies.
     Imports,
-    /// The nursery is waiting for requests. It watches its agent and the fence deadline, and handles both by itself.
+    /// The nursery is waiting for requests. It watches its agent and the fence deadline itself, so the sentinel does
+    /// not have to act.
     Waits,
     /// The nursery is starting a worker. Contains the number of the current step, which is different for every step.
     Starts(u64),
@@ -70,12 +71,12 @@ impl Activity {
         Ok(vec![self.page.as_fd().try_clone_to_owned()?, self.timer.as_fd().try_clone_to_owned()?])
     }
 
-    /// Maps the page and takes ownership of the timer. Another process must have made the descriptors with
-    /// `descriptors`.
+    /// Maps the page and takes ownership of the timer. The descriptors come from another process, which called
+    /// [`Self::descriptors`].
     ///
     /// # Errors
-    /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if the number of descriptors is
-    /// wrong, because some were lost in transit.
+    /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if some descriptors did not
+    /// arrive, because this process has reached its limit on open files.
     pub fn from_descriptors(fds: Vec<OwnedFd>) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self { page: Page::map(page)?, timer: timer::from_descriptor(timer)?, step: DONE })
@@ -114,8 +115,8 @@ impl Activity {
         }
     }
 
-    /// Returns the nursery's activity, and sets the timer again if the nursery is still starting a worker. Called when
-    /// the timer has expired.
+    /// Returns the nursery's activity. If the nursery is still starting a worker, also sets the timer again. Called
+    /// when the timer has expired.
     pub fn look_again(&self) -> Doing {
         self.look_no_more();
         let doing = self.look();

@@ -22,12 +22,13 @@ use super::tree::{self, Target};
 
 /// Time for which a sweep waits for a cleaner after all other processes have exited.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Time for which a sweep waits for `torch_shm_manager`, which starts to clean up two seconds after its last client has
-/// exited, because another client might connect.
+/// Time for which a sweep waits for `torch_shm_manager`. After its last client has exited, this program waits two
+/// seconds for another client, and only then starts to clean up.
 const MANAGER_PATIENCE: Duration = Duration::from_secs(3);
-/// Time for which a sweep waits for cleaners to exit after it has killed them because they took too long.
+/// Time for which a sweep waits for cleaners to exit after killing them. A sweep kills cleaners that exceed their time
+/// limits.
 pub const LAST_MOMENT: Duration = Duration::from_secs(1);
-/// Maximum time by which cleaners can prolong a sweep.
+/// Maximum time that cleaners can add to a sweep.
 pub const LONGEST: Duration = MANAGER_PATIENCE.saturating_add(LAST_MOMENT);
 
 /// Process name of `torch_shm_manager`, which the kernel truncates to 15 bytes.
@@ -52,7 +53,7 @@ fn is_tracker(pid: i32) -> bool {
     let Some(Ok(entries)) = procfs::folder(pid).map(|folder| fs::read_dir(folder.join("fd"))) else { return false };
     let paths = entries.flatten().map(|entry| entry.path()).filter(|path| !is_standard(path));
     let paths: Vec<PathBuf> = paths.take(FEW_DESCRIPTORS + 1).collect();
-    // If the program's path cannot be read, because the process is exiting, assume that the program may be Python.
+    // The path cannot be read while the process is exiting. Treat the program as Python in this case.
     let may_be_python = || program(pid).is_none_or(|path| is_python(&path));
     paths.len() <= FEW_DESCRIPTORS && (paths.iter().any(|path| reads_a_pipe(path)) || may_be_python())
 }
@@ -82,8 +83,8 @@ fn program(pid: i32) -> Option<PathBuf> {
 pub struct Patience {
     alone_since: Option<Instant>,
     is_over: bool,
-    /// Time limit for each known cleaner, keyed by pid and start time. Cleaners are remembered, because an exiting
-    /// process has no descriptors and no program, so it can no longer be recognised.
+    /// Time limit for each known cleaner, keyed by pid and start time. Known cleaners are recorded here, because a
+    /// cleaner that is exiting has no descriptors and no program, and can no longer be recognised.
     seen: BTreeMap<(i32, u64), Duration>,
 }
 
@@ -98,14 +99,14 @@ impl Patience {
         !self.is_over && patience.is_some_and(|&span| self.alone_since.is_none_or(|since| now < since + span))
     }
 
-    /// Records that only cleaners are left, and starts their time limits. Returns true on the first call.
+    /// Records that only cleaners are still running, and starts their time limits. Returns true on the first call.
     pub fn begin(&mut self, now: Instant) -> bool {
         let is_first = self.alone_since.is_none();
         self.alone_since.get_or_insert(now);
         is_first
     }
 
-    /// Records that cleaners are no longer spared. Returns true on the first call.
+    /// Records that the sweep now kills cleaners as well. Returns true on the first call.
     pub fn end(&mut self) -> bool {
         !std::mem::replace(&mut self.is_over, true)
     }

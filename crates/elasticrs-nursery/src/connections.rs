@@ -3,8 +3,8 @@
 //! With the built-in store, the nursery holds a duplicate of the socket that the agent's session uses. While the
 //! session moves to a new connection, the nursery holds duplicates of the old and the new socket. With etcd, the
 //! nursery holds the agent's links. A link is a connection on which another agent waits for the death of this agent.
-//! Each link has a last word: a secret that the nursery sends only when the agent is dead and none of its processes is
-//! left.
+//! Each link has a last word: a secret that the nursery sends only after the agent and all of its processes have
+//! exited.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -17,8 +17,8 @@ use serde::{Deserialize, Serialize};
 pub enum Release {
     /// Notify the peers and close all sockets, because the session is no longer needed.
     All,
-    /// Close all sockets without notifying the peers, because the agent is alive and continues its session without this
-    /// nursery.
+    /// Close all sockets without notifying the peers, because the agent is still alive and its session continues
+    /// without this nursery.
     Quietly,
     /// Close all sockets except the newest, because the session has moved to the newest.
     Older,
@@ -26,19 +26,19 @@ pub enum Release {
     Newest,
 }
 
-/// Secret that the nursery sends on a link when the agent is dead and none of its processes is left.
+/// Secret that the nursery sends on a link after the agent and all of its processes have exited.
 pub type LastWord = [u8; 32];
 
-/// Maximum number of links that the nursery holds. A session accepts the same number of links, so the limit is not
-/// reached unless links are lost in a way that neither end can see.
+/// Maximum number of links that the nursery holds. The agent's session accepts the same number of links, so the nursery
+/// reaches this limit only if some of its links are dead and neither end has noticed.
 const MAX_LINKS: usize = 64;
 
 /// A socket that the nursery holds open for its agent.
 #[derive(Debug)]
 pub struct Held {
     pub socket: OwnedFd,
-    /// Secret to send on the socket when the agent is dead and none of its processes is left. `None` if the socket
-    /// belongs to a session.
+    /// Secret to send on the socket after the agent and all of its processes have exited. `None` if the socket belongs
+    /// to a session.
     pub word: Option<LastWord>,
 }
 
@@ -61,8 +61,9 @@ pub struct TooManyLinks;
 pub struct Connections(Vec<Held>);
 
 impl Connections {
-    /// Adds a socket. Drops all other sockets first unless `beside` is set. Before adding a link, drops all dead links.
-    /// If `MAX_LINKS` links remain, refuses the new link rather than drop a link on which a peer waits.
+    /// Adds a socket. Unless `beside` is set, drops all other sockets first. Before adding a link, drops all dead
+    /// links. If the nursery still holds `MAX_LINKS` links then, refuses the new link, because a peer waits on each of
+    /// the others.
     pub fn hold(&mut self, held: Held, beside: bool) -> Result<(), TooManyLinks> {
         if !beside {
             self.0.clear();

@@ -1,4 +1,4 @@
-//! The soft limit on file descriptors: an agent may raise its own, and its workers still start with the earlier one.
+//! The soft limit on file descriptors. The agent can raise its own limit without changing the limit of its workers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

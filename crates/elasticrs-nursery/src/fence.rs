@@ -1,23 +1,24 @@
-//! The fence deadline: the time at which the nursery kills all processes of the job on this node. Agent and nursery
-//! share the deadline in a page of memory.
+//! The fence deadline: the time at which the nursery kills all processes of the job on this node. The deadline is in a
+//! page of memory that the agent and the nursery share.
 //!
 //! The other agents consider this agent dead when its lease expires, so its workers must be dead before that. With
 //! every renewal of the lease, the agent moves the deadline by an atomic write to the page, which needs neither a
-//! system call nor a message. Agent and nursery also share a timer, which may be set for an earlier deadline. When the
-//! timer expires, the nursery reads the page and sets the timer for the current deadline. The nursery therefore wakes
-//! up only about once per lease, and enforces the deadline even while the agent is stopped.
+//! system call nor a message. The agent and the nursery also share a timer, which may still be set for an earlier
+//! deadline. When the timer expires, the nursery reads the page and sets the timer for the current deadline. The
+//! nursery therefore wakes up only about once per lease, and enforces the deadline even while the agent is stopped.
 //!
 //! The page holds one number. Its low 60 bits are 0 (no deadline), `PASSED`, or the deadline in nanoseconds on
 //! `CLOCK_BOOTTIME`. Its high 4 bits are the number of the nursery that enforces the deadline, the holder.
 //!
 //! 1. Only a process that checks the deadline writes `PASSED`. The nursery usually makes this check. While the nursery
 //!    cannot, the sentinel or the agent does. `PASSED` replaces the expired deadline in a compare-and-swap. A renewal
-//!    therefore either comes first and takes effect, or comes second and is reported as too late.
+//!    before this write takes effect, and a renewal after it is reported as too late.
 //! 2. The timer is never set for a later time than the deadline. A process writes or reads the page before it sets the
 //!    timer. After setting the timer, the nursery reads the page again, because the agent may have moved the deadline
 //!    and set the timer in between.
 //! 3. Only the holder and the agent write `PASSED`. A nursery that was replaced may still be running for a moment. If
-//!    it wrote `PASSED`, the holder would never learn that the deadline has passed, and its workers would run on.
+//!    such a nursery wrote `PASSED`, the holder would not notice that the deadline has passed, and its workers would
+//!    continue to run.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -31,8 +32,8 @@ use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
 const NONE: u64 = 0;
-/// Value of the deadline after it was marked as passed. Interpreted as a time, this value is in the past, because it is
-/// the first nanosecond after boot.
+/// Value of the deadline after it was marked as passed. As a time, this value is always in the past, because it is one
+/// nanosecond after boot.
 const PASSED: u64 = 1;
 const HOLDER_SHIFT: u32 = 60;
 /// Bits of the page's number that contain the deadline. The latest possible deadline is 36 years after boot.
@@ -60,11 +61,11 @@ pub enum Look {
     At(u64),
     /// The deadline has passed.
     Passed {
-        /// True if no earlier call had found that the deadline has passed.
+        /// True for the first call that finds that the deadline has passed.
         first: bool,
     },
-    /// Another nursery now enforces the deadline. Contains the deadline. `None` if there is none, or if it was marked
-    /// as passed.
+    /// Another nursery now enforces the deadline. Contains the deadline, or `None` if no deadline is set or if it was
+    /// marked as passed.
     HandedOver(Option<u64>),
 }
 
@@ -90,12 +91,12 @@ impl Fence {
         Ok(vec![self.deadline.page.as_fd().try_clone_to_owned()?, self.timer.as_fd().try_clone_to_owned()?])
     }
 
-    /// Maps the page and takes ownership of the timer. Another process must have made the descriptors with
-    /// `descriptors`. `holder` is the number of this nursery.
+    /// Maps the page and takes ownership of the timer. The descriptors come from another process, which called
+    /// [`Self::descriptors`]. `holder` is the number of this nursery.
     ///
     /// # Errors
-    /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if the number of descriptors is
-    /// wrong, because some were lost in transit.
+    /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if some descriptors did not
+    /// arrive, because this process has reached its limit on open files.
     pub fn from_descriptors(fds: Vec<OwnedFd>, holder: Holder) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self {
@@ -110,8 +111,9 @@ impl Fence {
         holder_of(self.deadline.page.number().load(Ordering::SeqCst))
     }
 
-    /// Makes the next nursery enforce the deadline instead of the current nursery. Called by the agent. Returns `false`
-    /// and changes nothing if the deadline was marked as passed, because the current nursery then has to report it.
+    /// Makes the next nursery enforce the deadline instead of the current nursery. Called by the agent. If the deadline
+    /// was already marked as passed, returns `false` and changes nothing, because the current nursery still has to
+    /// report that.
     pub fn hand_over(&self) -> bool {
         self.deadline.hand_over()
     }
@@ -129,11 +131,11 @@ impl Fence {
     }
 
     /// Checks whether the deadline has passed, and sets the timer for the current deadline. Usually called by the
-    /// nursery. The timer's descriptor does not have to be read, because setting or stopping the timer makes it
-    /// unreadable again.
+    /// nursery. The caller does not have to read the timer's descriptor, because setting or stopping the timer clears
+    /// the expiration.
     ///
     /// # Errors
-    /// The timer could not be set or stopped, which is not expected to happen.
+    /// The timer could not be set or stopped. This is not expected to happen.
     pub fn look(&self) -> io::Result<Look> {
         settle(
             || self.deadline.look(boot_now(), self.holder),
@@ -189,8 +191,8 @@ struct Deadline {
 struct Moved {
     /// True if the previous deadline had already passed.
     too_late: bool,
-    /// Time to which the timer must be set, because it may be stopped or set to a later time. `None` if the timer needs
-    /// no change.
+    /// Time for which the timer must be set. `None` if the timer is already set for this time or an earlier one, or if
+    /// the deadline was removed.
     timer: Option<u64>,
 }
 
@@ -209,7 +211,7 @@ impl Deadline {
     }
 
     fn hand_over(&self) -> bool {
-        // If the current holder has number 15, the addition overflows and the next holder gets number 0.
+        // The addition overflows if the current holder has number 15, and the next holder then gets number 0.
         let update = |number: u64| (number & DEADLINE != PASSED).then_some(number.wrapping_add(1 << HOLDER_SHIFT));
         self.page.number().fetch_update(Ordering::SeqCst, Ordering::SeqCst, update).is_ok()
     }

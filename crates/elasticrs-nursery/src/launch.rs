@@ -61,10 +61,11 @@ pub struct Warm {
 /// Options for the imports of a warm nursery.
 #[derive(Debug, Default)]
 pub struct Import {
-    /// Offset in the report at which the imports started, if this nursery replaces a nursery that died while it
-    /// imported a module. `None` for any other nursery. See [`Warming::since`].
+    /// Report offset for a nursery that replaces a nursery that died during its imports: the offset at which the
+    /// imports of the first nursery started. `None` for any other nursery. See [`Warming::since`].
     pub since: Option<u64>,
-    /// True to import at the lowest priority. The nursery's nice value must be restored before it forks workers.
+    /// True to import at the lowest priority. The nursery's nice value must be restored before the nursery forks
+    /// workers.
     pub is_background: bool,
 }
 
@@ -93,8 +94,8 @@ pub struct Launched {
     /// Imports that the nursery performs before it becomes ready. `None` if it imports nothing.
     pub warming: Option<Warming>,
     /// Sentinel of this nursery. If the agent dies while this nursery imports modules or hangs in the start of a
-    /// worker, the sentinel kills the job's processes in its place. The owner of this value must stop the sentinel like
-    /// any nursery.
+    /// worker, the sentinel kills the job's processes instead. The owner of this value must stop the sentinel in the
+    /// same way as a nursery.
     pub sentinel: Option<Box<Launched>>,
 }
 
@@ -108,7 +109,7 @@ pub struct Warming {
 }
 
 /// Returns the latest stage that the nursery has announced since the last call. Used to describe a start that hangs.
-/// The hanging worker is the first one whose start request was not answered.
+/// The worker that hangs is the one with the oldest unanswered start request.
 pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
     let mut reached = None;
     let mut bytes = [0; 4096];
@@ -141,9 +142,9 @@ impl From<Errno> for LaunchError {
 ///
 /// Safe to call in a multithreaded process. The nursery does not depend on the calling thread, because it watches the
 /// whole process. The nursery and its workers inherit descriptors 0 to 2, the working directory, the resource limits
-/// and the umask of this process. If the soft limit on file descriptors was raised for this process only, they get the
-/// previous limit. Several images are tried in order, because the embedded image cannot be executed on every system
-/// (`vm.memfd_noexec`, security modules).
+/// and the umask of this process. If [`raise`](super::descriptors::raise) has raised the soft limit on file
+/// descriptors, they get the previous limit. The images are tried in order, because some systems do not allow the
+/// embedded image to be executed (`vm.memfd_noexec`, security modules).
 pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
     launch_again(images, &Import::default())
 }

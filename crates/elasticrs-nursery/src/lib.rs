@@ -1,4 +1,5 @@
-//! The nursery: a small process between agent and workers that makes sure that no process of a job is left behind.
+//! The nursery: a small process between the agent and its workers. It makes sure that no process of a job outlives the
+//! job.
 //!
 //! ```text
 //! agent ──(socket: requests, replies, descriptors)── nursery ── worker 0 … worker N-1 ── their descendants
@@ -18,7 +19,7 @@
 //! 4. If the result of a sweep of all descendants lists no `stuck`, `spared` or `held` processes, the nursery had no
 //!    children left when the sweep finished (`ECHILD`).
 //! 5. An idle nursery does not wake up, except when the timer of the fence expires, which happens about once per lease.
-//! 6. The nursery reaps and kills processes even if the agent does not read from its socket.
+//! 6. The nursery reaps and kills processes even if the agent has stopped reading from its socket.
 //! 7. After the agent has died, the nursery closes the connections that it holds for the agent only when all workers
 //!    and their descendants, except cleaners, have exited.
 //! 8. No worker runs past the fence deadline, whether or not the agent is running.
@@ -62,6 +63,6 @@ pub mod sweep;
 pub mod token;
 pub mod tree;
 
-/// Process name of the nursery. It does not contain the name of the agent, so that a command that kills the agent by
-/// name does not kill the nursery as well.
+/// Process name of the nursery. It does not contain the name of the agent, because a command that kills the agent by
+/// name would otherwise kill the nursery as well.
 pub const NAME: &std::ffi::CStr = c"worker-nursery";

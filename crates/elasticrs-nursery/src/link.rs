@@ -1,12 +1,13 @@
-//! One end of the socket between agent and nursery: sends and receives frames and descriptors without blocking.
+//! One end of the socket between the agent and its nursery. Sends and receives frames and descriptors without blocking.
 //!
-//! Unsent bytes are queued in this process, so neither end ever waits for the other one to read. The owner calls
-//! [`Link::receive`] when the socket is readable, and [`Link::flush`] when it is writable and [`Link::has_unsent`].
+//! Unsent bytes are queued in this process, so a sender never waits for its peer to read. The owner calls
+//! [`Link::receive`] when the socket is readable, and [`Link::flush`] when the socket is writable and
+//! [`Link::has_unsent`] is true.
 //!
-//! Descriptors are matched with their frame as follows. The sender passes them with the `sendmsg` that carries the
-//! first byte of the frame. A `recvmsg` returns no data beyond a segment that carries descriptors. Therefore, each
-//! frame with descriptors produces exactly one batch of descriptors at the receiver, in order. The batch may be
-//! truncated.
+//! The receiver knows which descriptors belong to which frame, because the sender passes them with the `sendmsg` that
+//! carries the first byte of the frame. A `recvmsg` returns no data beyond a segment that carries descriptors.
+//! Therefore, each frame with descriptors produces exactly one batch of descriptors at the receiver, in order. The
+//! batch is incomplete if the receiver has reached its limit on open files.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -30,8 +31,8 @@ pub type AgentLink = Link<Request, Reply>;
 /// The nursery's end of the connection to its agent.
 pub type NurseryLink = Link<Reply, Request>;
 
-/// One end of the connection between agent and nursery. Sends messages of type `Out` and receives messages of type
-/// `In`.
+/// One end of the connection between the agent and its nursery. Sends messages of type `Out` and receives messages of
+/// type `In`.
 #[derive(Debug)]
 pub struct Link<Out, In> {
     socket: OwnedFd,
@@ -92,7 +93,7 @@ impl<Out: Message + Serialize, In: Message + DeserializeOwned> Link<Out, In> {
         Ok(())
     }
 
-    /// True if bytes are queued, so that [`Link::flush`] should be called once the socket is writable.
+    /// True if bytes are queued. The owner should then call [`Link::flush`] once the socket is writable.
     pub fn has_unsent(&self) -> bool {
         !self.unsent.is_empty()
     }
@@ -128,8 +129,8 @@ impl<Out, In> AsRawFd for Link<Out, In> {
 }
 
 impl Frame {
-    /// Returns the number of bytes of memory that the queued frame uses. Includes the struct itself, which is larger
-    /// than the bytes of a small frame.
+    /// Returns the memory that the queued frame uses, in bytes. Includes the struct, which is larger than the content
+    /// of a small frame.
     fn size(&self) -> usize {
         self.bytes.len() + size_of::<Self>()
     }
@@ -307,8 +308,8 @@ mod tests {
     fn what_is_queued_for_a_peer_that_does_not_read_is_bounded() {
         let (agent, mut nursery) = ends();
         let reply = Reply::Continued { pid: 1 };
-        // Send enough messages to exceed the limit. The range is finite, so that the test finishes even if there is no
-        // limit.
+        // Send enough messages to exceed the limit. The number is finite, so that the test finishes even if the limit
+        // is missing.
         let refused = (0..Reply::MAX_UNSENT / size_of::<Frame>() + 10_000)
             .map(|_| nursery.send(&reply, Vec::new()))
             .find_map(Result::err);

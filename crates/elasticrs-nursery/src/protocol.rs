@@ -1,7 +1,7 @@
-//! Messages between agent and nursery, which are connected by a Unix stream socket.
+//! Messages between the agent and its nursery, which are connected by a Unix stream socket.
 //!
-//! Agent and nursery always come from the same build. [`PROTOCOL`] only detects a nursery from another build that is
-//! run by mistake. A frame consists of a little-endian `u32` length and a message of that length in the postcard
+//! The agent and its nursery normally come from the same build. [`PROTOCOL`] detects a nursery from another build that
+//! is run by mistake. A frame consists of a little-endian `u32` length and a message of that length in the postcard
 //! format. Descriptors are sent as `SCM_RIGHTS` with the first byte of the frame to which they belong.
 
 use elasticrs_sys::clock::Stamp;
@@ -51,8 +51,8 @@ impl Message for Request {
 }
 
 impl Message for Reply {
-    /// The limit allows for hundreds of thousands of replies, which accumulate if the agent is stopped while another
-    /// program repeatedly stops and resumes the workers.
+    /// The limit has room for hundreds of thousands of replies, because replies accumulate while the agent is stopped.
+    /// For example, another program may repeatedly stop and resume the workers during that time.
     const MAX_UNSENT: usize = 16 * 1024 * 1024;
 
     fn descriptors(&self) -> usize {
@@ -67,23 +67,23 @@ pub enum Request {
     /// `source` is an index into them.
     Spawn {
         process: ProcessSpec,
-        /// Signals that stay ignored in the worker because they were ignored when the agent was started (`nohup`).
+        /// Signals that the worker ignores, because they were already ignored when the agent was started (`nohup`).
         keep_ignored: Vec<i32>,
     },
-    /// Send a signal to the process group of a worker. Used on kernels before 6.9, because they cannot signal a process
-    /// group through a pidfd. Also used for every SIGKILL, because the nursery spares [cleaners](super::cleaner).
+    /// Send a signal to the process group of a worker. Used on kernels before 6.9, which cannot signal a process group
+    /// through a pidfd. Also used for every SIGKILL, because the nursery does not kill [cleaners](super::cleaner).
     /// Unknown pids are ignored.
     SignalGroup {
         /// Pid of the worker, which leads its process group.
         pid: i32,
         signal: i32,
     },
-    /// Stop all descendants of the nursery, including workers, and wait until none is left. Answered by
-    /// [`Reply::Swept`]. Another request during a sweep can only make the sweep's deadlines earlier. Both requests then
+    /// Stop all descendants of the nursery, including workers, and wait until they have exited. Answered by
+    /// [`Reply::Swept`]. A second request during a sweep can only make the sweep's deadlines earlier. The two requests
     /// get a single answer.
     Sweep {
-        /// Number of this request. An answer contains the number of the last request that it covers, so an answer with
-        /// a lower number does not cover this request.
+        /// Number of this request. An answer contains the number of the last request that it answers. An answer with a
+        /// lower number does not answer this request.
         number: u32,
         /// Time in milliseconds for which descendants may continue to run before the first signal.
         linger_ms: u64,
@@ -104,12 +104,12 @@ pub enum Request {
         /// Time limit in milliseconds for processes that cannot be killed, as in [`Request::Sweep`].
         give_up_ms: u64,
     },
-    /// Keep the descriptor that is sent with this request open until the nursery exits. A connection to the store of
-    /// which the nursery holds a duplicate therefore stays open until all processes of a dead agent are gone.
+    /// Keep the descriptor that is sent with this request open until the nursery exits. For example, if the agent dies,
+    /// its connection to the store stays open until all of its processes have exited.
     Hold {
         /// True to keep the descriptors that are already held, false to replace them.
         beside: bool,
-        /// Secret to send on the descriptor when the agent is dead and none of its processes is left. `None` to send
+        /// Secret to send on the descriptor after the agent and all of its processes have exited. `None` to send
         /// nothing.
         word: Option<LastWord>,
     },
@@ -159,7 +159,8 @@ pub enum Reply {
         pid: i32,
         exit: WorkerExit,
         usage: Usage,
-        /// Time at which the nursery noticed the exit. Exits that it noticed at the same wake-up have the same time.
+        /// Time at which the nursery noticed the exit. Exits that it noticed in the same iteration of its loop have the
+        /// same time.
         seen: Stamp,
     },
     /// A worker was stopped by a signal (SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU).
@@ -177,7 +178,8 @@ pub enum Reply {
     },
     /// A [`Request::Hold`] or [`Request::Fence`] failed.
     NotGuarded {
-        /// Error number from the kernel. `EMFILE` if the descriptor was lost, or if the nursery holds too many links.
+        /// Error number. `EMFILE` if a descriptor did not arrive, because the nursery has reached its limit on open
+        /// files, or if the nursery already holds the maximum number of links.
         errno: i32,
     },
     /// A sweep is complete.
@@ -189,7 +191,7 @@ pub enum Reply {
         more: u32,
         /// Descendants, including workers, that could not be killed in time (state D).
         stuck: Vec<Descendant>,
-        /// Descendants that were spared, because they have left their worker's session and have reset the token.
+        /// Descendants that were not killed, because they have left their worker's session and have reset the token.
         spared: Vec<Descendant>,
         /// Descendants, including workers, that have exited but cannot be reaped yet, because a tracer holds them.
         held: Vec<i32>,

@@ -1,8 +1,8 @@
 //! Reads the import report of a warm nursery and appends records to it. Used by the agent. The report has one JSON
 //! record per line.
 //!
-//! Each import starts with the record `{"importing": NAME}`. If the process exits and its last record is such a record,
-//! then the import of this module killed the process. A replacement process imports the remaining modules.
+//! Each import starts with the record `{"importing": NAME}`. If the last record of an exited process is of this kind,
+//! importing the named module killed the process. A replacement process imports the remaining modules.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -45,8 +45,8 @@ pub fn importing(report: impl AsFd, since: u64) -> Option<String> {
     Some(name.trim().trim_matches('"').to_owned())
 }
 
-/// Appends a record that blames the module being imported for the end of the process. Does nothing and returns false if
-/// no module was being imported, or if an earlier record already blames this module.
+/// Appends a record that says how the process ended while it imported a module. Does nothing and returns false if the
+/// process was not importing a module, or if this import already has such a record.
 pub fn blame(report: impl AsFd, since: u64, end: ImportFailure) -> bool {
     let report = report.as_fd();
     let told = read(report, since);
@@ -68,7 +68,7 @@ pub fn blame(report: impl AsFd, since: u64, end: ImportFailure) -> bool {
     write(report, record.as_bytes()) == Ok(record.len())
 }
 
-/// Appends a record with the reason why the imports cannot continue.
+/// Appends a record that the imports cannot continue, with the reason.
 pub fn fail(report: impl AsFd, why: &str) {
     // Ignore a write error, because the user still sees how the process exited.
     let _ = write(report, format!("{{\"failed\": \"{why}\"}}\n").as_bytes());

@@ -46,8 +46,8 @@ pub struct ProcessSpec {
     pub cpus: Option<CpuSet>,
     /// True to fork the worker from a [warm](crate::launch::Warm) nursery instead of executing its program.
     pub warm: bool,
-    /// True to make the worker a child subreaper, so that orphaned descendants stay below the worker in the process
-    /// tree while the worker is running. Set for groups that replace failed workers.
+    /// True to make the worker a child subreaper. While the worker is running, its orphaned descendants then stay below
+    /// it in the process tree. Set for groups that replace failed workers.
     pub keeps_orphans: bool,
 }
 
@@ -75,13 +75,12 @@ pub struct CpuSet {
 }
 
 impl CpuSet {
-    /// Exclusive upper bound on CPU numbers. No kernel supports this many CPUs.
+    /// Exclusive upper bound on CPU numbers, far above what any kernel supports.
     const LIMIT: usize = 1 << 16;
     /// Size of a word in bytes. The kernel requires masks to consist of whole words.
     const WORD: usize = size_of::<u64>();
 
-    /// Creates a set of these CPUs. `None` if `cpus` is empty or contains a number that exceeds what any kernel
-    /// supports.
+    /// Creates a set of these CPUs. `None` if `cpus` is empty or contains a number that no kernel supports.
     pub fn new(cpus: &[usize]) -> Option<Self> {
         let last = cpus.iter().copied().max().filter(|&last| last < Self::LIMIT)?;
         let mut mask = vec![0; (last / 8 + 1).next_multiple_of(Self::WORD)];

@@ -17,13 +17,13 @@ use super::token::Token;
 use super::tree::{self, Listed, Signalled, Target};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// Number of the newest pids to check first. A program that repeatedly forks, exits, and continues in its child is
-/// always among the newest processes. The newest pids are checked repeatedly, because such a process exits before all
-/// of `/proc` can be read.
+/// Number of the newest pids to check first. Some programs repeatedly fork and exit, and continue in the child. Such a
+/// process exits before all of `/proc` can be read, but is always among the newest ones, so the newest pids are checked
+/// several times.
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// Time after the `give_up` deadline during which a slow check may still send signals.
+/// Time after the `give_up` deadline for which a slow check may still send signals.
 const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
 /// Result of a sweep.
@@ -53,8 +53,9 @@ struct Look {
 /// is alive, it is killed as well.
 ///
 /// Used by sentinels, and by agents in a host application, where only the application may reap its children. Stops
-/// after two consecutive checks that find no process. This does not prove that none is left, because a process that
-/// forks and exits faster than a check can escape it. A check takes about 15 µs for each process on the machine.
+/// after two consecutive checks that find no process. This does not prove that all processes have exited, because a
+/// program that repeatedly forks and exits can be too fast for the checks. A check takes about 15 µs for each process
+/// on the machine.
 pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
@@ -74,8 +75,9 @@ pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
 
 /// Kills and reaps all descendants of this process, except the children in `known` and their descendants.
 ///
-/// Used by an agent that is a child subreaper and does not run in a host application. Spares processes that carry no
-/// token and are in no session of `workers`, because they left the job on purpose or never belonged to a nursery.
+/// Used by an agent that is a child subreaper and does not run in a host application. Does not kill processes that
+/// carry no token and are in no session of `workers`, because they left the job on purpose or never belonged to a
+/// nursery.
 pub fn sweep_children_of_self(known: &[i32], workers: &[i32], give_up: Duration) -> Outcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {

@@ -1,10 +1,10 @@
 //! The token: a number that identifies all descendants of a nursery.
 //!
-//! The token is stored in the soft limit of `RLIMIT_RTTIME`, as 2⁶² plus a random number of microseconds. That is
-//! 146,000 years of uninterrupted real-time computing, so it limits nothing. Every descendant inherits the limit. All
-//! processes can read it in `/proc/PID/limits`, even if the process was started with `env -i` or is not dumpable.
+//! The token is stored in the soft limit of `RLIMIT_RTTIME`, as 2⁶² plus a random number of microseconds. This limit of
+//! 146,000 years of uninterrupted real-time computing has no effect. Every descendant inherits the limit. Any process
+//! can read the limit in `/proc/PID/limits`, even if the descendant was started with `env -i` or is not dumpable.
 //!
-//! A process that intends to outlive its job leaves its session and resets the limit to `unlimited` (`ulimit -S -R
+//! A process that is meant to outlive its job leaves its session and resets the limit to `unlimited` (`ulimit -S -R
 //! unlimited` in bash).
 
 use std::fs;
@@ -34,19 +34,19 @@ impl Token {
         text.parse().ok().and_then(Self::from_limit)
     }
 
-    /// Returns the token that is stored in a resource limit. `None` if the limit is an ordinary one.
+    /// Returns the token that is stored in a resource limit. `None` if the limit contains no token.
     fn from_limit(limit: u64) -> Option<Self> {
         (BASE..BASE + (1 << 61)).contains(&limit).then_some(Self(limit))
     }
 
-    /// Stores the token in this process. Processes that it starts later inherit the token. The error is `EINVAL` if the
-    /// hard limit is finite.
+    /// Stores the token in this process's soft limit, which processes that are started later inherit. The error is
+    /// `EINVAL` if the hard limit is too low for the token.
     pub fn apply(self) -> nix::Result<()> {
         let (_, hard) = getrlimit(Resource::RLIMIT_RTTIME)?;
         setrlimit(Resource::RLIMIT_RTTIME, self.0, hard)
     }
 
-    /// Returns the token that a process carries, no matter which nursery it comes from. `None` if the process has no
+    /// Returns the token that a process carries, which may be the token of any nursery. `None` if the process has no
     /// token or is gone.
     pub fn of(pid: i32) -> Option<Self> {
         soft_limit(pid).and_then(Self::from_limit)

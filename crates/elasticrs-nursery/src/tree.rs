@@ -1,11 +1,11 @@
 //! Lists the descendants of a process, read from `/proc`.
 //!
-//! A listing never proves that no process is left, because processes start and exit while the listing is made. The
-//! listing only shows which processes to signal next.
+//! An empty listing does not prove that all processes have exited, because processes start and exit while the listing
+//! is made. A listing only shows which processes to signal next.
 //!
 //! If `/proc` does not show this pid namespace ([`procfs::is_own`]), each possible pid is checked with a system call
-//! that shows whether it is a child of this process. Indirect descendants are not found in this case. They become
-//! children of this process, a subreaper, when their ancestors have exited.
+//! that shows whether it is a child of this process. This check does not find grandchildren. They become children of
+//! this process, which is a subreaper, when their parents have exited.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -69,7 +69,7 @@ impl Status {
         })
     }
 
-    /// Returns the status of a process without using `/proc`. If there is no pidfd, the process must be a child of this
+    /// Returns the status of a process without using `/proc`. Without a pidfd, this works only for a child of this
     /// process.
     fn asked(pid: i32, pidfd: Option<&OwnedFd>) -> Option<Self> {
         let (parent, has_ended) = match pidfd {
@@ -101,8 +101,8 @@ pub fn has_died(pid: i32, status: Status) -> bool {
 /// descendants.
 ///
 /// The iterator reads the children of a process before it returns the process. The caller can therefore kill each
-/// process immediately without losing track of its children. Killing early also frees CPU time for the rest of the
-/// search.
+/// process at once and still get its children. Processes that are killed early no longer take CPU time from the rest of
+/// the search.
 pub fn descendants(root: i32, except: &[i32]) -> Descendants {
     let all = match procfs::is_own() {
         true if Features::get().proc_children => None,
@@ -183,8 +183,8 @@ fn children_of_ours() -> Vec<i32> {
         |pids: RangeInclusive<i32>| pids.filter(|pid| wait::child_has_ended(*pid).is_some()).collect::<Vec<_>>();
     let newest = newest_pid();
     let found = among(1..=newest);
-    // After the highest pid, the kernel starts again with low pids. Older processes may therefore have higher pids than
-    // the newest process.
+    // After the highest pid, the kernel starts again with low pids. An older process may therefore have a higher pid
+    // than the newest one.
     if found.is_empty() { among(newest + 1..=HIGHEST_PID) } else { found }
 }
 
@@ -206,7 +206,7 @@ pub fn newest_pid() -> i32 {
     pid.or_else(|| Builder::new().spawn(|| gettid().as_raw()).ok()?.join().ok()).unwrap_or(HIGHEST_PID)
 }
 
-/// A process that can be signalled without the risk of reaching another process that reuses its pid.
+/// A process that can be signalled safely: the signal cannot reach another process that reuses the pid.
 #[derive(Debug)]
 pub struct Target {
     pub(super) pid: i32,
@@ -270,8 +270,8 @@ impl Target {
             Some(pidfd) => pidfd::send_signal(pidfd, signal as i32),
             None => signal::kill(Pid::from_raw(self.pid), signal),
         };
-        // An error means that the process is gone, or now belongs to another user (set-user-id). The sweep continues,
-        // and reports the process if it does not exit.
+        // Ignore an error. It means that the process is gone or now belongs to another user (set-user-id). The sweep
+        // reports the process if it does not exit.
         debug_assert!(matches!(sent, Ok(()) | Err(Errno::ESRCH | Errno::EPERM)), "kill({}): {sent:?}", self.pid);
     }
 }
@@ -284,7 +284,7 @@ pub fn describe(pid: i32) -> Descendant {
     Descendant { pid, command: Stat::of(pid).map(|stat| stat.name).unwrap_or_default() }
 }
 
-/// Processes that had to be signalled. The first 64 are listed by name, and the others are only counted.
+/// Processes that had to be signalled. The first 64 are listed, and the others are only counted.
 #[derive(Debug, Default)]
 pub struct Signalled {
     /// The first 64 signalled processes.
@@ -312,7 +312,7 @@ impl Signalled {
         self
     }
 
-    /// Returns the number of processes that are not listed by name.
+    /// Returns the number of processes that are counted but not listed.
     pub fn more(&self) -> u32 {
         u32::try_from(self.others.len()).unwrap_or(u32::MAX)
     }

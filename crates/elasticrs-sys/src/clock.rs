@@ -1,4 +1,4 @@
-//! The kernel's clocks. Their times can be compared between processes on the same machine.
+//! The kernel's clocks. All processes on a machine share them, so their times can be compared.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Settings for helper programs that this process starts.
+//! Settings for the helper programs that this process starts.
 
 use std::io;
 use std::os::unix::process::CommandExt;

@@ -1,4 +1,4 @@
-//! Duplicates file descriptors that belong to Python and are known here only by their numbers.
+//! Duplicates file descriptors that Python owns. Rust code knows only their numbers.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};

@@ -26,7 +26,7 @@ impl WorkerExit {
         }
     }
 
-    /// True if the exit code is 0. An unknown exit status never counts as a success.
+    /// True if the exit code is 0. False if the exit status is unknown.
     pub fn is_success(self) -> bool {
         self == Self::Exited { code: 0 }
     }

@@ -11,8 +11,8 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 
-/// The flag `MFD_EXEC`, which exists since Linux 6.3. From that version on, the setting `vm.memfd_noexec` can make the
-/// kernel refuse a memory file without this flag, or make such a file non-executable.
+/// The flag `MFD_EXEC`, which exists since Linux 6.3. On these kernels, the setting `vm.memfd_noexec` can cause the
+/// kernel to refuse memory files without this flag, or to make them non-executable.
 const MFD_EXEC: libc::c_uint = 0x10;
 
 /// Takes ownership of the inherited file descriptors with these numbers, and makes them close-on-exec.
@@ -28,7 +28,7 @@ pub fn take_inherited<const N: usize>(numbers: [RawFd; N]) -> nix::Result<[Owned
         // SAFETY: `F_SETFD` does not close the descriptor. A number that is not open causes the error EBADF.
         Errno::result(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) })?;
     }
-    // SAFETY: all descriptors are open. The flag `TAKEN` and the contract above ensure that no other code owns them
+    // SAFETY: all descriptors are open. Because of the flag `TAKEN` and the contract above, no other code owns them
     // yet.
     Ok(numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) }))
 }

@@ -36,7 +36,7 @@ pub enum Forked {
 }
 
 /// Write end of the pipe from a forked child to its parent. The child announces each stage that can block forever, and
-/// finally reports that its setup has finished or failed.
+/// in the end reports that its setup has finished or failed.
 #[derive(Debug)]
 pub struct Outlet(OwnedFd);
 
@@ -108,16 +108,16 @@ impl Settling {
         }
         wait::reap(self.child.pid);
         let Some([stage, descriptor, errno @ ..]) = failure else {
-            // The child exited in a fork handler of a library. Do not report its exit code, because the code may be 0,
-            // which would look like a successful worker.
+            // The child exited without a report, for example in a fork handler of a library. Do not report the exit
+            // code, because a code of 0 would look like a successful worker.
             return Err(failed(Errno::ECHILD));
         };
         let stage = Stage::from_byte(stage).unwrap_or(Stage::Clone);
         Err(Failure { stage, errno: Errno::from_raw(i32::from_ne_bytes(errno)), descriptor: descriptor.into() })
     }
 
-    /// Waits until the pipe is readable. Returns false if the child has exited without a report. Does not rely on the
-    /// end of the pipe, because a process that the child has started may hold the pipe open.
+    /// Waits until the pipe is readable. Returns false if the child has exited without a report. Watches the process as
+    /// well as the pipe, because other processes that the child has started may keep the pipe open.
     fn has_told(&self, [process, connection]: [BorrowedFd<'_>; 2]) -> bool {
         let mut polled = [
             PollFd::new(self.told.as_fd(), PollFlags::POLLIN),

@@ -1,15 +1,16 @@
-//! The kernel's interfaces, in the form in which the other crates use them. This is the lowest layer: it depends on no
-//! other crate of the project and on no async runtime, and it starts no thread, because the nursery is built from it.
+//! Safe wrappers for the kernel interfaces that the other crates use. This crate is the lowest layer. The nursery is
+//! built from it, so it depends on no other crate of the project and on no async runtime, and starts no background
+//! threads.
 //!
 //! All `unsafe` code of the project is here, except one call of tokio in `elasticrs-runtime` (`readiness.rs`) and the
-//! test programs of `elasticrs-testkit`. A module wraps system calls that nix does not provide, or does not provide in
-//! the required form, and its functions are safe to call. Each wrapper names the kernel version that it requires. The
+//! test programs of `elasticrs-testkit`. The modules wrap system calls that nix does not provide, or does not provide
+//! in the required form. Their functions are safe to call. Each wrapper names the kernel version that it requires. The
 //! minimum is Linux 5.4, and newer features are probed by [`features`].
 //!
 //! | modules | contents |
 //! | --- | --- |
 //! | [`spawn`], [`fork`], [`command`] | start processes: from a program, as a fork, as a helper |
-//! | [`stage`], [`shown`] | a new process: how far its start has come, what `/proc` shows of it |
+//! | [`stage`], [`shown`] | a new process: the stage of its start, its arguments and environment in `/proc` |
 //! | [`wait`], [`exit`], [`pidfd`] | reap and signal processes; how they exited |
 //! | [`signal`], [`stop`] | numbers, names and dispositions of signals; a process that stops itself |
 //! | [`procfs`], [`stat`] | read `/proc` |

@@ -20,7 +20,7 @@ const WORDS: usize = SIZE as usize / size_of::<u64>();
 /// Seals of the page's file. If the file could shrink, access to its memory could cause SIGBUS.
 const SEALS: SealFlag = SealFlag::F_SEAL_SEAL.union(SealFlag::F_SEAL_SHRINK).union(SealFlag::F_SEAL_GROW);
 
-/// Page of memory that is shared through a close-on-exec descriptor. The page is an array of numbers. Some users need
+/// Page of memory that is shared through a close-on-exec descriptor. The page is an array of numbers. Some callers use
 /// only the first number.
 #[derive(Debug)]
 pub struct Page {

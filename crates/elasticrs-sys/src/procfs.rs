@@ -27,8 +27,8 @@ pub fn read(pid: i32, name: &str) -> Option<String> {
     fs::read_to_string(folder(pid)?.join(name)).ok()
 }
 
-/// True if this content of `/proc/PID/status` describes the process `pid`, and this process is in the same pid
-/// namespace as `/proc`, not in an inner one.
+/// True if `status` (the content of `/proc/PID/status`) describes the process `pid`, and the process is in the pid
+/// namespace that this `/proc` shows, not in an inner one.
 fn is_of(status: &str, pid: u32) -> bool {
     let field = |name| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
     // `NSpid` lists the pids of the process, from the namespace of this `/proc` to the innermost one.

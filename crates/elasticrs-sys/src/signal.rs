@@ -1,5 +1,5 @@
-//! Signal numbers and their names, and functions for signals that nix lacks, or that do not work for real-time signals
-//! because nix's own type excludes them.
+//! Signal numbers and their names. Also contains functions that nix lacks, or that nix does not provide for real-time
+//! signals.
 
 use std::ptr;
 
@@ -47,8 +47,8 @@ pub fn set_default(number: signal::Signal) -> nix::Result<()> {
     unsafe { signal::signal(number, SigHandler::SigDfl) }.map(drop)
 }
 
-/// Makes each of the two signals block the other while its handler runs, so that the handlers run in the order of the
-/// signals.
+/// Blocks each of the two signals while the handler of the other signal runs. The handlers then run in the order in
+/// which the signals arrive.
 pub fn take_turns(one: signal::Signal, other: signal::Signal) -> nix::Result<()> {
     for (number, waits) in [(one as i32, other as i32), (other as i32, one as i32)] {
         // SAFETY: the struct consists of integers and an optional handler, for which zero is a valid value.

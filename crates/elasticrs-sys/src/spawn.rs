@@ -1,8 +1,8 @@
 //! Creates processes with `clone(CLONE_VM | CLONE_VFORK | CLONE_PIDFD)` and exec (Linux 5.2).
 //!
 //! The child shares the memory of its parent, whose calling thread is suspended until the child has executed its
-//! program or exited. Nothing is copied, so the cost does not depend on the size of the parent, and the child stores
-//! its errors in the parent's memory.
+//! program or exited. Nothing is copied, so the cost does not depend on the size of the parent. The child reports an
+//! error by storing it in the shared memory.
 //!
 //! Because of the shared memory, these rules apply:
 //!
@@ -139,7 +139,7 @@ struct Shared<'a> {
     argv: Vec<*const c_char>,
     env: Vec<*const c_char>,
     parent: c_int,
-    /// Number above all targets. Source descriptors are first moved to this number or above, so that no target
+    /// Number above all targets. Source descriptors are first duplicated to this number or above, so that no target
     /// overwrites a source.
     floor: RawFd,
     moved: Vec<RawFd>,
@@ -235,11 +235,11 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     Err(failed(Stage::Exec)(execute(shared)))
 }
 
-/// Gives a forked child the same state as a child that is about to execute its program. Keeps the signal handlers,
-/// because they belong to the program that the forked child continues.
+/// Gives a forked child the state that a child has when it executes its program. Keeps the signal handlers, because the
+/// forked child continues the parent's program.
 ///
 /// `parent` is the pid of the process that forked. The source descriptors in [`Command::fds`] stay open, unless a
-/// target has taken their number.
+/// passed descriptor now has the same number.
 pub fn settle(command: &Command<'_>, parent: i32) -> Result<(), Failure> {
     let mut shared = Shared::new(command, parent);
     prepare(&mut shared, |_| {})?;
@@ -310,8 +310,8 @@ fn open_standard(shared: &Shared<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Executes the program. Tries the next path if the error affects only the current path (such as a missing file or
-/// permission). Returns the error if no path could be executed.
+/// Executes the program. If a path fails with an error such as a missing file or permission, tries the next path.
+/// Returns the error if no path could be executed.
 fn execute(shared: &Shared<'_>) -> Errno {
     let paths = match &shared.command.program {
         Program::File(_) => return raw::exec_file(shared.file, &shared.argv, &shared.env),

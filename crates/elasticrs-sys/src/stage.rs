@@ -23,7 +23,7 @@ pub enum Stage {
     Exec = 7,
     /// Receiving the worker's pidfd in the agent. This fails if the agent has reached its limit on open files.
     Receive = 8,
-    /// Checking the fence deadline. If the deadline has passed, the start is not attempted.
+    /// Checking the fence deadline. If the deadline has passed, the worker is not started.
     Fence = 9,
     /// `sched_setaffinity`.
     Affinity = 10,

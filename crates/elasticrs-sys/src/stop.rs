@@ -1,10 +1,10 @@
 //! Stops this process with SIGSTOP, unless a SIGCONT has already arrived.
 //!
-//! A process that handles SIGTSTP may have work to do before it stops itself with SIGSTOP. If SIGCONT arrives during
-//! that work, it has no effect, and the process then stops for good. To detect this case, the caller keeps a blocked
-//! SIGTSTP pending, because every SIGCONT discards a pending SIGTSTP, even a blocked one. If SIGTSTP is no longer
-//! pending after SIGSTOP was sent, then a SIGCONT has arrived earlier. A helper process makes this check, because this
-//! process is stopped by then.
+//! A process that handles SIGTSTP may have work to do before it stops itself with SIGSTOP. A SIGCONT that arrives
+//! during that work would have no effect, and the process would stop for good. To detect this case, the caller keeps a
+//! blocked SIGTSTP pending, because every SIGCONT discards a pending SIGTSTP, even a blocked one. If SIGTSTP is no
+//! longer pending after SIGSTOP was sent, then a SIGCONT has arrived earlier. A helper process makes this check,
+//! because this process is stopped by then.
 
 use std::ffi::{CString, c_int, c_long, c_void};
 
@@ -43,8 +43,8 @@ pub fn stop_unless_continued() -> nix::Result<()> {
     Ok(())
 }
 
-/// Prevents the handlers of SIGTSTP and SIGCONT from interrupting each other, so that they run in the order in which
-/// the signals arrive.
+/// Prevents the handlers of SIGTSTP and SIGCONT from interrupting each other. The handlers then run in the order in
+/// which the signals arrive.
 pub fn order_signals() -> nix::Result<()> {
     signal::take_turns(Signal::SIGTSTP, Signal::SIGCONT)
 }
@@ -77,7 +77,7 @@ fn read(shared: &mut Shared) -> &[u8] {
 }
 
 /// True if the signal is pending according to a thread's `status` file. Also true if the content cannot be parsed,
-/// because there is then no evidence that the process should continue. Neither allocates nor panics.
+/// because the process should stay stopped unless a SIGCONT is known to have arrived. Neither allocates nor panics.
 fn is_pending(status: &[u8], number: c_int) -> bool {
     const NAME: &[u8] = b"SigPnd:\t";
     let at = status.windows(NAME.len()).position(|window| window == NAME);

@@ -50,7 +50,7 @@ fn peek(id: Id<'_>) -> Option<bool> {
     }
 }
 
-/// Reaps one child. Blocks until the child has exited, so use this function only for children that are about to exit.
+/// Reaps one child. Blocks until the child has exited. Use this function only for a child that is about to exit.
 pub fn reap(pid: i32) -> Waited {
     wait(pid, 0)
 }

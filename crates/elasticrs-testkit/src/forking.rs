@@ -2,8 +2,8 @@
 //!
 //! Commands that would fork forever limit themselves: to two seconds, to a maximum number of forks, and to a maximum
 //! number of live processes. The numbers are counted in memory that all processes of a command share. A process that
-//! stops because of a limit prints the line `LIMIT`, so that a test can tell whether the processes were killed or
-//! stopped by themselves.
+//! stops because of a limit prints the line `LIMIT`. A test can therefore distinguish this case from processes that
+//! were killed.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -59,8 +59,8 @@ fn forked() -> Result<ForkResult, Problem> {
     Ok(unsafe { fork() }?)
 }
 
-/// `cleaner FILE`: starts a child that creates the file and prints the child's pid. The child removes the file once
-/// this process, and all processes that this process starts later, have exited. With `cleaner FILE stubborn`, the child
+/// `cleaner FILE`: starts a child that creates the file, and prints the child's pid. The child removes the file after
+/// this process and all processes that this process starts later have exited. With `cleaner FILE stubborn`, the child
 /// never removes the file. Like the resource tracker of multiprocessing, the child ignores SIGINT and SIGTERM.
 pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     let path = request.next()?;
@@ -94,7 +94,7 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
 pub enum Daemon {
     /// An ordinary process that waits.
     Ordinary,
-    /// A process that resets its token, as a process does that intends to outlive the job.
+    /// A process that resets its token, like a daemon that is meant to outlive the job.
     Exempt,
     /// A process whose main thread has exited while another thread is waiting.
     Headless,
@@ -131,8 +131,8 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     pause_for_ever();
 }
 
-/// Exits only the main thread, like `pthread_exit` in `main`, so that the process continues. Another thread drops
-/// `until` once the main thread has exited.
+/// Exits only the main thread, like `pthread_exit` in `main`. The process continues. Another thread drops `until` after
+/// the main thread has exited.
 fn end_main_thread(until: OwnedFd) -> ! {
     let me = getpid().as_raw();
     std::thread::spawn(move || {

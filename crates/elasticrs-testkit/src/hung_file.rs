@@ -3,8 +3,8 @@
 //!
 //! The test serves the file system through FUSE. It replies to all requests except the first request for the file's
 //! content, so the only page of the file stays locked. The command `hang-in-map` reads the file in one thread and then
-//! maps it in another. To map the file, the kernel waits for the locked page. It cannot be interrupted then, and holds
-//! the lock of the process's memory map.
+//! maps it in another. To map the file, the kernel waits for the locked page. This wait cannot be interrupted, and the
+//! kernel holds the lock of the process's memory map in the meantime.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
@@ -25,8 +25,8 @@ const INTERRUPT: u32 = 36;
 const BATCH_FORGET: u32 = 42;
 
 const HEADER: usize = 40;
-/// Flags in the reply to an open request that make this open file bypass the page cache. Before such a file is mapped,
-/// but not when it is opened, the kernel invalidates the cached pages of the file.
+/// Flags in the reply to an open request. They make the open file bypass the page cache. The kernel invalidates the
+/// file's cached pages when such a file is mapped, not when it is opened.
 const UNCACHED: u32 = 1 | 2;
 const NOT_THERE: i32 = -libc::ENOSYS;
 const A_YEAR: u64 = 31_536_000;
@@ -69,9 +69,9 @@ impl Drop for HungFile {
     }
 }
 
-/// Hangs as long as the [`HungFile`] exists. Starts to read the file in another thread, which locks its page in the
-/// cache. Then opens the file a second time, without the cache, and maps it. The mapping waits until the kernel can
-/// invalidate the locked page.
+/// Hangs while the [`HungFile`] exists. Reads the file in another thread, which locks the file's page in the cache.
+/// Then opens the file again, without the cache, and maps it. The mapping waits until the kernel can invalidate the
+/// locked page.
 pub fn hang_in_map(path: &Path) -> std::io::Result<()> {
     let mut cached = File::open(path)?;
     thread::spawn(move || cached.read(&mut [0; 1]));

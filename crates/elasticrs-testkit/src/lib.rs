@@ -1,4 +1,4 @@
-//! Helpers for tests that start processes: they wait for state changes, and check for leaked processes and descriptors.
+//! Helpers for tests that start processes. They wait for state changes, and check for leaked processes and descriptors.
 //!
 //! The time limits in this module only keep tests from hanging. They are not part of what a test measures. A helper
 //! that fails panics, so that the test fails.
@@ -44,7 +44,7 @@ pub fn wait_readable(fd: impl AsFd, what: &str) {
     }
 }
 
-/// Polls until a condition is true. For conditions that have no notification.
+/// Polls until a condition is true. Use this only if nothing announces the change.
 pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !is_so() {
@@ -53,7 +53,7 @@ pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Polls until the process is in this state. The kernel notifies only the parent of a process of state changes.
+/// Polls until the process is in this state, because the kernel announces state changes only to the parent.
 pub fn wait_for_state(pid: i32, letter: char) {
     wait_until(&format!("process {pid} in state {letter}"), || state(pid) == Some(letter));
 }

@@ -1,7 +1,7 @@
-//! A worker for tests that behaves, and misbehaves, as its command line requests.
+//! A worker for tests. Its command line says how it should behave or misbehave.
 //!
 //! Usage: `testkit-worker COMMAND [ARGUMENT …]`. Each command prints the line `READY` on standard output once its
-//! signal handlers are installed. If a command prints facts about its processes, it does so before that line.
+//! signal handlers are installed. If a command also prints facts about its processes, they come before `READY`.
 
 mod forking;
 mod old_kernel;
@@ -91,7 +91,7 @@ fn run() -> Result<ExitCode, Problem> {
             ready()?;
             // Reset the handler first, because the one from the standard library would print a message.
             set(Signal::SIGSEGV, SigHandler::SigDfl)?;
-            // SAFETY: this write is not safe. It crashes the process on purpose.
+            // SAFETY: this write is not safe, because it is meant to crash the process.
             unsafe { std::ptr::null_mut::<u8>().write_volatile(1) };
         }
         "sleep" => {

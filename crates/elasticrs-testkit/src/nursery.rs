@@ -1,4 +1,4 @@
-//! A small blocking client of the nursery, and agents that are killed, for tests.
+//! Test helpers: a small blocking client of the nursery, and an agent that a test can kill.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::collections::VecDeque;
@@ -20,11 +20,11 @@ use nix::unistd::Pid;
 
 use crate::{assert_no_children, built, is_running, wait_for_end, wait_for_state, wait_readable, worker_program};
 
-/// A nursery, and an end of the test that leaves nothing.
+/// A connected nursery. When this value is dropped, the nursery exits, and the test fails if a process is left behind.
 pub struct Client {
-    /// What was launched.
+    /// The launched nursery.
     pub nursery: Launched,
-    /// Replies that came while another one was waited for.
+    /// Replies that arrived while the client waited for a different reply.
     early: VecDeque<(Reply, Vec<OwnedFd>)>,
     reaped: bool,
 }
@@ -52,7 +52,7 @@ impl Swept {
     }
 }
 
-/// Returns the path of the program `worker-nursery`, which is found as [`worker_program`] is.
+/// Returns the path of the program `worker-nursery`, which is in the same folder as [`worker_program`].
 pub fn program() -> PathBuf {
     built("worker-nursery")
 }
@@ -63,12 +63,13 @@ pub fn image(program: PathBuf) -> NurseryImage {
 }
 
 impl Client {
-    /// Starts a nursery; this process becomes a child subreaper, so that the leak check at the end is exact.
+    /// Starts a nursery. Makes this process a child subreaper, so that the check for leaked processes at the end of the
+    /// test also finds orphans.
     pub fn start() -> Self {
         Self::start_from(image(program()))
     }
 
-    /// Does the same as [`Self::start`] with another image.
+    /// Starts a nursery from the given image. See [`Self::start`].
     pub fn start_from(image: NurseryImage) -> Self {
         nix::sys::prctl::set_child_subreaper(true).unwrap();
         let nursery = launch(&[image]).unwrap();
@@ -84,7 +85,7 @@ impl Client {
         assert!(!self.nursery.link.has_unsent(), "the socket takes a small request at once");
     }
 
-    /// The next reply, in the order of the nursery.
+    /// Returns the next reply. Replies come in the order in which the nursery sent them.
     pub fn next_reply(&mut self) -> (Reply, Vec<OwnedFd>) {
         if let Some(early) = self.early.pop_front() {
             return early;
@@ -97,7 +98,8 @@ impl Client {
         }
     }
 
-    /// The first reply that `pick` picks; the others stay for later.
+    /// Waits for a reply for which `pick` returns a value, and returns that value with the reply's descriptors. Keeps
+    /// all other replies for later calls.
     pub fn find<T>(&mut self, mut pick: impl FnMut(&Reply) -> Option<T>) -> (T, Vec<OwnedFd>) {
         if let Some(at) = self.early.iter().position(|(reply, _)| pick(reply).is_some()) {
             let (reply, fds) = self.early.remove(at).unwrap();
@@ -114,19 +116,19 @@ impl Client {
         }
     }
 
-    /// Requests the start of a worker. [`Self::spawned`] returns the answer.
+    /// Requests the start of a worker. Call [`Self::spawned`] to wait for the answer.
     pub fn request_spawn(&mut self, process: &ProcessSpec, keep_ignored: &[i32], fds: Vec<OwnedFd>) {
         let request = Request::Spawn { process: process.clone(), keep_ignored: keep_ignored.to_vec() };
         self.nursery.link.send(&request, fds).unwrap();
     }
 
-    /// Starts a worker. The error is the stage, the error number and the subject of the failure.
+    /// Starts a worker. The error contains the stage, the error number and the subject of the failure.
     pub fn try_spawn(&mut self, process: &ProcessSpec) -> Result<Worker, (Stage, i32, String)> {
         self.request_spawn(process, &[], Vec::new());
         self.spawned()
     }
 
-    /// The answer to the oldest spawn that was not answered yet.
+    /// Waits for the answer to the oldest start request that has not been answered.
     pub fn spawned(&mut self) -> Result<Worker, (Stage, i32, String)> {
         let (result, mut fds) = self.find(|reply| match reply {
             Reply::Spawned { pid, .. } => Some(Ok(*pid)),
@@ -136,12 +138,12 @@ impl Client {
         result.map(|pid| Worker { pid, pidfd: fds.pop().unwrap() })
     }
 
-    /// Starts a worker that must not fail to start.
+    /// Starts a worker. Panics if the start fails.
     pub fn spawn(&mut self, process: &ProcessSpec) -> Worker {
         self.try_spawn(process).unwrap()
     }
 
-    /// Starts a testkit worker; returns what it said before `READY`.
+    /// Starts a testkit worker and waits until it is ready. Returns the worker and its output.
     pub fn spawn_ready(&mut self, arguments: &[&str]) -> (Worker, Lines) {
         let (reader, writer) = pipe();
         let process = with_stdout(worker(arguments));
@@ -152,7 +154,7 @@ impl Client {
         (worker, lines)
     }
 
-    /// Waits for the exit of a worker.
+    /// Waits until a worker has exited. Returns its exit status and resource usage.
     pub fn exit_of(&mut self, pid: i32) -> (WorkerExit, Usage) {
         let pick = |reply: &Reply| match reply {
             Reply::Exited { pid: of, exit, usage, .. } if *of == pid => Some((*exit, *usage)),
@@ -182,7 +184,7 @@ impl Client {
         self.reap();
     }
 
-    /// Waits for the end of the nursery.
+    /// Waits until the nursery has exited, reaps it, and returns its wait status.
     pub fn reap(&mut self) -> i32 {
         wait_readable(&self.nursery.pidfd, "the end of the nursery");
         self.reaped = true;
@@ -208,7 +210,7 @@ impl Drop for Client {
     }
 }
 
-/// An agent of `examples/` with workers that are ready.
+/// An example agent (from `examples/`) whose workers are ready.
 pub struct Agent {
     pub process: Child,
     pub lines: Lines,
@@ -216,8 +218,8 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Starts the example `name` with the program of its nursery and these further arguments. This process becomes a
-    /// child subreaper, so that it adopts the processes that the agent leaves behind.
+    /// Starts the example `name`. Passes it the path of the nursery program, followed by `arguments`. This process
+    /// becomes a child subreaper, so that it adopts the processes that the agent leaves behind.
     pub fn start(nursery: &Path, name: &str, arguments: &[&str], workers: usize) -> Self {
         nix::sys::prctl::set_child_subreaper(true).unwrap();
         let (reader, writer) = pipe();
@@ -229,7 +231,8 @@ impl Agent {
         Self { process, lines, tree }
     }
 
-    /// Kills it, and asserts that its nursery, which falls to us, has ended everything.
+    /// Kills the agent. Asserts that its nursery has killed all processes and exited. This process adopts the nursery
+    /// and reaps it.
     pub fn kill(mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
@@ -241,25 +244,25 @@ impl Agent {
     }
 }
 
-/// What runs below an agent of `examples/`.
+/// Pids of the processes that an example agent has started.
 pub struct Tree {
     pub nursery: i32,
     pub workers: Vec<i32>,
-    /// Those that workers have started.
+    /// Processes that the workers have started.
     pub daemons: Vec<i32>,
 }
 
 impl Tree {
-    /// Workers and daemons.
+    /// Returns the pids of all workers and daemons.
     pub fn below(&self) -> impl Iterator<Item = i32> {
         self.workers.iter().chain(&self.daemons).copied()
     }
 }
 
-/// What a worker writes, line by line.
+/// Output of a worker, as lines.
 pub struct Lines {
     reader: BufReader<File>,
-    /// What came before `READY`.
+    /// Lines before `READY`.
     pub said: Vec<String>,
 }
 
@@ -269,7 +272,7 @@ impl Lines {
         Self { reader: BufReader::new(File::from(reader)), said: Vec::new() }
     }
 
-    /// Reads up to the line `READY`.
+    /// Reads up to and including the line `READY`.
     pub fn until_ready(&mut self) {
         loop {
             let line = self.next().expect("READY comes before the end of the output");
@@ -308,7 +311,7 @@ impl Lines {
 impl Iterator for Lines {
     type Item = String;
 
-    /// Blocks until the next line is there. `None` at the end of the output.
+    /// Blocks until the next line is available. `None` at the end of the output.
     fn next(&mut self) -> Option<String> {
         if self.reader.buffer().is_empty() {
             wait_readable(self.reader.get_ref().as_fd(), "a line of a worker");
@@ -326,26 +329,26 @@ pub fn pipe() -> (OwnedFd, OwnedFd) {
     nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap()
 }
 
-/// A testkit worker with nothing but what it needs.
+/// Describes a testkit worker with these arguments. See [`process`].
 pub fn worker(arguments: &[&str]) -> ProcessSpec {
     let mut argv = vec![worker_program().into_os_string()];
     argv.extend(arguments.iter().map(OsString::from));
     process(argv)
 }
 
-/// Describes a process that shares only standard error with the test.
+/// Describes a process with a minimal environment that shares only standard error with the test.
 pub fn process(argv: Vec<OsString>) -> ProcessSpec {
     let stdio = [Stdio::Null, Stdio::Null, Stdio::Inherit];
     ProcessSpec { stdio, ..ProcessSpec::new(argv, vec!["PATH=/usr/bin:/bin".into()]) }
 }
 
-/// The first descriptor that is sent becomes standard output.
+/// Makes the first descriptor that is sent with the start request the worker's standard output.
 pub fn with_stdout(mut process: ProcessSpec) -> ProcessSpec {
     process.pass_fds = vec![PassedFd { source: 0, target: 1 }];
     process
 }
 
-/// Stops a process with `ptrace`, so that no signal resumes it before [`ptrace::detach`].
+/// Stops a process with `ptrace`. No signal can resume the process before [`ptrace::detach`].
 pub fn hold(pid: i32) -> Pid {
     let held = Pid::from_raw(pid);
     ptrace::seize(held, ptrace::Options::empty()).unwrap();

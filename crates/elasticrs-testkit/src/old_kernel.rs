@@ -1,4 +1,4 @@
-//! Runs a program as if on an older kernel: a seccomp filter denies newer system calls.
+//! Simulates an older kernel for a program: a seccomp filter denies newer system calls.
 
 use std::ffi::CString;
 use std::io;
@@ -16,9 +16,9 @@ const LOAD: u16 = 0x20;
 const JUMP_IF_EQUAL: u16 = 0x15;
 const RETURN: u16 = 0x06;
 
-/// `old-kernel NAME[,NAME…] PROGRAM [ARGUMENT …]`: executes the program in an environment that denies the named system
-/// calls. For the name `group_signal`, only calls of `pidfd_send_signal` with flags are denied. Descendants of the
-/// program inherit the filter.
+/// `old-kernel NAME[,NAME…] PROGRAM [ARGUMENT …]`: executes the program under a filter that denies the named system
+/// calls. The name `group_signal` denies only calls of `pidfd_send_signal` with flags. Descendants of the program
+/// inherit the filter.
 pub(super) fn run(request: &mut Request) -> Result<std::convert::Infallible, Problem> {
     let filter = request.next()?.split(',').map(denial).collect::<Result<Vec<_>, _>>()?.concat();
     deny([filter, vec![statement(RETURN, libc::SECCOMP_RET_ALLOW)]].concat())?;

@@ -7,7 +7,7 @@ use elasticrs_sys::collapse;
 
 use super::Nursery;
 
-/// Pause between moving two pages. The pause leaves CPU time to the workers, and lets the nursery handle events.
+/// Pause between two pages. It leaves CPU time for the workers, and lets the nursery handle events.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Progress of moving the nursery's memory to huge pages.

@@ -1,5 +1,5 @@
-//! Actions of the nursery on behalf of an agent that can no longer act. The nursery keeps the agent's connections open
-//! until no process is left, and kills all processes when the fence deadline has passed.
+//! Actions of the nursery for an agent that is dead or stopped. The nursery keeps the agent's connections open until
+//! all processes have exited, and kills all processes when the fence deadline has passed.
 
 use std::os::fd::OwnedFd;
 
@@ -23,8 +23,8 @@ impl Nursery {
         }
     }
 
-    /// Releases the connections that are held for a dead agent, so that its session ends. Called when no process of the
-    /// agent is left, except cleaners.
+    /// Releases the connections of a dead agent, so that its session ends. Called when all of its processes except
+    /// cleaners have exited.
     pub(super) fn end_session(&mut self) {
         // First handle the agent's last requests, because they may report that the session has moved to another
         // connection, or that the agent is alive.
@@ -57,8 +57,8 @@ impl Nursery {
         }
     }
 
-    /// Starts killing all workers and their descendants if the fence deadline has passed, because the agent's lease may
-    /// have expired since then. Returns true if the deadline has passed.
+    /// Starts killing all workers and their descendants if the fence deadline has passed, because the other nodes may
+    /// then consider this agent dead. Returns true if the deadline has passed.
     pub(super) fn check_fence(&mut self) -> bool {
         match self.fence.as_ref().map(Fence::look) {
             None | Some(Ok(Look::Unset | Look::At(_))) => false,

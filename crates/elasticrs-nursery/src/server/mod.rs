@@ -45,15 +45,15 @@ use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
 use super::start::Start;
 use super::tree::Signalled;
 
-/// Time limit for the last sweep, which starts when the agent is gone or its lease has expired. Processes that are
-/// still alive after this time have a pending SIGKILL, which takes effect without the nursery.
+/// Time limit for the last sweep, which starts when the agent is gone or its lease has expired. A process that is still
+/// alive after this time has a pending SIGKILL and will die even if the nursery has exited.
 const LAST_SWEEP: Duration = Duration::from_secs(10);
 
 /// Runs the nursery on the descriptors [`FIXED_FDS`], with the text of a [`Start`]. Returns when the nursery is done.
 ///
-/// The process must be single-threaded and must have been started for this purpose only. Returns the exit code: 0, or
-/// an error number (255 if there is none). The agent sees the exit code and the closed socket. Errors are reported in
-/// no other way.
+/// The process must be single-threaded and must have been started for this purpose only. Returns the exit code: 0 for
+/// success, an error number, or 255 if the error has no number. Errors are not reported in any other way: the agent
+/// sees only the exit code and the closed socket.
 pub fn run(start: Option<&str>) -> u8 {
     run_warm(start, None).err().unwrap_or_default()
 }
@@ -61,8 +61,8 @@ pub fn run(start: Option<&str>) -> u8 {
 /// Makes sure that all processes that are started during the imports belong to the job. Must be called before the
 /// imports. After the imports, call [`run_warm`].
 pub fn begin_warm(start: &str) {
-    // Ignore errors, because the nursery also works if it is not a child subreaper and has no token. Errors are not
-    // expected, because the agent was permitted to make the same calls.
+    // Ignore errors, because the nursery works even if it is not a child subreaper or has no token. Errors are not
+    // expected, because the agent is permitted to make the same calls.
     let _ = prctl::set_child_subreaper(true);
     let _ = Start::parse(start).map(|start| start.token.apply());
 }
@@ -98,7 +98,7 @@ struct Nursery {
     compaction: Compaction,
     /// Name that this process had before the nursery renamed it.
     name: CString,
-    /// True if this process carries a token. If so, every descendant without a token has reset its token.
+    /// True if this process carries a token. In this case, a descendant without a token must have reset its token.
     marked: bool,
     /// Value of `oom_score_adj` to restore in workers. `None` if the nursery did not lower its own value.
     oom_score_adj: Option<CString>,
@@ -106,23 +106,23 @@ struct Nursery {
     workers: BTreeSet<i32>,
     /// Sessions of all workers since the last sweep, including workers that have exited.
     sessions: BTreeSet<i32>,
-    /// The last forked worker, which has not finished its setup. It continues its setup while the nursery serves
+    /// The last forked worker, if it has not finished its setup yet. The setup continues while the nursery serves
     /// requests or forks the next worker.
     unsettled: Option<Unsettled>,
     /// Signals that have yet to be sent to process groups, keyed by group. Each member is signalled individually.
     left_groups: BTreeMap<i32, i32>,
     sweep: Option<Sweep>,
-    /// A start request that arrived during a sweep, with its descriptors. It is postponed because the sweep would kill
-    /// the worker. Later requests are not read in the meantime.
+    /// A start request that arrived during a sweep, with its descriptors. The start is postponed, because the sweep
+    /// would kill the worker. The nursery reads no further requests until then.
     postponed: Option<(Request, Vec<OwnedFd>)>,
-    /// Leftover processes of workers that SIGKILL did not kill in time. The nursery reports them once, and then no
-    /// longer waits for them while other workers are alive.
+    /// Leftover processes of workers that did not die in time after SIGKILL. The nursery reports each of them once.
+    /// After that, a sweep for the leftover processes of one worker no longer waits for them.
     given_up: BTreeSet<i32>,
-    /// Exited children that their tracers did not release. The nursery reports them once, and then no longer waits for
-    /// them.
+    /// Exited children that their tracers did not release. The nursery reports each of them once, and then no longer
+    /// waits for it.
     held_by_tracers: BTreeSet<i32>,
-    /// Processes killed by sweeps that were not requested by the agent. The answer to the agent's next sweep request
-    /// reports them.
+    /// Processes killed by sweeps that the agent did not request. They are reported in the answer to the agent's next
+    /// sweep request.
     untold: Signalled,
     /// Connections that are kept open for the agent.
     held: Connections,
@@ -153,8 +153,8 @@ impl Nursery {
         prctl::set_child_subreaper(true)?;
         // Have the kernel send SIGCONT to this nursery when the agent dies. A stopped nursery must resume, because
         // otherwise the workers would outlive the lease. The kernel sends the signal even if no other process is alive.
-        // In a warm nursery, SIGCONT replaces SIGKILL, which was set for the imports because the nursery could not
-        // watch its agent at that time.
+        // In a warm nursery, SIGCONT replaces SIGKILL. SIGKILL was set for the imports, during which the nursery could
+        // not watch its agent.
         prctl::set_pdeathsig(Signal::SIGCONT)?;
         let name = if forker.is_some() { leave_program() } else { CString::default() };
         prctl::set_name(NAME)?;
@@ -378,8 +378,8 @@ impl Nursery {
         match sweep.step(self, has_children) {
             Verdict::GoOn => {
                 if self.orphaned && sweep.is_quiet() {
-                    // End the session without waiting for the cleaners, because other nodes wait only until the workers
-                    // of this node have exited.
+                    // End the session without waiting for the cleaners, because the other nodes need to know only that
+                    // the workers of this node have exited.
                     self.end_session();
                 }
                 self.sweep = Some(sweep);
@@ -392,8 +392,8 @@ impl Nursery {
                     self.end_session();
                     return Served::Leave;
                 }
-                // Forget the workers that tracers hold, because the reply below reports their exits to the agent. The
-                // tracers may release them later.
+                // Remove the workers that tracers hold, because the reply below reports them to the agent. The exit
+                // must not be reported again if a tracer releases its worker later.
                 self.workers.retain(|pid| !held.contains(pid));
                 self.held_by_tracers.extend(&held);
                 let left_by = sweep.left_by();
@@ -416,7 +416,7 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Restores the normal priority after a sweep, because workers would inherit the raised one.
+    /// Restores the normal priority after a sweep, because workers would inherit the raised priority.
     fn lower_priority(&mut self) {
         if let Some(nice) = self.nice.take() {
             // Ignore the result, because raising the nice value is always permitted.
@@ -425,7 +425,7 @@ impl Nursery {
     }
 
     /// Starts to kill all processes, because the agent is dead or has closed its end of the connection. The nursery
-    /// exits once all are gone or the time limit has passed.
+    /// exits when all processes have exited or the time limit has passed.
     fn lose_agent(&mut self) {
         if !self.orphaned {
             self.orphaned = true;
@@ -467,7 +467,7 @@ fn at_once() -> Deadlines {
     Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
 }
 
-/// Reserves as many file descriptors as a sweep opens at the same time, or as many as are available.
+/// Reserves the number of file descriptors that a sweep opens at the same time, or fewer if not enough are available.
 fn reserve_of(any: &OwnedFd) -> Vec<OwnedFd> {
     (0..4).map_while(|_| any.try_clone().ok()).collect()
 }

@@ -21,8 +21,8 @@ use crate::protocol::Request;
 use crate::sweep::kill_by_token;
 use crate::token::Token;
 
-/// Time after which a nursery whose processes are still alive is considered to hang in the kernel. Three times the
-/// nursery's own time limit.
+/// Time limit for a nursery that is killing its processes. A nursery that takes longer is considered to hang in the
+/// kernel. The limit is three times the nursery's own time limit.
 const HOPELESS: Duration = LAST_SWEEP.saturating_mul(3);
 
 pub(super) struct Sentinel {
@@ -78,7 +78,8 @@ impl Sentinel {
                 Ok(None) => return true,
                 Err(_) => return false,
             };
-            // Ignore descriptors that are missing or unusable. The sentinel can then do less, but is still useful.
+            // Ignore missing or unusable descriptors, because the sentinel is useful even without some of its
+            // functions.
             match request {
                 Request::Guard => self.nursery = Guarded::new(fds),
                 Request::Fence { holder } => self.fence = Fence::from_descriptors(fds, holder).ok(),
@@ -111,8 +112,8 @@ impl Sentinel {
         if hangs {
             // Mark the deadline as passed, because the nursery cannot do it. This call cannot fail.
             let _ = fence.look();
-            // Kill the nursery before the worker that it is starting. Otherwise, the nursery would report the exit of
-            // the worker. The only possible error is ESRCH.
+            // Kill the nursery first, because it would otherwise report the exit of the worker that it is starting. The
+            // only possible error is ESRCH.
             let _ = pidfd::send_signal(&nursery.pidfd, libc::SIGKILL);
         }
         hangs

@@ -112,13 +112,13 @@ fn announce(stages: &OwnedFd, stage: u8) {
     let _ = nix::unistd::write(stages, &[stage]);
 }
 
-/// The nursery's record of a forked worker that has not finished its setup.
+/// State that the nursery keeps for a forked worker that has not finished its setup.
 pub(super) struct Unsettled {
     process: ProcessSpec,
     settling: Settling,
 }
 
-/// A forked process's own record of the worker that it is about to become.
+/// Data with which a forked process completes its setup as a worker.
 pub(super) struct Begun {
     process: ProcessSpec,
     fds: Vec<OwnedFd>,
@@ -137,8 +137,8 @@ pub struct Worker {
 }
 
 impl Begun {
-    /// Completes the setup of a forked worker, which then has the same state as an executed worker at the start of its
-    /// program. Exits the process on failure.
+    /// Completes the setup of a forked worker. After that, its state is the same as if its program had been executed.
+    /// Exits the process on failure.
     pub(super) fn settle(self) -> Worker {
         let Self { process, fds, mut outlet, name, oom_score_adj, parent } = self;
         let targets: Vec<i32> = process.pass_fds.iter().map(|passed| passed.target).collect();
@@ -153,7 +153,7 @@ impl Begun {
         });
         for fd in fds {
             if targets.contains(&fd.as_raw_fd()) {
-                // Forget `fd` without closing it, because one of the worker's own descriptors now has the same number.
+                // Do not close `fd`, because its number now belongs to one of the worker's own descriptors.
                 let _ = fd.into_raw_fd();
             }
         }

@@ -1,10 +1,10 @@
-//! Kills all descendants of the nursery until none is left.
+//! Kills all descendants of the nursery, or the leftover processes of one worker, and waits until they have exited.
 //!
 //! Each step reaps exited children, lists the remaining processes, and signals them according to the phase: no signal
-//! during the linger time, SIGTERM once during the grace time, and SIGKILL after that.
-//! [Cleaners](crate::cleaner) are killed last. Only `ECHILD` proves that no process is left. A process that
-//! has left its worker's session and has reset its token is exempt. While exempt processes are running, `ECHILD` cannot
-//! occur, so the sweep stops after two consecutive checks that find no other process.
+//! during the linger time, SIGTERM once during the grace time, and SIGKILL after that. [Cleaners](crate::cleaner) are
+//! killed last. Only `ECHILD` proves that all processes have exited. A process that has left its worker's session and
+//! has reset its token is exempt. `ECHILD` cannot occur while an exempt process is running. In that case, the sweep
+//! stops after two consecutive checks that find no process to kill.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -56,8 +56,8 @@ pub(super) struct Sweep {
     deadlines: Deadlines,
     /// Number of the last request that this sweep answers. `None` if no request is to be answered.
     number: Option<u32>,
-    /// Pid of the worker whose leftover processes the sweep kills while it spares running workers. `None` to kill all
-    /// descendants.
+    /// Pid of the exited worker whose leftover processes the sweep kills, without killing running workers. `None` to
+    /// kill all descendants.
     left_by: Option<i32>,
     /// Pids to which SIGTERM was sent. The field `killed` contains the pids to which SIGKILL was sent.
     termed: BTreeSet<i32>,
@@ -70,8 +70,8 @@ pub(super) struct Sweep {
     /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
     /// holds them.
     corpses: BTreeSet<i32>,
-    /// Time since which the checks have found only processes that may stay. `None` if the last check found another
-    /// process.
+    /// Time of the first of the consecutive checks that have found only processes that may stay. `None` if the last
+    /// check found another process.
     only_held: Option<Instant>,
     pause: Duration,
 }
@@ -130,7 +130,8 @@ impl Sweep {
         self.pause = Duration::ZERO;
     }
 
-    /// Returns the time until the next step of the sweep. If a child changes state earlier, the step is due at once.
+    /// Returns the time until the next step of the sweep. The caller takes the step earlier if a child changes its
+    /// state.
     pub(super) fn wait(&self, now: Instant) -> Duration {
         let until = self.deadlines.next(now).map_or(Duration::ZERO, |at| at - now);
         until.min(self.pause)
@@ -246,7 +247,7 @@ impl Sweep {
         self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
     }
 
-    /// Sends a signal to a process. Returns true if this is the first such signal to the process.
+    /// Sends a signal to a process. Returns true if the process has not been sent this signal before.
     fn signal(&mut self, nursery: &Nursery, pid: i32, target: &Target, signal: Signal) -> bool {
         let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
         let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
@@ -267,8 +268,8 @@ impl Sweep {
 }
 
 impl Nursery {
-    /// True if the process has left its worker's session and has reset its token. Such a process intends to outlive the
-    /// job.
+    /// True if the process has left its worker's session and has reset its token. Such a process is meant to outlive
+    /// the job.
     fn is_exempt(&self, pid: i32, status: Status) -> bool {
         self.marked && !self.sessions.contains(&status.session) && Token::is_reset(pid)
     }
